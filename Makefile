@@ -1,0 +1,65 @@
+# Everything runs from .venv, which is built on first use and rebuilt when its recipe changes.
+#   make train    train a mixture-of-experts language model on 4 local processes
+#   make test     the whole test suite        make lint     ruff, mypy, import-linter
+#   make bench    time beside torch's DTensor make docs     the manual, in docs/_build/html
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+RECIPE := pyproject.toml constraints.txt Makefile
+RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID)
+TRAIN_FLAGS ?=
+PYTEST_FLAGS ?=
+
+.PHONY: help install train test lint bench docs clean
+
+help:
+	@sed -n '2,4s/^# *//p' Makefile
+
+# torch comes first and alone: no range of another package can then choose a different build of it.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardwright needs Python 3.11 or newer; choose one with: make PYTHON=/path/to/python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)" setuptools
+	@touch $@
+
+# What a run needs: the library, and matplotlib for the loss curve.
+$(VENV)/.run: $(VENV)/.torch $(RECIPE)
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e ".[plot]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e ".[dev]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.run
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e ".[docs]"
+	@touch $@
+
+install: $(VENV)/.dev
+
+train: $(VENV)/.run
+	$(BIN)/shardwright train --world 4 --dp-replicate 2 --dp-shard 2 --ep 2 --out $(RUN) $(TRAIN_FLAGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m bench
+
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build --fail-on-warning --keep-going -b html docs docs/_build/html
+
+clean:
+	rm -rf docs/_build docs/reference/api .mypy_cache .ruff_cache .pytest_cache .hypothesis
