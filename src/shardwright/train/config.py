@@ -1,0 +1,194 @@
+"""What a training run is asked to do. Text enters here, is validated once, and is frozen."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwright.errors import ConfigError
+
+NEWEST = "newest"
+
+Degree = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class TrainConfig(BaseModel):
+    """Every setting of `shardwright train`; the command's flags are the same names with dashes.
+
+    Make one with `TrainConfig.parse(...)`, which reports all wrong fields in one line, then call `check()`,
+    which fits the degrees to the world. Neither touches a process group; only `check()` reads the file system.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # ranks; None: what the other settings imply (see `check`)
+    world: Degree | None = None
+    dp_replicate: Degree = 1
+    dp_shard: Degree | None = None
+    cp_replicate: Degree = 1
+    tp: Degree = 1
+    ep: Degree = 1
+
+    # run
+    steps: Annotated[int, Field(ge=0)] = 300
+    batch_size: Count = 32
+    seq_len: Count = 128
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4e-3
+    warmup: Annotated[int, Field(ge=0)] = 20
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.05
+    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    eval_every: Count = 50
+    eval_windows: Count = 64
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    data: Path | None = None
+
+    # model
+    layers: Count = 3
+    hidden: Count = 128
+    heads: Count = 4
+    experts: Count = 8
+    top_k: Count = 2
+    expert_hidden: Count = 160
+
+    # files and supervision
+    out: Path | None = None
+    resume: str | None = None
+    checkpoint_every: Annotated[int, Field(ge=0)] = 100
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    verify: bool = False
+
+    @classmethod
+    def parse(cls, **settings: Any) -> Self:
+        """The config with these settings.
+
+        Raises: ConfigError: one line that names every setting that is unknown or out of range.
+        """
+        try:
+            return cls(**settings)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_fact(one) for one in error.errors())) from None
+
+    def check(self, given_ranks: int | None = None) -> Self:
+        """This config with world and dp_shard filled in, once everything about it is known to fit.
+
+        Args: given_ranks: the number of ranks that already run (torchrun), None when none has been started.
+        Without `world`, the world is `given_ranks`, else the product of the degrees; dp_shard takes the rest.
+        Raises: ConfigError: one line: what, why, what to do.
+        """
+        resolved = self._resolve_world(given_ranks)
+        resolved._check_experts()
+        resolved._check_model()
+        resolved._check_run()
+        return resolved
+
+    @property
+    def batch_ranks(self) -> int:
+        """How many ranks take different sequences (all data and context parallel ranks)."""
+        return self.dp_replicate * (self.dp_shard or 1) * self.cp_replicate
+
+    def _resolve_world(self, given_ranks: int | None) -> Self:
+        known = {"--dp-replicate": self.dp_replicate, "--cp-replicate": self.cp_replicate, "--tp": self.tp}
+        if self.dp_shard is not None:
+            known["--dp-shard"] = self.dp_shard
+        product = math.prod(known.values())
+        world = self.world or given_ranks or product
+        if given_ranks is not None and world != given_ranks:
+            raise ConfigError(
+                f"--world {world} but {given_ranks} ranks are running: leave --world out under torchrun, "
+                f"or start torchrun with {world} processes"
+            )
+        spelled = " ".join(f"{flag} {degree}" for flag, degree in known.items())
+        if world % product:
+            raise ConfigError(
+                f"{spelled} multiply to {product}, which does not divide --world {world}: "
+                f"choose degrees whose product divides {world}, or --world {product}"
+            )
+        if self.dp_shard is not None and product != world:
+            raise ConfigError(
+                f"{spelled} multiply to {product}, not to --world {world}: leave --dp-shard out (it then becomes "
+                f"{world * self.dp_shard // product if world * self.dp_shard % product == 0 else '?'}), "
+                f"or use --world {product}"
+            )
+        return self.model_copy(update={"world": world, "dp_shard": self.dp_shard or world // product})
+
+    def _check_experts(self) -> None:
+        ranks = self.batch_ranks
+        if ranks % self.ep:
+            raise ConfigError(
+                f"--ep {self.ep} does not divide the {ranks} data and context parallel ranks "
+                f"(dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x cp_replicate "
+                f"{self.cp_replicate}): choose --ep from {_divisors(ranks)}"
+            )
+        if self.experts % self.ep:
+            raise ConfigError(
+                f"--experts {self.experts} cannot be shared out evenly over --ep {self.ep}: "
+                f"choose --experts as a multiple of {self.ep}, or --ep from {_divisors(self.experts)}"
+            )
+        if self.top_k > self.experts:
+            raise ConfigError(
+                f"--top-k {self.top_k} is more than the --experts {self.experts} there are to choose from: "
+                f"choose --top-k of at most {self.experts}"
+            )
+
+    def _check_model(self) -> None:
+        if self.heads % self.tp:
+            raise ConfigError(
+                f"--tp {self.tp} does not divide the {self.heads} attention heads: "
+                f"choose --tp from {_divisors(self.heads)}"
+            )
+        if self.hidden % (2 * self.heads):
+            raise ConfigError(
+                f"a hidden size of {self.hidden} does not split into {self.heads} heads of an even size (rotary "
+                f"positions turn pairs): choose a hidden size that is a multiple of {2 * self.heads}"
+            )
+
+    def _check_run(self) -> None:
+        if self.verify and self.dtype != "float32":
+            raise ConfigError(
+                f"--verify compares to float32 rounding, which --dtype {self.dtype} does not have: "
+                "leave --dtype out"
+            )
+        if self.verify and self.resume:
+            raise ConfigError("--verify trains from the first step, so it cannot --resume: leave one out")
+        if self.resume and self.out is None:
+            raise ConfigError("--resume needs the folder of the run to go on with: add --out FOLDER")
+        if self.verify and self.steps < 1:
+            raise ConfigError("--verify has nothing to compare at --steps 0: choose --steps of at least 1")
+        _check_text_source(self.data)
+        if self.device == "cuda":
+            self._check_cuda()
+
+    def _check_cuda(self) -> None:
+        import torch  # noqa: PLC0415  importing torch takes a second that --help must not pay
+
+        if not torch.cuda.is_available():
+            raise ConfigError("--device cuda but torch sees no CUDA device here: use --device cpu")
+
+
+def _fact(error: Any) -> str:
+    name = "--" + "-".join(str(part).replace("_", "-") for part in error["loc"][:1])
+    if error["type"] == "extra_forbidden":
+        return f"{name} is not a setting of train: see shardwright train --help"
+    message = str(error["msg"])
+    return f"{name} {error['input']!r} cannot be used: {message[:1].lower()}{message[1:]}"
+
+
+def _check_text_source(path: Path | None) -> None:
+    if path is None:
+        return
+    if not path.exists():
+        raise ConfigError(f"--data {path} does not exist: name a text file or a folder of text files")
+    if path.is_file() and path.stat().st_size == 0:
+        raise ConfigError(f"--data {path} is empty: name a text file with something in it")
+    if path.is_dir() and not any(p.is_file() and p.stat().st_size for p in path.rglob("*")):
+        raise ConfigError(f"--data {path} holds no file with text in it: name a file or a folder of text")
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
