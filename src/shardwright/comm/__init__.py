@@ -1,0 +1,18 @@
+"""Communication: collectives on local tensors, the execution of plans, and the record of both."""
+
+from shardwright.comm.bucket import all_reduce_bucketed
+from shardwright.comm.collectives import all_gather_uneven, all_reduce, all_to_all_uneven, reduce_scatter_rows
+from shardwright.comm.record import Decision, Event, Recorder, record_collective, record_decision
+
+__all__ = [
+    "Decision",
+    "Event",
+    "Recorder",
+    "all_gather_uneven",
+    "all_reduce",
+    "all_reduce_bucketed",
+    "all_to_all_uneven",
+    "record_collective",
+    "record_decision",
+    "reduce_scatter_rows",
+]

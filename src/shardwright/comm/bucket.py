@@ -1,0 +1,63 @@
+"""Many tensors, few collectives: tensors of one dtype are reduced as flat buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwright.comm import functional
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+
+
+def all_reduce_bucketed(
+    tensors: Sequence[Tensor],
+    op: str,
+    group: ProcessGroup,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    *,
+    axis: str = "",
+    reason: str = "",
+) -> list[Tensor]:
+    """Reduce every tensor over the group; the results are views of the reduced buckets, in the order given.
+
+    All ranks must pass tensors of the same shapes and dtypes in the same order, to form the same buckets.
+    Args: op: "sum", "avg", "max", "min" or "product".
+    Raises: PlanError: avg of integers.
+    Cost: each rank sends 2(n-1)/n of the bytes, one collective per bucket of at most `bucket_bytes`
+    (a larger tensor is a bucket by itself).
+    """
+    results: list[Tensor] = list(tensors)
+    for positions in _buckets(tensors, bucket_bytes):
+        members = [tensors[i] for i in positions]
+        flat = torch.cat([member.reshape(-1) for member in members])
+        reduced = functional.reduce_over(flat, op, group, axis=axis, reason=reason)
+        pieces = reduced.split([member.numel() for member in members])
+        for i, member, piece in zip(positions, members, pieces, strict=True):
+            results[i] = piece.view(member.shape)
+    return results
+
+
+def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:
+    """Positions of the tensors of each bucket: dtypes by first appearance, tensors in the order given."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(i)
+    for positions in by_dtype.values():
+        yield from _fill([(i, tensors[i].nbytes) for i in positions], bucket_bytes)
+
+
+def _fill(sized: Sequence[tuple[int, int]], bucket_bytes: int) -> Iterator[list[int]]:
+    bucket: list[int] = []
+    filled = 0
+    for position, size in sized:
+        if bucket and filled + size > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(position)
+        filled += size
+    if bucket:
+        yield bucket

@@ -1,0 +1,148 @@
+"""Collectives on plain tensors: new tensor out, finished on return, no autograd.
+
+They call torch's functional ops by name, which costs the same as `torch.distributed`'s own calls and can be
+traced by `torch.compile` (the wrappers of `_functional_collectives` cost twice that in eager mode). A group
+is passed by its name because a name is a constant in a traced graph. A group of one never communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwright.comm.record import record_collective, recording
+from shardwright.comm.wire import as_bytes, carrier, moves_natively
+
+_ops = torch.ops._c10d_functional
+
+
+def exchange_rows(
+    x: Tensor,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
+    group: ProcessGroup,
+    *,
+    axis: str = "",
+    reason: str = "",
+) -> Tensor:
+    """Send `in_splits[i]` rows to member i, receive `out_splits[i]`:  [sum(in), ...] -> [sum(out), ...].
+
+    Cost: each rank sends all its rows but those for itself. Any dtype; zeros allowed.
+    """
+    if group.size() == 1:
+        return x.clone()
+    if recording():
+        row = x[0].numel() if x.shape[0] else 0
+        sent = (x.shape[0] - in_splits[group.rank()]) * row * x.element_size()
+        record_collective(
+            "all_to_all", axis=axis, bytes_sent=sent, reason=reason, shape=x.shape, dtype=x.dtype
+        )
+    if moves_natively(x.dtype):
+        return _all_to_all(x.contiguous(), list(out_splits), list(in_splits), group)
+    return _exchange_as_bytes(x, out_splits, in_splits, group)
+
+
+def _exchange_as_bytes(
+    x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], group: ProcessGroup
+) -> Tensor:
+    row = x.element_size()
+    for size in x.shape[1:]:
+        row *= size
+    received = _all_to_all(as_bytes(x), [row * s for s in out_splits], [row * s for s in in_splits], group)
+    return received.view(x.dtype).view(sum(out_splits), *x.shape[1:])
+
+
+def _all_to_all(x: Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> Tensor:
+    received: Tensor = _ops.wait_tensor(_ops.all_to_all_single(x, out_splits, in_splits, group.group_name))
+    return received
+
+
+def reduce_over(x: Tensor, op: str, group: ProcessGroup, *, axis: str = "", reason: str = "") -> Tensor:
+    """Reduce x over the group, the result on every member:  [...] -> [...].
+
+    Args: op: "sum", "avg", "max", "min" or "product".
+    Raises: PlanError: the reduction has no meaning for this dtype (avg of integers).
+    Cost: each rank sends 2(n-1)/n of x.
+    """
+    carried = carrier(x.dtype, op)
+    n = group.size()
+    if n == 1:
+        return x.clone()
+    if recording():
+        sent = 2 * (n - 1) * x.numel() * carried.itemsize // n
+        record_collective(
+            "all_reduce", axis=axis, bytes_sent=sent, reason=reason, shape=x.shape, dtype=x.dtype
+        )
+    if x.is_complex():
+        return torch.view_as_complex(_all_reduce(torch.view_as_real(x.resolve_conj()), op, group))
+    return _all_reduce(x.to(carried), op, group).to(x.dtype)
+
+
+def _all_reduce(x: Tensor, op: str, group: ProcessGroup) -> Tensor:
+    native = "sum" if op == "avg" else op
+    reduced: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), native, group.group_name))
+    return reduced.div_(group.size()) if op == "avg" else reduced
+
+
+def gather_rows(
+    x: Tensor, sizes: Sequence[int], group: ProcessGroup, *, axis: str = "", reason: str = ""
+) -> Tensor:
+    """Concatenate the rows of all members in group order:  [sizes[rank], ...] -> [sum(sizes), ...].
+
+    Cost: each rank sends n-1 times its rows; equal sizes use the native all-gather.
+    """
+    n = group.size()
+    if n == 1:
+        return x.clone()
+    if recording():
+        sent = (n - 1) * x.numel() * x.element_size()
+        record_collective(
+            "all_gather", axis=axis, bytes_sent=sent, reason=reason, shape=x.shape, dtype=x.dtype
+        )
+    if not moves_natively(x.dtype):
+        return _gather_as_bytes(x, sizes, group)
+    return _all_gather(x.contiguous(), sizes, group)
+
+
+def _gather_as_bytes(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    row = x.element_size()
+    for size in x.shape[1:]:
+        row *= size
+    received = _all_gather(as_bytes(x), [row * s for s in sizes], group)
+    return received.view(x.dtype).view(sum(sizes), *x.shape[1:])
+
+
+def _all_gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    n = group.size()
+    if all(size == sizes[0] for size in sizes):
+        gathered: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(x, n, group.group_name))
+        return gathered
+    # Uneven: an all-to-all that repeats the rows moves exactly the missing ones; padding would move more.
+    repeated = x.repeat(n, *([1] * (x.dim() - 1)))
+    return _all_to_all(repeated, list(sizes), [x.shape[0]] * n, group)
+
+
+def reduce_scatter_rows_raw(
+    x: Tensor, sizes: Sequence[int], group: ProcessGroup, *, axis: str = "", reason: str = ""
+) -> Tensor:
+    """Sum the terms of all members, each keeps its own rows:  [sum(sizes), ...] -> [sizes[rank], ...].
+
+    The terms are added in rank order, in float32 for half types: deterministic, and on gloo half the bytes
+    of its reduce-scatter. Cost: each rank sends all rows but its own.
+    """
+    mine = sizes[group.rank()]
+    n = group.size()
+    received = exchange_rows(x, [mine] * n, sizes, group, axis=axis, reason=reason)
+    return sum_in_order(received.view(n, mine, *x.shape[1:]))
+
+
+def sum_in_order(terms: Tensor) -> Tensor:
+    """Sum over dim 0, first to last, half types in a float32 accumulator:  [n, ...] -> [...]."""
+    wide = torch.float32 if terms.dtype in (torch.float16, torch.bfloat16) else terms.dtype
+    total = terms[0].to(wide, copy=True)
+    for term in terms[1:]:
+        total += term
+    return total.to(terms.dtype)

@@ -1,0 +1,49 @@
+"""How a tensor travels: which dtypes a backend moves and reduces itself, and what carries the others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import PlanError
+
+# What gloo and NCCL both move and reduce; everything else is carried by one of these.
+NATIVE = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int32,
+        torch.int64,
+        torch.int8,
+        torch.uint8,
+    }
+)
+
+
+def moves_natively(dtype: torch.dtype) -> bool:
+    """True if the backends move this dtype as it is; float8, complex, int16 and bool travel as bytes."""
+    return dtype in NATIVE
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The same memory as a flat uint8 tensor (a copy first if `x` is not contiguous)."""
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def carrier(dtype: torch.dtype, op: str) -> torch.dtype:
+    """The dtype in which values of `dtype` are reduced: itself, or a wider one.
+
+    Raises: PlanError: this reduction has no meaning for this dtype.
+    """
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    if op == "avg" and exact:
+        raise PlanError(
+            f"avg of {dtype}: an integer cannot hold the average; use sum, or convert to a float first"
+        )
+    if dtype.is_complex and op not in ("sum", "avg"):
+        raise PlanError(f"{op} of {dtype}: complex numbers have no native {op}; gather the terms instead")
+    if dtype in NATIVE or dtype.is_complex:
+        return dtype
+    return torch.int32 if exact else torch.float32
