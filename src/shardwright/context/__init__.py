@@ -1,0 +1,26 @@
+"""Meshes of a run: degrees, domains, process groups."""
+
+from shardwright.context.context import DistributedContext
+from shardwright.context.domains import (
+    BATCH_DOMAIN,
+    DENSE_DOMAIN,
+    EXPERT_DOMAIN,
+    FLAT_DOMAIN,
+    REGULAR_DOMAIN,
+)
+from shardwright.context.parameters import DeviceMeshParameters
+from shardwright.context.registry import register_domain
+from shardwright.context.submesh import axis_names, submesh
+
+__all__ = [
+    "BATCH_DOMAIN",
+    "DENSE_DOMAIN",
+    "EXPERT_DOMAIN",
+    "FLAT_DOMAIN",
+    "REGULAR_DOMAIN",
+    "DeviceMeshParameters",
+    "DistributedContext",
+    "axis_names",
+    "register_domain",
+    "submesh",
+]

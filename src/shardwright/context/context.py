@@ -1,0 +1,126 @@
+"""The world of this process and its meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.context.domains import DomainSpec, check_axes
+from shardwright.context.groups import GroupCache
+from shardwright.context.process import ProcessWorld
+from shardwright.errors import MeshError
+
+if TYPE_CHECKING:
+    from shardwright.context.parameters import DeviceMeshParameters
+
+
+class DistributedContext:
+    """One mesh per domain, all views of one root mesh; rank and device of this process.
+
+    Made by `DeviceMeshParameters.build()`. All groups exist when it returns: `mesh_for` never communicates.
+    """
+
+    def __init__(
+        self, parameters: DeviceMeshParameters, world: ProcessWorld, specs: Mapping[str, DomainSpec]
+    ) -> None:
+        """Make the mesh of every domain in `specs` that fits this world. Collective.
+
+        A domain registered for worlds of another size does not stop this one: `mesh_for` refuses it.
+        """
+        self.parameters = parameters
+        self._world = world
+        self._world_group = dist.group.WORLD
+        self._groups = GroupCache(world.device.type)
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._refused: dict[str, MeshError] = {}
+        for name, spec in specs.items():
+            try:
+                self.add_domain(name, spec)
+            except MeshError as error:
+                self._refused[name] = error
+
+    @property
+    def rank(self) -> int:
+        """Return the rank of this process in the world."""
+        return self._world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Return the rank of this process on its machine."""
+        return self._world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of processes."""
+        return self._world.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this process."""
+        return self._world.device
+
+    @property
+    def is_main(self) -> bool:
+        """Return whether this is the process that reports and writes for all."""
+        return self.rank == 0
+
+    @property
+    def root_mesh(self) -> DeviceMesh:
+        """Return the mesh (world,) of which all others are views."""
+        return self._groups.root
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Return the names that `mesh_for` accepts."""
+        return tuple(self._meshes)
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the process group that the meshes live on still exists."""
+        return dist.is_initialized() and dist.group.WORLD is self._world_group
+
+    def mesh_for(self, domain: str) -> DeviceMesh:
+        """Return the mesh of a domain.
+
+        Raises:
+            MeshError: no domain has this name, or its axes do not multiply to this world.
+        """
+        if domain in self._refused:
+            raise self._refused[domain]
+        if domain not in self._meshes:
+            raise MeshError(
+                f"unknown domain {domain!r}; use one of {', '.join(self._meshes)}, "
+                f"or register_domain({domain!r}, axes)"
+            )
+        return self._meshes[domain]
+
+    def add_domain(self, name: str, spec: DomainSpec) -> None:
+        """Make the mesh of one more domain. Collective: every rank calls it (`register_domain` does).
+
+        Raises:
+            MeshError: the axes do not multiply to the world.
+        """
+        axes = dict(spec(self.parameters))
+        check_axes(name, axes, self.world_size)
+        self._meshes[name] = self._groups.mesh(axes)
+        self._refused.pop(name, None)
+
+    def close(self) -> None:
+        """Destroy the process group if this context made it. The meshes are unusable afterwards."""
+        if self.is_open:
+            self._world.detach()
+
+    def __enter__(self) -> Self:
+        """Return self, to be closed at the end of the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
