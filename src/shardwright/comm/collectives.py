@@ -34,8 +34,7 @@ def all_to_all_uneven(
     """
     _check_splits(x, out_splits, in_splits, group)
     label = (axis, reason)
-    result: Tensor = _Exchange.apply(x, tuple(out_splits), tuple(in_splits), group, label)
-    return result
+    return _apply(_Exchange, x, tuple(out_splits), tuple(in_splits), group, label)
 
 
 def all_reduce(x: Tensor, op: str, group: ProcessGroup, *, axis: str = "", reason: str = "") -> Tensor:
@@ -45,8 +44,7 @@ def all_reduce(x: Tensor, op: str, group: ProcessGroup, *, axis: str = "", reaso
     Raises: PlanError: the reduction has no meaning for this dtype, or no derivative where one is needed.
     Cost: each rank sends 2(n-1)/n of x; backward the same.
     """
-    result: Tensor = _Reduce.apply(x, op, group, (axis, reason))
-    return result
+    return _apply(_Reduce, x, op, group, (axis, reason))
 
 
 def all_gather_uneven(
@@ -63,7 +61,7 @@ def all_gather_uneven(
         raise PlanError(
             f"all_gather_uneven: dim {dim} has length {x.shape[dim]}, but sizes says {sizes[group.rank()]}"
         )
-    gathered: Tensor = _Gather.apply(x.movedim(dim, 0), tuple(sizes), group, (axis, reason))
+    gathered = _apply(_Gather, x.movedim(dim, 0), tuple(sizes), group, (axis, reason))
     return gathered.movedim(0, dim)
 
 
@@ -79,8 +77,7 @@ def reduce_scatter_rows(
     _check_sizes(sizes, group, "sizes")
     if x.shape[0] != sum(sizes):
         raise PlanError(f"reduce_scatter_rows: x has {x.shape[0]} rows, but sizes add up to {sum(sizes)}")
-    result: Tensor = _ReduceScatter.apply(x, tuple(sizes), group, (axis, reason))
-    return result
+    return _apply(_ReduceScatter, x, tuple(sizes), group, (axis, reason))
 
 
 def _check_splits(
@@ -99,6 +96,11 @@ def _check_sizes(sizes: Sequence[int], group: ProcessGroup, name: str) -> None:
         raise PlanError(f"{name} has {len(sizes)} entries for a group of {group.size()} ranks")
 
 
+def _apply(function: type[torch.autograd.Function], x: Tensor, *args: object) -> Tensor:
+    result: Tensor = function.apply(x, *args)
+    return result
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -110,13 +112,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         out_splits, in_splits, group, label = ctx.call
-        return (
-            _Exchange.apply(gradient, in_splits, out_splits, group, _backward(label)),
-            None,
-            None,
-            None,
-            None,
-        )
+        back = _apply(_Exchange, gradient, in_splits, out_splits, group, _backward(label))
+        return back, None, None, None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -132,7 +129,7 @@ class _Reduce(torch.autograd.Function):
             raise PlanError(
                 f"all_reduce({op!r}) has no derivative here: detach the operand, or reduce with sum or avg"
             )
-        return _Reduce.apply(gradient, op, group, _backward(label)), None, None, None
+        return _apply(_Reduce, gradient, op, group, _backward(label)), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -144,7 +141,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         sizes, group, label = ctx.call
-        return _ReduceScatter.apply(gradient, sizes, group, _backward(label)), None, None, None
+        return _apply(_ReduceScatter, gradient, sizes, group, _backward(label)), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -156,7 +153,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         sizes, group, label = ctx.call
-        return _Gather.apply(gradient, sizes, group, _backward(label)), None, None, None
+        return _apply(_Gather, gradient, sizes, group, _backward(label)), None, None, None
 
 
 def _backward(label: tuple[str, str]) -> tuple[str, str]:
