@@ -1,0 +1,31 @@
+"""Placements: what one mesh axis does to a tensor, and the regions that follow from it. No process groups."""
+
+from shardwright.placement.along_dim import AlongDim
+from shardwright.placement.base import Partition, Pending, Placement, Replicate
+from shardwright.placement.block_cyclic import BlockCyclic
+from shardwright.placement.convert import as_placement
+from shardwright.placement.interleaved import Interleaved
+from shardwright.placement.owner import Owner
+from shardwright.placement.partial import Partial
+from shardwright.placement.ragged import Ragged
+from shardwright.placement.region import Box, Region
+from shardwright.placement.shard import Shard
+from shardwright.placement.zigzag import ZigZag
+
+__all__ = [
+    "AlongDim",
+    "BlockCyclic",
+    "Box",
+    "Interleaved",
+    "Owner",
+    "Partial",
+    "Partition",
+    "Pending",
+    "Placement",
+    "Ragged",
+    "Region",
+    "Replicate",
+    "Shard",
+    "ZigZag",
+    "as_placement",
+]

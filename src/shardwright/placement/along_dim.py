@@ -1,0 +1,82 @@
+"""Partitions of one dim: a subclass says which indices of that dim a coord holds, as runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardwright.errors import PlacementError
+from shardwright.placement.base import Partition
+from shardwright.placement.derived import check_dim
+from shardwright.placement.region import Region
+from shardwright.placement.runs import Runs, interval, total
+
+if TYPE_CHECKING:
+    from shardwright.placement.region import Shape
+
+
+class AlongDim(Partition):
+    """Splits the indices of `dim`; every other dim is whole on every coord."""
+
+    dim: int
+
+    def runs(self, length: int, n: int, coord: int) -> Runs:  # noqa: ARG002 - for subclasses
+        """The indices that `coord` of `n` holds of a dim of this length, in local order."""
+        raise PlacementError(f"{type(self).__name__} does not say which indices a coord holds: define runs()")
+
+    def local_length(self, length: int, n: int, coord: int) -> int:
+        """How many indices `coord` holds."""
+        return total(self.runs(length, n, coord))
+
+    def moved(self, dim: int) -> Partition:
+        """The same split of another dim, without checks."""
+        return replace(self, dim=dim)  # type: ignore[type-var]
+
+    def region(self, shape: Shape, n: int, coord: int) -> Region:
+        """The runs of `dim`, all of every other dim."""
+        dim = check_dim(self.dim, len(shape), self.text())
+        of_dim = self.runs(shape[dim], n, coord)
+        whole = (interval(0, size) for size in shape)
+        return Region.from_runs(tuple(of_dim if d == dim else kept for d, kept in enumerate(whole)))
+
+    def local_shape(self, shape: Shape, n: int, coord: int) -> Shape:
+        """`shape` with the length of `dim` on this coord."""
+        dim = self.dim
+        length = self.local_length(shape[dim], n, coord)
+        return (*shape[:dim], length, *shape[dim + 1 :]) if dim != -1 else (*shape[:-1], length)
+
+    def cut_dims(self, shape: Shape, n: int) -> tuple[int, ...]:  # noqa: ARG002 - the same for every shape
+        """`dim`, whatever its size."""
+        return (self.dim,)
+
+    def touched_dims(self, shape: Shape, n: int) -> tuple[int, ...]:
+        """`dim`."""
+        return self.cut_dims(shape, n)
+
+    def on_dim(self, dim: int) -> Partition | None:
+        """The same split of `dim`."""
+        return self if dim == self.dim else self.moved(dim)
+
+    def on_dims(self, dims: dict[int, int]) -> Partition:
+        """The same split of the dim that `self.dim` has become."""
+        dim = dims.get(self.dim, self.dim)
+        return self if dim == self.dim else self.moved(dim)
+
+    def resolved(self, ndim: int) -> Partition:
+        """The same split with `dim` counted from the front."""
+        dim = check_dim(self.dim, ndim, self.text())
+        return self if dim == self.dim else self.moved(dim)
+
+    def validate(self, shape: Shape, n: int) -> None:  # noqa: ARG002 - any axis size will do
+        """The tensor must have the dim."""
+        check_dim(self.dim, len(shape), self.text())
+
+    def text(self) -> str:
+        """How the text of a layout names this placement: class and arguments."""
+        state = self._state()
+        return f"{type(self).__name__}({', '.join(repr(value) for value in state.values())})"
+
+    def _checked(self, name: str, value: Any, least: int) -> None:
+        if not isinstance(value, int) or value < least:
+            raise PlacementError(f"{self.text()}: {name} must be an integer >= {least}, got {value!r}")
+

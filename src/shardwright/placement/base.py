@@ -1,0 +1,246 @@
+"""The three families of placements: `Partition`, `Pending`, `Replicate`.
+
+A placement says, for one mesh axis of size n, how a logical tensor becomes n local tensors and back. It is
+not a layout (one axis only, no mesh) and not an operation (it moves nothing).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
+
+from shardwright.errors import PlacementError
+from shardwright.placement.derived import derived_cut_dims, join_regions, take_region
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from shardwright.placement.region import Region, Shape
+
+
+class Placement(TorchPlacement):
+    """Base of all placements; torch accepts them as its own. Subclass `Partition` or `Pending` instead.
+
+    Frozen: an attribute is set once, in `__init__` (a frozen dataclass is the short way). Equality, hash,
+    repr and pickling come from the attributes; `__init__` need not call the base.
+    """
+
+    is_partition: ClassVar[bool] = False
+    is_pending: ClassVar[bool] = False
+    is_replicated: ClassVar[bool] = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG004 - arguments belong to __init__
+        """Make the C++ part, also for a dataclass, copy and pickle, which skip our __init__."""
+        self = super().__new__(cls)
+        TorchPlacement.__init__(self)
+        return self
+
+    def dual(self) -> Placement:
+        """The placement of the gradient of a value that has this placement."""
+        raise PlacementError(f"{self!r}: subclass Partition or Pending, which know it")
+
+    def local_shape(self, shape: Shape, n: int, coord: int) -> Shape:  # noqa: ARG002 - same for every coord here
+        """Shape of the local tensor of `coord`; `shape` is the tensor left by earlier axes."""
+        return shape
+
+    def validate(self, shape: Shape, n: int) -> None:
+        """Raise PlacementError if this placement has no meaning for such a tensor on an axis of size n."""
+
+    def resolved(self, ndim: int) -> Placement:  # noqa: ARG002 - nothing to resolve without a dim
+        """The same placement with negative dims counted from the front."""
+        return self
+
+    def text(self) -> str:
+        """How the text of a layout names this placement."""
+        return repr(self)
+
+    def _state(self) -> dict[str, Any]:
+        slots = (name for cls in type(self).__mro__ for name in cls.__dict__.get("__slots__", ()))
+        return {**{name: getattr(self, name) for name in slots}, **self.__dict__}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            raise AttributeError(f"{type(self).__name__}.{name}: placements are frozen")
+        super().__setattr__(name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return type(self) is type(other) and self._state() == other._state()
+
+    def __hash__(self) -> int:
+        return hash((type(self).__qualname__, *self._state().values()))
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{name}={value!r}" for name, value in self._state().items())
+        return f"{type(self).__name__}({inside})"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __copy__(self) -> Placement:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Placement:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self._state())
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """An expression that makes this placement again, for torch's code generation, and its names."""
+        return f"_rebuild({type(self).__name__}, {self._state()!r})", {
+            "_rebuild": _rebuild,
+            type(self).__name__: type(self),
+        }
+
+
+def _rebuild(cls: type[Placement], state: dict[str, Any]) -> Placement:
+    """Make a placement again from its attributes, without its `__init__`."""
+    placement: Placement = cls.__new__(cls)
+    for name, value in state.items():
+        object.__setattr__(placement, name, value)
+    return placement
+
+
+class Partition(Placement):
+    """Each logical element lives on exactly one coord. A subclass states `region`; the rest is derived.
+
+    Laws: the regions of all coords cover the tensor, are disjoint, and `join(split(x)) == x` bit for bit, for
+    every shape. `shardwright.testing.check_placement` checks them.
+    """
+
+    is_partition = True
+
+    def region(self, shape: Shape, n: int, coord: int) -> Region:  # noqa: ARG002 - for subclasses
+        """What `coord` of `n` holds of a tensor of this shape (the tensor left by earlier axes)."""
+        raise PlacementError(f"{type(self).__name__} does not say what a coord holds: define region()")
+
+    def local_shape(self, shape: Shape, n: int, coord: int) -> Shape:
+        """Shape of the local tensor of `coord`; as many dims as `shape`."""
+        return self.region(shape, n, coord).local_shape
+
+    def cut_dims(self, shape: Shape, n: int) -> tuple[int, ...]:
+        """The dims that this partition cuts.
+
+        On all others every coord that holds anything holds every index, in order, so that the local tensor
+        may be used along them as if it were the logical one.
+        """
+        return derived_cut_dims(self, shape, n)
+
+    def touched_dims(self, shape: Shape, n: int) -> tuple[int, ...]:  # noqa: ARG002 - all, whatever the axis
+        """The dims whose local size may differ from the logical one.
+
+        Two partitions that touch no common dim may be applied in either order. A class that does not say
+        which dims it cuts is taken to touch all.
+        """
+        return tuple(range(len(shape)))
+
+    def flat_group(self) -> tuple[int, ...]:
+        """The dims that this partition flattens into one; a later `Shard` of one cuts the flat dim."""
+        return ()
+
+    def on_dim(self, dim: int) -> Partition | None:  # noqa: ARG002 - for classes that have a dim
+        """The same split along another dim; None where that has no meaning."""
+        return None
+
+    def on_dims(self, dims: dict[int, int]) -> Partition:  # noqa: ARG002 - for classes that have dims
+        """The same split with its dims renumbered (`old: new`; dims not named stay)."""
+        return self
+
+    def even(self, shape: Shape, n: int) -> bool:
+        """Whether all coords hold a local tensor of the same shape."""
+        first = self.local_shape(shape, n, 0)
+        return all(self.local_shape(shape, n, coord) == first for coord in range(1, n))
+
+    def split(self, x: Tensor, n: int, coord: int) -> Tensor:
+        """The local tensor of `coord`: a view of `x` where the region is one box. Differentiable."""
+        return take_region(x, self.region(tuple(x.shape), n, coord))
+
+    def join(self, locals: Sequence[Tensor], shape: Shape) -> Tensor:  # noqa: A002 - the word of the laws
+        """The tensor of this shape whose splits over `len(locals)` coords are `locals`. Differentiable."""
+        n = len(locals)
+        return join_regions(locals, [self.region(shape, n, coord) for coord in range(n)], shape)
+
+    def dual(self) -> Partition:
+        """Itself: the gradient of a part is that part of the gradient."""
+        return self
+
+
+class Pending(Placement):
+    """The logical value is an elementwise reduction of what the coords hold. A subclass states both ways.
+
+    Law: `combine([embed(x, n, c) for c in range(n)]) == x` for values of its domain, within `tolerance`.
+    """
+
+    is_pending = True
+    reduce_op: str = ""
+    can_be_target: ClassVar[bool] = True
+
+    def combine(self, locals: Sequence[Tensor]) -> Tensor:  # noqa: A002, ARG002 - the word of the laws
+        """The logical value; `locals` holds one tensor per coord, in order."""
+        raise PlacementError(f"{type(self).__name__} does not say how to reduce: define combine()")
+
+    def embed(self, x: Tensor, n: int, coord: int) -> Tensor:  # noqa: ARG002 - for subclasses
+        """The cheapest local tensor of `coord` that makes the locals combine to `x`. A new tensor."""
+        raise PlacementError(f"{type(self).__name__} does not say how to make locals: define embed()")
+
+    def identity(self, x: Tensor) -> Tensor | None:  # noqa: ARG002 - classes without one say None
+        """Like `x`, filled with the value that `combine` ignores; None where there is none."""
+        return None
+
+    def in_domain(self, x: Tensor) -> bool:  # noqa: ARG002 - no limit unless a class has one
+        """Whether the law holds for this value (dtypes, signs)."""
+        return True
+
+    @property
+    def linear(self) -> bool:
+        """Whether `combine` is linear: a linear op then acts on the locals as on the value."""
+        return False
+
+    @property
+    def tolerance(self) -> int:
+        """How many units in the last place `combine(embed(x))` may be away from `x`; 0 is bit for bit."""
+        return 0
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Torch's question: pending, with this reduction if one is named."""
+        return reduce_op is None or reduce_op == self.reduce_op
+
+    def dual(self) -> Placement:
+        """Replicate: each term of a sum has the sum's gradient; others are reduced before a backward."""
+        return Replicate()
+
+
+class Replicate(TorchReplicate, Placement):
+    """Every coord holds the whole tensor."""
+
+    is_replicated = True
+
+    def __init__(self) -> None:
+        TorchReplicate.__init__(self)
+
+    def dual(self) -> Placement:
+        """Replicate, or Partial("sum") where the gradient is still to be summed: whichever it already is."""
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to any `Replicate`, torch's included."""
+        return isinstance(other, TorchReplicate)
+
+    __hash__ = TorchReplicate.__hash__
+    __repr__ = TorchReplicate.__repr__
+    __str__ = TorchReplicate.__str__
+    __fx_repr__ = TorchReplicate.__fx_repr__
+
+    def text(self) -> str:
+        """How the text of a layout names this placement."""
+        return "Replicate()"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+

@@ -1,0 +1,27 @@
+"""`BlockCyclic(dim, block)`: blocks of a dim dealt out in turn. The layout of ScaLAPACK."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.placement.along_dim import AlongDim
+from shardwright.placement.runs import Run, Runs, merged
+
+
+@dataclass(frozen=True, repr=False)
+class BlockCyclic(AlongDim):
+    """Block b (of `block` indices, the last one short) belongs to coord b % n."""
+
+    dim: int
+    block: int
+
+    def __post_init__(self) -> None:
+        self._checked("block", self.block, 1)
+
+    def runs(self, length: int, n: int, coord: int) -> Runs:
+        """Full rounds, periodic, then the block of the last round."""
+        rounds, rest = divmod(length, n * self.block)
+        last = min(max(rest - coord * self.block, 0), self.block)
+        start = coord * self.block
+        tail = Run(rounds * n * self.block + start, last, last, 1)
+        return merged((Run(start, self.block, n * self.block, rounds), tail))

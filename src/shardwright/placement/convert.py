@@ -1,0 +1,57 @@
+"""From torch's placement objects to ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Partial as TorchPartial
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
+from torch.distributed.tensor.placement_types import Shard as TorchShard
+
+from shardwright.errors import PlacementError
+from shardwright.placement.base import Placement, Replicate
+from shardwright.placement.interleaved import Interleaved
+from shardwright.placement.partial import Partial
+from shardwright.placement.shard import Shard
+
+_REPLICATE = Replicate()
+
+
+def as_placement(placement: Any) -> Placement:
+    """Our object for a placement of torch's; ours unchanged. The private strided shard is `Interleaved`.
+
+    Raises: PlacementError: not a placement, or one of torch's whose meaning is not known here.
+    """
+    if isinstance(placement, Placement):
+        return _hashable(placement)
+    kind = type(placement)
+    if kind is TorchShard:
+        return Shard(placement.dim)
+    if kind is TorchReplicate:
+        return _REPLICATE
+    if kind is TorchPartial:
+        return Partial(placement.reduce_op)
+    return _from_private(placement)
+
+
+def _from_private(placement: Any) -> Placement:
+    """torch's strided shard and norm, recognised by what they say of themselves."""
+    split_factor = getattr(placement, "split_factor", None)
+    if isinstance(placement, TorchPlacement) and split_factor is not None:
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        return Interleaved(dim, int(split_factor)) if split_factor != 1 else Shard(dim)
+    if isinstance(placement, TorchPartial) and getattr(placement, "norm_type", None) == 2:
+        return Partial("norm2")
+    raise PlacementError(
+        f"{placement!r} ({type(placement).__name__}) is not a placement that can be used here; "
+        "use Shard, Replicate, Partial, or subclass Partition or Pending"
+    )
+
+
+def _hashable(placement: Placement) -> Placement:
+    if type(placement).__hash__ is None:
+        raise PlacementError(
+            f"{type(placement).__name__} cannot be hashed: declare it with @dataclass(frozen=True)"
+        )
+    return placement

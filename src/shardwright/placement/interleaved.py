@@ -1,0 +1,45 @@
+"""`Interleaved(dim, chunks)`: a dim cut in runs, each run split over the axis. Fused qkv weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.placement.along_dim import AlongDim
+from shardwright.placement.runs import Run, Runs, merged
+from shardwright.placement.shard import chunk_bounds
+
+
+@dataclass(frozen=True, repr=False)
+class Interleaved(AlongDim):
+    """The dim is cut in `chunks` runs as `torch.chunk` does; each run is split over the axis like `Shard`.
+
+    Coord i holds piece i of the first run, then piece i of the second, and so on. With `chunks` = the number
+    of shards of a later axis this is torch's private strided shard.
+    """
+
+    dim: int
+    chunks: int
+
+    def __post_init__(self) -> None:
+        self._checked("chunks", self.chunks, 1)
+
+    def runs(self, length: int, n: int, coord: int) -> Runs:
+        """One piece of each full run, periodic, then the piece of the short last run."""
+        whole = -(-length // self.chunks)
+        if not whole:
+            return ()
+        full, rest = divmod(length, whole)
+        start, stop = chunk_bounds(whole, n, coord)
+        low, high = chunk_bounds(rest, n, coord)
+        last = Run(full * whole + low, high - low, high - low, 1)
+        return merged((Run(start, stop - start, whole, full), last))
+
+    def local_length(self, length: int, n: int, coord: int) -> int:
+        """One piece of each full run and one of the last."""
+        whole = -(-length // self.chunks)
+        if not whole:
+            return 0
+        full, rest = divmod(length, whole)
+        start, stop = chunk_bounds(whole, n, coord)
+        low, high = chunk_bounds(rest, n, coord)
+        return full * (stop - start) + high - low

@@ -1,0 +1,53 @@
+"""`Owner(coord)`: one coord holds everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwright.errors import PlacementError
+from shardwright.placement.base import Partition
+from shardwright.placement.region import Region
+
+if TYPE_CHECKING:
+    from shardwright.placement.region import Shape
+
+
+@dataclass(frozen=True, repr=False)
+class Owner(Partition):
+    """`coord` holds the whole tensor; every other coord an empty one of shape (0, *shape[1:])."""
+
+    coord: int
+
+    def region(self, shape: Shape, n: int, coord: int) -> Region:  # noqa: ARG002 - the same for every axis size
+        """Everything or nothing."""
+        return Region.whole(shape) if coord == self.coord else Region((), (0, *shape[1:]))
+
+    def local_shape(self, shape: Shape, n: int, coord: int) -> Shape:  # noqa: ARG002 - the same for every axis size
+        """`shape`, or `shape` with no row; (0,) for a 0-d tensor."""
+        return shape if coord == self.coord else (0, *shape[1:])
+
+    def cut_dims(self, shape: Shape, n: int) -> tuple[int, ...]:  # noqa: ARG002 - the same for every shape
+        """None: a coord holds every index or no element at all."""
+        return ()
+
+    def touched_dims(self, shape: Shape, n: int) -> tuple[int, ...]:  # noqa: ARG002 - the same for every axis size
+        """Dim 0, which is empty on the other coords."""
+        return (0,) if shape else ()
+
+    def on_dim(self, dim: int) -> Owner:  # noqa: ARG002 - an owner has no dim
+        """Itself."""
+        return self
+
+    def even(self, shape: Shape, n: int) -> bool:
+        """Only on an axis of size 1, or when dim 0 is empty."""
+        return n == 1 or (bool(shape) and shape[0] == 0)
+
+    def validate(self, shape: Shape, n: int) -> None:  # noqa: ARG002 - any tensor will do
+        """The axis must have the coord."""
+        if not 0 <= self.coord < n:
+            raise PlacementError(f"{self.text()}: the axis has coords 0 to {n - 1}")
+
+    def text(self) -> str:
+        """How the text of a layout names this placement."""
+        return f"Owner({self.coord})"

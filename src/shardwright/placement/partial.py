@@ -1,0 +1,170 @@
+"""`Partial(reduce_op)`: the value is a named reduction of what the coords hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor.placement_types import Partial as TorchPartial
+
+from shardwright.errors import PlacementError
+from shardwright.placement.base import Pending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One reduction: how it combines two or all locals, what it ignores, for which values its law holds."""
+
+    combine: Callable[[Sequence[Tensor]], Tensor]
+    identity: Callable[[torch.dtype], Any]  # a Python number; None: every coord holds the value
+    in_domain: Callable[[Tensor], bool]
+    linear: bool = False
+    tolerance: int = 0
+
+
+def _fold(op: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
+    return lambda parts: reduce(op, parts[1:], parts[0].clone())
+
+
+def _average(parts: Sequence[Tensor]) -> Tensor:
+    return _fold(torch.add)(parts) / len(parts)
+
+
+def _norm2(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).square().sum(0).sqrt()
+
+
+def _is_number(x: Tensor) -> bool:
+    return x.dtype != torch.bool
+
+
+def _is_ordered(x: Tensor) -> bool:
+    return not x.is_complex()
+
+
+def _is_float(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _is_length(x: Tensor) -> bool:
+    return x.is_floating_point() and not bool((x < 0).any())
+
+
+def _is_integral(x: Tensor) -> bool:
+    return not _is_float(x)
+
+
+def _constant(value: int | None) -> Callable[[torch.dtype], Any]:
+    return lambda dtype: value  # noqa: ARG005 - the same for every dtype
+
+
+_DOMAINS = (
+    "sum and product are not for bool, max and min not for complex, avg is for floating point, norm2 for "
+    "non-negative floating point, band, bor and bxor for integers and bool"
+)
+_REDUCTIONS: dict[str, Reduction] = {
+    "sum": Reduction(_fold(torch.add), _constant(0), _is_number, linear=True),
+    "avg": Reduction(_average, _constant(None), _is_float, linear=True, tolerance=2),
+    "max": Reduction(_fold(torch.maximum), _constant(None), _is_ordered),
+    "min": Reduction(_fold(torch.minimum), _constant(None), _is_ordered),
+    "product": Reduction(_fold(torch.mul), _constant(1), _is_number),
+    "norm2": Reduction(_norm2, _constant(0), _is_length, tolerance=2),
+    "band": Reduction(_fold(torch.bitwise_and), _constant(None), _is_integral),
+    "bor": Reduction(_fold(torch.bitwise_or), _constant(0), _is_integral),
+    "bxor": Reduction(_fold(torch.bitwise_xor), _constant(0), _is_integral),
+}
+
+
+class Partial(TorchPartial, Pending):
+    """The value is the sum (avg, max, min, product, norm2, band, bor, bxor) of what the coords hold.
+
+    `embed` puts the value on coord 0 and the identity elsewhere, or on every coord where the reduction is
+    idempotent or an average: exact, except avg and norm2 (2 units in the last place).
+    Domain: sum and product not on bool, max and min not on complex, avg on floating point, norm2 on
+    non-negative floating point, the bitwise ones on integers and bool.
+    Equal to, hashed like, and an instance of torch's `Partial`.
+    """
+
+    def __init__(self, reduce_op: str = "sum") -> None:
+        if reduce_op not in _REDUCTIONS:
+            raise PlacementError(
+                f"Partial({reduce_op!r}): the reductions are {', '.join(_REDUCTIONS)}; "
+                "another one is a subclass of Pending with combine and embed"
+            )
+        TorchPartial.__init__(self, reduce_op)
+
+    @property
+    def _reduction(self) -> Reduction:
+        return _REDUCTIONS[self.reduce_op]
+
+    @property
+    def linear(self) -> bool:
+        """Sum and avg."""
+        return self._reduction.linear
+
+    @property
+    def tolerance(self) -> int:
+        """0, or 2 for avg and norm2."""
+        return self._reduction.tolerance
+
+    def combine(self, locals: Sequence[Tensor]) -> Tensor:  # noqa: A002 - the word of the laws
+        """The reduction over all coords, in coord order, in the dtype of the locals."""
+        return self._reduction.combine(locals)
+
+    def embed(self, x: Tensor, n: int, coord: int) -> Tensor:  # noqa: ARG002 - no reduction here depends on n
+        """`x`, or the identity on coords other than 0."""
+        self._check(x)
+        value = self._reduction.identity(x.dtype)
+        return x.clone() if coord == 0 or value is None else torch.full_like(x, value)
+
+    def identity(self, x: Tensor) -> Tensor:
+        """What an empty coord contributes: 0, 1, or the end of the dtype's range."""
+        value = self._reduction.identity(x.dtype)
+        return torch.full_like(x, _neutral(self.reduce_op, x.dtype) if value is None else value)
+
+    def in_domain(self, x: Tensor) -> bool:
+        """Whether the reduction has a meaning for this value."""
+        return self._reduction.in_domain(x)
+
+    def _check(self, x: Tensor) -> None:
+        if not self._reduction.in_domain(x):
+            raise PlacementError(f"{self.text()} has no meaning for these values of {x.dtype}; {_DOMAINS}")
+
+    def text(self) -> str:
+        """How the text of a layout names this placement."""
+        return f"Partial({self.reduce_op})"
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to torch's `Partial` with the same reduction, but not to its private subclasses."""
+        if self is other:
+            return True
+        return type(other) in (type(self), TorchPartial) and self.reduce_op == other.reduce_op  # type: ignore[attr-defined]
+
+    __hash__ = TorchPartial.__hash__
+    __repr__ = TorchPartial.__repr__
+    __str__ = TorchPartial.__str__
+    __fx_repr__ = TorchPartial.__fx_repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reduce_op,)
+
+
+def _neutral(reduce_op: str, dtype: torch.dtype) -> float | int | bool:
+    """The value that max, min, band ignore; an average has none, its empty coords count as 0."""
+    if reduce_op == "avg":
+        return 0
+    if reduce_op == "band":
+        return True if dtype == torch.bool else -1
+    low = reduce_op == "max"
+    if dtype == torch.bool:
+        return not low
+    if dtype.is_floating_point:
+        return -float("inf") if low else float("inf")
+    return torch.iinfo(dtype).min if low else torch.iinfo(dtype).max

@@ -1,0 +1,128 @@
+"""`Ragged(units, dims)`: uneven shares of a dim, or of several dims flattened. Uneven FSDP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardwright.errors import PlacementError
+from shardwright.placement.base import Partition
+from shardwright.placement.derived import check_dim
+from shardwright.placement.region import Box, Region, flat_boxes
+from shardwright.placement.runs import interval
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardwright.placement.region import Shape
+
+
+@dataclass(frozen=True, repr=False, init=False)
+class Ragged(Partition):
+    """The row-major flattening of `dims`, cut in units of ceil(length / sum(units)): `units[i]` for coord i.
+
+    Consecutive, the last shares clamped at the end, so `Ragged((1,) * n, (d,))` is `Shard(d)`.
+    Args: units: one count per coord, zeros allowed. dims: ascending. With several dims the local tensor has
+    the flat length on the last of them and 1 on the others.
+    """
+
+    units: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    def __init__(self, units: Iterable[int], dims: Iterable[int] | int = (0,)) -> None:
+        object.__setattr__(self, "units", tuple(units))
+        object.__setattr__(self, "dims", (dims,) if isinstance(dims, int) else tuple(dims))
+        if any(unit < 0 for unit in self.units) or sum(self.units) == 0:
+            raise PlacementError(f"{self.text()}: units must not be negative, and not all zero")
+        if not self.dims:
+            raise PlacementError(f"{self.text()}: name at least one dim")
+
+    def bounds(self, length: int, coord: int) -> tuple[int, int]:
+        """Start and stop of the share of `coord` in a flattening of this length."""
+        unit = -(-length // sum(self.units))
+        start = sum(self.units[:coord])
+        return min(start * unit, length), min((start + self.units[coord]) * unit, length)
+
+    def region(self, shape: Shape, n: int, coord: int) -> Region:
+        """The share of `coord`: an interval of the one dim, or boxes of several."""
+        self.validate(shape, n)
+        start, stop = self.bounds(self._length(shape), coord)
+        if len(self.dims) > 1:
+            return Region(self._packed(shape, start, stop), self.local_shape(shape, n, coord))
+        kept = (interval(start, stop) if d in self.dims else interval(0, s) for d, s in enumerate(shape))
+        return Region.from_runs(tuple(kept))
+
+    def _packed(self, shape: Shape, start: int, stop: int) -> list[Box]:
+        """Boxes in local order: dims before the flat one walked by index, dims after it whole."""
+        flat = self.dims[-1]
+        cells = flat_boxes(tuple(shape[dim] for dim in self.dims), start, stop)
+        outer = [dim for dim in range(flat) if dim not in self.dims]
+        boxes = []
+        for position in range(prod(shape[dim] for dim in outer)):
+            index = _unravel(position, tuple(shape[dim] for dim in outer))
+            for cell in cells:
+                offset, size = [0] * len(shape), list(shape)
+                for dim, at in zip(outer, index, strict=True):
+                    offset[dim], size[dim] = at, 1
+                for dim, at, length in zip(self.dims, cell.offset, cell.size, strict=True):
+                    offset[dim], size[dim] = at, length
+                boxes.append(Box(tuple(offset), tuple(size)))
+        return boxes
+
+    def _length(self, shape: Shape) -> int:
+        return prod(shape[dim] for dim in self.dims)
+
+    def local_shape(self, shape: Shape, n: int, coord: int) -> Shape:  # noqa: ARG002 - units say the axis size
+        """The flat length on the last of `dims`, 1 on the others."""
+        start, stop = self.bounds(self._length(shape), coord)
+        sizes = [1 if dim in self.dims else size for dim, size in enumerate(shape)]
+        sizes[self.dims[-1]] = stop - start
+        return tuple(sizes)
+
+    def cut_dims(self, shape: Shape, n: int) -> tuple[int, ...]:  # noqa: ARG002 - the same for every shape
+        """`dims`."""
+        return self.dims
+
+    def touched_dims(self, shape: Shape, n: int) -> tuple[int, ...]:
+        """`dims`."""
+        return self.cut_dims(shape, n)
+
+    def flat_group(self) -> tuple[int, ...]:
+        """`dims`, when they are several."""
+        return self.dims if len(self.dims) > 1 else ()
+
+    def on_dim(self, dim: int) -> Ragged | None:
+        """The same shares of another dim; None for a group of dims."""
+        return Ragged(self.units, (dim,)) if len(self.dims) == 1 else None
+
+    def on_dims(self, dims: dict[int, int]) -> Ragged:
+        """The same shares with dims renumbered; dims that became one are named once."""
+        return Ragged(self.units, sorted({dims.get(dim, dim) for dim in self.dims}))
+
+    def resolved(self, ndim: int) -> Ragged:
+        """The same shares with dims counted from the front."""
+        dims = tuple(check_dim(dim, ndim, self.text()) for dim in self.dims)
+        return self if dims == self.dims else Ragged(self.units, dims)
+
+    def validate(self, shape: Shape, n: int) -> None:
+        """One unit count per coord; dims that the tensor has, ascending."""
+        if len(self.units) != n:
+            raise PlacementError(f"{self.text()}: {len(self.units)} unit counts for an axis of size {n}")
+        dims = [check_dim(dim, len(shape), self.text()) for dim in self.dims]
+        if dims != sorted(set(dims)):
+            raise PlacementError(f"{self.text()}: dims must be distinct and ascending")
+
+    def text(self) -> str:
+        """How the text of a layout names this placement."""
+        return f"Ragged({self.units}, {self.dims})"
+
+    __repr__ = text
+
+
+def _unravel(position: int, shape: Shape) -> Shape:
+    index = []
+    for size in reversed(shape):
+        position, digit = divmod(position, size)
+        index.append(digit)
+    return tuple(reversed(index))

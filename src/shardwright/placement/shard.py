@@ -1,0 +1,80 @@
+"""`Shard(dim)`: consecutive pieces of one dim, as `torch.chunk` cuts them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor.placement_types import Shard as TorchShard
+
+from shardwright.placement.along_dim import AlongDim
+from shardwright.placement.derived import check_dim
+from shardwright.placement.runs import Runs, interval
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from shardwright.placement.region import Shape
+
+
+def chunk_bounds(length: int, n: int, coord: int) -> tuple[int, int]:
+    """Start and stop of piece `coord` of `n`: pieces of ceil(length / n), the last ones short or empty."""
+    piece = -(-length // n)
+    return min(coord * piece, length), min((coord + 1) * piece, length)
+
+
+class Shard(TorchShard, AlongDim):
+    """Coord i holds piece i of `torch.chunk(x, n, dim)`, empty where there are fewer pieces.
+
+    Equal to, hashed like, and an instance of torch's `Shard`.
+    """
+
+    def __init__(self, dim: int) -> None:
+        TorchShard.__init__(self, dim)
+
+    def runs(self, length: int, n: int, coord: int) -> Runs:
+        """One interval."""
+        return interval(*chunk_bounds(length, n, coord))
+
+    def local_length(self, length: int, n: int, coord: int) -> int:
+        """Length of the piece."""
+        start, stop = chunk_bounds(length, n, coord)
+        return stop - start
+
+    def even(self, shape: Shape, n: int) -> bool:
+        """Whether the axis divides the dim."""
+        return shape[self.dim] % n == 0
+
+    def moved(self, dim: int) -> Shard:
+        """The same split of another dim."""
+        return Shard(dim)
+
+    def split(self, x: Tensor, n: int, coord: int) -> Tensor:
+        """The piece, a view of `x`."""
+        dim = check_dim(self.dim, x.dim(), self.text())
+        start, stop = chunk_bounds(x.shape[dim], n, coord)
+        return x.narrow(dim, start, stop - start)
+
+    def join(self, locals: Sequence[Tensor], shape: Shape) -> Tensor:  # noqa: A002 - the word of the laws
+        """The pieces one after another."""
+        if sum(part.shape[self.dim] for part in locals) != shape[self.dim]:
+            return super().join(locals, shape)  # its error names the part that does not fit
+        return torch.cat(list(locals), self.dim)
+
+    def text(self) -> str:
+        """How the text of a layout names this placement."""
+        return f"Shard({self.dim})"
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to any `Shard` of the same dim, torch's included."""
+        return self is other or (isinstance(other, TorchShard) and self.dim == other.dim)
+
+    __hash__ = TorchShard.__hash__
+    __repr__ = TorchShard.__repr__
+    __str__ = TorchShard.__str__
+    __fx_repr__ = TorchShard.__fx_repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.dim,)
