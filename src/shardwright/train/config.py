@@ -20,7 +20,8 @@ class TrainConfig(BaseModel):
     """Every setting of `shardwright train`; the command's flags are the same names with dashes.
 
     Make one with `TrainConfig.parse(...)`, which reports all wrong fields in one line, then call `check()`,
-    which fits the degrees to the world. Neither touches a process group; only `check()` reads the file system.
+    which fits the degrees to the world. Neither touches a process group; only `check()` reads the file
+    system.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -111,9 +112,8 @@ class TrainConfig(BaseModel):
             )
         if self.dp_shard is not None and product != world:
             raise ConfigError(
-                f"{spelled} multiply to {product}, not to --world {world}: leave --dp-shard out (it then becomes "
-                f"{world * self.dp_shard // product if world * self.dp_shard % product == 0 else '?'}), "
-                f"or use --world {product}"
+                f"{spelled} multiply to {product}, not to --world {world}: "
+                f"use --world {product}, or leave --dp-shard out and it takes the rest"
             )
         return self.model_copy(update={"world": world, "dp_shard": self.dp_shard or world // product})
 
@@ -144,8 +144,8 @@ class TrainConfig(BaseModel):
             )
         if self.hidden % (2 * self.heads):
             raise ConfigError(
-                f"a hidden size of {self.hidden} does not split into {self.heads} heads of an even size (rotary "
-                f"positions turn pairs): choose a hidden size that is a multiple of {2 * self.heads}"
+                f"a hidden size of {self.hidden} does not split into {self.heads} heads of an even size, as "
+                f"rotary positions need: choose a hidden size that is a multiple of {2 * self.heads}"
             )
 
     def _check_run(self) -> None:

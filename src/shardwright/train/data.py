@@ -1,7 +1,7 @@
 """Text as bytes: where it comes from, which part is held out, and the windows that a step reads.
 
-Not a loader with state: what a step reads is a function of (seed, step, row), so a run on another mesh, a resumed
-run and a rank that reads only its own rows all see the same text.
+Not a loader with state: what a step reads is a function of (seed, step, row), so a run on another mesh, a
+resumed run and a rank that reads only its own rows all see the same text.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Corpus:
         return _windows(self.train, starts, seq_len)
 
     def held_out_windows(self, count: int, rows: range, seq_len: int) -> Tensor:
-        """These rows of `count` fixed windows, spread evenly over the held-out part:  int64 [len(rows), seq_len + 1]."""
+        """These rows of `count` fixed held-out windows, evenly spread:  int64 [rows, seq_len + 1]."""
         room = len(self.held_out) - seq_len
         return _windows(self.held_out, [row * room // count for row in rows], seq_len)
 
 
 def load_corpus(path: Path | None, seq_len: int) -> Corpus:
-    """The corpus at `path` (a file, or all text files below a folder), by default the standard library's sources.
+    """The corpus at `path`: a file, or all text files below a folder; by default the standard library.
 
     One twentieth is held out: the last part of each of 8 equal stretches, so that it covers the whole corpus.
     Raises: ConfigError: no text there, or too little for one window in each part.
@@ -57,8 +57,8 @@ def load_corpus(path: Path | None, seq_len: int) -> Corpus:
     need = STRETCHES * HELD_OUT_SHARE * (seq_len + 1)
     if len(text) < need:
         raise ConfigError(
-            f"{source}: {len(text)} bytes of text are too few for windows of --seq-len {seq_len} with a part held "
-            f"out: give at least {need} bytes with --data, or a smaller --seq-len"
+            f"{source}: {len(text)} bytes of text are too few for windows of --seq-len {seq_len} with a part "
+            f"held out: give at least {need} bytes with --data, or a smaller --seq-len"
         )
     train, held_out = _hold_out(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     return Corpus(train, held_out, source)
@@ -75,15 +75,13 @@ def _read(path: Path | None) -> Iterator[bytes]:
         return
     root = path if path is not None else Path(sysconfig.get_path("stdlib"))
     pattern = "*" if path is not None else "*.py"
-    files = [file for file in root.rglob(pattern) if file.is_file() and not _skipped(file, root, path is None)]
+    files = [file for file in root.rglob(pattern) if file.is_file()]
+    if path is None:
+        files = [file for file in files if SKIPPED_FOLDERS.isdisjoint(file.relative_to(root).parts)]
     for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
         content = file.read_bytes()
         if b"\0" not in content:
             yield content
-
-
-def _skipped(file: Path, root: Path, is_library: bool) -> bool:
-    return is_library and not SKIPPED_FOLDERS.isdisjoint(file.relative_to(root).parts)
 
 
 def _hold_out(text: Tensor) -> tuple[Tensor, Tensor]:

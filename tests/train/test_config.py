@@ -1,0 +1,78 @@
+"""Settings are refused before a process starts, in one line that says what, why and what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwright.errors import ConfigError
+from shardwright.train.config import TrainConfig
+
+
+def refusal(given_ranks=None, **settings) -> str:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.parse(**settings).check(given_ranks)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_dp_shard_takes_the_rest_of_the_world():
+    config = TrainConfig.parse(world=12, dp_replicate=2, tp=2).check()
+    assert (config.world, config.dp_shard, config.batch_ranks) == (12, 3, 6)
+
+
+def test_without_a_world_the_degrees_make_it():
+    assert TrainConfig.parse(dp_replicate=2, cp_replicate=3).check().world == 6
+    assert TrainConfig.parse().check().world == 1
+
+
+def test_torchrun_gives_the_world():
+    config = TrainConfig.parse(dp_replicate=2).check(given_ranks=8)
+    assert (config.world, config.dp_shard) == (8, 4)
+
+
+def test_a_world_other_than_torchruns_is_refused():
+    assert "8 ranks are running" in refusal(given_ranks=8, world=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"world": 4, "dp_replicate": 3}, "multiply to 3, which does not divide --world 4"),
+        ({"world": 4, "dp_replicate": 2, "dp_shard": 1}, "multiply to 2, not to --world 4"),
+        ({"world": 4, "ep": 3}, "--ep 3 does not divide the 4 data and context parallel ranks"),
+        ({"world": 4, "tp": 2, "ep": 4}, "choose --ep from 1, 2"),
+        ({"world": 3, "ep": 3}, "--experts 8 cannot be shared out evenly over --ep 3"),
+        ({"top_k": 9}, "--top-k 9 is more than the --experts 8"),
+        ({"tp": 8}, "--tp 8 does not divide the 4 attention heads"),
+        ({"hidden": 100}, "multiple of 8"),
+        ({"verify": True, "dtype": "bfloat16"}, "--verify compares to float32 rounding"),
+        ({"verify": True, "resume": "newest", "out": "x"}, "--verify trains from the first step"),
+        ({"resume": "newest"}, "add --out"),
+        ({"data": "/no/such/file"}, "--data /no/such/file does not exist"),
+        ({"steps": -1}, "--steps -1 cannot be used"),
+        ({"world": 0}, "--world 0 cannot be used"),
+        ({"lr": float("nan")}, "--lr nan cannot be used"),
+        ({"timeout": 0}, "--timeout 0 cannot be used"),
+        ({"dtype": "float16"}, "--dtype 'float16' cannot be used"),
+        ({"dp_shart": 2}, "--dp-shart is not a setting"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named(settings, says):
+    assert says in refusal(**settings)
+
+
+def test_all_wrong_fields_are_named_at_once():
+    message = refusal(world=-1, lr=0, top_k="many")
+    assert all(flag in message for flag in ("--world", "--lr", "--top-k"))
+
+
+def test_an_empty_file_and_an_empty_folder_are_refused(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    assert "is empty" in refusal(data=tmp_path / "empty.txt")
+    assert "holds no file with text" in refusal(data=tmp_path)
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        TrainConfig.parse().steps = 3

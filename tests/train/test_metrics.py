@@ -1,0 +1,65 @@
+"""metrics.jsonl holds each step once, whatever happened to the run that wrote it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from shardwright.errors import CheckpointError
+from shardwright.train.metrics import MetricsFile, StepRecord, load_entropy, read_metrics
+from shardwright.train.plot import draw_losses
+
+
+def record(step: int, loss: float = 1.0) -> StepRecord:
+    return StepRecord(step, loss, None if step % 2 else loss, 0.5, 1e-3, 2.0, 100.0, 10, 1.0)
+
+
+def written(path, steps):
+    file = MetricsFile.create(path)
+    for step in steps:
+        file.append(record(step))
+    file.close()
+    return path
+
+
+def test_a_resumed_file_has_no_gaps_and_no_duplicates(tmp_path):
+    path = written(tmp_path / "metrics.jsonl", range(1, 8))
+    file = MetricsFile.resume_at(path, 4)
+    file.append(record(5))
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5]
+    file.close()
+
+
+def test_a_last_line_cut_short_is_dropped(tmp_path):
+    path = written(tmp_path / "metrics.jsonl", range(1, 4))
+    path.write_text(path.read_text() + '{"step": 4, "lo')
+    MetricsFile.resume_at(path, 3).close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("steps", [[1, 3], [1, 2, 2, 3], [1, 2]])
+def test_a_file_that_lacks_a_step_of_the_checkpoint_is_refused(tmp_path, steps):
+    path = written(tmp_path / "metrics.jsonl", steps)
+    with pytest.raises(CheckpointError, match="steps 1 to 3"):
+        MetricsFile.resume_at(path, 3)
+
+
+def test_a_loss_that_is_not_finite_stays_readable(tmp_path):
+    file = MetricsFile.create(tmp_path / "metrics.jsonl")
+    file.append(record(1, math.nan))
+    file.close()
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["loss"] is None
+
+
+def test_entropy_of_even_loads_is_the_logarithm_and_of_one_expert_zero():
+    assert load_entropy(torch.full((2, 8), 5)) == pytest.approx(math.log(8))
+    assert load_entropy(torch.tensor([[9, 0, 0]])) == pytest.approx(0.0)
+    assert load_entropy(torch.zeros(1, 4)) == 0.0
+
+
+def test_the_loss_curve_is_a_png(tmp_path):
+    written(tmp_path / "metrics.jsonl", range(1, 5))
+    assert draw_losses(read_metrics(tmp_path / "metrics.jsonl"), tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
