@@ -1,0 +1,24 @@
+"""Meshes for functions that run in a rank pool."""
+
+from __future__ import annotations
+
+import functools
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@functools.cache
+def rank_mesh(sizes: tuple[int, ...], axes: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Make a CPU mesh over all ranks of this world, once per rank process.
+
+    A rank process serves many calls; making the same process groups in each of them would exhaust its
+    sockets, and costs more than most tests.
+
+    Args:
+        sizes: the size of each axis; their product is the world.
+        axes: their names, by default "axis0", "axis1", ...
+    Returns: the mesh; the same object on every call with equal arguments.
+    Cost: the first call makes one process group per axis, on all ranks together.
+    """
+    names = axes if axes is not None else tuple(f"axis{index}" for index in range(len(sizes)))
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)

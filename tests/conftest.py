@@ -1,0 +1,45 @@
+"""Fixtures for every test: real ranks from one pool per session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardwright.testing.pool import RankPool
+
+# What rank functions and their test modules import; a rank that is forked has it already.
+_PRELOAD = ("torch.distributed.tensor", "hypothesis", "pytest")
+_POOL = pytest.StashKey[RankPool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_POOL] = RankPool(preload=_PRELOAD)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the zygote as soon as it is known that a test wants ranks.
+
+    It is a process of its own (not a fork of this one), so what the collection imported or ran does not
+    matter, and a run of a few pure tests does not pay for it.
+    """
+    if any("rank_pool" in getattr(item, "fixturenames", ()) for item in session.items):
+        session.config.stash[_POOL].start()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _POOL in config.stash:
+        config.stash[_POOL].close()
+
+
+@pytest.fixture(scope="session")
+def rank_pool(pytestconfig: pytest.Config) -> RankPool:
+    """The session's pool of gloo ranks."""
+    return pytestconfig.stash[_POOL]
+
+
+@pytest.fixture
+def ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
+    """`ranks(n, function, *args)`: run a module-level function on n ranks, get the results in rank order."""
+    return rank_pool.run
