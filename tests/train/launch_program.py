@@ -1,0 +1,97 @@
+"""A small program for the launcher's tests: ranks that meet in an all-reduce in every step.
+
+Run as `launch_program.py FOLDER '{"world": 3, ...}'`. Each rank writes FOLDER/rank-R.pid when it has finished its
+first step (or is told to hang before), and FOLDER/rank-R.end with the step after which it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwright.errors import CheckpointError
+from shardwright.train.launch import launch
+from shardwright.train.supervise import (
+    heartbeat,
+    long_operation,
+    stop_agreed,
+    stop_exit_code,
+    stop_requested,
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    folder: Path
+    world: int = 3
+    device: str = "cpu"
+    timeout: float = 30.0
+    steps: int = 1_000_000
+    behave: str = "well"
+    culprit: int = 1
+
+
+def target(settings: Settings) -> int:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if settings.behave == "hang before the first step":
+        _write(settings, rank, "pid", os.getpid())
+        time.sleep(1000)
+    return _loop(settings, rank)
+
+
+def _loop(settings: Settings, rank: int) -> int:
+    for step in range(settings.steps):
+        dist.all_reduce(torch.ones(4))
+        heartbeat(step)
+        if step == 0:
+            _write(settings, rank, "pid", os.getpid())
+        if step == 5 and rank == settings.culprit:
+            _misbehave(settings.behave)
+        if settings.behave == "save slowly" and stop_requested():
+            time.sleep(1000)
+        if stop_agreed():
+            _write(settings, rank, "end", step)
+            return stop_exit_code()
+        time.sleep(0.01)
+    _write(settings, rank, "end", settings.steps)
+    return {"return 7": 7, "report": _report(settings, rank)}.get(settings.behave, 0)
+
+
+def _misbehave(how: str) -> None:
+    if how == "raise":
+        raise ZeroDivisionError("on purpose")
+    if how == "user error":
+        raise CheckpointError("the checkpoint is of another model")
+    if how == "sleep":
+        a_place_to_hang()
+    if how == "long operation":
+        with long_operation():
+            time.sleep(2.5)
+
+
+def a_place_to_hang() -> None:
+    time.sleep(1000)
+
+
+def _report(settings: Settings, rank: int) -> int:
+    facts = {"rank": os.environ["RANK"], "world": dist.get_world_size(), "threads": torch.get_num_threads()}
+    (settings.folder / f"rank-{rank}.facts").write_text(json.dumps(facts))
+    return 0
+
+
+def _write(settings: Settings, rank: int, what: str, value: int) -> None:
+    draft = settings.folder / f"rank-{rank}.{what}.draft"
+    draft.write_text(str(value))
+    draft.rename(settings.folder / f"rank-{rank}.{what}")
+
+
+if __name__ == "__main__":
+    sys.exit(launch(Settings(folder=Path(sys.argv[1]), **json.loads(sys.argv[2])), target))

@@ -1,0 +1,256 @@
+"""The launcher with real processes and real signals: whatever happens, the run ends, says why, leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+PROGRAM = Path(__file__).with_name("launch_program.py")
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+class Run:
+    """A launcher in a process group of its own, as a terminal would start it."""
+
+    def __init__(self, folder: Path, environment: dict[str, str] | None = None, **settings: Any) -> None:
+        self.folder = folder
+        self.world = settings.get("world", 3)
+        self.errors = folder / f"stderr-{(environment or {}).get('RANK', 'launcher')}"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), str(folder), json.dumps(settings)],
+                env={**os.environ, "PYTHONPATH": str(SOURCE), **(environment or {})},
+                stderr=errors,
+                start_new_session=True,
+            )
+        self.seen: set[int] = set()
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks, once each has finished its first step."""
+        pids = [int(self._wait_for(f"rank-{rank}.pid").read_text()) for rank in range(self.world)]
+        self.seen.update(pids)
+        return pids
+
+    def steps_at_end(self) -> list[int]:
+        return [int(self._wait_for(f"rank-{rank}.end").read_text()) for rank in range(self.world)]
+
+    def end(self, within: float = 40) -> tuple[int, str]:
+        code = self.process.wait(within)
+        return code, self.errors.read_text()
+
+    def left(self) -> list[int]:
+        """Processes of this run that still exist; waits a moment for the kernel to reap them."""
+        wait_until(lambda: not self._alive(), 4, fail=False)
+        return self._alive()
+
+    def clean_up(self) -> None:
+        for pid in {self.process.pid, *self.seen} & set(self._alive()):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+
+    def _alive(self) -> list[int]:
+        return [one.pid for one in psutil.process_iter() if self._is_mine(one)]
+
+    def _is_mine(self, one: psutil.Process) -> bool:
+        try:
+            mine = one.pid in self.seen or str(self.folder) in one.cmdline()
+            return mine and one.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def _wait_for(self, name: str) -> Path:
+        path = self.folder / name
+        wait_until(lambda: path.exists() or self.process.poll() is not None, 60)
+        assert path.exists(), self.errors.read_text()
+        return path
+
+
+def wait_until(condition: Callable[[], object], seconds: float, fail: bool = True) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition() or not fail
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(**settings: Any) -> Run:
+        runs.append(Run(tmp_path, **settings))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.clean_up()
+
+
+def test_every_rank_gets_its_number_and_one_thread(start: Callable[..., Run]) -> None:
+    run = start(steps=3, behave="report")
+    assert run.end()[0] == 0
+    facts = [json.loads((run.folder / f"rank-{r}.facts").read_text()) for r in range(3)]
+    assert facts == [{"rank": str(r), "world": 3, "threads": 1} for r in range(3)]
+    assert run.errors.read_text() == ""
+
+
+def test_the_code_that_the_target_returns_is_the_exit_code(start: Callable[..., Run]) -> None:
+    assert start(steps=2, world=1, behave="return 7").end() == (7, "")
+
+
+def test_cuda_ranks_are_spawned(start: Callable[..., Run]) -> None:
+    assert start(steps=2, world=1, device="cuda", behave="return 7").end(120) == (7, "")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_ends_the_run_and_is_named(start: Callable[..., Run], victim: int) -> None:
+    run = start()
+    os.kill(run.ranks()[victim], signal.SIGKILL)
+    code, text = run.end(within=5)
+    assert code == 1
+    assert f"rank {victim} (process {run.ranks()[victim]}) was killed by SIGKILL" in text
+    assert "--resume" in text
+    assert "Traceback" not in text
+    assert run.left() == []
+
+
+def test_a_killed_launcher_leaves_no_process(start: Callable[..., Run]) -> None:
+    """Also not a rank that is stopped and so cannot see that its launcher is gone."""
+    run = start()
+    os.kill(run.ranks()[1], signal.SIGSTOP)
+    run.process.kill()
+    run.process.wait(5)
+    assert run.left() == []
+
+
+def test_a_launcher_that_is_killed_while_the_ranks_start_leaves_no_process(start: Callable[..., Run]) -> None:
+    run = start(behave="hang before the first step")
+    run.ranks()
+    run.process.kill()
+    run.process.wait(5)
+    assert run.left() == []
+
+
+@pytest.mark.parametrize("behave", ["well", "hang before the first step"])
+def test_a_stopped_rank_ends_the_run_after_the_timeout_and_is_named(
+    start: Callable[..., Run], behave: str
+) -> None:
+    run = start(timeout=2.0, behave=behave)
+    victim = run.ranks()[1]
+    os.kill(victim, signal.SIGSTOP)
+    stopped = time.monotonic()
+    code, text = run.end(within=9)
+    assert time.monotonic() - stopped > 1.5
+    assert code == 1
+    assert f"rank 1 (process {victim}) is stopped (SIGSTOP" in text
+    assert "rank 0 (process" not in text
+    assert run.left() == []
+
+
+def test_a_rank_that_hangs_is_named_with_the_place(start: Callable[..., Run]) -> None:
+    run = start(timeout=1.5, behave="sleep")
+    run.ranks()
+    code, text = run.end(within=9)
+    assert code == 1
+    assert "rank 1 (process" in text
+    assert "launch_program.py" in text
+    assert "a_place_to_hang" in text
+    assert "rank 0 (process" not in text
+
+
+def test_a_long_operation_may_take_longer_than_the_timeout(start: Callable[..., Run]) -> None:
+    assert start(timeout=1.0, steps=8, behave="long operation").end() == (0, "")
+
+
+@pytest.mark.parametrize("whole_group", [True, False])
+def test_the_first_interrupt_ends_all_ranks_after_the_same_step(
+    start: Callable[..., Run], whole_group: bool
+) -> None:
+    run = start()
+    run.ranks()
+    (os.killpg if whole_group else os.kill)(run.process.pid, signal.SIGINT)
+    code, text = run.end(within=10)
+    assert code == 130
+    assert len(set(run.steps_at_end())) == 1
+    assert "once more to abort" in text
+    assert "Traceback" not in text
+    assert run.left() == []
+
+
+def test_the_second_interrupt_aborts_at_once(start: Callable[..., Run]) -> None:
+    run = start(behave="save slowly")
+    run.ranks()
+    os.killpg(run.process.pid, signal.SIGINT)
+    wait_until(lambda: "once more" in run.errors.read_text(), 5)
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, text = run.end(within=5)
+    assert code == 130
+    assert "aborted" in text
+    assert run.left() == []
+
+
+def test_a_termination_signal_to_the_group_saves_and_exits_143(start: Callable[..., Run]) -> None:
+    run = start()
+    run.ranks()
+    os.killpg(run.process.pid, signal.SIGTERM)
+    assert run.end(within=10)[0] == 143
+    assert len(set(run.steps_at_end())) == 1
+
+
+def test_an_exception_shows_the_traceback_of_the_rank_that_failed_first(start: Callable[..., Run]) -> None:
+    code, text = start(behave="raise").end()
+    assert code == 1
+    assert text.count("Traceback (most recent call last)") == 1
+    assert "rank 1 (process" in text
+    assert "failed: ZeroDivisionError: on purpose" in text
+
+
+def test_a_user_error_is_one_line_and_exit_code_2(start: Callable[..., Run]) -> None:
+    assert start(behave="user error").end() == (2, "shardwright: the checkpoint is of another model\n")
+
+
+class TestUnderTorchrun:
+    """Ranks that somebody else started: each process is one rank and guards itself."""
+
+    @pytest.fixture
+    def ranks(self, start: Callable[..., Run]) -> Callable[..., list[Run]]:
+        def begin(**settings: Any) -> list[Run]:
+            shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            runs = [
+                start(environment={**shared, "RANK": str(r), "OMP_NUM_THREADS": "1"}, world=2, **settings)
+                for r in range(2)
+            ]
+            assert runs[0].ranks() == [one.process.pid for one in runs]
+            return runs
+
+        return begin
+
+    def test_it_runs_the_target_in_the_given_process_and_obeys_one_interrupt(
+        self, ranks: Callable[..., list[Run]]
+    ) -> None:
+        runs = ranks()
+        os.kill(runs[1].process.pid, signal.SIGINT)
+        assert [one.end(10)[0] for one in runs] == [130, 130]
+        assert len(set(runs[0].steps_at_end())) == 1
+
+    def test_a_stopped_peer_ends_every_rank_after_the_timeout(self, ranks: Callable[..., list[Run]]) -> None:
+        runs = ranks(timeout=1.5)
+        os.kill(runs[1].process.pid, signal.SIGSTOP)
+        assert runs[0].process.wait(8) == 1
+        assert "has finished no step for 1.5 s" in runs[0].errors.read_text()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
