@@ -1,0 +1,45 @@
+"""One family of errors. Each class says its cause; the message says what, where, why, and what to do."""
+
+
+class ShardwrightError(Exception):
+    """Base of everything that Shardwright raises on purpose."""
+
+
+class PlacementError(ShardwrightError, ValueError):
+    """A placement has no meaning for this tensor or this axis."""
+
+
+class LayoutError(ShardwrightError, ValueError):
+    """Mesh, placements, order and shape do not fit together."""
+
+
+class MeshError(ShardwrightError, ValueError):
+    """A mesh, a degree or an axis name cannot be what was asked for."""
+
+
+class ParallelError(ShardwrightError, ValueError):
+    """A strategy cannot be applied to this module."""
+
+
+class ConfigError(ShardwrightError, ValueError):
+    """A setting that a person gave cannot be used."""
+
+
+class CheckpointError(ShardwrightError, ValueError):
+    """A checkpoint cannot be written, found or read."""
+
+
+class PlanError(ShardwrightError, RuntimeError):
+    """No redistribution leads from one layout to the other."""
+
+
+class RuleError(ShardwrightError, RuntimeError):
+    """An op has no meaning on these layouts."""
+
+
+class ImplicitRedistributionError(RuleError):
+    """An op would communicate implicitly where only explicit communication is allowed."""
+
+
+class SpmdError(ShardwrightError, RuntimeError):
+    """A program that must be the same on all ranks is not."""
