@@ -1,6 +1,7 @@
 """The five domains are views of one root mesh, and torch accepts them wherever it accepts its own."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def _equal_axes_share_a_group():
 
 def test_equal_axes_of_two_domains_share_their_group(ranks):
     """One own group for tp, one for dp, one of this rank alone; the world's exists."""
-    assert ranks(4, _equal_axes_share_a_group) == [(3, True)] * 4
+    assert ranks(4, _equal_axes_share_a_group, fresh=True) == [(3, True)] * 4
 
 
 def _fully_shard_on_views():
@@ -130,6 +131,8 @@ def test_fully_shard_recognises_the_root_of_two_views(ranks):
 
 def _world_of_one():
     dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
     with DeviceMeshParameters().build() as context:
         assert dist.get_world_size() == 1
         dense = context.mesh_for(DENSE_DOMAIN)[["dp_replicate", "cp_replicate"]]
@@ -140,7 +143,7 @@ def _world_of_one():
 
 
 def test_a_world_of_one_process_starts_and_ends_by_itself(ranks):
-    assert ranks(1, _world_of_one) == [((0, 0, True, "cpu", [1.0, 1.0]), False, False)]
+    assert ranks(1, _world_of_one, fresh=True) == [((0, 0, True, "cpu", [1.0, 1.0]), False, False)]
 
 
 def _attached_group_survives_close():
@@ -200,7 +203,7 @@ def _user_domain():
 
 
 def test_domains_of_the_user_exist_before_and_after_the_build(ranks):
-    assert ranks(4, _user_domain) == [((i // 2, i % 2), (i,)) for i in range(4)]
+    assert ranks(4, _user_domain, fresh=True) == [((i // 2, i % 2), (i,)) for i in range(4)]
 
 
 def _unfit_domain():
@@ -210,6 +213,6 @@ def _unfit_domain():
 
 
 def test_a_domain_for_worlds_of_another_size_stops_only_who_asks_for_it(ranks):
-    size, message = ranks(2, _unfit_domain)[1]
+    size, message = ranks(2, _unfit_domain, fresh=True)[1]
     assert size == 2
     assert "spans 4 ranks, but the world has 2" in message

@@ -34,6 +34,7 @@ class DistributedContext:
         """
         self.parameters = parameters
         self._world = world
+        self._closed = False
         self._world_group = dist.group.WORLD
         self._groups = GroupCache(world.device.type)
         self._meshes: dict[str, DeviceMesh] = {}
@@ -81,8 +82,8 @@ class DistributedContext:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the process group that the meshes live on still exists."""
-        return dist.is_initialized() and dist.group.WORLD is self._world_group
+        """Return whether it was not closed and the process group that the meshes live on still exists."""
+        return not self._closed and dist.is_initialized() and dist.group.WORLD is self._world_group
 
     def mesh_for(self, domain: str) -> DeviceMesh:
         """Return the mesh of a domain.
@@ -111,8 +112,9 @@ class DistributedContext:
         self._refused.pop(name, None)
 
     def close(self) -> None:
-        """Destroy the process group if this context made it. The meshes are unusable afterwards."""
+        """Destroy the process group if this context made it; the meshes are unusable then."""
         if self.is_open:
+            self._closed = True
             self._world.detach()
 
     def __enter__(self) -> Self:

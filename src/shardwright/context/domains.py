@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import MeshError
 
@@ -69,7 +69,7 @@ def flat_axes(p: DeviceMeshParameters) -> dict[str, int]:
     return {"world": p.world_size}
 
 
-def check_axes(domain: str, axes: Mapping[str, int], world_size: int) -> None:
+def check_axes(domain: str, axes: Mapping[Any, Any], world_size: int) -> None:
     """Raise MeshError unless `axes` (name -> size, row-major over the ranks) factors the world."""
     for name, size in axes.items():
         if not isinstance(name, str) or not name:

@@ -1,0 +1,110 @@
+"""One linear map per group of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwright.errors import ConfigError
+
+# Where torch defines its grouped kernel; its shape function, which a traced graph needs, knows bfloat16 only.
+_GROUPED_DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16,),
+    "traced": (torch.bfloat16,),
+}
+_ALIGNMENT_BYTES = 16
+
+
+class GroupedLinear(nn.Module):
+    """y_i = x_i W[g(i)], where rows are sorted by group g:  [T, in], int64 [groups] -> [T, out].
+
+    `weight` is [num_experts, in_features, out_features], no bias. It is used in one op together with plain
+    rows, so it may be a distributed parameter of which this rank holds some groups: `counts` then has one
+    entry per local group. Groups without rows, and no rows at all, are fine: the gradient is zeros, not None.
+
+    Args:
+        num_experts: number of groups over all ranks.
+        in_features: length of a row of x.
+        out_features: length of a row of y.
+    """
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        if min(num_experts, in_features, out_features) < 1:
+            raise ConfigError(
+                f"GroupedLinear({num_experts}, {in_features}, {out_features}) is empty; give sizes above 0"
+            )
+        self.num_experts = num_experts
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.empty(num_experts, in_features, out_features))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew: normal, standard deviation 1/sqrt(in_features)."""
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return [T, out] for rows [T, in] sorted by group; group g has `counts[g]` rows."""
+        if self._kernel_takes(rows):
+            offsets = counts.cumsum(0).to(torch.int32)
+            product = functional.grouped_mm(rows.contiguous(), self.weight, offs=offsets)
+            return _contiguous_gradient(product)
+        return _padded_matmul(rows, self.weight, counts)
+
+    def _kernel_takes(self, rows: Tensor) -> bool:
+        """Return whether torch's grouped kernel is defined here: some rows, its dtypes, whole vectors."""
+        sizes = (self.in_features * rows.element_size(), self.out_features * rows.element_size())
+        where = "traced" if torch.compiler.is_compiling() else rows.device.type
+        return (
+            rows.shape[0] > 0
+            and rows.dtype in _GROUPED_DTYPES.get(where, ())
+            and all(size % _ALIGNMENT_BYTES == 0 for size in sizes)
+        )
+
+    def extra_repr(self) -> str:
+        """Return the sizes, for `print(module)`."""
+        return f"{self.num_experts}, {self.in_features}, {self.out_features}"
+
+
+def _padded_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Return the same product by one batched matmul, every group padded to the longest.
+
+    A loop over groups would index the weight, which means something else on a distributed parameter; a
+    batched matmul is one op on the rows and the whole weight. Cost: up to groups times the rows in memory,
+    and exactly that in a traced graph, whose shapes cannot depend on the counts.
+    """
+    groups = counts.shape[0]
+    longest = rows.shape[0] if torch.compiler.is_compiling() else _longest(counts)
+    starts = counts.cumsum(0) - counts
+    group_of_row = torch.repeat_interleave(counts, output_size=rows.shape[0])
+    position = torch.arange(rows.shape[0], device=rows.device) - starts[group_of_row]
+    slot = group_of_row * longest + position
+    padded = rows.new_zeros(groups * longest, rows.shape[1]).index_copy(0, slot, rows)
+    product = torch.bmm(padded.view(groups, longest, rows.shape[1]), weight)
+    return product.flatten(0, 1).index_select(0, slot)
+
+
+def _longest(counts: Tensor) -> int:
+    """Return the size of the largest group; 0 where there is no group."""
+    return int(counts.max()) if counts.numel() else 0
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity; its gradient arrives contiguous, for the kernel's backward rejects the stride 0 of `sum`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004 - the signature is torch's
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004 - as above
+        return gradient.contiguous()
+
+
+_contiguous_gradient: Callable[[Tensor], Tensor] = _ContiguousGradient.apply

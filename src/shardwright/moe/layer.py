@@ -1,0 +1,115 @@
+"""The mixture-of-experts layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwright.errors import ConfigError, ParallelError
+from shardwright.moe.communicator import ExpertCommunicator
+from shardwright.moe.experts import GroupedExperts, SharedExpert
+from shardwright.moe.permute import count_groups, sort_by_group, spread_tokens, unpermute_rows
+from shardwright.moe.router import TopKRouter
+
+
+class MoELayer(nn.Module):
+    """Each token passes its `top_k` best experts:  [..., dim] -> [..., dim], rank-local tokens.
+
+    (w, c) = router(x);   y_t = sum_k w[t, k] * expert[c[t, k]](x_t)  +  shared_expert(x_t) if there is one.
+
+    The same code runs on one device and, after `enable_distributed_communicator`, with the experts spread
+    over a group: tokens travel to their experts and back. The order of every sum is fixed, so the result
+    depends on the mesh only by rounding, and on nothing else. A rank without tokens takes part like any
+    other, and every parameter gets a gradient (zeros where nothing passed).
+
+    `tokens_per_expert` (int64 [num_experts]) and `choices` (int64 [T, top_k]) describe the last call on this
+    rank; they are plain attributes, no part of the state dict.
+
+    Args:
+        dim: length of a token.
+        hidden_dim: inner length of one expert.
+        num_experts: number of experts over all ranks.
+        top_k: experts per token.
+        shared_expert_dim: inner length of an expert that every token passes; None for none.
+        normalize: whether the weights of a token add to one.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        shared_expert_dim: int | None = None,
+        normalize: bool = True,
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.num_experts = num_experts
+        self.router = TopKRouter(dim, num_experts, top_k, normalize=normalize)
+        self.experts = GroupedExperts(num_experts, dim, hidden_dim)
+        self.shared_expert = None if shared_expert_dim is None else SharedExpert(dim, shared_expert_dim)
+        self.communicator: ExpertCommunicator | None = None
+        self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64)
+        self.choices = torch.zeros(0, top_k, dtype=torch.int64)
+
+    @property
+    def num_local_experts(self) -> int:
+        """Return the number of experts whose weights this rank uses."""
+        return self.num_experts if self.communicator is None else self.communicator.num_local_experts
+
+    def enable_distributed_communicator(self, group: ProcessGroup, axis: str = "ep_shard") -> None:
+        """Exchange tokens with the members of `group` from now on; the caller places the experts' weights.
+
+        Member i must hold the experts that `Shard(0)` over the group gives it. Nothing is communicated here.
+
+        Raises:
+            ParallelError: the layer has a communicator of another group already.
+        """
+        if self.communicator is not None and self.communicator.group is not group:
+            raise ParallelError(
+                "this MoELayer exchanges tokens in another group already; apply expert parallelism once"
+            )
+        self.communicator = ExpertCommunicator(group, self.num_experts, axis)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the mixture, in the shape of x:  [..., dim] -> [..., dim].
+
+        Raises:
+            ConfigError: the last dim of x is not `dim`.
+
+        Cost: with a communicator, all-to-alls of (top_k * T) rows there and back, and one of the counts.
+        """
+        if x.shape[-1] != self.dim:
+            raise ConfigError(
+                f"tokens have length {x.shape[-1]}, but this MoELayer was made for dim={self.dim}"
+            )
+        tokens = x.reshape(-1, self.dim)
+        mixed = self._mix(tokens)
+        if self.shared_expert is not None:
+            mixed = mixed + self.shared_expert(tokens)
+        return mixed.view(x.shape)
+
+    def _mix(self, tokens: Tensor) -> Tensor:
+        """Return the weighted sum of the experts' results:  [T, dim] -> [T, dim]."""
+        weights, choices = self.router(tokens)
+        self.choices = choices
+        expert_of_pair = choices.flatten()
+        counts = count_groups(expert_of_pair, self.num_experts)
+        self.tokens_per_expert = counts
+        pairs = sort_by_group(expert_of_pair)
+        rows = spread_tokens(tokens, pairs, self.router.top_k)
+        results = unpermute_rows(self._run_experts(rows, counts), pairs)
+        slots = results.unflatten(0, (-1, self.router.top_k))
+        return torch.sum(slots * weights.to(slots.dtype).unsqueeze(-1), dim=1)
+
+    def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the results for rows sorted by expert, wherever the experts are:  [P, dim] -> [P, dim]."""
+        if self.communicator is None:
+            local: Tensor = self.experts(rows, counts)
+            return local
+        arrival = self.communicator.announce(counts)
+        received = self.communicator.dispatch(rows, arrival)
+        return self.communicator.combine(self.experts(received, arrival.counts), arrival)
