@@ -86,7 +86,7 @@ def _put_runs(out: Tensor, runs: tuple[Runs, ...], part: Tensor, dim: int) -> No
 
 
 def _is_prefix(runs: Runs) -> bool:
-    return len(runs) == 1 and runs[0].offset == 0 and runs[0].count == 1
+    return len(runs) == 1 and runs[0].offset == 0 and runs[0].repeat == 1
 
 
 def derived_cut_dims(placement: HasRegion, shape: Shape, n: int) -> tuple[int, ...]:

@@ -37,10 +37,6 @@ def _average(parts: Sequence[Tensor]) -> Tensor:
     return _fold(torch.add)(parts) / len(parts)
 
 
-def _norm2(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(parts)).square().sum(0).sqrt()
-
-
 def _is_number(x: Tensor) -> bool:
     return x.dtype != torch.bool
 
@@ -75,7 +71,7 @@ _REDUCTIONS: dict[str, Reduction] = {
     "max": Reduction(_fold(torch.maximum), _constant(None), _is_ordered),
     "min": Reduction(_fold(torch.minimum), _constant(None), _is_ordered),
     "product": Reduction(_fold(torch.mul), _constant(1), _is_number),
-    "norm2": Reduction(_norm2, _constant(0), _is_length, tolerance=2),
+    "norm2": Reduction(_fold(torch.hypot), _constant(0), _is_length),
     "band": Reduction(_fold(torch.bitwise_and), _constant(None), _is_integral),
     "bor": Reduction(_fold(torch.bitwise_or), _constant(0), _is_integral),
     "bxor": Reduction(_fold(torch.bitwise_xor), _constant(0), _is_integral),
@@ -86,7 +82,7 @@ class Partial(TorchPartial, Pending):
     """The value is the sum (avg, max, min, product, norm2, band, bor, bxor) of what the coords hold.
 
     `embed` puts the value on coord 0 and the identity elsewhere, or on every coord where the reduction is
-    idempotent or an average: exact, except avg and norm2 (2 units in the last place).
+    idempotent or an average: exact, except avg (2 units in the last place).
     Domain: sum and product not on bool, max and min not on complex, avg on floating point, norm2 on
     non-negative floating point, the bitwise ones on integers and bool.
     Equal to, hashed like, and an instance of torch's `Partial`.
@@ -111,7 +107,7 @@ class Partial(TorchPartial, Pending):
 
     @property
     def tolerance(self) -> int:
-        """0, or 2 for avg and norm2."""
+        """0, or 2 for avg."""
         return self._reduction.tolerance
 
     def combine(self, locals: Sequence[Tensor]) -> Tensor:  # noqa: A002 - the word of the laws

@@ -1,0 +1,7 @@
+"""Layouts: where each element of a tensor lives on a mesh. Pure: no process group, no communication."""
+
+from shardwright.layout.layout import Layout
+from shardwright.layout.mesh_shape import MeshShape
+from shardwright.layout.partition_spec import from_partition_spec, to_partition_spec
+
+__all__ = ["Layout", "MeshShape", "from_partition_spec", "to_partition_spec"]

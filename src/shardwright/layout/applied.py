@@ -1,0 +1,77 @@
+"""The placements of a layout in the order in which they act, each on what the earlier ones left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwright.placement.base import Partition, Pending
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from shardwright.placement.base import Placement
+    from shardwright.placement.region import Region, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """One placement on one axis, its dims counted in the tensor that the earlier axes left.
+
+    A coord of an `Owner` that holds nothing of a 0-d tensor has shape (0,): later placements leave it alone.
+    """
+
+    axis: int
+    size: int
+    placement: Placement
+    ndim: int
+
+    def _partition(self, ndim: int) -> Partition | None:
+        """The placement, if it changes which elements a tensor of `ndim` dims has."""
+        return self.placement if isinstance(self.placement, Partition) and ndim == self.ndim else None
+
+    def local_shape(self, shape: Shape, coord: int) -> Shape:
+        """Shape after this step."""
+        partition = self._partition(len(shape))
+        return shape if partition is None else partition.local_shape(shape, self.size, coord)
+
+    def region(self, shape: Shape, coord: int) -> Region | None:
+        """What a coord holds of the tensor before this step; None for all of it."""
+        partition = self._partition(len(shape))
+        return None if partition is None else partition.region(shape, self.size, coord)
+
+    def split(self, x: Tensor, coord: int) -> Tensor:
+        """The local tensor of a coord."""
+        if isinstance(self.placement, Pending):
+            return self.placement.embed(x, self.size, coord)
+        partition = self._partition(x.dim())
+        return x if partition is None else partition.split(x, self.size, coord)
+
+    def join(self, parts: Sequence[Tensor], shape: Shape) -> Tensor:
+        """The tensor of this shape from those of all coords (of one coord for Replicate)."""
+        if isinstance(self.placement, Pending):
+            return self.placement.combine(parts)
+        partition = self._partition(len(shape))
+        return parts[0] if partition is None else partition.join(parts, shape)
+
+
+def applied_placements(
+    placements: Sequence[Placement], sizes: Sequence[int], order: Sequence[int], ndim: int
+) -> tuple[Applied, ...]:
+    """One step per axis, in order of application.
+
+    After a placement that flattened several dims into one, a later placement of any of them acts on the flat
+    dim.
+    """
+    now = {dim: dim for dim in range(ndim)}
+    steps = []
+    for axis in order:
+        placement = placements[axis]
+        if isinstance(placement, Partition):
+            placement = placement.on_dims(now)
+            group = placement.flat_group()
+            now = {dim: group[-1] if at in group else at for dim, at in now.items()}
+        steps.append(Applied(axis, sizes[axis], placement, ndim))
+    return tuple(steps)

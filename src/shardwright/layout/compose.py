@@ -1,0 +1,101 @@
+"""Regions one after another: what a coord of a later axis holds, in indices of an earlier tensor."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import accumulate, product
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardwright.placement.region import Box, Region, flat_boxes
+from shardwright.placement.runs import compose
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardwright.placement.region import Shape
+
+
+def compose_regions(outer: Region, inner: Region) -> Region:
+    """`inner`, in indices of the local tensor of `outer`, in indices of the tensor that `outer` is of.
+
+    Where both are products of index lists, dim by dim; otherwise box by box, each a few boxes of `outer`.
+    """
+    if not inner.numel:
+        return Region((), inner.local_shape)
+    if inner.runs is not None and outer.runs is not None:
+        return Region.from_runs(tuple(map(compose, outer.runs, inner.runs)))
+    intervals = _flat_intervals(inner, outer.local_shape)
+    boxes = [box for low, high in intervals for box in _flat_part(outer, low, high)]
+    return Region(_joined(boxes), inner.local_shape)
+
+
+def _flat_intervals(region: Region, shape: Shape) -> Iterator[tuple[int, int]]:
+    """The region's elements as intervals of the row-major flattening of `shape`, touching ones joined."""
+    start = end = 0
+    for box in region.boxes:
+        for low, high in _intervals_of_box(box, shape):
+            if low == end:
+                end = high
+                continue
+            if end > start:
+                yield start, end
+            start, end = low, high
+    if end > start:
+        yield start, end
+
+
+def _intervals_of_box(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    split = len(shape)
+    while split and box.size[split - 1] == shape[split - 1]:
+        split -= 1
+    split = max(split - 1, 0)
+    length = prod(box.size[split:])
+    base = sum(offset * stride for offset, stride in zip(box.offset, strides, strict=True))
+    for index in product(*(range(size) for size in box.size[:split])):
+        low = base + sum(i * stride for i, stride in zip(index, strides, strict=False))
+        yield low, low + length
+
+
+def _flat_part(region: Region, low: int, high: int) -> Iterator[Box]:
+    """Elements `[low, high)` of a region, counted in local order, as boxes."""
+    boxes = region.boxes
+    ends = _ends(region)
+    first = bisect_right(ends, low)
+    while low < high:
+        box = boxes[first]
+        begin = ends[first] - box.numel
+        stop = min(high, ends[first])
+        for part in flat_boxes(box.size, low - begin, stop - begin):
+            yield Box(tuple(map(sum, zip(part.offset, box.offset, strict=True))), part.size)
+        low, first = stop, first + 1
+
+
+def _ends(region: Region) -> list[int]:
+    return list(accumulate(box.numel for box in region.boxes))
+
+
+def _joined(boxes: list[Box]) -> list[Box]:
+    """Fewer boxes with the same elements in the same order."""
+    out: list[Box] = []
+    for given in boxes:
+        box = given
+        while out and (joined := _join(out[-1], box)) is not None:
+            out.pop()
+            box = joined
+        out.append(box)
+    return out
+
+
+def _join(first: Box, second: Box) -> Box | None:
+    """One box for two in a row, if row-major order in it is the order of the two."""
+    differ = [d for d, pair in enumerate(zip(first.offset, second.offset, strict=True)) if pair[0] != pair[1]]
+    if len(differ) != 1:
+        return None
+    dim = differ[0]
+    end = first.offset[dim] + first.size[dim]
+    same = first.size[:dim] == second.size[:dim] and first.size[dim + 1 :] == second.size[dim + 1 :]
+    if not same or end != second.offset[dim] or prod(first.size[:dim]) != 1:
+        return None
+    return Box(first.offset, (*first.size[:dim], first.size[dim] + second.size[dim], *first.size[dim + 1 :]))

@@ -1,0 +1,299 @@
+"""`Layout`: where each element of a tensor lives on a mesh.
+
+Not a DTensor (no data), not a process group (no communicator): it can be made and planned with anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from shardwright.errors import LayoutError
+from shardwright.layout.applied import applied_placements
+from shardwright.layout.compose import compose_regions
+from shardwright.layout.mesh_shape import Coords, as_mesh_shape
+from shardwright.layout.order import canonical, conflicts, order_indices
+from shardwright.layout.stride import contiguous_stride, stride_like
+from shardwright.layout.text import format_layout, parse_layout
+from shardwright.placement.base import Placement, Replicate
+from shardwright.placement.convert import as_placement
+from shardwright.placement.region import Region, Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+    from shardwright.layout.mesh_shape import MeshShape
+
+    Placements = Mapping[str, Any] | Sequence[Any]
+
+
+class Layout:
+    """Mesh, one placement per axis, order of application, logical shape, stride and dtype. Frozen.
+
+    Args: mesh: a `DeviceMesh` or a `MeshShape`. placements: one per axis, or {axis name: placement} with
+        Replicate for axes not named; torch's objects are accepted. stride: default contiguous.
+        order: axis names, first applied first; default left to right. Axes whose order does not matter
+        compare equal in any order.
+    Raises: LayoutError: counts do not fit. MeshError: an axis does not exist. PlacementError: a placement has
+        no meaning for this shape or axis.
+    """
+
+    __slots__ = (
+        "_applied",
+        "_hash",
+        "_regions",
+        "_shapes",
+        "dtype",
+        "mesh_shape",
+        "order",
+        "placements",
+        "shape",
+        "stride",
+    )
+
+    mesh_shape: MeshShape
+    placements: tuple[Placement, ...]
+    shape: Shape
+    stride: Shape
+    dtype: torch.dtype
+    order: tuple[int, ...]
+
+    def __init__(
+        self,
+        mesh: Any,
+        placements: Placements,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        stride: Sequence[int] | None = None,
+        order: Sequence[str] | None = None,
+    ) -> None:
+        self.mesh_shape = as_mesh_shape(mesh)
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.stride = contiguous_stride(self.shape) if stride is None else tuple(stride)
+        self.placements = self._resolved(_one_per_axis(placements, self.mesh_shape))
+        self.order = self._canonical(order_indices(order, self.mesh_shape))
+        self._hash = hash(self._key())
+        self._applied = applied_placements(self.placements, self.sizes, self.order, len(self.shape))
+        self._shapes: dict[Coords, Shape] = {}
+        self._regions: dict[Coords, Region] = {}
+
+    def _resolved(self, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        if len(self.stride) != len(self.shape):
+            raise LayoutError(f"stride {self.stride} does not fit shape {self.shape}")
+        resolved = tuple(p.resolved(len(self.shape)) for p in placements)
+        for placement, n in zip(resolved, self.sizes, strict=True):
+            placement.validate(self.shape, n)
+        return resolved
+
+    def _canonical(self, order: tuple[int, ...]) -> tuple[int, ...]:
+        if order == tuple(range(len(order))):
+            return order
+        return canonical(order, conflicts(self.placements, self.sizes, self.shape))
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.mesh_shape, self.placements, self.shape, self.stride, self.dtype, self.order
+
+    # ------------------------------------------------------------------------------------ the facts
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the mesh axes."""
+        return self.mesh_shape.axes
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the mesh axes."""
+        return self.mesh_shape.sizes
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, row-major over the axes."""
+        return self.mesh_shape.ranks
+
+    @property
+    def order_names(self) -> tuple[str, ...]:
+        """Axis names in order of application."""
+        return tuple(self.axes[axis] for axis in self.order)
+
+    @property
+    def numel(self) -> int:
+        """Number of logical elements."""
+        return prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.itemsize
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Whether every rank holds the whole finished tensor."""
+        return all(p.is_replicated for p in self.placements)
+
+    @property
+    def pending_axes(self) -> tuple[int, ...]:
+        """Positions of the axes that are still to be reduced."""
+        return tuple(axis for axis, p in enumerate(self.placements) if p.is_pending)
+
+    def coords_of(self, rank: int) -> Coords:
+        """The coord of a rank on every axis."""
+        return self.mesh_shape.coords_of(rank)
+
+    # ------------------------------------------------------------------------------ what a rank holds
+
+    def local_shape(self, coords: Coords) -> Shape:
+        """Shape of the local tensor at these coords. Remembered."""
+        known = self._shapes.get(coords)
+        if known is None:
+            known = self._shapes[coords] = self.shapes_along_order(coords)[-1]
+        return known
+
+    def shapes_along_order(self, coords: Coords) -> tuple[Shape, ...]:
+        """The shape that each placement sees, in order of application; last, the local shape."""
+        shapes = [self.shape]
+        for step in self._applied:
+            shapes.append(step.local_shape(shapes[-1], coords[step.axis]))
+        return tuple(shapes)
+
+    def local_stride(self, coords: Coords) -> Shape:
+        """Stride of the local tensor: its dims are stored in the order of the logical stride."""
+        return stride_like(self.local_shape(coords), self.stride)
+
+    def region(self, coords: Coords) -> Region:
+        """What these coords hold: boxes in logical indices, in local order. Remembered.
+
+        A Pending holds a term of every element of the region, not the element.
+        """
+        known = self._regions.get(coords)
+        if known is None:
+            known = self._regions[coords] = self._compose(coords)
+        return known
+
+    def _compose(self, coords: Coords) -> Region:
+        region = Region.whole(self.shape)
+        for step in self._applied:
+            inner = step.region(region.local_shape, coords[step.axis])
+            if inner is not None:
+                region = compose_regions(region, inner)
+        return region
+
+    # ------------------------------------------------------------------------------------- variations
+
+    def with_placements(self, placements: Placements, order: Sequence[str] | None = None) -> Layout:
+        """The same tensor under other placements.
+
+        A sequence replaces them all and, without `order`, is applied left to right; a mapping changes the
+        axes that it names and, without `order`, keeps the order.
+        """
+        if isinstance(placements, Mapping):
+            order = self.order_names if order is None else order
+            known = [self.mesh_shape.axis_index(name) for name in placements]
+            given = dict(zip(known, placements.values(), strict=True))
+            placements = [given.get(axis, p) for axis, p in enumerate(self.placements)]
+        return Layout(
+            self.mesh_shape, placements, self.shape, dtype=self.dtype, stride=self.stride, order=order
+        )
+
+    def with_shape(
+        self, shape: Sequence[int], stride: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> Layout:
+        """The same placements and order for another tensor."""
+        names = self.order_names
+        return Layout(
+            self.mesh_shape, self.placements, shape, dtype=dtype or self.dtype, stride=stride, order=names
+        )
+
+    # ---------------------------------------------------------------------------------------- tensors
+
+    def split(self, full: Tensor, coords: Coords) -> Tensor:
+        """The local tensor of these coords, without communication; a view of `full` where it can be one.
+
+        Raises: LayoutError: `full` has another shape.
+        """
+        if tuple(full.shape) != self.shape:
+            raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot be split as {self}")
+        for step in self._applied:
+            full = step.split(full, coords[step.axis])
+        return full
+
+    def join(self, locals: Sequence[Tensor]) -> Tensor:  # noqa: A002 - the word of the laws
+        """The full tensor from the local tensors of all ranks, in the order of `ranks`."""
+        if len(locals) != len(self.ranks):
+            raise LayoutError(f"{len(locals)} local tensors for a mesh of {len(self.ranks)} ranks")
+        return self._join(locals, 0, (0,) * len(self.sizes), self.shape)
+
+    def _join(self, parts: Sequence[Tensor], level: int, coords: Coords, shape: Shape) -> Tensor:
+        if level == len(self._applied):
+            return parts[self.mesh_shape.index_at(coords)]
+        step = self._applied[level]
+        joined = []
+        for coord in range(1 if step.placement.is_replicated else step.size):
+            at = (*coords[: step.axis], coord, *coords[step.axis + 1 :])
+            joined.append(self._join(parts, level + 1, at, step.local_shape(shape, coord)))
+        return step.join(joined, shape)
+
+    # ------------------------------------------------------------------------------------------ object
+
+    def __eq__(self, other: object) -> bool:
+        """Equal: the same tensor, laid out in the same way on the same ranks."""
+        if self is other:
+            return True
+        return isinstance(other, Layout) and self._hash == other._hash and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        return format_layout(self)
+
+    def __repr__(self) -> str:
+        return f"Layout({self} on {self.mesh_shape!r})"
+
+    @staticmethod
+    def parse(text: str, mesh: Any) -> Layout:
+        """The layout that `str` wrote, on a mesh with the axes that the text names.
+
+        Raises: LayoutError: the text is not the text of a layout.
+        """
+        known = as_mesh_shape(mesh)
+        said = parse_layout(text, known)
+        return Layout(
+            known, said.placements, said.shape, dtype=said.dtype, stride=said.stride, order=said.order
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = (self.mesh_shape, self.placements, self.shape, self.dtype, self.stride, self.order_names)
+        return _rebuild, arguments
+
+
+def _rebuild(
+    mesh: MeshShape,
+    placements: tuple[Placement, ...],
+    shape: Shape,
+    dtype: torch.dtype,
+    stride: Shape,
+    order: tuple[str, ...],
+) -> Layout:
+    return Layout(mesh, placements, shape, dtype=dtype, stride=stride, order=order)
+
+
+_REPLICATE = Replicate()
+
+
+def _one_per_axis(placements: Placements, mesh: MeshShape) -> tuple[Placement, ...]:
+    if isinstance(placements, Mapping):
+        given = {mesh.axis_index(name): as_placement(p) for name, p in placements.items()}
+        return tuple(given.get(axis, _REPLICATE) for axis in range(len(mesh.axes)))
+    if len(placements) != len(mesh.axes):
+        raise LayoutError(
+            f"{len(placements)} placements for a mesh with {len(mesh.axes)} axes ({', '.join(mesh.axes)})"
+        )
+    return tuple(as_placement(p) for p in placements)
+
+

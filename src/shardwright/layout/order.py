@@ -1,0 +1,69 @@
+"""The order in which a layout applies its placements, without what does not matter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwright.errors import LayoutError
+from shardwright.placement.base import Partition
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwright.layout.mesh_shape import MeshShape
+    from shardwright.placement.base import Placement
+    from shardwright.placement.region import Shape
+
+Order = tuple[int, ...]
+
+
+def order_indices(order: Sequence[str] | None, mesh: MeshShape) -> Order:
+    """Axis positions in order of application; axes that are not named keep their place.
+
+    Raises: LayoutError: an axis is named twice. MeshError: an axis does not exist.
+    """
+    everything = tuple(range(len(mesh.axes)))
+    if order is None:
+        return everything
+    named = [mesh.axis_index(name) for name in order]
+    if len(set(named)) != len(named):
+        raise LayoutError(f"order {tuple(order)} names an axis twice")
+    following = iter(named)
+    return tuple(next(following) if axis in named else axis for axis in everything)
+
+
+def conflicts(placements: Sequence[Placement], sizes: Sequence[int], shape: Shape) -> set[tuple[int, int]]:
+    """Pairs of axes whose order matters, as (smaller, larger).
+
+    Two partitions that touch a common dim, and two different pendings. A pending reduces elementwise, so it
+    commutes with every partition.
+    """
+    touched = [
+        frozenset(p.touched_dims(shape, n)) if isinstance(p, Partition) else frozenset()
+        for p, n in zip(placements, sizes, strict=True)
+    ]
+    return {
+        (a, b)
+        for b in range(len(placements))
+        for a in range(b)
+        if touched[a] & touched[b] or _different_pendings(placements[a], placements[b])
+    }
+
+
+def _different_pendings(first: Placement, second: Placement) -> bool:
+    return first.is_pending and second.is_pending and first != second
+
+
+def canonical(order: Order, pairs: set[tuple[int, int]]) -> Order:
+    """The smallest order that applies each pair as `order` does: equal for orders that mean the same."""
+    if not pairs:
+        return tuple(range(len(order)))
+    place = {axis: position for position, axis in enumerate(order)}
+    before: dict[int, set[int]] = {axis: set() for axis in order}
+    for a, b in pairs:
+        first, second = (a, b) if place[a] < place[b] else (b, a)
+        before[second].add(first)
+    out: list[int] = []
+    while len(out) < len(order):
+        out.append(min(axis for axis in order if axis not in out and before[axis] <= set(out)))
+    return tuple(out)

@@ -1,0 +1,73 @@
+"""The view from the tensor's side: per dim, which axes cut it. As JAX's PartitionSpec writes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwright.errors import LayoutError
+from shardwright.layout.mesh_shape import as_mesh_shape
+from shardwright.layout.text import plain_cut
+from shardwright.placement.base import Placement, Replicate
+from shardwright.placement.shard import Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwright.layout.layout import Layout
+
+Entry = str | tuple[str, ...] | None
+
+
+def to_partition_spec(layout: Layout) -> tuple[Entry, ...]:
+    """Per dim: None, an axis name, or a tuple of names, outermost (first applied) first.
+
+    Raises: LayoutError: a placement is not a plain cut of one dim, which a partition spec cannot say.
+    """
+    cuts: list[list[str]] = [[] for _ in layout.shape]
+    for axis in layout.order:
+        placement = layout.placements[axis]
+        dim = plain_cut(placement)
+        if dim is not None:
+            cuts[dim].append(layout.axes[axis])
+        elif not placement.is_replicated:
+            raise LayoutError(
+                f"{placement.text()} on axis {layout.axes[axis]} cannot be said in a partition spec, which "
+                "knows only plain cuts of one dim; redistribute that axis to Shard or Replicate first"
+            )
+    return tuple(_entry(names) for names in cuts)
+
+
+def _entry(names: list[str]) -> Entry:
+    if not names:
+        return None
+    return names[0] if len(names) == 1 else tuple(names)
+
+
+def from_partition_spec(
+    mesh: Any, spec: Sequence[Entry]
+) -> tuple[tuple[Placement, ...], tuple[str, ...] | None]:
+    """One placement per axis, and the order of application (None: left to right).
+
+    Raises: LayoutError: an axis is named twice. MeshError: an axis does not exist.
+    """
+    shape = as_mesh_shape(mesh)
+    placements: list[Placement] = [Replicate()] * len(shape.axes)
+    order: list[str] = []
+    for dim, entry in enumerate(spec):
+        for name in _axis_names(entry):
+            if name in order:
+                raise LayoutError(f"partition spec {tuple(spec)} names axis {name} twice")
+            placements[shape.axis_index(name)] = Shard(dim)
+            order.append(name)
+    left_to_right = all(_ascending(shape.axes, _axis_names(entry)) for entry in spec)
+    return tuple(placements), None if left_to_right else tuple(order)
+
+
+def _axis_names(entry: Entry) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _ascending(axes: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    return list(names) == sorted(names, key=axes.index)
