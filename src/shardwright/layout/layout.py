@@ -295,5 +295,3 @@ def _one_per_axis(placements: Placements, mesh: MeshShape) -> tuple[Placement, .
             f"{len(placements)} placements for a mesh with {len(mesh.axes)} axes ({', '.join(mesh.axes)})"
         )
     return tuple(as_placement(p) for p in placements)
-
-

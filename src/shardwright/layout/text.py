@@ -170,10 +170,10 @@ def parse_placement(text: str) -> Placement:
 
 
 def _call(node: ast.expr) -> tuple[str, list[Any], dict[str, Any]]:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise SyntaxError("not a call of a name")
-    named = {keyword.arg or "": _literal(keyword.value) for keyword in node.keywords}
-    return node.func.id, [_literal(argument) for argument in node.args], named
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        named = {keyword.arg or "": _literal(keyword.value) for keyword in node.keywords}
+        return node.func.id, [_literal(argument) for argument in node.args], named
+    raise SyntaxError("not a call of a name")
 
 
 def _literal(node: ast.expr) -> Any:

@@ -79,4 +79,3 @@ class AlongDim(Partition):
     def _checked(self, name: str, value: Any, least: int) -> None:
         if not isinstance(value, int) or value < least:
             raise PlacementError(f"{self.text()}: {name} must be an integer >= {least}, got {value!r}")
-

@@ -243,4 +243,3 @@ class Replicate(TorchReplicate, Placement):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
-
