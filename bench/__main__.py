@@ -1,0 +1,34 @@
+"""`python -m bench [NAME...]`: run the benchmarks, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+_NAMES = ("op_overhead", "redistribution")
+
+
+def main(names: list[str]) -> int:
+    """Run one benchmark here, or several one after another."""
+    unknown = [name for name in names if name not in _NAMES]
+    if unknown:
+        print(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(_NAMES)}", file=sys.stderr)
+        return 2
+    if len(names) == 1:
+        importlib.import_module(f"bench.{names[0]}").run()
+        return 0
+    codes = []
+    for name in names or _NAMES:
+        print(f"\n{name}: {_summary(name)}", flush=True)
+        codes.append(subprocess.run([sys.executable, "-m", "bench", name], check=False).returncode)
+    return max(codes)
+
+
+def _summary(name: str) -> str:
+    return (Path(__file__).with_name(f"{name}.py")).read_text().splitlines()[0].strip('"')
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

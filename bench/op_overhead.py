@@ -1,0 +1,70 @@
+"""What one op costs on top of its kernel: our dispatch beside torch's, on tensors of a few elements.
+
+One process that believes to be rank 0 of 4 (the `fake` backend), so nothing is sent and nobody is waited for:
+no op here needs communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed import tensor as theirs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwright as sw
+from bench.paired import HEADER, Comparison, compare
+
+_Op = Callable[..., object]
+_OPS: dict[str, tuple[_Op, tuple[int, ...]]] = {
+    "x + y, rows cut": (torch.add, (0, 0)),
+    "x * y, columns cut": (torch.mul, (1, 1)),
+    "x @ y, rows of x cut": (torch.mm, (0, -1)),
+    "x @ y, inner dim cut": (torch.mm, (1, 0)),
+    "relu": (torch.relu, (0,)),
+    "sum over the cut dim": (lambda x: torch.sum(x, 0), (0,)),
+    "softmax over a whole dim": (lambda x: torch.softmax(x, 1), (0,)),
+    "view that splits a dim": (lambda x: x.view(8, 4, 2), (0,)),
+    "transpose": (lambda x: x.t(), (0,)),
+    "detach": (lambda x: x.detach(), (0,)),
+}
+
+
+def run() -> None:
+    """Print one line per op, without gradients and with."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    torch.set_num_threads(1)
+    print(HEADER)
+    for name, (op, dims) in _OPS.items():
+        print(_compare(name, op, dims).row(), flush=True)
+    print(_compare("x @ y, forward and backward", _with_backward, (0, -1), grad=True).row())
+    dist.destroy_process_group()
+
+
+def _compare(name: str, op: _Op, dims: tuple[int, ...], *, grad: bool = False) -> Comparison:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    full = [torch.randn(8, 8, requires_grad=grad) for _ in dims]
+    ours, peers = (
+        [
+            library.distribute_tensor(x, mesh, [_placed(library, dim)])
+            for x, dim in zip(full, dims, strict=True)
+        ]
+        for library in (sw, theirs)
+    )
+    _check_same(op(*ours), op(*peers))
+    return compare(name, lambda: op(*ours), lambda: op(*peers))
+
+
+def _placed(library: object, dim: int) -> object:
+    return library.Replicate() if dim < 0 else library.Shard(dim)  # type: ignore[attr-defined]
+
+
+def _check_same(ours: object, peer: object) -> None:
+    if isinstance(ours, torch.Tensor) and isinstance(peer, torch.Tensor):
+        assert torch.equal(ours.to_local(), peer.to_local())  # type: ignore[attr-defined]
+
+
+def _with_backward(x: torch.Tensor, y: torch.Tensor) -> None:
+    (x @ y).to_local().sum().backward()  # type: ignore[attr-defined]
