@@ -1,0 +1,58 @@
+"""The steps of a plan that need nobody else."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.packing import in_memory, move
+from shardwright.plan.maps import Coords
+from shardwright.plan.pending import AxisPending
+from shardwright.plan.steps import Combine, Embed, LocalMove, Place
+from shardwright.plan.transfer import local_views, memory_of
+
+
+def take(x: Tensor, step: LocalMove, coords: Coords) -> Tensor:
+    """The part of `x` that the target map keeps, copied; `x` itself when that is all of it."""
+    held, wanted = memory_of(step.source, coords), memory_of(step.target, coords)
+    pairs = local_views(step, coords)
+    x = in_memory(x, held)
+    if held == wanted and all(source == target for source, target in pairs):
+        return x
+    out = torch.empty_strided(wanted.shape, wanted.stride, dtype=x.dtype, device=x.device)
+    move(x, out, pairs)
+    return out
+
+
+def combine(terms: Tensor, step: Combine, sizes: tuple[int, ...]) -> Tensor:
+    """The finished value from its terms, the last Pending first:  [q1 * q2 .., ...] -> [...]."""
+    parts = list(terms.unbind(0))
+    for axis, pending in reversed(step.pendings):
+        n = sizes[axis]
+        parts = [pending.combine(parts[i : i + n]) for i in range(0, len(parts), n)]
+    return parts[0]
+
+
+def place(x: Tensor, step: Place, coords: Coords, sizes: tuple[int, ...]) -> Tensor:
+    """The own part in a tensor that is the identity of the Pendings elsewhere."""
+    wanted = memory_of(step.target, coords)
+    empty = torch.empty_strided(wanted.shape, wanted.stride, dtype=x.dtype, device=x.device)
+    out = _identity(empty, step.pendings)
+    x = in_memory(x, memory_of(step.source, coords))
+    scale = prod(sizes[axis] for axis, pending in step.pendings if pending.reduce_op == "avg")
+    move(x if scale == 1 else x * scale, out, local_views(step, coords))
+    return out
+
+
+def _identity(empty: Tensor, pendings: tuple[AxisPending, ...]) -> Tensor:
+    filled = pendings[0][1].identity(empty)
+    return empty if filled is None else filled
+
+
+def embed(x: Tensor, step: Embed, coords: Coords, sizes: tuple[int, ...]) -> Tensor:
+    """This rank's term of every Pending of the step, the first one first."""
+    for axis, pending in step.pendings:
+        x = pending.embed(x, sizes[axis], coords[axis])
+    return x

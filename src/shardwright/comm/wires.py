@@ -1,0 +1,113 @@
+"""Over what an exchange travels: the process group of one axis, or messages between pairs of ranks.
+
+No group is ever made here. One axis of a mesh has its group; an exchange over several axes uses
+point-to-point messages of the default group, which every rank has, so that no bystander takes part. (Groups
+made when a plan first runs would be made by a part of the ranks only: the others then wait for ever.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.comm import functional
+from shardwright.comm.record import record_collective, recording
+from shardwright.comm.wire import as_bytes, moves_natively
+from shardwright.plan.maps import Coords
+from shardwright.plan.plan import Plan
+from shardwright.plan.steps import Exchange
+from shardwright.plan.transfer import members_of
+
+# Keeps our messages apart from the user's own untagged ones (gloo; NCCL orders them by issue).
+_TAG = 53187
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWire:
+    """A process group. `members`: the mesh coordinates of its ranks, in its order."""
+
+    members: tuple[Coords, ...]
+    group: ProcessGroup
+    axis: str
+
+    def exchange(
+        self, buffer: Tensor, out_counts: Sequence[int], in_counts: Sequence[int], reason: str
+    ) -> Tensor:
+        """Send `in_counts[i]` elements to member i, receive `out_counts[i]`, both flat and in member order."""
+        return functional.exchange_rows(
+            buffer, out_counts, in_counts, self.group, axis=self.axis, reason=reason
+        )
+
+    def gather(self, buffer: Tensor, reason: str) -> Tensor:
+        """Everybody's buffer, all of one length, one after the other."""
+        sizes = [buffer.numel()] * len(self.members)
+        return functional.gather_rows(buffer, sizes, self.group, axis=self.axis, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerWire:
+    """Messages between pairs of ranks. `ranks`: the global ranks of `members`."""
+
+    members: tuple[Coords, ...]
+    ranks: tuple[int, ...]
+    axis: str
+
+    def exchange(
+        self, buffer: Tensor, out_counts: Sequence[int], in_counts: Sequence[int], reason: str
+    ) -> Tensor:
+        """Send `in_counts[i]` elements to member i, receive `out_counts[i]`, both flat and in member order."""
+        own = self.ranks.index(dist.get_rank())
+        if recording():
+            sent = (sum(in_counts) - in_counts[own]) * buffer.element_size()
+            record_collective(
+                "send_recv",
+                axis=self.axis,
+                bytes_sent=sent,
+                reason=reason,
+                shape=buffer.shape,
+                dtype=buffer.dtype,
+            )
+        if moves_natively(buffer.dtype):
+            return self._exchange(buffer, out_counts, in_counts, own)
+        width = buffer.element_size()
+        received = self._exchange(
+            as_bytes(buffer),
+            [width * count for count in out_counts],
+            [width * count for count in in_counts],
+            own,
+        )
+        return received.view(buffer.dtype)
+
+    def _exchange(
+        self, buffer: Tensor, out_counts: Sequence[int], in_counts: Sequence[int], own: int
+    ) -> Tensor:
+        received = buffer.new_empty(sum(out_counts))
+        incoming, outgoing = received.split(list(out_counts)), buffer.split(list(in_counts))
+        operations = [
+            dist.P2POp(function, piece, rank, tag=_TAG)
+            for function, pieces in ((dist.irecv, incoming), (dist.isend, outgoing))
+            for rank, piece in zip(self.ranks, pieces, strict=True)
+            if piece.numel() and rank != self.ranks[own]
+        ]
+        pending = dist.batch_isend_irecv(operations) if operations else []
+        incoming[own].copy_(outgoing[own])
+        for work in pending:
+            work.wait()
+        return received
+
+
+def wire_for(step: Exchange, plan: Plan, mesh: DeviceMesh, coords: Coords) -> GroupWire | PeerWire:
+    """The wire of an exchange: the group of its axis, or pairs of ranks when it crosses several axes."""
+    shape = plan.source.mesh_shape
+    if len(step.axes) == 1:
+        group = mesh.get_group(step.axes[0])
+        ranks = dist.get_process_group_ranks(group)
+        return GroupWire(tuple(shape.coords_of(rank) for rank in ranks), group, shape.axes[step.axes[0]])
+    members = members_of(step, coords)
+    names = ", ".join(shape.axes[axis] for axis in step.axes)
+    return PeerWire(members, tuple(shape.rank_at(member) for member in members), f"({names})")

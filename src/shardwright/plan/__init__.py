@@ -1,0 +1,6 @@
+"""Redistribution as data: what moves between two layouts, and the least that could."""
+
+from shardwright.plan.plan import Plan
+from shardwright.plan.redistribution import plan_redistribution
+
+__all__ = ["Plan", "plan_redistribution"]

@@ -1,0 +1,71 @@
+"""What happens to the Pending axes of a redistribution: kept, reduced, made anew.
+
+Several Pendings combine right to left and are never swapped: a Pending that stays may be passed by a
+reduction to its left only where the two commute (both linear, or the same reduction).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from shardwright.errors import PlanError
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Pending
+
+AxisPending = tuple[int, Pending]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingChange:
+    """Axes with their Pending, each list in its layout's order of application.
+
+    kept: stay as they are. reduced: combined, last first. made: embedded in the target, first first.
+    """
+
+    kept: tuple[AxisPending, ...]
+    reduced: tuple[AxisPending, ...]
+    made: tuple[AxisPending, ...]
+
+
+def pending_change(source: Layout, target: Layout) -> PendingChange:
+    """Which Pendings are kept, reduced and made between two layouts.
+
+    Raises: PlanError: a Pending of the target cannot be made from a finished value.
+    """
+    before, after = _pendings(source), _pendings(target)
+    kept = _kept(before, after)
+    made = tuple(item for item in after if item not in kept)
+    for axis, placement in made:
+        if not placement.can_be_target:
+            raise PlanError(
+                f"{placement} on axis {target.axes[axis]!r} cannot be a target: it has no embed; "
+                "redistribute to Replicate or a Partition instead"
+            )
+    return PendingChange(kept, tuple(item for item in before if item not in kept), made)
+
+
+def commute(pendings: tuple[AxisPending, ...]) -> bool:
+    """True when these may be combined in any order: all linear, or all the same named reduction."""
+    if all(placement.linear for _, placement in pendings):
+        return True
+    return len({placement for _, placement in pendings}) == 1 and bool(pendings[0][1].reduce_op)
+
+
+def _kept(before: tuple[AxisPending, ...], after: tuple[AxisPending, ...]) -> tuple[AxisPending, ...]:
+    if commute(before + after):
+        return tuple(item for item in before if item in after)
+    kept: list[AxisPending] = []
+    for mine, theirs in zip(before, after, strict=False):
+        if mine != theirs:
+            break
+        kept.append(mine)
+    return tuple(kept)
+
+
+def _pendings(layout: Layout) -> tuple[AxisPending, ...]:
+    return tuple(
+        (axis, cast("Pending", layout.placements[axis]))
+        for axis in layout.order
+        if layout.placements[axis].is_pending
+    )

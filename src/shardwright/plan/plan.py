@@ -1,0 +1,81 @@
+"""A plan: the steps from one layout to another, what they move, and the least that could be moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from shardwright.layout.layout import Layout
+from shardwright.plan.cost import all_reduced, exchanged, traffic
+from shardwright.plan.grid import numel
+from shardwright.plan.maps import every_coords
+from shardwright.plan.steps import AllReduce, Exchange, Step
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How tensors of layout `source` become tensors of layout `target`. Not bound to ranks or data.
+
+    reason: in one line, why these steps. lower_bound: the fewest bytes that could cross between ranks, over
+    all ranks. The byte counts are computed when first asked for, in time that grows with the number of ranks.
+    """
+
+    source: Layout
+    target: Layout
+    steps: tuple[Step, ...]
+    reason: str
+    lower_bound: int
+    for_rank: dict[object, object] = field(default_factory=dict, repr=False)  # what an executor keeps
+
+    @property
+    def rounds(self) -> int:
+        """Steps that must wait for data of another rank."""
+        return sum(step.rounds for step in self.steps)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes that cross between ranks, over all ranks."""
+        return self.source.itemsize * sum(
+            exchanged(step) if isinstance(step, Exchange) else all_reduced(step) for step in self._moves
+        )
+
+    @cached_property
+    def max_bytes(self) -> int:
+        """The most bytes that one rank sends, or receives, over all steps."""
+        sent = dict.fromkeys(every_coords(self.source.sizes), 0)
+        got = dict(sent)
+        for step in self._moves:
+            for coords, (out, back) in traffic(step).items():
+                sent[coords] += out
+                got[coords] += back
+        return self.source.itemsize * max([*sent.values(), *got.values()], default=0)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes that one rank holds beside its source: the results of a step and its buffers."""
+        return self.source.itemsize * max((self._held(step) for step in self.steps), default=0)
+
+    @property
+    def _moves(self) -> list[Exchange | AllReduce]:
+        return [step for step in self.steps if isinstance(step, Exchange | AllReduce)]
+
+    def _held(self, step: Step) -> int:
+        ranks = every_coords(self.source.sizes)
+        if isinstance(step, AllReduce):
+            return max(numel(step.map.cell(coords)) for coords in ranks)
+        if isinstance(step, Exchange):
+            moved = traffic(step)
+            return max(
+                step.term_count * numel(step.target.cell(coords)) + sum(moved[coords]) for coords in ranks
+            )
+        return max(prod(self.target.local_shape(coords)) for coords in ranks)
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.source} -> {self.target}\n"
+            f"  {self.total_bytes} B in all (at least {self.lower_bound} B), at most {self.max_bytes} B on one rank, "
+            f"{self.rounds} round{'' if self.rounds == 1 else 's'}; {self.reason}"
+        )
+        lines = [f"  {i}. {step.describe(self.source.axes)}" for i, step in enumerate(self.steps, 1)]
+        return "\n".join([head, *lines])

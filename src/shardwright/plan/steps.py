@@ -1,0 +1,118 @@
+"""The steps of a plan: what every rank does, as data. A step names no rank; `transfer` makes a rank's part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from shardwright.plan.maps import Map
+from shardwright.plan.pending import AxisPending
+
+
+@dataclass(frozen=True, eq=False)
+class LocalMove:
+    """Take from the own local tensor what the target map wants; nothing travels."""
+
+    source: Map
+    target: Map
+
+    rounds = 0
+
+    def describe(self, axes: tuple[str, ...]) -> str:  # noqa: ARG002 - no axis takes part
+        """One line for `str(plan)`."""
+        return "local: take the part that stays"
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Ranks that differ on `axes` send each other exactly the missing elements.
+
+    terms: the reduced axes, in order; the result then has a leading dim with one term per coordinate of them.
+    gather: all members send their whole local tensor, of one size, to all: the native all-gather serves.
+    """
+
+    source: Map
+    target: Map
+    axes: tuple[int, ...]
+    terms: tuple[int, ...] = ()
+    gather: bool = False
+
+    @property
+    def rounds(self) -> int:
+        """One, unless every rank is alone."""
+        return 1 if self.axes else 0
+
+    @property
+    def term_count(self) -> int:
+        """How many terms of each element arrive."""
+        return prod(self.source.sizes[axis] for axis in self.terms)
+
+    def describe(self, axes: tuple[str, ...]) -> str:
+        """One line for `str(plan)`."""
+        what = "all-gather" if self.gather else "exchange"
+        kept = " of the terms" if self.terms else " of the missing elements"
+        return f"{what}{kept} over {_names(self.axes, axes)}"
+
+
+@dataclass(frozen=True, eq=False)
+class AllReduce:
+    """The backend's all-reduce of the local tensors of a map, over one axis."""
+
+    map: Map
+    axis: int
+    op: str
+
+    rounds = 1
+
+    def describe(self, axes: tuple[str, ...]) -> str:
+        """One line for `str(plan)`."""
+        return f"all-reduce ({self.op}) over {axes[self.axis]}"
+
+
+@dataclass(frozen=True, eq=False)
+class Combine:
+    """Combine the terms in the leading dim, the last of `pendings` first."""
+
+    pendings: tuple[AxisPending, ...]
+
+    rounds = 0
+
+    def describe(self, axes: tuple[str, ...]) -> str:
+        """One line for `str(plan)`."""
+        return "local: combine " + ", then ".join(f"{p} of {axes[a]}" for a, p in reversed(self.pendings))
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Put the elements that a rank has into a tensor filled with the identity of a Pending."""
+
+    source: Map
+    target: Map
+    pendings: tuple[AxisPending, ...]
+
+    rounds = 0
+
+    def describe(self, axes: tuple[str, ...]) -> str:
+        """One line for `str(plan)`."""
+        return "local: pad with the identity of " + ", ".join(f"{p} of {axes[a]}" for a, p in self.pendings)
+
+
+@dataclass(frozen=True, eq=False)
+class Embed:
+    """Make each rank's term of a Pending from the finished value."""
+
+    pendings: tuple[AxisPending, ...]
+
+    rounds = 0
+
+    def describe(self, axes: tuple[str, ...]) -> str:
+        """One line for `str(plan)`."""
+        return "local: embed as " + ", ".join(f"{p} of {axes[a]}" for a, p in self.pendings)
+
+
+Step = LocalMove | Exchange | AllReduce | Combine | Place | Embed
+
+
+def _names(which: tuple[int, ...], axes: tuple[str, ...]) -> str:
+    names = [axes[axis] for axis in which]
+    return names[0] if len(names) == 1 else f"({', '.join(names)})"

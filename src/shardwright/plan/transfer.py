@@ -1,0 +1,116 @@
+"""What one rank does in an exchange: views to send, views to fill, and how many elements go where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from shardwright.plan.grid import overlaps
+from shardwright.plan.maps import Coords, Map
+from shardwright.plan.steps import Exchange, LocalMove, Place
+from shardwright.plan.strided import Strided, covers_in_order, paired_views, source_views, target_views
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Shape and stride that a local tensor must have for views into it to be right."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One rank's side of an exchange.
+
+    members: coordinates in the order of the wire, this rank included. send, receive: views per member, read
+    and written in this order. keep: (from, to) views of what the rank already holds.
+    send_whole: the sent views are the source's memory from first to last, so nothing is packed;
+    receive_whole: likewise for the result, and then the own part travels through the wire's buffer too (`keep` is empty).
+    """
+
+    source: Memory
+    target: Memory
+    members: tuple[Coords, ...]
+    send: tuple[tuple[Strided, ...], ...]
+    receive: tuple[tuple[Strided, ...], ...]
+    keep: tuple[tuple[Strided, Strided], ...]
+    send_whole: bool
+    receive_whole: bool
+
+    @property
+    def send_counts(self) -> list[int]:
+        """Elements for each member."""
+        return [sum(view.numel for view in views) for views in self.send]
+
+    @property
+    def receive_counts(self) -> list[int]:
+        """Elements from each member."""
+        return [sum(view.numel for view in views) for views in self.receive]
+
+
+def members_of(step: Exchange, coords: Coords) -> tuple[Coords, ...]:
+    """The coordinates that differ from these only on the axes of the exchange, row-major."""
+    choices = [
+        range(size) if axis in step.axes else (coords[axis],) for axis, size in enumerate(step.source.sizes)
+    ]
+    return tuple(product(*choices))
+
+
+def transfer(step: Exchange, coords: Coords, members: Sequence[Coords]) -> Transfer:
+    """The side of the rank at `coords`; `members` in the order of the wire."""
+    source, target = step.source, step.target
+    mine, wanted = source.cell(coords), target.cell(coords)
+    result = _result(step, coords)
+    keep, send, receive = [], [], []
+    for peer in members:
+        incoming = overlaps(source.cell(peer), wanted)
+        shift = _term(step, peer) * (result.numel // step.term_count)
+        receive.append(tuple(target_views(incoming, shift)))
+        send.append(tuple(source_views(overlaps(mine, target.cell(peer)))))
+        if peer == coords:
+            keep = [(a, b._replace(start=b.start + shift)) for a, b in paired_views(incoming)]
+    whole = covers_in_order([view for views in receive for view in views], result.numel)
+    own = list(members).index(coords)
+    if not (whole or step.gather):
+        send[own] = receive[own] = ()
+    sent = send[own : own + 1] if step.gather else send
+    memory = _memory(source, coords)
+    packed = covers_in_order([view for views in sent for view in views], memory.numel)
+    kept = () if whole or step.gather else tuple(keep)
+    return Transfer(memory, result, tuple(members), tuple(send), tuple(receive), kept, packed, whole)
+
+
+def local_views(step: LocalMove | Place, coords: Coords) -> tuple[tuple[Strided, Strided], ...]:
+    """(from, to) views of a step that moves elements inside one rank."""
+    return tuple(paired_views(overlaps(step.source.cell(coords), step.target.cell(coords))))
+
+
+def memory_of(which: Map, coords: Coords) -> Memory:
+    """The memory that a map's local tensor has at these coordinates."""
+    return _memory(which, coords)
+
+
+def _memory(which: Map, coords: Coords) -> Memory:
+    return Memory(which.local_shape(coords), which.local_stride(coords))
+
+
+def _result(step: Exchange, coords: Coords) -> Memory:
+    memory = _memory(step.target, coords)
+    if not step.terms:
+        return memory
+    return Memory((step.term_count, *memory.shape), (memory.numel, *memory.stride))
+
+
+def _term(step: Exchange, peer: Coords) -> int:
+    term = 0
+    for axis in step.terms:
+        term = term * step.source.sizes[axis] + peer[axis]
+    return term
