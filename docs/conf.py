@@ -32,9 +32,10 @@ nitpicky = False
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Cost|Source|Note|Warning|Example):(?= \S)")
 
 
-def _as_rest(_app: object, _what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
+def _as_rest(_app: object, what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
     """Read a docstring as the sources are written: `code` in single backticks, `Returns: x` on one line."""
-    rest: list[str] = []
+    # In an attribute's first line napoleon takes what stands before a colon for its type.
+    rest = [""] if what in {"attribute", "property"} else []
     for line in lines:
         section = _SECTION.match(line)
         if section is not None:
