@@ -37,6 +37,7 @@ def test_the_degrees_of_make_train_fit_together():
     from shardwright.train.config import TrainConfig
 
     (command,) = _COMMAND.findall((ROOT / "Makefile").read_text())
-    degrees = {name.replace("-", "_"): int(value) for name, value in re.findall(r"--([a-z-]+) (\d+)", command)}
+    pairs = re.findall(r"--([a-z-]+) (\d+)", command)
+    degrees = {name.replace("-", "_"): int(value) for name, value in pairs}
     checked = TrainConfig.parse(**degrees).check()
     assert (checked.world, checked.dp_replicate, checked.dp_shard, checked.ep) == (4, 2, 2, 2)
