@@ -1,0 +1,132 @@
+"""A partition along a label: the same cut, written for each tensor's dim that shows the label.
+
+The cut of a label is a partition of a 1-d tensor as long as the label ("part"). On a plain dim it is the
+same split of that dim. On a dim with several factors it is a placement of the whole dim, found among the
+families and accepted only if its regions say exactly the same; nothing here knows a class of placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from shardwright.placement.base import Partition, Placement
+from shardwright.placement.interleaved import Interleaved
+from shardwright.placement.ragged import Ragged
+from shardwright.placement.shard import Shard
+from shardwright.rules.equation import Dim, Sizes, Slot
+
+Interval = tuple[int, int]
+
+
+def place_label(slot: Slot, label: int, part: Partition, sizes: Sizes, n: int) -> Partition | None:
+    """The placement of a tensor when `label` is cut like `part`; None if no placement says it."""
+    found = slot.find(label)
+    if found is None:
+        return None
+    dim, at = found
+    entry = slot.dims[dim]
+    if len(entry.factors) == 1:
+        return part.on_dim(dim)
+    outer, inner = entry.around(at, sizes)
+    flat = lift(part, outer, sizes[label], inner, n)
+    return None if flat is None else flat.on_dim(dim)
+
+
+def labels_cut(slot: Slot, placement: Placement, sizes: Sizes, n: int) -> Iterator[tuple[int, Partition]]:
+    """Each label that `placement` can be said to cut on this tensor, with the cut as a 1-d partition."""
+    if not isinstance(placement, Partition):
+        return
+    cut = placement.cut_dims(slot.shape(sizes), n)
+    flat = placement.on_dim(0) if len(cut) == 1 else None
+    if flat is not None and placement.on_dim(cut[0]) == placement:
+        yield from _labels_of(slot.dims[cut[0]], flat, sizes, n)
+
+
+def _labels_of(dim: Dim, flat: Partition, sizes: Sizes, n: int) -> Iterator[tuple[int, Partition]]:
+    for at, factor in enumerate(dim.factors):
+        if factor.label < 0:
+            continue
+        if len(dim.factors) == 1:
+            yield factor.label, flat
+            return
+        outer, inner = dim.around(at, sizes)
+        part = lower(flat, outer, sizes[factor.label], inner, n)
+        if part is not None:
+            yield factor.label, part
+            return
+
+
+@lru_cache(maxsize=4096)
+def lift(part: Partition, outer: int, size: int, inner: int, n: int) -> Partition | None:
+    """The 1-d placement of `outer * size * inner` elements that cuts only the middle factor, like `part`."""
+    wanted = [_scaled(part, outer, size, inner, n, coord) for coord in range(n)]
+    for candidate in _lifted(part, outer, size, n):
+        if all(_held(candidate, outer * size * inner, n, coord) == wanted[coord] for coord in range(n)):
+            return candidate
+    return None
+
+
+def _lifted(part: Partition, outer: int, size: int, n: int) -> Iterator[Partition]:
+    if outer != 1:
+        yield Interleaved(0, outer)
+        return
+    yield part
+    yield from _as_lengths(part, size, n)
+
+
+def _as_lengths(part: Partition, size: int, n: int) -> Iterator[Partition]:
+    lengths = tuple(part.local_shape((size,), n, coord)[0] for coord in range(n))
+    if sum(lengths) == size > 0:
+        yield Ragged(lengths, dims=(0,))
+
+
+@lru_cache(maxsize=4096)
+def lower(flat: Partition, outer: int, size: int, inner: int, n: int) -> Partition | None:
+    """The cut of the middle factor that `flat` makes of `outer * size * inner` elements, if it is one."""
+    held = [_held(flat, outer * size * inner, n, coord) for coord in range(n)]
+    for part in _lowered(flat, size, inner, n, held):
+        if all(_scaled(part, outer, size, inner, n, coord) == held[coord] for coord in range(n)):
+            return part
+    return None
+
+
+def _lowered(
+    flat: Partition, size: int, inner: int, n: int, held: list[list[Interval]]
+) -> Iterator[Partition]:
+    yield Shard(0)
+    yield flat
+    lengths = [sum(length for _, length in intervals) for intervals in held]
+    if size and inner and all(length % inner == 0 for length in lengths):
+        units = tuple(length // inner for length in lengths)
+        if sum(units) == size and len(units) == n:
+            yield Ragged(units, dims=(0,))
+
+
+def _held(flat: Partition, size: int, n: int, coord: int) -> list[Interval]:
+    """The intervals of a 1-d tensor that a coord holds, in local order, neighbours joined."""
+    return _joined((box.offset[0], box.size[0]) for box in flat.region((size,), n, coord).boxes)
+
+
+def _scaled(part: Partition, outer: int, size: int, inner: int, n: int, coord: int) -> list[Interval]:
+    own = _held(part, size, n, coord)
+    step = size * inner
+    return _joined((o * step + low * inner, length * inner) for o in range(outer) for low, length in own)
+
+
+def _joined(intervals: Iterator[Interval]) -> list[Interval]:
+    found: list[Interval] = []
+    for low, length in intervals:
+        if not length:
+            continue
+        if found and sum(found[-1]) == low:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        else:
+            found.append((low, length))
+    return found
+
+
+@lru_cache(maxsize=8192)
+def part_lengths(part: Partition, size: int, n: int) -> tuple[int, ...]:
+    """How long a label of this size is on each coord."""
+    return tuple(part.local_shape((size,), n, coord)[0] for coord in range(n))

@@ -1,0 +1,309 @@
+"""The ways to run a call on one mesh axis: an equation expanded over the families of placements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from shardwright.placement.base import Partition, Placement, Replicate
+from shardwright.placement.shard import Shard
+from shardwright.rules.along import labels_cut, part_lengths, place_label
+from shardwright.rules.call import TensorInfo
+from shardwright.rules.equation import BoundHom, Equation, Sizes, Slot
+from shardwright.rules.monoid import has_meaning, matches, pending_of
+
+REPLICATE = Replicate()
+States = frozenset[Sizes]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run the call on one axis.
+
+    Args:
+        inputs: the placement that each operand must have.
+        outputs: the placement of each result; None where the op returns no tensor.
+        text: for people.
+        label: the label that is cut, by index, or None.
+        part: how it is cut, as a partition of a 1-d tensor.
+        divides: whether the work is divided over the axis.
+        scattered: elements are partitioned in a way that labels cannot tell: later axes may use no label.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement | None, ...]
+    text: str
+    label: int | None = None
+    part: Partition | None = None
+    divides: bool = False
+    scattered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AxisView:
+    """What candidates depend on: equation, dtypes of the results, axis size, current placements.
+
+    Args:
+        states: every assignment of sizes to labels that earlier axes leave on some coord.
+        scattered: an earlier axis partitions elements, not labels.
+    """
+
+    equation: Equation
+    results: tuple[TensorInfo | None, ...]
+    n: int
+    current: tuple[Placement, ...]
+    states: States
+    scattered: bool = False
+
+
+def candidates(view: AxisView) -> list[Candidate]:
+    """All ways to run the call on this axis, the one on whole tensors first; no duplicates."""
+    whole = whole_candidate(view)
+    if all(placement.is_replicated for placement in view.current):
+        return [whole]
+    found = [whole, *_pending(view), *_elementwise(view)]
+    if not view.scattered:
+        found += _labelled(view)
+    unique: dict[tuple[tuple[Placement, ...], tuple[Placement | None, ...]], Candidate] = {}
+    for candidate in found:
+        unique.setdefault((candidate.inputs, candidate.outputs), candidate)
+    return list(unique.values())
+
+
+def whole_candidate(view: AxisView) -> Candidate:
+    """Every operand whole on every coord: true of every op."""
+    outputs = tuple(None if slot is None else REPLICATE for slot in view.equation.results)
+    inputs = tuple(_free(view, operand, REPLICATE) for operand in range(len(view.current)))
+    return Candidate(_with_outs(view, inputs, outputs), outputs, "whole")
+
+
+def _free(view: AxisView, operand: int, wanted: Placement) -> Placement:
+    """What an operand needs; what is not read keeps the placement that it has."""
+    slot, current = view.equation.operands[operand], view.current[operand]
+    if slot.anything or (slot.metadata and current.is_pending and wanted.is_replicated):
+        return current
+    return wanted
+
+
+def _with_outs(
+    view: AxisView, inputs: Sequence[Placement], outputs: Sequence[Placement | None]
+) -> tuple[Placement, ...]:
+    """`out=` operands take the placement of the result that is written into them."""
+    found = list(inputs)
+    for result, operand in enumerate(view.equation.aliases):
+        placement = outputs[result]
+        if operand is not None and placement is not None and view.equation.operands[operand].out:
+            found[operand] = placement
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------ pending values
+
+
+def _pending(view: AxisView) -> Iterator[Candidate]:
+    for hom in view.equation.homs:
+        for source in _sources(view, hom):
+            candidate = _homomorphic(view, hom, source)
+            if candidate is not None:
+                yield candidate
+
+
+def _sources(view: AxisView, hom: BoundHom) -> Iterator[Placement]:
+    """The pending placements that the fact's operands have now and that the fact speaks of."""
+    seen = dict.fromkeys(
+        view.current[operand]
+        for operand in sorted(hom.operands)
+        if matches(view.current[operand], hom.fact.source)
+    )
+    yield from seen
+
+
+def _homomorphic(view: AxisView, hom: BoundHom, source: Placement) -> Candidate | None:
+    equation, fact = view.equation, hom.fact
+    target = source if fact.target == "*" else pending_of(fact.target)
+    outputs: list[Placement | None] = []
+    for result, slot in enumerate(equation.results):
+        if slot is None:
+            outputs.append(None)
+        elif any(equation.needs(result, operand) for operand in hom.operands):
+            outputs.append(target)
+        else:
+            outputs.append(REPLICATE)
+    if not _in_domain(view, outputs):
+        return None
+    inputs = [
+        source if operand in hom.operands else _free(view, operand, REPLICATE)
+        for operand in range(len(view.current))
+    ]
+    text = f"{'+'.join(fact.args)}: {fact.source}->{fact.target}"
+    return Candidate(_with_outs(view, inputs, outputs), tuple(outputs), text)
+
+
+def _in_domain(view: AxisView, outputs: Sequence[Placement | None]) -> bool:
+    for placement, info in zip(outputs, view.results, strict=True):
+        if placement is None or info is None or not placement.is_pending:
+            continue
+        if not has_meaning(getattr(placement, "reduce_op", ""), info.dtype):
+            return False
+    return True
+
+
+# --------------------------------------------------------------------------- partitions of elements
+
+
+def _elementwise(view: AxisView) -> Iterator[Candidate]:
+    """Any partition of the elements, the same for all tensors; one-element operands stay whole."""
+    if not view.equation.same_shape:
+        return
+    for placement in dict.fromkeys(view.current):
+        if placement.is_partition and (view.scattered or _tells_no_label(view, placement)):
+            yield _same_everywhere(view, placement)
+
+
+def _tells_no_label(view: AxisView, placement: Placement) -> bool:
+    operands = zip(view.equation.operands, view.current, strict=True)
+    sizes = view.equation.sizes
+    return not any(
+        next(labels_cut(slot, placement, sizes, view.n), None)
+        for slot, current in operands
+        if current == placement
+    )
+
+
+def _same_everywhere(view: AxisView, placement: Placement) -> Candidate:
+    equation = view.equation
+    shapes = [slot.shape(equation.sizes) for slot in equation.operands]
+    common = max(shapes, key=lambda shape: (prod(shape) != 1, len(shape)))
+
+    def placed(slot: Slot) -> Placement:
+        return placement if slot.shape(equation.sizes) == common else REPLICATE
+
+    inputs = tuple(_free(view, i, placed(slot)) for i, slot in enumerate(equation.operands))
+    outputs = tuple(None if slot is None else placed(slot) for slot in equation.results)
+    return Candidate(inputs, outputs, f"elements as {placement}", divides=True, scattered=True)
+
+
+# --------------------------------------------------------------------------------------------- labels
+
+
+def _labelled(view: AxisView) -> Iterator[Candidate]:
+    for label in view.equation.cuttable:
+        for part in _parts(view, label):
+            yield from cut(view, label, part)
+
+
+def _parts(view: AxisView, label: int) -> list[Partition]:
+    """How operands cut this label now, and the plain way to cut it."""
+    sizes = next(iter(view.states))
+    found: dict[Partition, None] = {}
+    for slot, placement in zip(view.equation.operands, view.current, strict=True):
+        for other, part in labels_cut(slot, placement, sizes, view.n):
+            if other == label:
+                found[part] = None
+    found[Shard(0)] = None
+    return list(found)
+
+
+def cut(view: AxisView, label: int, part: Partition) -> Iterator[Candidate]:
+    """The candidate that cuts `label` like `part`; nothing if some tensor cannot be cut so."""
+    equation = view.equation
+    inputs = [_place(view, slot_index, label, part) for slot_index in range(len(equation.operands))]
+    outputs = [_place_result(view, result, label, part) for result in range(len(equation.results))]
+    if any(placement is None for placement in inputs) or not _outputs_exist(view, outputs):
+        return
+    placed = tuple(placement for placement in inputs if placement is not None)
+    if not _in_domain(view, outputs) or not _even_enough(view, label, part):
+        return
+    if any(placement is not None and placement.is_pending for placement in outputs):
+        addends = _addends(view, label, part, placed)
+        if addends is None:
+            return
+        placed = addends
+    name = equation.labels[label]
+    text = f"cut {name.replace('.', '...-')} as {part}"
+    yield Candidate(_with_outs(view, placed, outputs), tuple(outputs), text, label, part, divides=True)
+
+
+def _outputs_exist(view: AxisView, outputs: Sequence[Placement | None]) -> bool:
+    return all(
+        placement is not None
+        for placement, slot in zip(outputs, view.equation.results, strict=True)
+        if slot is not None
+    )
+
+
+def _place(view: AxisView, operand: int, label: int, part: Partition) -> Placement | None:
+    slot = view.equation.operands[operand]
+    if slot.find(label) is None:
+        return _free(view, operand, REPLICATE)
+    return _everywhere(view, lambda sizes: place_label(slot, label, part, sizes, view.n))
+
+
+def _place_result(view: AxisView, result: int, label: int, part: Partition) -> Placement | None:
+    slot = view.equation.results[result]
+    if slot is None:
+        return None
+    if slot.find(label) is not None:
+        return _everywhere(view, lambda sizes: place_label(slot, label, part, sizes, view.n))
+    if not view.equation.lacks(result, label):
+        return REPLICATE
+    reduce = view.equation.formula.reduce_of(result)
+    return None if reduce is None else pending_of(reduce)
+
+
+def _everywhere(view: AxisView, place: Callable[[Sizes], Placement | None]) -> Placement | None:
+    """The one placement that holds whatever earlier axes left on a coord; None if there is none."""
+    found = {place(sizes) for sizes in view.states}
+    return found.pop() if len(found) == 1 else None
+
+
+def _even_enough(view: AxisView, label: int, part: Partition) -> bool:
+    if view.equation.labels[label] not in view.equation.formula.even:
+        return True
+    return all(len(set(part_lengths(part, sizes[label], view.n))) == 1 for sizes in view.states)
+
+
+def _addends(
+    view: AxisView, label: int, part: Partition, inputs: tuple[Placement, ...]
+) -> tuple[Placement, ...] | None:
+    """Operands without the reduced label that add up with one that has it are pending themselves.
+
+    addmm with k cut: each coord adds its part of the bias, by embedding it on coord 0. A coord without
+    elements runs no kernel, so coord 0 must hold some; otherwise this candidate is none.
+    """
+    found = list(inputs)
+    for operand in _adds_up(view.equation, label):
+        reduce = view.equation.formula.reduce
+        if not isinstance(reduce, str) or reduce != "sum":
+            return None
+        if any(part_lengths(part, sizes[label], view.n)[0] == 0 for sizes in view.states):
+            return None
+        found[operand] = pending_of(reduce)
+    return tuple(found)
+
+
+def _adds_up(equation: Equation, label: int) -> list[int]:
+    has = {i for i, slot in enumerate(equation.operands) if slot.find(label) is not None}
+    found: set[int] = set()
+    for hom in equation.homs:
+        if hom.fact.source == "sum" and hom.operands & has:
+            found |= hom.operands - has
+    return sorted(found)
+
+
+# ------------------------------------------------------------------------------------- after an axis
+
+
+def after(view: AxisView, candidate: Candidate) -> States:
+    """The label sizes that this candidate leaves on some coord, for the next axis."""
+    if candidate.label is None or candidate.part is None:
+        return view.states
+    label, part = candidate.label, candidate.part
+    found: set[Sizes] = set()
+    for sizes, coord in product(view.states, range(view.n)):
+        length = part_lengths(part, sizes[label], view.n)[coord]
+        found.add((*sizes[:label], length, *sizes[label + 1 :]))
+    return frozenset(found)
+

@@ -1,0 +1,39 @@
+"""The rules that ship, one family per file. Families know nothing of each other."""
+
+from shardwright.rules.catalog import (
+    attention,
+    convolution,
+    embedding,
+    factories,
+    indexing,
+    joining,
+    losses,
+    matmul,
+    norms,
+    optimizers,
+    pointwise,
+    random,
+    reductions,
+    softmax,
+    sorting,
+    views,
+)
+
+__all__ = [
+    "attention",
+    "convolution",
+    "embedding",
+    "factories",
+    "indexing",
+    "joining",
+    "losses",
+    "matmul",
+    "norms",
+    "optimizers",
+    "pointwise",
+    "random",
+    "reductions",
+    "softmax",
+    "sorting",
+    "views",
+]

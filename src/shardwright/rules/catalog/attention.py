@@ -1,0 +1,96 @@
+"""Scaled-dot-product attention kernels: batch and heads may be cut; keys and values are whole.
+
+Queries may be cut along the sequence only without a causal mask: with one, their position matters.
+"""
+
+from __future__ import annotations
+
+from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.catalog.labels import join
+from shardwright.rules.formula import Formula, formula
+from shardwright.rules.rule import register_rule
+
+_FORWARD = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+)
+
+
+class _Labels:
+    """The items of queries, keys and the rest for one call."""
+
+    def __init__(self, call: Call) -> None:
+        heads, shared = call.arg("query").shape[1], call.arg("key").shape[1]
+        grouped = heads != shared
+        causal = bool(call.arg("is_causal"))
+        self.head = "(k g)" if grouped else "h"
+        self.shared_head = "k" if grouped else "h"
+        self.length = "l!" if causal else "l"
+        self.query = ["b", self.head, self.length, "_"]
+        self.key = ["b", self.shared_head, "s!", "_"]
+
+    def mask(self, info: TensorInfo, call: Call) -> list[str]:
+        """A mask broadcasts against the scores (batch, heads, queries, keys)."""
+        query, key = call.arg("query").shape, call.arg("key").shape
+        scores = ["b", self.head, self.length, "s!"]
+        sizes = (query[0], query[1], query[2], key[2])
+        skipped = 4 - len(info.shape)
+        return [
+            item if size == full else "_"
+            for item, size, full in zip(scores[skipped:], info.shape, sizes[skipped:], strict=True)
+        ]
+
+
+@register_rule(*_FORWARD)
+def attention(call: Call) -> Formula:
+    """Linear in the values. The log of the sums depends on queries and keys alone."""
+    labels = _Labels(call)
+    operands = [labels.query, labels.key, labels.key]
+    for name in ("attn_bias", "attn_mask"):
+        info = call.bound.get(name)
+        if name in call.bound:
+            operands.append(labels.mask(info, call) if isinstance(info, TensorInfo) else ["-"])
+    results = [labels.query]
+    for info in call.results[1:]:
+        results.append(_statistic(info, call, labels))
+    return formula(join(operands, results), hom="value: sum->sum", depends={1: ("query", "key")})
+
+
+def _statistic(info: TensorInfo | None, call: Call, labels: _Labels) -> list[str]:
+    """Log-sum-exp stands on batch and heads (and queries, unless padded); random state on nothing."""
+    query = call.arg("query").shape
+    if info is None or len(info.shape) < 3 or info.shape[:2] != query[:2]:
+        return ["-"]
+    length = labels.length if info.shape[2] == query[2] else "_"
+    return ["b", labels.head, length, *["_"] * (len(info.shape) - 3)]
+
+
+@register_rule(*(f"{name}_backward" for name in _FORWARD))
+def attention_backward(call: Call) -> Formula | None:
+    """Linear in the gradient; cut queries give every rank a term of the gradients of keys and values."""
+    labels = _Labels(call)
+    operands: list[list[str]] = []
+    for parameter in call.op._schema.arguments:
+        value = call.bound[parameter.name]
+        if "Tensor" in str(parameter.type):
+            operands.append(_backward_items(parameter.name, value, call, labels))
+    results = [labels.query, labels.key, labels.key]
+    for info in call.results[3:]:
+        results.append(labels.mask(info, call) if info is not None and len(info.shape) <= 4 else ["-"])
+    fact = f"{call.op._schema.arguments[0].name}: sum->sum"
+    return formula(join(operands, results), reduce=(None, "sum", "sum", "sum"), hom=fact)
+
+
+def _backward_items(name: str, value: object, call: Call, labels: _Labels) -> list[str]:
+    if not isinstance(value, TensorInfo):
+        return ["-"]
+    if name in {"key", "value"}:
+        return labels.key
+    if name in {"attn_bias", "attn_mask"}:
+        return labels.mask(value, call) if len(value.shape) in {1, 2, 3, 4} else ["-"]
+    if name in {"query", "out"} or name.startswith("grad"):
+        return labels.query
+    return _statistic(value, call, labels)

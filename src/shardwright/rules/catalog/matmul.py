@@ -1,0 +1,59 @@
+"""Contractions: a label that both factors share and the product lacks is summed."""
+
+from __future__ import annotations
+
+from shardwright.rules.call import Call
+from shardwright.rules.formula import Formula, formula
+from shardwright.rules.rule import register_rule, rule
+
+_FACTORS = ("self: sum->sum", "mat2: sum->sum")
+
+rule("aten::mm", "m k, k n -> m n", reduce="sum", hom=_FACTORS)
+rule("aten::_int_mm", "m k, k n -> m n", reduce="sum", hom=_FACTORS)
+rule("aten::bmm", "b m k, b k n -> b m n", reduce="sum", hom=_FACTORS)
+rule("aten::mv", "m k, k -> m", reduce="sum", hom=("self: sum->sum", "vec: sum->sum"))
+rule("aten::dot", "k, k -> ()", reduce="sum", hom=("self: sum->sum", "tensor: sum->sum"))
+rule("aten::vdot", "k, k -> ()", reduce="sum", hom=("self: sum->sum", "other: sum->sum"))
+rule(
+    "aten::addmm",
+    "m? n?, m k, k n -> m n",
+    reduce="sum",
+    hom=("self+mat1: sum->sum", "self+mat2: sum->sum"),
+)
+rule(
+    "aten::baddbmm",
+    "b? m? n?, b m k, b k n -> b m n",
+    reduce="sum",
+    hom=("self+batch1: sum->sum", "self+batch2: sum->sum"),
+)
+rule(
+    "aten::addbmm",
+    "m? n?, b m k, b k n -> m n",
+    reduce="sum",
+    hom=("self+batch1: sum->sum", "self+batch2: sum->sum"),
+)
+rule("aten::addmv", "m?, m k, k -> m", reduce="sum", hom=("self+mat: sum->sum", "self+vec: sum->sum"))
+rule("aten::addr", "m? n?, m, n -> m n", hom=("self+vec1: sum->sum", "self+vec2: sum->sum"))
+rule("aten::ger", "m, n -> m n", hom=("self: sum->sum", "vec2: sum->sum"))
+rule(
+    "aten::linear",
+    "... k, n k, n -> ... n",
+    reduce="sum",
+    hom=("input+bias: sum->sum", "weight+bias: sum->sum"),
+)
+rule("aten::kron", "-, - -> -")
+
+
+@register_rule("aten::_grouped_mm")
+def grouped_mm(call: Call) -> Formula | None:
+    """Groups are runs of rows, of columns or of the contracted dim; what the offsets cut stays whole."""
+    if call.arg("bias") is not None:
+        return None
+    ranks = len(call.arg("self").shape), len(call.arg("mat2").shape)
+    text = {
+        (2, 3): "m! k, g! k n, g! -> m! n",
+        (2, 2): "m k!, k! n, g! -> g! m n",
+        (3, 3): "g m k, g k n -> g m n",
+        (3, 2): "g! m k, k n!, g! -> m n!",
+    }[ranks]
+    return formula(text, reduce="sum", hom=_FACTORS)

@@ -1,0 +1,93 @@
+"""Normalisations: what is normalised must be whole; the rest may be cut."""
+
+from __future__ import annotations
+
+from shardwright.rules.call import Call
+from shardwright.rules.catalog.labels import join, letters
+from shardwright.rules.formula import Formula, formula
+from shardwright.rules.rule import register_rule
+
+
+def _dims(call: Call) -> tuple[list[str], list[str], list[str]]:
+    """Labels of the outer dims, of the normalised ones, and a 1 for each of the latter."""
+    inner = len(call.arg("normalized_shape"))
+    outer = len(call.arg("input").shape) - inner
+    return letters(outer), [f"e{i}!" for i in range(inner)], ["1"] * inner
+
+
+@register_rule("aten::native_layer_norm")
+def layer_norm(call: Call) -> Formula:
+    """Weight and bias stand on the normalised dims; mean and rstd on the others."""
+    outer, inner, ones = _dims(call)
+    full, moments = [*outer, *inner], [*outer, *ones]
+    return formula(join([full, inner, inner], [full, moments, moments]))
+
+
+@register_rule("aten::native_layer_norm_backward")
+def layer_norm_backward(call: Call) -> Formula:
+    """The gradients of weight and bias are sums over the outer dims."""
+    outer, inner, ones = _dims(call)
+    full, moments = [*outer, *inner], [*outer, *ones]
+    text = join([full, full, moments, moments, inner, inner], [full, inner, inner])
+    return formula(text, reduce=(None, "sum", "sum"), hom="grad_out: sum->sum")
+
+
+@register_rule("aten::_fused_rms_norm")
+def rms_norm(call: Call) -> Formula:
+    """As layer norm, without mean and bias."""
+    outer, inner, ones = _dims(call)
+    return formula(join([[*outer, *inner], inner], [[*outer, *inner], [*outer, *ones]]))
+
+
+@register_rule("aten::_fused_rms_norm_backward")
+def rms_norm_backward(call: Call) -> Formula:
+    """As layer norm's, without mean and bias."""
+    outer, inner, ones = _dims(call)
+    full = [*outer, *inner]
+    text = join([full, full, [*outer, *ones], inner], [full, inner])
+    return formula(text, reduce=(None, "sum"), hom="grad_out: sum->sum")
+
+
+@register_rule("aten::native_group_norm")
+def group_norm(call: Call) -> Formula:
+    """Batch and channels inside whole groups would do; C and N are arguments, so only the batch is cut."""
+    space = ["_"] * (len(call.arg("input").shape) - 2)
+    full = ["n", "c!", *space]
+    return formula(join([full, ["c!"], ["c!"]], [full, ["n", "_"], ["n", "_"]]), ints={"N": "n"})
+
+
+@register_rule("aten::native_group_norm_backward")
+def group_norm_backward(call: Call) -> Formula:
+    """The gradients of weight and bias are sums over the batch."""
+    space = ["_"] * (len(call.arg("input").shape) - 2)
+    full, moments = ["n", "c!", *space], ["n", "_"]
+    text = join([full, full, moments, moments, ["c!"]], [full, ["c!"], ["c!"]])
+    return formula(text, reduce=(None, "sum", "sum"), hom="grad_out: sum->sum", ints={"N": "n"})
+
+
+@register_rule(
+    "aten::native_batch_norm",
+    "aten::_native_batch_norm_legit",
+    "aten::_native_batch_norm_legit_no_training",
+)
+def batch_norm(call: Call) -> Formula:
+    """Channels may be cut; the batch only when the statistics are given."""
+    training = bool(call.bound.get("training", False))
+    batch = "n!" if training else "n"
+    full = [batch, "c", *["_"] * (len(call.arg("input").shape) - 2)]
+    rest = [["c"] if info is not None and info.shape != (0,) else ["_"] for info in call.results[1:]]
+    given = [name for name in ("weight", "bias", "running_mean", "running_var") if name in call.bound]
+    patterns = [full, *[["c"] for _ in given]]
+    return formula(join(patterns, [full, *rest]))
+
+
+@register_rule("aten::native_batch_norm_backward")
+def batch_norm_backward(call: Call) -> Formula:
+    """Channels may be cut; the batch sums are taken inside the kernel."""
+    full = ["n!", "c", *["_"] * (len(call.arg("input").shape) - 2)]
+    per_channel = ["weight", "running_mean", "running_var", "save_mean", "save_invstd"]
+    patterns = [full, full]
+    for name in per_channel:
+        info = call.bound.get(name)
+        patterns.append(["_"] if info is not None and getattr(info, "shape", None) == (0,) else ["c"])
+    return formula(join(patterns, [full, ["c"], ["c"]]), hom="grad_out: sum->sum")

@@ -1,0 +1,162 @@
+"""Elementwise ops: any partition of the elements will do; what they keep of pending values is listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.formula import Formula, formula
+from shardwright.rules.rule import register_rule, rule
+
+_TEXT = "*... -> ..."
+
+# x + y, x - y and the like: linear in both together; monotone in the first.
+_ADDS = ("self+other: sum->sum", "self: avg->avg, max->max, min->min")
+_MONOTONE = ("self: max->max, min->min",)
+_LINEAR = ("self: sum->sum",)
+_SAME = ("self: *",)
+
+# No fact about pending values: parts of a sum may leave the domain, or the op is not linear in anything.
+NO_FACT = """
+    abs absolute acos acosh angle arccos arcsin arctan asin atan2 atanh bitwise_and bitwise_left_shift
+    bitwise_not bitwise_or bitwise_right_shift bitwise_xor copysign cos cosh deg2rad digamma erfc erfcx
+    erfinv float_power fmax fmin fmod frac gcd heaviside hypot i0 igamma igammac isfinite isinf isnan
+    isneginf isposinf lcm ldexp lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not
+    logical_or logical_xor logit nan_to_num nextafter polygamma pow rad2deg reciprocal remainder rsqrt
+    sgn signbit silu sin sinc sqrt square tan xlogy mish gelu hardswish celu selu prelu _prelu_kernel
+    softshrink hardshrink special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
+    special_ndtri special_xlog1py special_zeta special_bessel_j0 special_bessel_j1 special_bessel_y0
+    special_bessel_y1 special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+    special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+    special_spherical_bessel_j0 special_airy_ai complex polar eq ne floor_divide true_divide mvlgamma
+    __and__ __or__ __xor__ __lshift__ __rshift__ special_ndtr
+    bernoulli exponential uniform normal cauchy geometric log_normal random
+    _fused_moving_avg_obs_fq_helper fake_quantize_per_tensor_affine_cachemask
+"""
+# Increasing on all of the reals, so the largest part has the largest value.
+MONOTONE = """
+    exp exp2 expm1 tanh relu relu6 sigmoid atan asinh sinh erf floor ceil trunc round fix
+    leaky_relu elu hardtanh hardsigmoid softplus log_sigmoid clamp clamp_min clamp_max sign threshold
+    special_expit
+"""
+LINEAR = "positive mul_scalar real imag conj _conj _conj_physical conj_physical resolve_conj resolve_neg"
+# The result holds the values unchanged.
+IDENTITY = """
+    clone detach alias lift lift_fresh contiguous _neg_view view_as_real_copy
+"""
+# name -> facts
+FACTS: dict[str, tuple[str, ...]] = {
+    "add": _ADDS,
+    "sub": (*_ADDS, "other: max->min, min->max"),
+    "subtract": _ADDS,
+    "rsub": ("self+other: sum->sum", "self: avg->avg, max->min, min->max"),
+    "mul": ("self: sum->sum", "other: sum->sum", "self+other: product->product"),
+    "multiply": ("self: sum->sum", "other: sum->sum"),
+    "neg": ("self: sum->sum, max->min, min->max",),
+    "maximum": ("self+other: max->max", "self: max->max", "other: max->max"),
+    "minimum": ("self+other: min->min", "self: min->min", "other: min->min"),
+    "where": ("self+other: *",),
+    "addcmul": ("self+tensor1: sum->sum", "self+tensor2: sum->sum"),
+    "addcdiv": ("self+tensor1: sum->sum",),
+    "lerp": ("self+end: sum->sum",),
+    "ge": ("self: max->any, min->all",),
+    "gt": ("self: max->any, min->all",),
+    "le": ("self: min->any, max->all",),
+    "lt": ("self: min->any, max->all",),
+    "zero": ("self: *",),
+}
+# Gradients are linear in the gradient that comes in.
+BACKWARDS = """
+    silu_backward gelu_backward sigmoid_backward tanh_backward threshold_backward softplus_backward
+    elu_backward leaky_relu_backward hardtanh_backward hardsigmoid_backward hardswish_backward mish_backward
+    logit_backward softshrink_backward hardshrink_backward log_sigmoid_backward native_dropout_backward
+    glu_jvp _prelu_kernel_backward
+"""
+
+
+def _rows(names: str | Iterable[str], facts: tuple[str, ...]) -> None:
+    for name in names.split() if isinstance(names, str) else names:
+        rule(f"aten::{name}", _TEXT, hom=facts, elementwise=True)
+
+
+_rows(NO_FACT, ())
+_rows(MONOTONE, _MONOTONE)
+_rows(LINEAR, _LINEAR)
+_rows(IDENTITY, _SAME)
+for _name, _facts in FACTS.items():
+    _rows([_name], _facts)
+for _name in BACKWARDS.split():
+    _linear_in = "grad_output: sum->sum" if _name != "glu_jvp" else "dx: sum->sum"
+    if _name != "_prelu_kernel_backward":
+        rule(f"aten::{_name}", _TEXT, hom=(_linear_in,) if _name != "glu_jvp" else (), elementwise=True)
+rule("aten::_prelu_kernel_backward", "*... -> ..., ...", hom="grad_output: sum->sum", elementwise=True)
+rule("aten::log_sigmoid_forward", "*... -> ..., ...", elementwise=True)
+rule("aten::frexp", "*... -> ..., ...", elementwise=True)
+rule("aten::isin.Tensor_Tensor", "..., - -> ...", elementwise=False)
+rule("aten::bucketize.Tensor", "..., - -> ...")
+
+
+@register_rule("aten::div", "aten::divide")
+def divide(call: Call) -> Formula:
+    """Linear in the dividend, unless the quotient is rounded."""
+    rounded = call.bound.get("rounding_mode") is not None
+    facts = () if rounded else ("self: sum->sum", "self+other: product->product")
+    return formula(_TEXT, hom=facts, elementwise=True)
+
+
+@register_rule("aten::masked_fill")
+def masked_fill(call: Call) -> Formula:
+    """Linear with the value (a tensor, or zero); a constant leaves extremes what they are."""
+    value = call.arg("value")
+    if isinstance(value, TensorInfo):
+        return formula(_TEXT, hom="self+value: *", elementwise=True)
+    facts = ("self: *",) if value == 0 else ("self: max->max, min->min, avg->avg",)
+    return formula(_TEXT, hom=facts, elementwise=True)
+
+
+@register_rule("aten::_to_copy", "aten::to")
+def cast(call: Call) -> Formula:
+    """A cast that loses digits is not linear; any cast between real numbers keeps the order."""
+    return formula(_TEXT, hom=_cast_facts("self", call.arg("self").dtype, _dtype_of(call)), elementwise=True)
+
+
+@register_rule("aten::copy")
+def copy(call: Call) -> Formula:
+    """The old values do not matter, so old and new may both be read as pending."""
+    facts = _cast_facts("self+src", call.arg("src").dtype, call.arg("self").dtype)
+    return formula(_TEXT, hom=facts, elementwise=True)
+
+
+@register_rule("aten::fill")
+def fill(call: Call) -> Formula:
+    """Only the place matters, not the old values. A maximum, minimum or average of equal values is the value."""
+    facts = ["self: max->max, min->min, avg->avg"]
+    if call.bound.get("value") == 0:
+        facts.append("self: *")
+    return formula(_TEXT, hom=facts, elementwise=True)
+
+
+def _dtype_of(call: Call) -> torch.dtype:
+    result = call.results[0]
+    source: torch.dtype = call.arg("self").dtype
+    return source if result is None else result.dtype
+
+
+def _cast_facts(args: str, source: torch.dtype, target: torch.dtype) -> tuple[str, ...]:
+    if source == target:
+        return (f"{args}: *",)
+    if source.is_complex or target.is_complex or torch.bool in {source, target}:
+        return ()
+    order = (f"{args}: max->max, min->min",) if target.is_floating_point else ()
+    return (f"{args}: sum->sum", *order) if _widens(source, target) else order
+
+
+def _widens(source: torch.dtype, target: torch.dtype) -> bool:
+    if source.is_floating_point and target.is_floating_point:
+        low, high = torch.finfo(source), torch.finfo(target)
+        return high.eps <= low.eps and high.max >= low.max
+    if source.is_floating_point or target.is_floating_point:
+        return False
+    return torch.iinfo(target).max >= torch.iinfo(source).max and torch.iinfo(target).min <= torch.iinfo(source).min

@@ -1,0 +1,107 @@
+"""What propagation decides for one call: layouts of operands and results, arguments of the local call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class LabelSize:
+    """The local size of a label: its logical size and the cuts, (axis, size of the axis, partition)."""
+
+    size: int
+    cuts: tuple[tuple[int, int, Partition], ...] = ()
+
+    def at(self, coords: Sequence[int]) -> int:
+        """How long the label is on these coords."""
+        size = self.size
+        for axis, n, part in self.cuts:
+            size = part.local_shape((size,), n, coords[axis])[0]
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class LocalInt:
+    """An integer argument of the local call: the product of label sizes."""
+
+    factors: tuple[LabelSize, ...]
+
+    def at(self, coords: Sequence[int]) -> int:
+        """Its value on these coords."""
+        return prod(factor.at(coords) for factor in self.factors)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShape:
+    """A shape argument of the local call, dim by dim."""
+
+    dims: tuple[LocalInt, ...]
+
+    def at(self, coords: Sequence[int]) -> list[int]:
+        """Its value on these coords."""
+        return [dim.at(coords) for dim in self.dims]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultShape:
+    """A shape argument of the local call that is the local shape of a result."""
+
+    layout: Layout
+
+    def at(self, coords: Sequence[int]) -> list[int]:
+        """Its value on these coords."""
+        return list(self.layout.local_shape(tuple(coords)))
+
+
+@dataclass(frozen=True, slots=True)
+class ResultStride:
+    """An argument of the local call that is the local strides of a result."""
+
+    layout: Layout
+
+    def at(self, coords: Sequence[int]) -> list[int]:
+        """Its value on these coords."""
+        return list(self.layout.local_stride(tuple(coords)))
+
+
+LocalArg = LocalInt | LocalShape | ResultShape | ResultStride
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How to run a call: the same on all ranks.
+
+    Args:
+        inputs: the layout that each flattened tensor operand must have, in the order of `call.operands`.
+        outputs: the layout of each flattened tensor result; None where the op returns no tensor.
+        reason: one line for people: the rule, and what was chosen on each axis.
+        fallback: all operands were made whole for want of a rule.
+        cost_bytes: bytes that each rank sends for the inputs, about.
+        overrides: arguments of the local call that differ from those of the logical call.
+        runs_empty: a rank without elements must run the kernel too (lists, where other elements exist).
+        rewrites: mutated operands (by index) that must change their layout for the call: the result has
+            to be brought back to the layout that the operand has.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout | None, ...]
+    reason: str
+    fallback: bool = False
+    cost_bytes: int = 0
+    overrides: tuple[tuple[str, LocalArg], ...] = ()
+    runs_empty: bool = False
+    rewrites: tuple[int, ...] = ()
+
+    def local_args(self, coords: tuple[int, ...]) -> dict[str, object]:
+        """Schema arguments by name whose local value differs, for these coords; {} for most ops."""
+        return {name: value.at(coords) for name, value in self.overrides}
+
+    def __str__(self) -> str:
+        inputs = ", ".join(str(layout) for layout in self.inputs)
+        outputs = ", ".join(str(layout) for layout in self.outputs)
+        return f"{inputs} -> {outputs}  ({self.reason})"

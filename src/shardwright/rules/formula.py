@@ -1,0 +1,113 @@
+"""A rule for one call: the notation and the algebraic facts beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwright.errors import RuleError
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hom:
+    """`args: source->target`: the op turns pending values of `args` jointly into a pending result.
+
+    The operands that are not named must be finished and whole. `*` as source keeps any named reduction.
+    """
+
+    args: tuple[str, ...]
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """One equation `map(op, in(x)) == out(op(x))` in label notation, with its facts.
+
+    Args:
+        text: the notation; see `shardwright.rules.notation`.
+        reduce: how a result is reduced over a label that it lacks: one name, or one per result.
+        hom: facts such as `"self+other: sum->sum"`.
+        ints: schema arguments that are the size of a label: their local value is the local size.
+        shapes: schema arguments that are a shape, with its labels (`@0`: those of result 0).
+        strides: schema arguments that are the strides of result 0.
+        depends: for a result, by index, the arguments on which alone it depends.
+        elementwise: any partition of the elements will do, not only one along a label.
+        prefix: labels whose sizes may disagree between operands; they are then whole.
+        even: labels that may only be cut in parts of equal size.
+    """
+
+    text: str
+    reduce: str | tuple[str | None, ...] | None = None
+    hom: tuple[str, ...] = ()
+    ints: Pairs = ()
+    shapes: Pairs = ()
+    strides: tuple[str, ...] = ()
+    depends: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    elementwise: bool = False
+    prefix: tuple[str, ...] = ()
+    even: tuple[str, ...] = ()
+
+    def reduce_of(self, result: int) -> str | None:
+        """The reduction of one result over the labels that it lacks; None: it cannot lack any."""
+        if isinstance(self.reduce, tuple):
+            return self.reduce[result] if result < len(self.reduce) else None
+        return self.reduce
+
+    def __str__(self) -> str:
+        facts = [f"reduce={self.reduce}"] if self.reduce else []
+        facts += [f"hom {fact}" for fact in self.hom]
+        return "; ".join([self.text, *facts])
+
+
+def formula(
+    text: str,
+    *,
+    reduce: str | tuple[str | None, ...] | None = None,
+    hom: str | Iterable[str] = (),
+    ints: Mapping[str, str] | None = None,
+    shapes: Mapping[str, str] | None = None,
+    strides: tuple[str, ...] = (),
+    depends: Mapping[int, tuple[str, ...]] | None = None,
+    elementwise: bool = False,
+    prefix: tuple[str, ...] = (),
+    even: tuple[str, ...] = (),
+) -> Formula:
+    """A `Formula` from mappings and loose strings; the arguments are those of `Formula`."""
+    facts = (hom,) if isinstance(hom, str) else tuple(hom)
+    for fact in facts:
+        parse_hom(fact)
+    return Formula(
+        text,
+        reduce=reduce,
+        hom=facts,
+        ints=tuple((ints or {}).items()),
+        shapes=tuple((shapes or {}).items()),
+        strides=strides,
+        depends=tuple((depends or {}).items()),
+        elementwise=elementwise,
+        prefix=prefix,
+        even=even,
+    )
+
+
+@lru_cache(maxsize=4096)
+def parse_hom(text: str) -> tuple[Hom, ...]:
+    """`"self+other: sum->sum, max->max"` as one `Hom` per map. `"self: sum"` means `sum->sum`.
+
+    What keeps sums keeps averages too (both are the linear combinations), so each `sum->sum`
+    brings an `avg->avg`. Raises: RuleError: the text is not a fact.
+    """
+    names, colon, maps = text.partition(":")
+    if not colon or not names.strip() or not maps.strip():
+        raise RuleError(f"hom {text!r}: expected 'arg + arg: sum->sum'")
+    args = tuple(name.strip() for name in names.split("+"))
+    found: list[Hom] = []
+    for part in maps.split(","):
+        source, _, target = (piece.strip() for piece in part.partition("->"))
+        found.append(Hom(args, source, target or source))
+    linear = [Hom(hom.args, "avg", "avg") for hom in found if (hom.source, hom.target) == ("sum", "sum")]
+    return tuple(dict.fromkeys(found + linear))

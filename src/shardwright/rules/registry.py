@@ -1,0 +1,182 @@
+"""The rules that exist, by op. Open: a rule may be added at any time (the one mutable module state)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+
+from shardwright.errors import RuleError
+from shardwright.rules.call import Call, parameters_of
+from shardwright.rules.formula import Formula
+
+Maker = Callable[[Call], "Formula | str | None"]
+Rewrite = Callable[..., Any]
+OpName = str | torch._ops.OpOverload
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One entry of the registry: the op's name, and what makes the formula for a call."""
+
+    op: str
+    make: Maker
+    text: str
+
+    def formula(self, call: Call) -> Formula | None:
+        """The equation for this call, or None where the rule says nothing of it."""
+        made = self.make(call)
+        return Formula(made) if isinstance(made, str) else made
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.text}"
+
+
+class Registry:
+    """Rules and rewrites by op name: `ns::name` serves all overloads, `ns::name.overload` one of them."""
+
+    def __init__(self) -> None:
+        self._rules: dict[str, list[Rule]] = defaultdict(list)
+        self._rewrites: dict[str, Rewrite] = {}
+        self.generation = 0
+
+    def add(self, rule: Rule) -> None:
+        """Add a rule; it takes effect at once, also in caches that remember `generation`."""
+        self._rules[rule.op].append(rule)
+        self.generation += 1
+
+    def remove(self, rule: Rule) -> None:
+        """Take a rule out again. Raises: RuleError: it is not there."""
+        if rule not in self._rules[rule.op]:
+            raise RuleError(f"{rule} is not registered")
+        self._rules[rule.op].remove(rule)
+        self.generation += 1
+
+    def add_rewrite(self, op: str, rewrite: Rewrite) -> None:
+        """Have calls of `op` replaced by what `rewrite` does, before anything is sharded."""
+        self._rewrites[op] = rewrite
+        self.generation += 1
+
+    def rules_of(self, op: torch._ops.OpOverload) -> tuple[Rule, ...]:
+        """The rules that serve an overload: its own, its name's, else those of the op that it derives from."""
+        for names in spellings(op):
+            found = tuple(rule for name in names for rule in self._rules.get(name, ()))
+            if found:
+                return found
+        return ()
+
+    def rewrite_of(self, op: torch._ops.OpOverload) -> Rewrite | None:
+        """The rewriting of an overload, or None. In-place and out= forms have none of their own."""
+        exact, packet = next(iter(spellings(op)))
+        return self._rewrites.get(exact) or self._rewrites.get(packet)
+
+    def formulas(self, call: Call) -> Iterator[Formula]:
+        """The equations that rules state for this call."""
+        for rule in self.rules_of(call.op):
+            made = rule.formula(call)
+            if made is not None:
+                yield made
+
+    def __iter__(self) -> Iterator[Rule]:
+        for rules in list(self._rules.values()):
+            yield from rules
+
+
+registry = Registry()
+
+
+@lru_cache(maxsize=8192)
+def spellings(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
+    """Names under which rules for `op` may stand, nearest first, as (overload, all overloads) pairs.
+
+    `add_.Tensor`: itself, then `add`; `_foreach_add_.List`: then `add`; `view_copy`: then `view`.
+    """
+    namespace, _, name = op._schema.name.partition("::")
+    overload = op._schema.overload_name or "default"
+    names = [name, *_bases(name)]
+    return tuple((f"{namespace}::{base}.{overload}", f"{namespace}::{base}") for base in names)
+
+
+def _bases(name: str) -> Iterator[str]:
+    plain = name
+    if plain.startswith("_foreach_"):
+        plain = plain.removeprefix("_foreach_")
+        yield plain
+    if plain.startswith("__i") and plain.endswith("__"):
+        plain = f"__{plain[3:]}"
+        yield plain
+    elif plain.endswith("_") and not plain.endswith("__"):
+        plain = plain[:-1]
+        yield plain
+    if plain.endswith("_copy"):
+        yield plain.removesuffix("_copy")
+
+
+@lru_cache(maxsize=4096)
+def is_per_element(op: torch._ops.OpOverload) -> bool:
+    """Whether the op does one thing to each element of its tensor lists (foreach, fused optimizers)."""
+    name = op._schema.name.partition("::")[2]
+    parameters = parameters_of(op)
+    takes_list = bool(parameters) and parameters[0].is_tensor and parameters[0].is_list
+    return takes_list and name.startswith(("_foreach_", "_fused_"))
+
+
+def op_key(op: OpName) -> str:
+    """The name under which rules for `op` are kept. Raises: RuleError: not an op or a qualified name."""
+    if isinstance(op, torch._ops.OpOverload):
+        return f"{op._schema.name}.{op._schema.overload_name or 'default'}"
+    if not isinstance(op, str) or "::" not in op:
+        raise RuleError(f"{op!r} names no op; write 'ns::name', 'ns::name.overload', or pass an OpOverload")
+    return op
+
+
+def rewrite(*ops: str) -> Callable[[_F], _F]:
+    """Register the function as the rewriting of these ops; it is called with the op's own arguments.
+
+    It must be written in torch ops: each of them is dispatched again.
+    """
+
+    def register(function: _F) -> _F:
+        for op in ops:
+            registry.add_rewrite(op, function)
+        return function
+
+    return register
+
+
+def rewrite_of(op: torch._ops.OpOverload) -> Rewrite | None:
+    """The rewriting of a logical call before sharding, or None."""
+    return registry.rewrite_of(op)
+
+
+def rules_of(op: torch._ops.OpOverload) -> tuple[Rule, ...]:
+    """The rules that serve an overload; empty: none."""
+    return registry.rules_of(op)
+
+
+def generation() -> int:
+    """A number that changes whenever a rule or a rewrite is added or removed."""
+    return registry.generation
+
+
+@lru_cache(maxsize=4096)
+def fallback_decomposition(op: torch._ops.OpOverload) -> Rewrite | None:
+    """What an op without a rule does in terms of simpler ops, from torch's own tables; None: nothing known.
+
+    In-place and out= forms are left out: their decompositions write into tensors behind a wrapper's back.
+    """
+    if any(parameter.mutated for parameter in parameters_of(op)):
+        return None
+    from torch._decomp import decomposition_table  # noqa: PLC0415  half a second that few runs need
+
+    found = decomposition_table.get(op)
+    if found is not None:
+        return found
+    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return op.decompose
+    return None

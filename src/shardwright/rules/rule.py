@@ -1,0 +1,113 @@
+"""How rules are written and looked at: `rule`, `register_rule`, `rules_of`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from shardwright.errors import RuleError
+from shardwright.rules.call import Call
+from shardwright.rules.formula import Formula, formula
+from shardwright.rules.notation import parse
+from shardwright.rules.registry import OpName, Rule, op_key, registry
+
+When = Callable[[Call], bool]
+Make = Callable[[Call], "Formula | str | None"]
+
+
+def rule(
+    op: OpName,
+    text: str,
+    *,
+    reduce: str | tuple[str | None, ...] | None = None,
+    hom: str | Iterable[str] = (),
+    ints: Mapping[str, str] | None = None,
+    shapes: Mapping[str, str] | None = None,
+    strides: tuple[str, ...] = (),
+    depends: Mapping[int, tuple[str, ...]] | None = None,
+    elementwise: bool = False,
+    prefix: tuple[str, ...] = (),
+    even: tuple[str, ...] = (),
+    when: When | None = None,
+) -> Rule:
+    """State the equation of an op in label notation; it serves every placement at once.
+
+    `rule("aten::mm", "m k, k n -> m n", reduce="sum", hom=("self: sum->sum", "mat2: sum->sum"))`.
+
+    Args:
+        op: `ns::name` for all overloads, `ns::name.overload`, or an OpOverload.
+        text: the notation; an integer in a group is an uncut outer factor (`"b s (2 h) -> b s h"`).
+        reduce: the reduction over labels that a result lacks (sum, max, min, product, any, all).
+        hom: pending values that the op keeps pending, as `"arg + arg: sum->sum"`.
+        ints: schema arguments that are the size of a label.
+        shapes: schema arguments that are a shape, with its labels (`@0`: those of result 0).
+        strides: schema arguments that are the strides of result 0.
+        depends: for a result, by index, the arguments on which alone it depends.
+        elementwise: any partition of the elements will do.
+        prefix: labels whose sizes may disagree; they are then whole.
+        even: labels that may only be cut evenly.
+        when: whether the rule holds for a call.
+
+    Returns: the rule, for `rules_of` and `remove_rule`.
+    Raises: RuleError: the text is not in the notation.
+    """
+    stated = formula(
+        text,
+        reduce=reduce,
+        hom=hom,
+        ints=ints,
+        shapes=shapes,
+        strides=strides,
+        depends=depends,
+        elementwise=elementwise,
+        prefix=prefix,
+        even=even,
+    )
+    parse(text)
+    entry = Rule(op_key(op), _Stated(stated, when), str(stated))
+    registry.add(entry)
+    return entry
+
+
+class _Stated:
+    """A formula that is the same for every call, or for those that a condition admits."""
+
+    __slots__ = ("stated", "when")
+
+    def __init__(self, stated: Formula, when: When | None) -> None:
+        self.stated = stated
+        self.when = when
+
+    def __call__(self, call: Call) -> Formula | None:
+        return self.stated if self.when is None or self.when(call) else None
+
+
+def register_rule(*ops: OpName) -> Callable[[Make], Make]:
+    """Register a function of the call that returns a formula (`formula(...)` or its text), or None.
+
+    For ops whose arguments decide the labels: permute, view, index.
+    Raises: RuleError: no op is named.
+    """
+    if not ops:
+        raise RuleError("register_rule: name at least one op")
+
+    def register(make: Make) -> Make:
+        for op in ops:
+            registry.add(Rule(op_key(op), make, f"{make.__name__}(call)"))
+        return make
+
+    return register
+
+
+def remove_rule(entry: Rule) -> None:
+    """Take a rule out of the registry again. Raises: RuleError: it is not there."""
+    registry.remove(entry)
+
+
+def rules_of(op: OpName) -> tuple[Rule, ...]:
+    """The rules that serve an op, for people: each prints as its equation and facts."""
+    if isinstance(op, torch._ops.OpOverload):
+        return registry.rules_of(op)
+    key = op_key(op)
+    return tuple(entry for entry in registry if entry.op == key or entry.op.startswith(f"{key}."))
