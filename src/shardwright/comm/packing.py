@@ -37,7 +37,7 @@ def view_of(x: Tensor, view: Strided) -> Tensor:
 
 
 def pack(x: Tensor, table: Transfer) -> Tensor:
-    """The elements to send, member by member, as one flat buffer; no copy when they are `x` from first to last."""
+    """The elements to send, member by member, flat; no copy when they are all of `x` in order."""
     if table.send_whole:
         return x.as_strided((table.source.numel,), (1,), x.storage_offset())
     return _joined(x, [view for views in table.send for view in views])

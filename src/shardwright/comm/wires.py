@@ -38,7 +38,7 @@ class GroupWire:
     def exchange(
         self, buffer: Tensor, out_counts: Sequence[int], in_counts: Sequence[int], reason: str
     ) -> Tensor:
-        """Send `in_counts[i]` elements to member i, receive `out_counts[i]`, both flat and in member order."""
+        """Send `in_counts[i]` elements to member i, receive `out_counts[i]`, flat, in member order."""
         return functional.exchange_rows(
             buffer, out_counts, in_counts, self.group, axis=self.axis, reason=reason
         )
@@ -60,7 +60,7 @@ class PeerWire:
     def exchange(
         self, buffer: Tensor, out_counts: Sequence[int], in_counts: Sequence[int], reason: str
     ) -> Tensor:
-        """Send `in_counts[i]` elements to member i, receive `out_counts[i]`, both flat and in member order."""
+        """Send `in_counts[i]` elements to member i, receive `out_counts[i]`, flat, in member order."""
         own = self.ranks.index(dist.get_rank())
         if recording():
             sent = (sum(in_counts) - in_counts[own]) * buffer.element_size()

@@ -3,7 +3,7 @@
 Notation: E elements; phi, psi: an element's coordinates in the source and in the target; C: the axes that
 cut in both. M: the elements with phi == psi on every axis of C. t: the product of the sizes of the axes that
 do not cut in the target (ranks that need an element). q: the same for the Pending axes that are reduced
-(terms of an element). Axes whose Pending stays ("kept", k ranks in all) never cross: they multiply everything.
+(terms of an element). Axes whose Pending stays ("kept") never cross: they multiply everything.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class Plan:
     def __str__(self) -> str:
         head = (
             f"{self.source} -> {self.target}\n"
-            f"  {self.total_bytes} B in all (at least {self.lower_bound} B), at most {self.max_bytes} B on one rank, "
-            f"{self.rounds} round{'' if self.rounds == 1 else 's'}; {self.reason}"
+            f"  {self.total_bytes} B in all (at least {self.lower_bound} B), at most {self.max_bytes} B on "
+            f"one rank, {self.rounds} round{'' if self.rounds == 1 else 's'}; {self.reason}"
         )
         lines = [f"  {i}. {step.describe(self.source.axes)}" for i, step in enumerate(self.steps, 1)]
         return "\n".join([head, *lines])

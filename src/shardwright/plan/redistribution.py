@@ -192,9 +192,7 @@ def _reduces_natively(pending: Pending, dtype: torch.dtype) -> bool:
     return pending.reduce_op in ("max", "min") and not dtype.is_floating_point
 
 
-def _exchange(
-    source: Map, target: Map, reduced: Iterable[int] = ()
-) -> Exchange:
+def _exchange(source: Map, target: Map, reduced: Iterable[int] = ()) -> Exchange:
     """The exchange by the near rule, over the axes on which something changes."""
     crossed = source.cut - unchanged_axes(source, target)
     terms = tuple(reduced)

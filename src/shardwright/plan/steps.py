@@ -1,4 +1,4 @@
-"""The steps of a plan: what every rank does, as data. A step names no rank; `transfer` makes a rank's part."""
+"""The steps of a plan: what every rank does, as data. None names a rank; `transfer` makes a rank's part."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Transfer:
     members: coordinates in the order of the wire, this rank included. send, receive: views per member, read
     and written in this order. keep: (from, to) views of what the rank already holds.
     send_whole: the sent views are the source's memory from first to last, so nothing is packed;
-    receive_whole: likewise for the result, and then the own part travels through the wire's buffer too (`keep` is empty).
+    receive_whole: likewise for the result; then the own part goes through the wire's buffer too, not `keep`.
     """
 
     source: Memory
