@@ -1,7 +1,7 @@
 """A small program for the launcher's tests: ranks that meet in an all-reduce in every step.
 
-Run as `launch_program.py FOLDER '{"world": 3, ...}'`. Each rank writes FOLDER/rank-R.pid when it has finished its
-first step (or is told to hang before), and FOLDER/rank-R.end with the step after which it ended.
+Run as `launch_program.py FOLDER '{"world": 3, ...}'`. Each rank writes FOLDER/rank-R.pid when it has ended
+its first step (or is told to hang before), and FOLDER/rank-R.end with the step after which it ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The launcher with real processes and real signals: whatever happens, the run ends, says why, leaves nothing."""
+"""The launcher with real processes and signals: whatever happens, the run ends, says why, leaves nothing."""
 
 from __future__ import annotations
 

@@ -1,0 +1,136 @@
+"""The checkpoints of a run: their names, which are finished, which to go on from, which to remove.
+
+A run's folder holds `checkpoints/step-00000100` (finished) and `checkpoints/step-00000100.partial` (being
+written, or left by a run that ended while it wrote).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.checkpoint.agree import rank
+from shardwright.checkpoint.files import PARTIAL, REMOVED, check_sizes, remove
+from shardwright.checkpoint.manifest import read_manifest
+from shardwright.errors import CheckpointError
+
+_STEP = re.compile(r"step-(\d{8,})")
+NEWEST = "newest"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that cannot be used, and why."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"skipped {self.path.name}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What is in a run's folder, each newest first."""
+
+    committed: tuple[Path, ...]
+    unfinished: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint to go on from, and the newer ones that cannot be used."""
+
+    path: Path
+    skipped: tuple[Skipped, ...]
+
+
+def step_path(out: Path | str, step: int) -> Path:
+    """Where the checkpoint of a step belongs: `<out>/checkpoints/step-00000100`."""
+    return Path(out) / "checkpoints" / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name, -1 if it has none."""
+    found = _STEP.match(path.name)
+    return int(found[1]) if found else -1
+
+
+def list_checkpoints(out: Path | str) -> Checkpoints:
+    """The finished and the unfinished checkpoints of a run."""
+    folder = Path(out) / "checkpoints"
+    found = sorted(folder.glob("step-*"), key=step_of, reverse=True) if folder.is_dir() else []
+    named = [one for one in found if _STEP.fullmatch(one.name.removesuffix(PARTIAL)) and one.is_dir()]
+    finished = [one for one in named if not one.name.endswith(PARTIAL) and (one / "manifest.json").is_file()]
+    return Checkpoints(tuple(finished), tuple(one for one in named if one not in finished))
+
+
+def choose(out: Path | str, name: str = NEWEST) -> Choice:
+    """The checkpoint to resume from: the newest finished one of a run, or the one that a person named.
+
+    The rule for damage: a checkpoint that is unfinished, or of which a file is missing or short, is skipped
+    for an older one and reported. Wrong bytes in a file of the right size are found by `load`, which
+    refuses: they mean a failing disk, and going back further is then a person's decision. A checkpoint that
+    is named is never replaced.
+
+    Args:
+        out: the folder of the run.
+        name: `newest`, the name of a checkpoint in `out` (`step-00000100`), or a path.
+
+    Raises: CheckpointError: there is none that can be used, or the named one cannot.
+    """
+    if name != NEWEST:
+        return Choice(_named(Path(out), name), ())
+    listing = list_checkpoints(out)
+    skipped: list[Skipped] = []
+    for path in sorted((*listing.committed, *listing.unfinished), key=step_of, reverse=True):
+        reason = why_unusable(path)
+        if not reason:
+            return Choice(path, tuple(skipped))
+        skipped.append(Skipped(path, reason))
+    why = "; ".join(str(one) for one in skipped)
+    raise CheckpointError(
+        f"{out} has no finished checkpoint to resume from{f' ({why})' if why else ''}: "
+        "start a new run, in another folder"
+    )
+
+
+def why_unusable(path: Path) -> str:
+    """Why a checkpoint cannot be used, as far as names and sizes tell; empty if it can."""
+    try:
+        check_sizes(path, read_manifest(path))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def prune(out: Path | str, *, keep: int) -> None:
+    """Remove all but the newest `keep` finished checkpoints, and what was left unfinished before the newest.
+
+    Only rank 0 removes. Raises: CheckpointError: `keep` is less than 1.
+    """
+    if keep < 1:
+        raise CheckpointError(f"keep={keep} would remove every checkpoint: keep at least 1")
+    listing = list_checkpoints(out)
+    if rank() != 0 or not listing.committed:
+        return
+    for path in listing.committed[keep:]:
+        remove(path)
+    newest = step_of(listing.committed[0])
+    leftovers = (*listing.unfinished, *(Path(out) / "checkpoints").glob(f"step-*{REMOVED}"))
+    for path in leftovers:
+        if step_of(path) <= newest:
+            shutil.rmtree(path)
+
+
+def _named(out: Path, name: str) -> Path:
+    path = next((one for one in (out / "checkpoints" / name, out / name, Path(name)) if one.exists()), None)
+    if path is None:
+        known = ", ".join(one.name for one in list_checkpoints(out).committed) or "none"
+        raise CheckpointError(f"there is no checkpoint {name!r} in {out} (finished ones: {known})")
+    reason = why_unusable(path)
+    if reason:
+        raise CheckpointError(reason)
+    return path
