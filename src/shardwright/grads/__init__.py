@@ -1,0 +1,7 @@
+"""Gradients across ranks: right losses, sums, norms."""
+
+from shardwright.grads.clip import NonFiniteNormError, clip_grad_norm_
+from shardwright.grads.loss import global_mean
+from shardwright.grads.synchronizer import GradientSynchronizer
+
+__all__ = ["GradientSynchronizer", "NonFiniteNormError", "clip_grad_norm_", "global_mean"]

@@ -1,0 +1,39 @@
+"""Which parameters a call is about, with names for its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+Parameters = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+
+
+def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
+    """Return {name: parameter} of a module, one tensor, tensors, or (name, tensor) pairs; tied ones once.
+
+    Tensors without a name are called by their position and shape.
+    """
+    if isinstance(parameters, nn.Module):
+        return dict(parameters.named_parameters())
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    named: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for position, item in enumerate(parameters):
+        name, tensor = item if isinstance(item, tuple) else (_position_text(position, item), item)
+        if id(tensor) not in seen:
+            named[name] = tensor
+        seen.add(id(tensor))
+    return named
+
+
+def name_list(names: Sequence[str], limit: int = 4) -> str:
+    """Return the first names, and how many more there are."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _position_text(position: int, tensor: Tensor) -> str:
+    """Return a name for a tensor that has none."""
+    return f"parameter {position} of shape {tuple(tensor.shape)}"

@@ -1,0 +1,66 @@
+"""Adding up the gradients that the ranks computed each for their own data."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
+from shardwright.errors import ParallelError
+from shardwright.grads.parameters import Parameters, name_list, named_parameters
+from shardwright.grads.pending import finish_gradients
+
+
+class GradientSynchronizer:
+    """After a backward, gives every gradient the layout of its parameter: what is pending is summed, once.
+
+    Gradients are summed, never averaged (see `global_mean`). A second call finds nothing to do. A gradient
+    that some ranks lack counts as zeros there; one that all lack stays None. No rank waits for a peer that
+    skipped it: all agree first on what is there.
+
+    Args:
+        parameters: a module, parameters, or (name, parameter) pairs; the same on every rank. Frozen ones are
+            left alone.
+        bucket_bytes: small gradients are sent together, up to this many bytes in one all-reduce.
+        static: promise that every rank has the same gradients in every step, so that they need not agree.
+
+    Raises:
+        ParallelError: a trainable parameter is a plain tensor although there are several ranks.
+    """
+
+    def __init__(
+        self, parameters: Parameters, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, static: bool = False
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ParallelError(
+                f"bucket_bytes={bucket_bytes} holds no gradient; give a positive number of bytes"
+            )
+        trainable = {name: p for name, p in named_parameters(parameters).items() if p.requires_grad}
+        _refuse_plain(trainable)
+        self._parameters = {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
+        self._bucket_bytes = bucket_bytes
+        self._static = static
+
+    def synchronize(self) -> None:
+        """Sum what is pending. Collective over the meshes of the parameters.
+
+        Raises:
+            ParallelError: ranks hold one gradient in different states.
+
+        Cost: per mesh axis 16 bytes per parameter to agree (none if `static`), then 2(n-1)/n of the bytes of
+        the pending gradients.
+        """
+        finish_gradients(self._parameters, self._bucket_bytes, agreed=self._static)
+
+
+def _refuse_plain(trainable: dict[str, Tensor]) -> None:
+    """Raise ParallelError if a rank could not know whether a gradient must be summed."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    plain = [name for name, parameter in trainable.items() if not isinstance(parameter, TorchDTensor)]
+    if plain:
+        raise ParallelError(
+            f"{name_list(plain)}: plain trainable tensors in a world of {dist.get_world_size()} ranks, whose "
+            "gradients nobody would sum; place them with parallelize_replicate(module, mesh), or freeze them"
+        )

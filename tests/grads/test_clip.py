@@ -1,0 +1,198 @@
+"""The norm over meshes is the norm of the full gradients, and clipping scales each element once."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_ as torch_clip
+
+from shardwright.comm.record import Recorder
+from shardwright.context import DeviceMeshParameters
+from shardwright.errors import ConfigError
+from shardwright.grads import NonFiniteNormError, clip_grad_norm_
+from shardwright.placement import Partial, Replicate, Shard
+from shardwright.tensor.api import distribute_tensor
+from shardwright.tensor.dtensor import DTensor
+
+SHAPES = [(5, 3), (4,), (8, 2, 3), (1, 6), (7,)]
+
+
+def _full_gradients():
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def _parameters(context):
+    """Dense parameters replicated and sharded, experts on their own mesh, some ranks holding empty parts."""
+    dense, expert = context.mesh_for("dense"), context.mesh_for("expert")
+    where = [
+        (dense[["dp_replicate", "dp_cp_shard"]], [Replicate(), Shard(0)]),
+        (dense[["dp_replicate"]], [Replicate()]),
+        (expert[["ep_replicate", "ep_shard"]], [Replicate(), Shard(0)]),
+        (dense[["dp_replicate", "dp_cp_shard"]], [Shard(1), Shard(0)]),
+        (dense[["dp_replicate", "dp_cp_shard"]], [Replicate(), Replicate()]),
+    ]
+    parameters = []
+    for gradient, (mesh, placements) in zip(_full_gradients(), where, strict=True):
+        parameter = nn.Parameter(distribute_tensor(torch.ones_like(gradient), mesh, placements))
+        parameter.grad = distribute_tensor(gradient, mesh, placements)
+        parameters.append(parameter)
+    return parameters
+
+
+def _context():
+    return DeviceMeshParameters(data_parallel_replicate=2, data_parallel_shard=2, expert_parallel=4).build()
+
+
+def _clip(max_norm, norm_type, foreach):
+    parameters = _parameters(_context())
+    total = clip_grad_norm_(parameters, max_norm, norm_type, foreach=foreach)
+    assert type(total) is torch.Tensor
+    assert total.shape == ()
+    return total, [p.grad.full_tensor() for p in parameters]
+
+
+def _reference(max_norm, norm_type):
+    parameters = [nn.Parameter(torch.ones_like(g)) for g in _full_gradients()]
+    for parameter, gradient in zip(parameters, _full_gradients(), strict=True):
+        parameter.grad = gradient
+    return torch_clip(parameters, max_norm, norm_type), [p.grad for p in parameters]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize(("max_norm", "foreach"), [(0.5, None), (0.5, False), (1e6, True), (math.inf, None)])
+def test_norm_and_gradients_are_those_of_one_device(ranks, max_norm, norm_type, foreach):
+    expected, gradients = _reference(max_norm, norm_type)
+    results = ranks(4, _clip, max_norm, norm_type, foreach)
+    for total, got in results:
+        torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+        for a, b in zip(got, gradients, strict=True):
+            torch.testing.assert_close(a, b)
+    assert len({total.item() for total, _ in results}) == 1
+
+
+def _some_ranks_lack():
+    parameters = _parameters(_context())
+    if dist.get_rank() == 2:
+        for parameter in parameters:
+            parameter.grad = None
+    for parameter in parameters[3:]:
+        parameter.grad = None
+    total = clip_grad_norm_(parameters, 1e9)
+    return total.item(), [None if p.grad is None else p.grad.full_tensor() for p in parameters]
+
+
+def test_ranks_without_gradients_do_not_hang_their_peers(ranks):
+    """They count as zeros there: rank 2 holds a replica, a shard and an expert."""
+    results = ranks(4, _some_ranks_lack, timeout=20)
+    assert all(result[1][3] is None and result[1][4] is None for result in results)
+    experts = _full_gradients()[2]
+    experts[4:6] = 0
+    for _, gradients in results:
+        assert torch.equal(gradients[2], experts)
+
+
+def _pending():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    parameter.grad = DTensor.from_local(torch.full((4,), float(dist.get_rank() + 1)), mesh, [Partial("sum")])
+    return clip_grad_norm_([parameter], 3.0), parameter.grad.to_local(), list(parameter.grad.placements)
+
+
+def test_a_pending_gradient_is_summed_before_its_norm_is_taken(ranks):
+    """1 + 2 on four elements: norm 6. Norms of the terms would give sqrt(4) + sqrt(16), or 2 and 4."""
+    for total, gradient, placements in ranks(2, _pending):
+        assert total.item() == 6.0
+        torch.testing.assert_close(gradient, torch.full((4,), 1.5))
+        assert placements == [Replicate()]
+
+
+def _empty_and_none():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(1, 2), mesh, [Shard(0)]))
+    nothing = [clip_grad_norm_([], 1.0).item(), clip_grad_norm_([parameter], 1.0, math.inf).item()]
+    parameter.grad = distribute_tensor(torch.tensor([[3.0, -4.0]]), mesh, [Shard(0)])
+    return nothing, [clip_grad_norm_([parameter], 100.0, p).item() for p in (2.0, math.inf)]
+
+
+def test_no_gradients_and_empty_parts_have_norm_zero(ranks):
+    assert ranks(2, _empty_and_none, timeout=20) == [([0.0, 0.0], [5.0, 4.0])] * 2
+
+
+def _nonfinite():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.tensor([1.0, math.inf]), mesh, [Shard(0)])
+    with pytest.raises(NonFiniteNormError) as caught:
+        clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+    assert isinstance(caught.value, RuntimeError)
+    unchanged = parameter.grad.full_tensor().tolist()
+    return str(caught.value), unchanged, clip_grad_norm_([parameter], 1.0).item()
+
+
+def test_a_norm_that_is_not_finite_is_the_same_error_on_every_rank(ranks):
+    for message, unchanged, total in ranks(2, _nonfinite):
+        assert message.startswith("the 2-norm of the gradients is inf, so they cannot be clipped; ")
+        assert unchanged == [1.0, math.inf]
+        assert total == math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_plain_gradients_on_one_process_are_clipped_as_by_torch(dtype):
+    ours, theirs = nn.Linear(4, 3).to(dtype), nn.Linear(4, 3).to(dtype)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(5, 4, dtype=dtype)
+    for module in (ours, theirs):
+        module(x).square().sum().backward()
+    total, expected = clip_grad_norm_(ours, 0.1), torch_clip(theirs.parameters(), 0.1)
+    assert total.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(
+        total.to(dtype), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0
+    )
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_many_elements_lose_no_precision():
+    """torch's own float32 norm of these is 8e-5 away."""
+    x = nn.Parameter(torch.zeros(4_000_000))
+    x.grad = torch.rand(4_000_000) * 0.1
+    expected = x.grad.double().norm()
+    torch.testing.assert_close(clip_grad_norm_([x], 1e9).double(), expected, rtol=1e-7, atol=0)
+
+
+def test_tied_parameters_count_once():
+    x = nn.Parameter(torch.zeros(4))
+    x.grad = torch.full((4,), 2.0)
+    assert clip_grad_norm_([x, x], 1e9).item() == 4.0
+    assert clip_grad_norm_([x, x], 2.0).item() == 4.0
+    torch.testing.assert_close(x.grad, torch.ones(4))
+
+
+@pytest.mark.parametrize("norm_type", [0, -1.0, math.nan])
+def test_what_is_no_norm_is_refused(norm_type):
+    with pytest.raises(ConfigError, match="is no norm; use a number above 0, or inf"):
+        clip_grad_norm_([], 1.0, norm_type)
+
+
+def _events():
+    parameters = _parameters(_context())
+    with Recorder() as recorder:
+        clip_grad_norm_(parameters, 1.0)
+    return [
+        (event.axis, event.bytes_sent)
+        for event in recorder.collectives
+        if event.reason == "norm of gradients"
+    ]
+
+
+def test_only_axes_that_cut_a_parameter_are_reduced_over(ranks):
+    assert ranks(4, _events)[0] == [
+        ("dp_cp_shard", 8),
+        ("ep_shard", 12),
+        ("dp_replicate", 8),
+        ("dp_cp_shard", 8),
+    ]

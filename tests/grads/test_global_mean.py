@@ -1,0 +1,85 @@
+"""A mean over all ranks' items: right value on every rank, and gradients that only need to be added up."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwright.errors import ParallelError
+from shardwright.grads import global_mean
+
+
+def _mean_of_squares(counts, mesh_shape):
+    """Each rank holds `counts[rank]` of the items; the model is one weight per feature."""
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "cp")[: len(mesh_shape)])
+    items = torch.randn(sum(counts), 3, generator=torch.Generator().manual_seed(2))
+    mine = items.split(counts)[dist.get_rank()]
+    weight = torch.ones(3, requires_grad=True)
+    loss = global_mean((mine * weight).square().sum(), torch.tensor(len(mine)), mesh)
+    loss.backward()
+    dist.all_reduce(weight.grad)
+    return loss.detach(), weight.grad
+
+
+def _reference(counts):
+    items = torch.randn(sum(counts), 3, generator=torch.Generator().manual_seed(2))
+    weight = torch.ones(3, requires_grad=True)
+    loss = (items * weight).square().sum() / max(len(items), 1)
+    loss.backward()
+    return loss.detach(), weight.grad
+
+
+@pytest.mark.parametrize(
+    ("counts", "mesh_shape"),
+    [((5, 5), (2,)), ((1, 6), (2,)), ((7, 0), (2,)), ((3, 0, 1, 9), (2, 2)), ((0, 0), (2,)), ((4,), (1,))],
+)
+def test_value_and_summed_gradient_are_those_of_one_device(ranks, counts, mesh_shape):
+    """An average of local means, or a sum divided by the world size, is red for the uneven counts."""
+    loss, gradient = _reference(counts)
+    for got_loss, got_gradient in ranks(len(counts), _mean_of_squares, counts, mesh_shape):
+        torch.testing.assert_close(got_loss, loss)
+        torch.testing.assert_close(got_gradient, gradient)
+
+
+def _over_one_axis():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = dist.get_rank()
+    return global_mean(torch.tensor(float(rank // 2)), 1, mesh["dp"]).item()
+
+
+def test_only_the_axes_given_are_counted(ranks):
+    """Ranks of a tensor-parallel group read the same items; their mesh axis is left out."""
+    assert ranks(4, _over_one_axis) == [0.5] * 4
+
+
+def _refusals():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    messages = []
+    for bad in (torch.ones(2), DTensor.from_local(torch.ones(()), mesh, [Replicate()])):
+        with pytest.raises(ParallelError) as caught:
+            global_mean(bad, 1, mesh)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_is_no_plain_scalar_is_refused(ranks):
+    vector, distributed = ranks(2, _refusals)[0]
+    assert vector.startswith(
+        "global_mean takes this rank's sum of losses as a plain scalar, got Tensor of shape (2,)"
+    )
+    assert "got DTensor of shape ()" in distributed
+
+
+def _keeps_dtype():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    x = torch.tensor(3.0, dtype=torch.bfloat16, requires_grad=True)
+    loss = global_mean(x, 2**25 + 1, mesh)
+    loss.backward()
+    return loss.dtype, x.grad.item()
+
+
+def test_the_count_is_exact_whatever_the_dtype_of_the_loss(ranks):
+    dtype, gradient = ranks(2, _keeps_dtype)[1]
+    assert dtype == torch.bfloat16
+    assert gradient == torch.tensor(1 / (2**26 + 2)).bfloat16().item()

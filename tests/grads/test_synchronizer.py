@@ -1,0 +1,273 @@
+"""Pending gradients are summed once, whichever ranks have them, and labelled as what they then are."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import distribute_tensor as torch_distribute
+
+from shardwright.comm.record import Recorder
+from shardwright.errors import ParallelError
+from shardwright.grads import GradientSynchronizer
+from shardwright.placement import Partial, Replicate, Shard
+from shardwright.tensor.api import distribute_tensor
+from shardwright.tensor.dtensor import DTensor
+
+SUM = Partial("sum")
+
+
+def _mesh(*shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
+
+
+def _parameter(mesh, placements, shape=(4, 6)):
+    full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    return nn.Parameter(distribute_tensor(full, mesh, placements))
+
+
+def _term(shape, salt=0):
+    """This rank's own term of a gradient, exact in float32."""
+    generator = torch.Generator().manual_seed(100 * salt + dist.get_rank())
+    return torch.randint(-9, 9, shape, generator=generator).float()
+
+
+def _pending(parameter, placements, salt=0):
+    """A gradient in these placements whose local part is this rank's own."""
+    local = _term(parameter.to_local().shape, salt)
+    return DTensor.from_local(
+        local, parameter.device_mesh, placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+CASES = [
+    pytest.param((4,), [Replicate()], [SUM], id="one axis"),
+    pytest.param((2, 2), [Replicate(), Replicate()], [SUM, SUM], id="two axes"),
+    pytest.param((2, 2), [Replicate(), Shard(0)], [SUM, Shard(0)], id="beside a shard"),
+    pytest.param((2, 2), [Replicate(), Shard(1)], [Replicate(), Shard(1)], id="nothing pending"),
+    pytest.param((2, 2), [Shard(0), Replicate()], [Shard(0), SUM], id="shard first, uneven"),
+    pytest.param((4,), [Replicate()], [Partial("avg")], id="an average"),
+    pytest.param((4,), [Shard(0)], [Replicate()], id="finished, but whole"),
+    pytest.param((1, 4), [Replicate(), Replicate()], [SUM, SUM], id="an axis of one rank"),
+]
+
+
+def _synchronise(mesh_shape, placements, pending):
+    parameter = _parameter(_mesh(*mesh_shape), placements, (5, 6))
+    whole = [
+        p if not p.is_partition or p == q else Replicate() for p, q in zip(pending, placements, strict=True)
+    ]
+    if pending == [Replicate()]:
+        gradient = distribute_tensor(torch.ones(5, 6) * 3, parameter.device_mesh, whole)
+    elif pending == placements:
+        gradient = distribute_tensor(torch.ones(5, 6) * 2, parameter.device_mesh, placements)
+    else:
+        gradient = _pending(parameter, pending)
+    expected = gradient.full_tensor()
+    parameter.grad = gradient
+    synchronizer = GradientSynchronizer([parameter])
+    synchronizer.synchronize()
+    once = parameter.grad
+    synchronizer.synchronize()
+    assert parameter.grad is once
+    assert tuple(once.placements) == tuple(placements)
+    assert once.layout == parameter.layout
+    return once.full_tensor(), expected
+
+
+@pytest.mark.parametrize(("mesh_shape", "placements", "pending"), CASES)
+def test_the_gradient_gets_the_placements_of_the_parameter_and_keeps_its_value(
+    ranks, mesh_shape, placements, pending
+):
+    for got, expected in ranks(4, _synchronise, mesh_shape, placements, pending):
+        assert torch.equal(got, expected)
+
+
+def _explicit_sum():
+    """The same without any DTensor in the expectation."""
+    parameter = _parameter(_mesh(2, 2), [Replicate(), Shard(0)])
+    parameter.grad = _pending(parameter, [SUM, Shard(0)])
+    GradientSynchronizer([parameter]).synchronize()
+    return parameter.grad.to_local(), _term((2, 6))
+
+
+def test_the_sum_is_over_the_pending_axis_only(ranks):
+    results = ranks(4, _explicit_sum)
+    for rank, (got, _) in enumerate(results):
+        assert torch.equal(got, results[rank % 2][1] + results[rank % 2 + 2][1])
+
+
+def _missing_on(ranks_without, *, other_missing_everywhere):
+    mesh = _mesh(4)
+    parameters = {name: _parameter(mesh, [Replicate()]) for name in ("x", "y", "z")}
+    for salt, (name, parameter) in enumerate(parameters.items()):
+        if name == "y" and dist.get_rank() in ranks_without:
+            continue
+        if name == "z" and other_missing_everywhere:
+            continue
+        parameter.grad = _pending(parameter, [SUM], salt)
+    GradientSynchronizer(parameters.items()).synchronize()
+    terms = [torch.zeros(4, 6) if dist.get_rank() in ranks_without else _term((4, 6), 1)]
+    return {n: None if p.grad is None else p.grad.to_local() for n, p in parameters.items()}, terms[0]
+
+
+@pytest.mark.parametrize("ranks_without", [(0,), (3,), (0, 1, 2)])
+def test_a_gradient_that_some_ranks_lack_counts_as_zeros_and_nobody_waits(ranks, ranks_without):
+    """The naive loop over `p.grad is not None` hangs here, or adds x of one rank to y of another."""
+    results = ranks(4, _missing_on, ranks_without, other_missing_everywhere=True, timeout=20)
+    expected = sum(term for _, term in results)
+    for gradients, _ in results:
+        assert torch.equal(gradients["y"], expected)
+        assert gradients["x"] is not None
+        assert gradients["z"] is None
+
+
+def _missing_beside_shards():
+    parameter = _parameter(_mesh(2, 2), [Replicate(), Shard(0)], (3, 2))
+    if dist.get_rank() == 0:
+        parameter.grad = _pending(parameter, [SUM, Shard(0)])
+    GradientSynchronizer([parameter]).synchronize()
+    return parameter.grad.to_local(), parameter.grad.placements == parameter.placements, _term((2, 2))
+
+
+def test_missing_parts_of_a_sharded_gradient_become_zeros(ranks):
+    results = ranks(4, _missing_beside_shards, timeout=20)
+    assert all(same for _, same, _ in results)
+    assert torch.equal(results[2][0], results[0][2])
+    assert not results[1][0].any()
+    assert results[1][0].shape == (1, 2)
+
+
+def _bytes(bucket_bytes, count, static):
+    mesh = _mesh(2)
+    parameters = [_parameter(mesh, [Replicate()], (10,)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = _pending(parameter, [SUM])
+    with Recorder() as recorder:
+        GradientSynchronizer(parameters, bucket_bytes, static=static).synchronize()
+    return [(event.reason, event.bytes_sent) for event in recorder.collectives]
+
+
+def test_small_gradients_travel_together_and_large_ones_alone(ranks):
+    agreement = ("which ranks have which gradients", 5 * 16)
+    assert ranks(2, _bytes, 10**6, 5, False)[0] == [agreement, ("sum gradients", 5 * 40)]
+    assert ranks(2, _bytes, 80, 5, False)[0] == [
+        agreement,
+        ("sum gradients", 80),
+        ("sum gradients", 80),
+        ("sum gradients", 40),
+    ]
+    assert ranks(2, _bytes, 10**6, 5, True)[0] == [("sum gradients", 5 * 40)]
+
+
+def _two_dtypes_and_meshes():
+    mesh = _mesh(2, 2)
+    parameters = [
+        _parameter(mesh, [Replicate(), Replicate()]),
+        nn.Parameter(distribute_tensor(torch.ones(3).double(), mesh, [Replicate(), Replicate()])),
+        _parameter(mesh["b"], [Replicate()]),
+    ]
+    parameters[0].grad = _pending(parameters[0], [SUM, SUM])
+    parameters[1].grad = DTensor.from_local(torch.ones(3).double(), mesh, [SUM, Replicate()])
+    parameters[2].grad = _pending(parameters[2], [SUM])
+    expected = [p.grad.full_tensor() for p in parameters]
+    GradientSynchronizer(parameters).synchronize()
+    return [torch.equal(p.grad.to_local(), e) for p, e in zip(parameters, expected, strict=True)]
+
+
+def test_dtypes_axes_and_meshes_do_not_mix(ranks):
+    assert ranks(4, _two_dtypes_and_meshes) == [[True] * 3] * 4
+
+
+def _transposed():
+    mesh = _mesh(2)
+    parameter = _parameter(mesh, [Replicate()], (4, 6))
+    local = _term((6, 4)).t()
+    parameter.grad = DTensor.from_local(local, mesh, [SUM], shape=(4, 6), stride=local.stride())
+    expected = parameter.grad.full_tensor()
+    GradientSynchronizer([parameter]).synchronize()
+    assert parameter.grad.to_local().stride() == parameter.grad.stride()
+    return torch.equal(parameter.grad.full_tensor(), expected)
+
+
+def test_a_transposed_gradient_keeps_its_strides(ranks):
+    assert ranks(2, _transposed) == [True, True]
+
+
+def _states_differ():
+    mesh = _mesh(2)
+    parameter = _parameter(mesh, [Replicate()])
+    parameter.grad = _pending(parameter, [SUM if dist.get_rank() else Replicate()])
+    with pytest.raises(ParallelError) as caught:
+        GradientSynchronizer([("w", parameter)]).synchronize()
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_all_raise(ranks):
+    for message in ranks(2, _states_differ, timeout=20):
+        assert message == (
+            "gradients of w are still to be summed on some ranks, finished on others; "
+            "run the same backward passes and synchronise on all ranks"
+        )
+
+
+def _plain_parameters():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    messages = []
+    for parameters in (module, module.parameters()):
+        with pytest.raises(ParallelError) as caught:
+            GradientSynchronizer(parameters)
+        messages.append(str(caught.value))
+    GradientSynchronizer(module.requires_grad_(False))
+    return messages
+
+
+def test_plain_trainable_parameters_are_refused_by_name(ranks):
+    named, positions = ranks(2, _plain_parameters)[0]
+    assert named == (
+        "0.weight, 0.bias, 1.weight, 1.bias: plain trainable tensors in a world of 2 ranks, whose gradients "
+        "nobody would sum; place them with parallelize_replicate(module, mesh), or freeze them"
+    )
+    assert "parameter 1 of shape (2,)" in positions
+
+
+def test_one_process_needs_no_mesh():
+    module = nn.Linear(2, 2)
+    module(torch.ones(1, 2)).sum().backward()
+    before = module.weight.grad.clone()
+    GradientSynchronizer(module).synchronize()
+    assert torch.equal(module.weight.grad, before)
+
+
+def _torch_class():
+    """Parameters and gradients of torch's own class, as `fully_shard` hands them back."""
+    mesh = _mesh(2)
+    placements = [Replicate()]
+    parameter = nn.Parameter(torch_distribute(torch.ones(3), mesh, placements))
+    parameter.grad = TorchDTensor.from_local(_term((3,)), mesh, [torch.distributed.tensor.Partial()])
+    expected = parameter.grad.full_tensor()
+    GradientSynchronizer([parameter]).synchronize()
+    return torch.equal(parameter.grad.full_tensor(), expected), list(parameter.grad.placements) == placements
+
+
+def test_torchs_own_class_is_taken_too(ranks):
+    assert ranks(2, _torch_class) == [(True, True)] * 2
+
+
+def _second_backward():
+    """Gradients of a second pass, added to finished ones, are complete after a second synchronisation."""
+    mesh = _mesh(2)
+    parameter = _parameter(mesh, [Replicate()])
+    synchronizer = GradientSynchronizer([parameter])
+    total = torch.zeros(4, 6)
+    for salt in range(3):
+        term = _pending(parameter, [SUM], salt)
+        total += term.full_tensor()
+        parameter.grad = term if parameter.grad is None else parameter.grad + term
+        synchronizer.synchronize()
+    return torch.equal(parameter.grad.full_tensor(), total)
+
+
+def test_a_second_backward_after_synchronising_adds_up(ranks):
+    assert ranks(2, _second_backward) == [True, True]
