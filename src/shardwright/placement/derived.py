@@ -116,12 +116,13 @@ def _aligned_dims(box: Box, start: int, local: Shape) -> set[int]:
     while fixed < len(local) and first[fixed] == last[fixed] and box.size[fixed] == 1:
         fixed += 1
     tail = len(local)
-    while tail > fixed and first[tail - 1] == box.offset[tail - 1] and box.size[tail - 1] == local[tail - 1]:
+    while tail > fixed and first[tail - 1] == 0 and box.size[tail - 1] == local[tail - 1]:
         tail -= 1
-    kept = {dim for dim in range(fixed) if first[dim] == box.offset[dim]} | set(range(tail, len(local)))
-    if tail == fixed + 1 and first[fixed] == box.offset[fixed] == last[fixed] + 1 - box.size[fixed]:
-        kept.add(fixed)
-    return kept
+    single = [dim for dim in range(len(local)) if local[dim] == 1 == box.size[dim]]
+    boxed = {*range(fixed), *range(tail, len(local)), *single}
+    if tail == fixed + 1 and last[fixed] + 1 - first[fixed] == box.size[fixed]:
+        boxed.add(fixed)
+    return {dim for dim in boxed if first[dim] == box.offset[dim]}
 
 
 def _unravel(position: int, shape: Shape) -> Shape:

@@ -1,0 +1,171 @@
+"""`check_placement`: the laws of a placement on generated shapes and meshes, with a counterexample.
+
+For those who add a placement: one call in a test, or a subclass of `PlacementLaws`.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+import torch
+
+from shardwright.errors import PlacementError
+from shardwright.layout.layout import Layout
+from shardwright.layout.mesh_shape import MeshShape
+from shardwright.placement.base import Partition, Pending
+from shardwright.placement.convert import as_placement
+from shardwright.placement.shard import Shard
+from shardwright.testing.placement_laws import PARTITION_LAWS, PENDING_LAWS, is_a_value, samples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from shardwright.placement.base import Placement
+    from shardwright.placement.region import Shape
+
+AXIS_SIZES = (1, 2, 3, 5)
+_SIZES_1D = (0, 1, 2, 3, 4, 5, 7, 8, 12, 13, 24)
+_SIZES_2D = (0, 1, 2, 3, 5, 8)
+_SIZES_3D = (0, 1, 2, 3)
+
+
+P = TypeVar("P", bound="Placement")
+
+
+class BrokenLawError(PlacementError):
+    """A placement breaks a law; the message is the smallest counterexample that was found."""
+
+
+def shapes() -> Iterator[Shape]:
+    """Shapes of up to 3 dims with sizes 0, 1, primes, smaller and larger than an axis; small ones first."""
+    found: list[Shape] = [()]
+    for ndim, sizes in enumerate((_SIZES_1D, _SIZES_2D, _SIZES_3D), 1):
+        found += product(sizes, repeat=ndim)
+    return iter(sorted(found, key=lambda shape: (prod(shape) > 0, prod(shape), len(shape), shape)))
+
+
+def check_placement(placement: Placement, *, axis_sizes: Sequence[int] = AXIS_SIZES) -> None:
+    """Check every law of a placement on all small shapes and axis sizes that it accepts.
+
+    Partition: the regions cover, are disjoint, lie inside, fill the local shape; split and join; the dims it
+    says it cuts; alone and before and after a `Shard` on another axis. Pending: combine(embed(x)) == x,
+    elementwise. All: a frozen value that pickles.
+    Args: axis_sizes: more of them where the placement needs a certain size; sizes it refuses are skipped.
+    Raises: BrokenLawError: with the smallest counterexample, or when no shape and axis is accepted.
+    """
+    checked = as_placement(placement)
+    _report(checked, "object", is_a_value(checked))
+    cases = [case for case in _cases(axis_sizes) if _accepts(checked, *case)]
+    if not cases:
+        raise BrokenLawError(f"{checked!r} refuses every shape on axes of sizes {tuple(axis_sizes)}")
+    for shape, n in cases:
+        _check_alone(checked, shape, n)
+    if isinstance(checked, Partition):
+        _check_composed(checked, cases)
+
+
+def _cases(axis_sizes: Sequence[int]) -> Iterator[tuple[Shape, int]]:
+    cases = [(shape, n) for shape in shapes() for n in sorted(set(axis_sizes))]
+    return iter(sorted(cases, key=lambda case: prod(case[0]) * case[1]))
+
+
+def _accepts(placement: Placement, shape: Shape, n: int) -> bool:
+    try:
+        placement.resolved(len(shape)).validate(shape, n)
+    except PlacementError:
+        return False
+    return True
+
+
+def _check_alone(placement: Placement, shape: Shape, n: int) -> None:
+    resolved = placement.resolved(len(shape))
+    if isinstance(resolved, Partition):
+        for partition_law in PARTITION_LAWS:
+            _apply(partition_law, resolved, shape, n)
+    elif isinstance(resolved, Pending) and resolved.can_be_target:
+        if not any(True for _ in samples(resolved, shape)):
+            _report(resolved, "in_domain", "none of the float, integer, bool and complex samples is in it")
+        for pending_law in PENDING_LAWS:
+            _apply(pending_law, resolved, shape, n)
+
+
+def _apply(law: Callable[[P, Shape, int], str | None], placement: P, shape: Shape, n: int) -> None:
+    """Run one law; an exception of the placement is a counterexample too."""
+    try:
+        broken = law(placement, shape, n)
+    except Exception as error:
+        raise BrokenLawError(
+            _message(placement, law.__name__, f"it raised {type(error).__name__}: {error}", shape, n)
+        ) from error
+    if broken:
+        raise BrokenLawError(_message(placement, law.__name__, broken, shape, n))
+
+
+def _message(placement: Placement, law: str, broken: str, shape: Shape, n: int) -> str:
+    what = law.replace("_", " ")
+    return f"{placement!r} breaks the law '{what}' for shape {shape} on an axis of size {n}:\n{broken}"
+
+
+def _report(placement: Placement, law: str, broken: str | None) -> None:
+    if broken:
+        raise BrokenLawError(f"{placement!r} ({law}): {broken}")
+
+
+def _check_composed(placement: Partition, cases: Sequence[tuple[Shape, int]]) -> None:
+    """Before and after a `Shard` of each dim on another axis: shapes, regions and join of the layout."""
+    for shape, n in cases:
+        if not shape or len(shape) > 2 or prod(shape) > 60:
+            continue
+        for dim, order in product(range(len(shape)), (("p", "s"), ("s", "p"))):
+            mesh = MeshShape(("p", "s"), (n, 2))
+            layout = Layout(mesh, [placement, Shard(dim)], shape, dtype=torch.int64, order=order)
+            _apply(_layout_law(layout), placement, shape, n)
+
+
+def _layout_law(layout: Layout) -> Callable[[Placement, Shape, int], str | None]:
+    def after_another_axis_too(placement: Placement, shape: Shape, n: int) -> str | None:  # noqa: ARG001
+        return layout_law(layout)
+
+    return after_another_axis_too
+
+
+def layout_law(layout: Layout) -> str | None:
+    """What a layout of partitions must fulfil on every rank; None, or what is broken."""
+    x = torch.arange(layout.numel).reshape(layout.shape)
+    parts = [layout.split(x, layout.coords_of(rank)) for rank in layout.ranks]
+    for rank, part in zip(layout.ranks, parts, strict=True):
+        coords = layout.coords_of(rank)
+        region = layout.region(coords)
+        boxes = [x[box.slices].reshape(-1) for box in region.boxes]
+        held = torch.cat(boxes).tolist() if boxes else []
+        if part.reshape(-1).tolist() != held:
+            return f"{layout}: the region of coords {coords} holds {held}, split gives {part.tolist()}"
+        if not tuple(part.shape) == layout.local_shape(coords) == region.local_shape:
+            return f"{layout}: coords {coords} have {tuple(part.shape)}, not {layout.local_shape(coords)}"
+    joined = layout.join(parts)
+    return None if torch.equal(joined, x) else f"{layout}: join(split(x)) is {joined.tolist()}"
+
+
+class PlacementLaws:
+    """The same as a pytest class: subclass it as `Test...` and name the placements.
+
+    ```python
+    class TestMyPlacement(PlacementLaws):
+        placements = (MyPlacement(3), MyPlacement(5))
+    ```
+    """
+
+    placements: ClassVar[tuple[Placement, ...]] = ()
+    axis_sizes: ClassVar[tuple[int, ...]] = AXIS_SIZES
+
+    def test_placements_are_named(self) -> None:
+        """There is something to check."""
+        if not self.placements:
+            raise BrokenLawError(f"{type(self).__name__} names no placements")
+
+    def test_every_law_holds(self) -> None:
+        """Each placement fulfils every law."""
+        for placement in self.placements:
+            check_placement(placement, axis_sizes=self.axis_sizes)
