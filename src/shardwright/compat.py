@@ -1,18 +1,21 @@
-"""Everything that differs between the supported versions of torch, and every private name of torch that we touch.
+"""Everything that differs between the supported versions of torch, and the private names that strategies use.
 
 Supported: torch 2.11 to 2.13. Nothing else in the package asks for a version.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
@@ -41,8 +44,6 @@ def shard_order_axes(spec: DTensorSpec) -> tuple[tuple[TorchPlacement, ...], tup
 
 
 def _unstrided(placement: TorchPlacement) -> TorchPlacement:
-    from torch.distributed.tensor.placement_types import Shard
-
     return Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
 
 
@@ -58,14 +59,100 @@ def _order_names(entries: Any, names: tuple[str, ...]) -> tuple[str, ...] | None
 def union_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """One mesh with the axes of several sub-meshes of one root, outermost axis first.
 
+    Axes of one rank, which are neither inside nor outside of others, stay where they were given.
     Cost: none, the process groups of the axes are kept. Source: torch's own FSDP joins meshes in this way.
     """
-    axes = {name: mesh[name] for mesh in meshes for name in axis_names(mesh)}
-    ordered = sorted(axes.values(), key=_outermost_first)
+    axes = list({name: mesh[name] for mesh in meshes for name in axis_names(mesh)}.values())
+    outermost_first = iter(sorted((a for a in axes if a.size() > 1), key=_step, reverse=True))
+    ordered = [next(outermost_first) if axis.size() > 1 else axis for axis in axes]
     return ordered[0] if len(ordered) == 1 else DeviceMesh._concatenate(ordered)
 
 
-def _outermost_first(axis: DeviceMesh) -> tuple[int, int]:
-    ranks = axis.mesh.flatten()
-    stride = int(ranks[1] - ranks[0]) if len(ranks) > 1 else 0
-    return (-stride, 0)
+def _step(axis: DeviceMesh) -> int:
+    """How far apart neighbours on the axis are in the numbering of ranks."""
+    first, second = axis.mesh.flatten()[:2].tolist()
+    return int(second - first)
+
+
+@dataclass(frozen=True)
+class FsdpParameter:
+    """One parameter that `fully_shard` manages, through the few private names that relabelling needs."""
+
+    inner: Any
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that the parameter is registered on."""
+        owner: nn.Module = self.inner._module_info.module
+        return owner
+
+    @property
+    def name(self) -> str:
+        """Its name there."""
+        return str(self.inner._module_info.param_name)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The sharded parameter."""
+        parameter: nn.Parameter = self.inner.sharded_param
+        return parameter
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Its part on this rank, a view of the buffer that is gathered."""
+        local: torch.Tensor = self.inner.sharded_param._local_tensor
+        return local
+
+    @property
+    def dim(self) -> int:
+        """The dim that is cut."""
+        return int(self.inner.fsdp_placement.dim)
+
+    def adopt(
+        self,
+        parameter: nn.Parameter,
+        make_gradient: Callable[[torch.Tensor], torch.Tensor],
+        inner_spec: Any,
+        wrap_inner: Callable[[torch.Tensor, Any], torch.Tensor],
+    ) -> None:
+        """Use `parameter` (same local tensor) as the sharded one and `make_gradient` for its gradients.
+
+        inner_spec: the spec of the unsharded parameter where it stays a DTensor on other axes, else None.
+        Overrides are set on this one object, not on torch's class.
+        """
+        fsdp = self.inner
+        fsdp.sharded_param = parameter
+        fsdp._sharding_spec = parameter._spec  # type: ignore[attr-defined]
+        fsdp._setattr_on_modules(parameter)
+        fsdp.to_sharded_dtensor = make_gradient
+        if inner_spec is not None:
+            self._keep_distributed(inner_spec, wrap_inner)
+
+    def _keep_distributed(self, spec: Any, wrap_inner: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+        fsdp = self.inner
+        fsdp.is_dtensor = True
+        fsdp._unsharded_dtensor_spec = None
+        original = fsdp.init_unsharded_param
+
+        def init_unsharded_param() -> None:
+            known = hasattr(fsdp, "_unsharded_param")
+            if not known:
+                fsdp._unsharded_dtensor_spec = None
+            original()
+            if not known:
+                plain = fsdp._unsharded_param
+                wrapped = wrap_inner(plain.detach(), spec)
+                fsdp._unsharded_param = nn.Parameter(wrapped, requires_grad=plain.requires_grad)
+                fsdp._unsharded_dtensor_spec = wrapped._spec  # type: ignore[attr-defined]
+
+        fsdp.init_unsharded_param = init_unsharded_param
+
+
+def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:
+    """The parameters that the `fully_shard` of this very module manages."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        group = state._fsdp_param_group
+        groups = [] if group is None else [group]
+    return [FsdpParameter(p) for group in groups for p in group.fsdp_params]

@@ -1,0 +1,143 @@
+"""Shardwright: distributed tensors with open placements, and the parallelism strategies built on them.
+
+The public names are loaded on first use, so that the command line answers without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    from shardwright.debug import trace
+    from shardwright.explain import explain, visualize
+    from shardwright.layout import Layout, from_partition_spec, to_partition_spec
+    from shardwright.placement import (
+        BlockCyclic,
+        Box,
+        Interleaved,
+        Owner,
+        Partial,
+        Partition,
+        Pending,
+        Placement,
+        Ragged,
+        Region,
+        Replicate,
+        Shard,
+        ZigZag,
+    )
+    from shardwright.plan import Plan, plan_redistribution
+    from shardwright.rules import register_rule, rule, rules_of
+    from shardwright.tensor import (
+        DTensor,
+        distribute_module,
+        distribute_tensor,
+        empty,
+        explicit,
+        full,
+        local_map,
+        ones,
+        rand,
+        randn,
+        spmd,
+        zeros,
+    )
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "torch.distributed.device_mesh": ("DeviceMesh", "init_device_mesh"),
+    "shardwright.debug": ("trace",),
+    "shardwright.explain": ("explain", "visualize"),
+    "shardwright.layout": ("Layout", "from_partition_spec", "to_partition_spec"),
+    "shardwright.placement": (
+        "BlockCyclic",
+        "Box",
+        "Interleaved",
+        "Owner",
+        "Partial",
+        "Partition",
+        "Pending",
+        "Placement",
+        "Ragged",
+        "Region",
+        "Replicate",
+        "Shard",
+        "ZigZag",
+    ),
+    "shardwright.plan": ("Plan", "plan_redistribution"),
+    "shardwright.rules": ("register_rule", "rule", "rules_of"),
+    "shardwright.tensor": (
+        "DTensor",
+        "distribute_module",
+        "distribute_tensor",
+        "empty",
+        "explicit",
+        "full",
+        "local_map",
+        "ones",
+        "rand",
+        "randn",
+        "spmd",
+        "zeros",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "BlockCyclic",
+    "Box",
+    "DTensor",
+    "DeviceMesh",
+    "Interleaved",
+    "Layout",
+    "Owner",
+    "Partial",
+    "Partition",
+    "Pending",
+    "Placement",
+    "Plan",
+    "Ragged",
+    "Region",
+    "Replicate",
+    "Shard",
+    "ZigZag",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "explain",
+    "explicit",
+    "from_partition_spec",
+    "full",
+    "init_device_mesh",
+    "local_map",
+    "ones",
+    "plan_redistribution",
+    "rand",
+    "randn",
+    "register_rule",
+    "rule",
+    "rules_of",
+    "spmd",
+    "to_partition_spec",
+    "trace",
+    "visualize",
+    "zeros",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its home on first use."""
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,16 @@
+"""Strategies: small functions that place the parameters of a module."""
+
+from shardwright.parallel.expert import ShardMoESparseExpertsParallel, parallelize_expert_parallel
+from shardwright.parallel.fsdp import parallelize_fsdp
+from shardwright.parallel.hsdp import parallelize_hsdp
+from shardwright.parallel.replicate import parallelize_replicate
+from shardwright.parallel.to_local import ToLocalParallel
+
+__all__ = [
+    "ShardMoESparseExpertsParallel",
+    "ToLocalParallel",
+    "parallelize_expert_parallel",
+    "parallelize_fsdp",
+    "parallelize_hsdp",
+    "parallelize_replicate",
+]

@@ -1,0 +1,34 @@
+"""Hybrid sharding: shard over one axis, replicate over the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.errors import ParallelError
+from shardwright.parallel.fsdp import parallelize_fsdp
+from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.replicate import parallelize_replicate
+
+
+def parallelize_hsdp(
+    module: nn.Module, mesh: DeviceMesh, shard_dim: str = "dp_cp_shard", **fully_shard_kwargs: Any
+) -> nn.Module:
+    """Shard the parameters over the axis `shard_dim`, replicate them over all others of `mesh`, in place.
+
+    Args:
+        mesh: any number of axes, `shard_dim` among them.
+        shard_dim: the axis to shard over.
+        fully_shard_kwargs: see `parallelize_fsdp`.
+    Raises: ParallelError: no such axis, or one that places a parameter already; nothing was changed then.
+    Cost: as `parallelize_fsdp`, and an all-reduce of the sharded gradients over the replicated axes.
+    """
+    axes = named_axes(mesh, "parallelize_hsdp")
+    if shard_dim not in axes:
+        raise ParallelError(f"parallelize_hsdp: the mesh has no axis {shard_dim!r}; its axes are {axes}")
+    others = tuple(axis for axis in axes if axis != shard_dim)
+    if others:
+        parallelize_replicate(module, mesh[others])
+    return parallelize_fsdp(module, mesh[shard_dim], **fully_shard_kwargs)

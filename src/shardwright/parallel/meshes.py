@@ -1,0 +1,37 @@
+"""How the mesh of a strategy relates to the mesh that a parameter is placed on already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from shardwright.compat import axis_names
+from shardwright.errors import ParallelError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def named_axes(mesh: DeviceMesh, verb: str) -> tuple[str, ...]:
+    """The axis names of a mesh that a strategy works on. Raises: ParallelError: it has none."""
+    if mesh.mesh_dim_names is None:
+        raise ParallelError(f"{verb} needs a mesh with axis names; make it with mesh_dim_names=(...)")
+    return axis_names(mesh)
+
+
+def shared_ranks(left: DeviceMesh, right: DeviceMesh) -> set[int]:
+    """Ranks, other than this one, that both meshes contain."""
+    mine = dist.get_rank()
+    return (set(left.mesh.flatten().tolist()) & set(right.mesh.flatten().tolist())) - {mine}
+
+
+def is_other_view(placed: DeviceMesh, mesh: DeviceMesh) -> bool:
+    """Is a parameter of mesh `placed` spread over ranks of `mesh` already, under other axis names?
+
+    Experts are: their ep axes run over the data and context ranks of the dense mesh. A strategy on `mesh`
+    then leaves the parameter alone.
+    """
+    if set(axis_names(placed)) & set(axis_names(mesh)):
+        return False
+    return bool(shared_ranks(placed, mesh))

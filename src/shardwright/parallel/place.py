@@ -1,0 +1,130 @@
+"""Placing parameters that compute as local tensors: the mechanism below the strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.compat import axis_names, union_mesh
+from shardwright.errors import ParallelError
+from shardwright.layout.layout import Layout
+from shardwright.parallel.meshes import is_other_view
+from shardwright.parallel.swap import replace_parameters
+from shardwright.tensor.api import distribute_tensor
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.module import carry_over
+from shardwright.tensor.spec import LocalUse, spec_of
+from shardwright.tensor.wrap import as_ours, wrap
+
+if TYPE_CHECKING:
+    from shardwright.placement.base import Placement
+
+Source = int | None
+
+
+def place_parameters(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    summed: tuple[str, ...],
+    *,
+    src_data_rank: Source = 0,
+    skip: Callable[[nn.Parameter], bool] = lambda _: False,
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Make every parameter a DTensor on `mesh` too, computed with as its local tensor there.
+
+    A parameter that other axes place already (tensor parallel, another replicate) keeps those placements; one
+    that is spread over the same ranks under other names (an expert) is left alone.
+
+    Args:
+        placements: one per axis of `mesh`.
+        summed: axes of `mesh` on which the ranks' gradients are still to be added.
+    Raises: ParallelError: an axis of `mesh` places the parameter already. Nothing has been changed then.
+    Cost: a broadcast of each parameter over each axis (none with `src_data_rank=None`).
+    """
+    use = LocalUse(axis_names(mesh), summed)
+
+    def make(path: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if skip(parameter):
+            return None
+        return placed_parameter(path, parameter, mesh, placements, use, src_data_rank)
+
+    return replace_parameters(module, make)
+
+
+def placed_parameter(
+    path: str,
+    parameter: nn.Parameter,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    use: LocalUse,
+    source: Source,
+) -> nn.Parameter | None:
+    """The parameter on one mesh more; None when it belongs to another view of these ranks."""
+    if isinstance(parameter, TorchDTensor):
+        before = as_ours(parameter)
+        if is_other_view(before.device_mesh, mesh) or _nothing_to_do(before, mesh):
+            return None
+        _refuse_twice(path, before, mesh)
+        value = _on_more_axes(before, mesh, placements, use, source)
+    else:
+        plain = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
+        value = wrap(plain._local_tensor, spec_of(plain.layout, mesh, use))
+    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    carry_over(parameter, new)
+    return new
+
+
+def _nothing_to_do(before: DTensor, mesh: DeviceMesh) -> bool:
+    """On a mesh of one rank a parameter that computes locally already is complete."""
+    same = set(axis_names(before.device_mesh)) & set(axis_names(mesh))
+    return mesh.size() == 1 and before._spec.use is not None and not same
+
+
+def _refuse_twice(path: str, before: DTensor, mesh: DeviceMesh) -> None:
+    twice = [axis for axis in axis_names(mesh) if axis in before.layout.axes]
+    if twice:
+        raise ParallelError(
+            f"{path}: axis {twice[0]!r} places this parameter already ({before.layout}); "
+            "apply a strategy once per parameter and axis"
+        )
+
+
+def _on_more_axes(
+    before: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], use: LocalUse, source: Source
+) -> DTensor:
+    """Old axes keep their placements and come first in order; the new axes place what those leave."""
+    inner = distribute_tensor(before._local_tensor.detach(), mesh, placements, src_data_rank=source)
+    old = dict(zip(before.layout.axes, before.layout.placements, strict=True))
+    new = dict(zip(axis_names(mesh), placements, strict=True))
+    both = union_mesh([before.device_mesh, mesh])
+    order = (*before.layout.order_names, *axis_names(mesh))
+    layout = Layout(
+        both,
+        {**old, **new},
+        before.layout.shape,
+        dtype=before.dtype,
+        stride=before.layout.stride,
+        order=order,
+    )
+    earlier = before._spec.use or LocalUse((), ())
+    joined = LocalUse(
+        _in_order(both, (*earlier.axes, *use.axes)), _in_order(both, (*earlier.summed, *use.summed))
+    )
+    return wrap(inner._local_tensor, spec_of(layout, both, joined))
+
+
+def _in_order(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in axis_names(mesh) if name in names)
+
+
+def local_plain(parameter: nn.Parameter) -> torch.Tensor:
+    """What is stored on this rank: the local tensor of a DTensor, the tensor itself otherwise."""
+    if isinstance(parameter, TorchDTensor):
+        return parameter._local_tensor.detach()
+    return parameter.detach()

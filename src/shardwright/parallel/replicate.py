@@ -1,0 +1,29 @@
+"""Data parallelism by replication: every rank holds the parameters, gradients are summed."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.place import place_parameters
+from shardwright.placement.base import Replicate
+
+
+def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> nn.Module:
+    """Replicate every parameter of `module` on all axes of `mesh`, in place.
+
+    The forward runs unchanged on rank-local plain tensors. After a backward, `p.grad` is Pending(sum) on the
+    axes of `mesh`: the ranks' terms of the gradient, to be added by `grads.GradientSynchronizer`. Write the
+    loss as sum / global count (`grads.global_mean`).
+
+    Args:
+        mesh: axes over which the batch (or the sequence) is spread.
+        src_data_rank: index on each axis of the rank whose values count; None: each rank's own, all equal.
+    Returns: the module itself; its class, hooks, state_dict keys and tied weights are untouched.
+    Raises: ParallelError: a parameter is placed on one of these axes already; nothing has been changed then.
+    Cost: a broadcast of the parameters per axis, once; nothing per step (the synchroniser's all-reduce).
+    """
+    axes = named_axes(mesh, "parallelize_replicate")
+    place_parameters(module, mesh, (Replicate(),) * len(axes), axes, src_data_rank=src_data_rank)
+    return module

@@ -1,0 +1,28 @@
+"""The distributed tensor: class, dispatch, autograd, factories, single-device blocks."""
+
+from shardwright.tensor.api import distribute_tensor
+from shardwright.tensor.creation import empty, full, ones, rand, randn, zeros
+from shardwright.tensor.dispatch import clear_cache
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.local_map import local_map
+from shardwright.tensor.localized import LocalizedDTensor
+from shardwright.tensor.modes import explicit
+from shardwright.tensor.module import distribute_module
+from shardwright.tensor.spmd import spmd
+
+__all__ = [
+    "DTensor",
+    "LocalizedDTensor",
+    "clear_cache",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "explicit",
+    "full",
+    "local_map",
+    "ones",
+    "rand",
+    "randn",
+    "spmd",
+    "zeros",
+]

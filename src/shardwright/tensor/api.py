@@ -1,0 +1,94 @@
+"""`distribute_tensor`: one logical tensor becomes a DTensor."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.comm.record import record_collective, recording
+from shardwright.errors import LayoutError
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.local import current_mesh
+from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+from shardwright.tensor.spec import coords_of, spec_of
+from shardwright.tensor.wrap import as_ours, wrap
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsArgument | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    order: tuple[str, ...] | None = None,
+) -> DTensor:
+    """A leaf DTensor with the values of `tensor`.
+
+    Args:
+        tensor: the whole logical tensor on every rank (on `src_data_rank` at least); a DTensor of this very
+            layout passes through.
+        placements: one per axis, or `{axis name: placement}`; axes not named: Replicate.
+        src_data_rank: index on each axis of the rank whose data counts; None: each rank's own, nothing is sent.
+        order: axes in order of application, if not left to right.
+    Raises: LayoutError: wrong count, unknown axis, dim out of range, a DTensor of another layout.
+    Cost: a broadcast of the tensor per axis; none with `src_data_rank=None`.
+    """
+    mesh = current_mesh(device_mesh)
+    given = (Replicate(),) * mesh.ndim if placements is None else placements
+    resolved, _ = resolve_placements(mesh, given, default="replicate")
+    if isinstance(tensor, TorchDTensor):
+        return _already(as_ours(tensor), mesh, resolved)
+    if not tensor.is_leaf:
+        raise LayoutError(
+            "distribute_tensor makes a leaf: the given tensor has a history; use DTensor.from_local"
+        )
+    layout = Layout(
+        mesh, resolved, tuple(tensor.shape), dtype=tensor.dtype, stride=tuple(tensor.stride()), order=order
+    )
+    coords = coords_of(mesh)
+    if coords is None:
+        return wrap(tensor.new_empty(0), spec_of(layout, mesh), requires_grad=tensor.requires_grad)
+    full = tensor.detach().to(mesh.device_type)
+    if src_data_rank is not None:
+        full = _from_source(full, mesh, src_data_rank)
+    local = layout.split(full, coords)
+    if (
+        local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        and local.numel() < full.numel()
+    ):
+        local = local.clone()  # a part must not keep the whole alive
+    return wrap(local.detach(), spec_of(layout, mesh), requires_grad=tensor.requires_grad)
+
+
+def _from_source(full: torch.Tensor, mesh: DeviceMesh, source: int) -> torch.Tensor:
+    """The tensor of the source rank on every rank: a broadcast along each axis in turn."""
+    if full.is_meta or mesh.size() == 1:
+        return full
+    result = full.contiguous().clone()
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        root = dist.get_global_rank(group, source)
+        dist.broadcast(result, root, group)
+        if recording():
+            sent = result.numel() * result.element_size() * (mesh.size(axis) - 1)
+            record_collective(
+                "broadcast",
+                axis=str(axis),
+                bytes_sent=sent if dist.get_rank() == root else 0,
+                reason="distribute_tensor",
+                shape=tuple(result.shape),
+                dtype=result.dtype,
+            )
+    return result if full.is_contiguous() else torch.empty_like(full).copy_(result)
+
+
+def _already(x: DTensor, mesh: DeviceMesh, placements: tuple[object, ...]) -> DTensor:
+    if x.device_mesh != mesh or x.placements != placements:
+        raise LayoutError(f"the tensor is already distributed as {x.layout}; use redistribute to move it")
+    return cast(DTensor, x)

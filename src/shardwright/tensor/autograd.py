@@ -1,0 +1,112 @@
+"""The differentiable ways into, out of and between layouts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.tensor.move import move_local
+from shardwright.tensor.spec import spec_of, with_dtype
+from shardwright.tensor.use import kept_spec, restore_axes
+from shardwright.tensor.wrap import wrap
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwright.layout.layout import Layout
+    from shardwright.tensor.dtensor import DTensor
+
+
+def finished(layout: Layout) -> Layout:
+    """The layout with every Pending replaced by its dual: where the gradient of such a value lives."""
+    return layout.with_placements(tuple(p.dual() for p in layout.placements), order=layout.order_names)
+
+
+def acceptable_gradient(source: Layout, gradient: Layout) -> Layout:
+    """The cheapest layout that a gradient may have for a value of layout `source`.
+
+    A replicated value takes a pending sum as well as a finished gradient, whichever it already is.
+    """
+    chosen = []
+    for want, have in zip(source.placements, gradient.placements, strict=True):
+        keep = want.is_replicated and have.is_pending and have.linear
+        chosen.append(have if keep else want.dual())
+    return gradient.with_placements(tuple(chosen), order=source.order_names)
+
+
+class FromLocal(torch.autograd.Function):
+    """local tensor -> DTensor. Backward: the local part of the gradient in `grad_layout`'s placements."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, layout: Layout, mesh: DeviceMesh, grad_layout: Layout
+    ) -> torch.Tensor:
+        ctx.grad_layout, ctx.mesh = grad_layout, mesh
+        ctx.set_materialize_grads(False)
+        return wrap(local.view_as(local), spec_of(layout, mesh))
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None, None]:  # type: ignore[override]
+        if grad is None:
+            return None, None, None, None
+        target = grad.layout.with_placements(ctx.grad_layout.placements, order=ctx.grad_layout.order_names)
+        local = move_local(grad, target, reason="gradient of from_local")
+        return local, None, None, None
+
+
+class ToLocal(torch.autograd.Function):
+    """DTensor -> local tensor. Backward: the local gradient is a DTensor of `grad_layout`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, grad_layout: Layout) -> torch.Tensor:
+        ctx.grad_layout, ctx.mesh = grad_layout, x.device_mesh
+        ctx.set_materialize_grads(False)
+        return x._local_tensor.view_as(x._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+        if grad is None:
+            return None, None
+        layout: Layout = ctx.grad_layout
+        return wrap(grad, spec_of(with_dtype(layout, grad.dtype), ctx.mesh)), None
+
+
+class Redistribute(torch.autograd.Function):
+    """DTensor -> DTensor of another layout. Backward: from the layout that the gradient has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, target: Layout, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.source = x.layout
+        ctx.set_materialize_grads(False)
+        local = move_local(x, target, reason="redistribute")
+        if local is x._local_tensor:
+            local = local.view_as(local)
+        return wrap(local, spec_of(target, mesh))
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None]:  # type: ignore[override]
+        if grad is None:
+            return None, None, None
+        target = acceptable_gradient(ctx.source, grad.layout)
+        local = move_local(grad, target, reason="gradient of redistribute")
+        return wrap(local, spec_of(target, grad.device_mesh)), None, None
+
+
+class Localize(torch.autograd.Function):
+    """Parameter -> what the computation sees of it: its local tensor, or a DTensor on the axes that are left.
+
+    Backward: the gradient gets the parameter's axes back, Pending(sum) on the axes where ranks still differ.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> torch.Tensor:
+        ctx.spec = x._spec
+        ctx.set_materialize_grads(False)
+        local = x._local_tensor.view_as(x._local_tensor)
+        inner = kept_spec(x._spec)
+        return local if inner is None else wrap(local, inner)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:  # type: ignore[override]
+        return None if grad is None else restore_axes(ctx.spec, grad)

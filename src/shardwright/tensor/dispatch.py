@@ -1,0 +1,134 @@
+"""Dispatch of one ATen op on DTensors: look up the prepared call, move what must move, run on locals, wrap.
+
+Everything that can be decided from the op and the layouts is decided once and cached (`prepare`); the same
+call with the same layouts costs one look-up. Ops that are not one local call per rank have handlers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.rules import registry
+from shardwright.tensor import handlers
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.mixing import replicate_plain
+from shardwright.tensor.prepare import NeedsDecomposition, Prepared, prepare
+from shardwright.tensor.run import run
+from shardwright.tensor.wrap import as_ours
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_CACHE_SIZE = 65536
+_cache: dict[tuple[Any, ...], Prepared | NeedsDecomposition] = {}
+_cache_generation = -1
+
+
+def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The value of `func` on the logical tensors, as DTensors.
+
+    Raises: RuleError: the op has no meaning on these layouts; what the single-device op raises.
+    Cost: the redistributions that `trace()` shows; none when a rule takes the layouts as they are.
+    """
+    handler = handlers.find(func)
+    if handler is not None:
+        return handler(func, args, kwargs)
+    rewrite = registry.rewrite_of(func)
+    if rewrite is not None:
+        return rewrite(func, *args, **kwargs)
+    return dispatch_by_rule(func, args, kwargs)
+
+
+def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The common path: one local call per rank, as the rules decide."""
+    tensors: list[Any] = []
+    key: list[Any] = [func]
+    _collect(args, tensors, key)
+    for name in kwargs:
+        key.append(name)
+        _collect((kwargs[name],), tensors, key)
+    if any(not isinstance(t, DTensor) for t in tensors):
+        return _with_plain_tensors(func, args, kwargs, tensors)
+    frozen = tuple(key)
+    prepared = _lookup(frozen)
+    if prepared is None:
+        prepared = prepare(func, args, kwargs, tensors)
+        _store(frozen, prepared)
+    if isinstance(prepared, NeedsDecomposition):
+        return prepared.run(args, kwargs)
+    return run(prepared, func, args, kwargs, tensors)
+
+
+def _collect(values: tuple[Any, ...], tensors: list[Any], key: list[Any]) -> None:
+    """Append the tensors and what identifies each value; `1`, `1.0` and `True` must not look alike."""
+    for value in values:
+        if isinstance(value, DTensor):
+            tensors.append(value)
+            key.append(value._spec)
+        elif isinstance(value, torch.Tensor):
+            tensors.append(value)
+            key.append(None)
+        elif isinstance(value, list | tuple):
+            key.append(len(value))
+            _collect(tuple(value), tensors, key)
+        else:
+            key.append(value.__class__)
+            key.append(value if value.__hash__ is not None else id(value))
+
+
+def _lookup(key: tuple[Any, ...]) -> Prepared | NeedsDecomposition | None:
+    global _cache_generation  # noqa: PLW0603 - the cache follows the open registry of rules
+    generation = registry.generation()
+    if generation != _cache_generation:
+        _cache.clear()
+        _cache_generation = generation
+    return _cache.get(key)
+
+
+def _store(key: tuple[Any, ...], prepared: Prepared | NeedsDecomposition) -> None:
+    if len(_cache) >= _CACHE_SIZE:
+        _cache.clear()
+    _cache[key] = prepared
+
+
+def _with_plain_tensors(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Any]
+) -> Any:
+    """torch's DTensors become ours, plain tensors replicated ones where that is allowed; then once more."""
+    ours = next(t for t in tensors if isinstance(t, TorchDTensor))
+    mesh = ours.device_mesh
+    schema = func._schema
+
+    def convert(value: Any, written: bool) -> Any:
+        if isinstance(value, TorchDTensor):
+            return as_ours(value)
+        if isinstance(value, torch.Tensor):
+            return value if written else replicate_plain(value, mesh, func)
+        if isinstance(value, list | tuple):
+            return type(value)(convert(v, written) for v in value)
+        return value
+
+    writes = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
+    names = [a.name for a in schema.arguments]
+    new_args = tuple(convert(v, writes[n]) for n, v in zip(names, args, strict=False))
+    new_kwargs = {name: convert(value, writes.get(name, False)) for name, value in kwargs.items()}
+    if _writes_plain(new_args, new_kwargs):
+        return handlers.write_into_plain(func, new_args, new_kwargs)
+    return dispatch(func, new_args, new_kwargs)
+
+
+def _writes_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Is a plain tensor left? Then the op writes into it: everything else was converted."""
+    leaves = torch.utils._pytree.tree_leaves((args, dict(kwargs)))
+    return any(isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in leaves)
+
+
+def clear_cache() -> None:
+    """Forget every prepared call (after a change of devices or process groups)."""
+    _cache.clear()
+
+
+DTensor._dispatch = staticmethod(dispatch)

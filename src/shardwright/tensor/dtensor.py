@@ -1,0 +1,204 @@
+"""The distributed tensor: a logical tensor, its layout, and the local tensor of this rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.compat import axis_names
+from shardwright.errors import LayoutError
+from shardwright.layout.layout import Layout
+from shardwright.tensor.autograd import ToLocal, finished
+from shardwright.tensor.chunks import chunk_list, shard_of, write_items
+from shardwright.tensor.local import from_local, redistribute, replicated
+from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+from shardwright.tensor.spec import Extra, Spec, spec_of
+from shardwright.tensor.wrap import CLASSES, wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+class DTensor(TorchDTensor):
+    """A tensor of one logical shape whose elements live on the ranks of a mesh, as its layout says.
+
+    It is a `torch.distributed.tensor.DTensor`: optimizers, `fully_shard` and torch's distributed checkpoints
+    accept it. Every op on it gives the single-device answer or a clear error.
+    Not a layout (no data there), not a process group.
+    """
+
+    _spec: Spec
+    _local_tensor: torch.Tensor
+    __slots__: list[str] = []
+    # Set by `tensor.dispatch`, which needs this class: the only knot between the two.
+    _dispatch: ClassVar[Callable[..., Any]]
+
+    # -- what it is -----------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """Where each element lives: mesh axes, placements, order, logical shape, stride, dtype."""
+        return self._spec.layout
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"DTensor({self.layout}, local={self._local_tensor})"
+
+    # -- in and out -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_local(  # type: ignore[override]
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: PlacementsArgument | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: PlacementsArgument | None = None,
+    ) -> DTensor:
+        """The DTensor whose part on this rank is `local_tensor`.
+
+        Args:
+            local_tensor: this rank's part, in the shape that the layout gives it.
+            placements: one per mesh axis, or `{axis name: placement}` naming all of them; Replicate if None.
+            run_check: broadcast replicated parts from the first rank and compare shapes, as torch does.
+            shape, stride: the logical ones; without them every rank is taken to hold a part of equal shape.
+            grad_placements: where the gradient is brought before it is handed to `local_tensor`.
+        Raises: LayoutError: the local shape is not the one that the layout gives this rank.
+        Cost: none; with `run_check` a broadcast per replicated axis.
+        """
+        return from_local(
+            local_tensor,
+            device_mesh,
+            placements,
+            run_check=run_check,
+            shape=shape,
+            stride=stride,
+            grad_placements=grad_placements,
+        )
+
+    def to_local(self, *, grad_placements: PlacementsArgument | None = None) -> torch.Tensor:
+        """This rank's part, differentiable; a view of it, not a copy.
+
+        Args: grad_placements: what the gradient of the local part is to the logical tensor; as torch, by
+            default the tensor's own placements with pending ones finished.
+        Cost: none.
+        """
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            return (
+                self._local_tensor.view_as(self._local_tensor) if self.requires_grad else self._local_tensor
+            )
+        if grad_placements is None:
+            grad_layout = finished(self.layout)
+        else:
+            placements, order = resolve_placements(
+                self.device_mesh, grad_placements, default="layout", x=self
+            )
+            grad_layout = self.layout.with_placements(placements, order=order)
+        return cast(torch.Tensor, ToLocal.apply(self, grad_layout))
+
+    def redistribute(  # type: ignore[override]
+        self,
+        device_mesh: DeviceMesh | PlacementsArgument | None = None,
+        placements: PlacementsArgument | None = None,
+        *,
+        async_op: bool = False,  # noqa: ARG002 - torch's signature
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+        order: Sequence[str] | None = None,
+    ) -> DTensor:
+        """The same values in another layout, differentiable.
+
+        Args:
+            device_mesh: the tensor's own mesh, or already the placements as a mapping.
+            placements: one per axis, or `{axis name: placement}`; axes not named stay as they are.
+            async_op: accepted for torch's signature; the result is complete when it is returned.
+            forward_dtype, backward_dtype: cast before moving, and the gradient before it moves back.
+            order: axes in order of application, if not left to right.
+        Raises: LayoutError: unknown axis, wrong count, another mesh. PlanError: no way to the target.
+        Cost: `plan_redistribution(x.layout, target).total_bytes` over all ranks.
+        """
+        return redistribute(
+            self,
+            device_mesh,
+            placements,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+            order=order,
+        )
+
+    def full_tensor(self, *, grad_placements: PlacementsArgument | None = None) -> torch.Tensor:
+        """The logical tensor, whole and finished, on every rank; differentiable.
+
+        Cost: a redistribution to Replicate on all axes.
+        """
+        return replicated(self).to_local(grad_placements=grad_placements)
+
+    # -- protocol: tracing ----------------------------------------------------------------------------
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> DTensor:
+        placements, meta, extra, requires_grad = flatten_spec
+        local, mesh = inner_tensors["_local_tensor"], inner_tensors["device_mesh"]
+        layout = Layout(
+            mesh,
+            placements,
+            tuple(outer_size),
+            dtype=local.dtype if isinstance(local, torch.Tensor) else meta.dtype,
+            stride=tuple(outer_stride),
+            order=_names(mesh, extra),
+        )
+        use = extra.use if isinstance(extra, Extra) else None
+        return wrap(local, spec_of(layout, mesh, use), requires_grad=requires_grad)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """A compiled backward expects finished gradients of finished values."""
+        target = finished(self.layout)
+        return self if target == self.layout else self.redistribute(placements=target.placements)
+
+    def __coerce_same_metadata_as_tangent__(
+        self, flatten_spec: tuple[Any, ...], expected_type: type | None = None
+    ) -> DTensor | None:
+        if expected_type is not None:
+            return None
+        return self.redistribute(self.device_mesh, flatten_spec[0])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return cls._dispatch(func, args, kwargs or {})
+
+    # -- protocol: torch's distributed checkpoint -------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
+        return write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return shard_of(self, index)
+
+    def _raise_if_contains_partial_placements(self) -> None:
+        if any(p.is_pending for p in self.layout.placements):
+            raise LayoutError(f"{self.layout} is not finished; redistribute it before saving")
+
+
+def _names(mesh: DeviceMesh, extra: Any) -> tuple[str, ...] | None:
+    if not isinstance(extra, Extra):
+        return None
+    names = axis_names(mesh)
+    return tuple(names[axis] for axis in extra.order)
+
+
+CLASSES[False] = DTensor

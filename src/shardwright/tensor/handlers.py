@@ -1,0 +1,90 @@
+"""Ops that are not one local call per rank: scalars read by the host, comparisons, lists, random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardwright.comm.record import record_decision, recording
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.lists import run_on_lists
+from shardwright.tensor.local import replicated
+from shardwright.tensor.random import draw
+
+Handler = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+aten = torch.ops.aten
+
+
+def find(func: torch._ops.OpOverload) -> Handler | None:
+    """The handler of an op, None when the op takes the common path."""
+    found = _HANDLERS.get(func)
+    if found is not None:
+        return found
+    name = func._schema.name
+    if name.startswith(("aten::_foreach_", "aten::_fused_")):
+        _HANDLERS[func] = run_on_lists
+        return run_on_lists
+    return None
+
+
+def item(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`.item()` and friends read the finished logical value, never the local part."""
+    x = args[0]
+    whole = replicated(x)
+    if whole is not x and recording():
+        record_decision(func.name(), "redistribute: the host reads the finished value", str(x.layout))
+    return func(whole._local_tensor, *args[1:], **kwargs)
+
+
+def equal(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, Any]) -> bool:
+    """`torch.equal` of logical tensors: every rank compares its part, then all agree."""
+    left, right = args
+    if tuple(left.shape) != tuple(right.shape):
+        return False
+    return bool((left == right).all().item())
+
+
+def write_into_plain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """An op that writes into a plain tensor reads the full values of its DTensors, and says so."""
+    if recording():
+        record_decision(func.name(), "gather: a DTensor is written into a plain tensor")
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return replicated(value)._local_tensor
+        if isinstance(value, list | tuple):
+            return type(value)(whole(v) for v in value)
+        return value
+
+    return func(*(whole(a) for a in args), **{name: whole(value) for name, value in kwargs.items()})
+
+
+_HANDLERS: dict[torch._ops.OpOverload, Handler] = {
+    aten._local_scalar_dense.default: item,
+    aten.is_nonzero.default: item,
+    aten.equal.default: equal,
+}
+_RANDOM = (
+    aten.native_dropout.default,
+    aten.bernoulli_.float,
+    aten.bernoulli_.Tensor,
+    aten.bernoulli.default,
+    aten.bernoulli.p,
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.exponential_.default,
+    aten.log_normal_.default,
+    aten.cauchy_.default,
+    aten.geometric_.default,
+    aten.random_.default,
+    aten.random_.to,
+    getattr(aten.random_, "from"),
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.multinomial.default,
+)
+_HANDLERS.update(dict.fromkeys(_RANDOM, draw))

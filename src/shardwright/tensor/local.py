@@ -1,0 +1,161 @@
+"""`from_local`, `redistribute` and `full_tensor`: argument checks above, autograd functions below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+
+from shardwright.errors import LayoutError
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
+from shardwright.tensor.autograd import FromLocal, Redistribute, finished
+from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+from shardwright.tensor.spec import coords_of
+
+if TYPE_CHECKING:
+    from shardwright.tensor.dtensor import DTensor
+
+
+def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """The given mesh, or the one of the surrounding `with mesh:` block. Raises: LayoutError: neither."""
+    if mesh is not None:
+        return mesh
+    try:
+        return cast(DeviceMesh, _mesh_resources.get_current_mesh())
+    except RuntimeError as error:
+        raise LayoutError("no device mesh: pass one, or work inside `with mesh:`") from error
+
+
+def from_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh | None,
+    placements: PlacementsArgument | None,
+    *,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: PlacementsArgument | None,
+) -> DTensor:
+    """See `DTensor.from_local`."""
+    mesh = current_mesh(mesh)
+    given = (Replicate(),) * mesh.ndim if placements is None else placements
+    resolved, _ = resolve_placements(mesh, given, default="error")
+    if (shape is None) != (stride is None):
+        raise LayoutError("pass shape and stride together, or neither")
+    layout = _stated(mesh, resolved, local, shape, stride) if shape is not None else None
+    if layout is None:
+        layout = inferred_layout(local, mesh, resolved)
+    coords = coords_of(mesh)
+    if coords is None:
+        local = local.new_empty(0, requires_grad=local.requires_grad)
+    else:
+        _check_shape(local, layout, coords)
+        if run_check:
+            local = _same_on_replicas(local, mesh, layout)
+    grad_layout = finished(layout)
+    if grad_placements is not None:
+        grad_layout = layout.with_placements(resolve_placements(mesh, grad_placements, default="error")[0])
+    return cast("DTensor", FromLocal.apply(local, layout, mesh, grad_layout))
+
+
+def _stated(
+    mesh: DeviceMesh,
+    placements: tuple[object, ...],
+    local: torch.Tensor,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> Layout:
+    return Layout(mesh, placements, tuple(shape or ()), dtype=local.dtype, stride=tuple(stride or ()))
+
+
+def inferred_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[object]) -> Layout:
+    """The layout in which every rank holds a part of this shape: each cut dim is n times as long.
+
+    Raises: LayoutError: a placement that does not cut exactly one dim; then the logical shape must be given.
+    """
+    shape = list(local.shape)
+    stride = list(local.stride())
+    for axis, placement in reversed(list(enumerate(placements))):
+        dim = getattr(placement, "dim", None)
+        if not getattr(placement, "is_partition", False):
+            continue
+        if not isinstance(dim, int):
+            raise LayoutError(
+                f"from_local cannot infer the logical shape under {placement}: pass shape and stride"
+            )
+        dim = dim % max(len(shape), 1)
+        size = mesh.size(axis)
+        shape[dim] *= size
+        stride = [s * size if s > stride[dim] and i != dim else s for i, s in enumerate(stride)]
+    return Layout(mesh, tuple(placements), tuple(shape), dtype=local.dtype, stride=tuple(stride))
+
+
+def _check_shape(local: torch.Tensor, layout: Layout, coords: tuple[int, ...]) -> None:
+    expected = tuple(layout.local_shape(coords))
+    if tuple(local.shape) != expected:
+        raise LayoutError(
+            f"local tensor of shape {tuple(local.shape)} on coords {coords}, but {layout} gives this rank "
+            f"{expected}: pass the part that belongs here, or the right shape="
+        )
+
+
+def _same_on_replicas(local: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:
+    """Broadcast from the first rank of every replicated axis."""
+    result = local.detach().contiguous().clone()
+    for axis, placement in enumerate(layout.placements):
+        if placement.is_replicated:
+            group = mesh.get_group(axis)
+            dist.broadcast(result, dist.get_global_rank(group, 0), group)
+    return local + (result - local).detach() if local.requires_grad else result
+
+
+def redistribute(
+    x: DTensor,
+    mesh: DeviceMesh | PlacementsArgument | None,
+    placements: PlacementsArgument | None,
+    *,
+    forward_dtype: torch.dtype | None,
+    backward_dtype: torch.dtype | None,
+    order: Sequence[str] | None,
+) -> DTensor:
+    """See `DTensor.redistribute`."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        mesh, placements = None, mesh
+    if isinstance(mesh, DeviceMesh) and mesh != x.device_mesh:
+        raise LayoutError(
+            f"{x.layout} lives on another mesh; redistribution between meshes is not available yet"
+        )
+    if placements is None:
+        raise LayoutError("redistribute needs placements: one per axis, or {axis name: placement}")
+    resolved, kept_order = resolve_placements(x.device_mesh, placements, default="layout", x=x)
+    if forward_dtype is not None and forward_dtype != x.dtype:
+        x = cast("DTensor", x.to(forward_dtype))
+    if backward_dtype is not None:
+        x = cast("DTensor", _CastGradient.apply(x, backward_dtype))
+    target = x.layout.with_placements(resolved, order=order if order is not None else kept_order)
+    return cast("DTensor", Redistribute.apply(x, target, x.device_mesh))
+
+
+class _CastGradient(torch.autograd.Function):
+    """Identity whose gradient is cast before it travels back."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtypes = (x.dtype, dtype)  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad.to(ctx.dtypes[0]), None  # type: ignore[attr-defined]
+
+
+def replicated(x: DTensor) -> DTensor:
+    """The same tensor, whole and finished on every rank."""
+    target = x.layout.with_placements((Replicate(),) * len(x.layout.placements))
+    if target == x.layout:
+        return x
+    return cast("DTensor", Redistribute.apply(x, target, x.device_mesh))

@@ -1,0 +1,49 @@
+"""Shapes, strides and dtypes of an op's results, found by running it on tensors without data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from shardwright.rules.call import TensorInfo
+from shardwright.tensor.dtensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class DataDependentError(Exception):
+    """The op's result cannot be described without its data."""
+
+
+def result_infos(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[TensorInfo | None, ...]:
+    """One entry per flattened result, None where it is no tensor.
+
+    Raises: DataDependentError; what the op itself raises for these shapes.
+    """
+    with _disable_current_modes(), torch.no_grad():
+        meta_args, meta_kwargs = tree_map_only(DTensor, _meta, (args, dict(kwargs)))
+        if "device" in meta_kwargs:
+            meta_kwargs["device"] = torch.device("meta")
+        try:
+            out = func(*meta_args, **meta_kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
+            raise DataDependentError(func.name()) from error
+    return tuple(_info(value) for value in tree_flatten(out)[0])
+
+
+def _meta(x: DTensor) -> torch.Tensor:
+    layout = x.layout
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+
+
+def _info(value: Any) -> TensorInfo | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return TensorInfo(tuple(value.shape), tuple(value.stride()), value.dtype)

@@ -1,0 +1,65 @@
+"""`explicit()`: inside it an op that would communicate on its own raises instead."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from shardwright.errors import ImplicitRedistributionError
+from shardwright.plan.redistribution import plan_redistribution
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from shardwright.tensor.dtensor import DTensor
+    from shardwright.tensor.prepare import Prepared
+
+
+class _Mode(threading.local):
+    explicit = False
+
+
+_mode = _Mode()
+
+
+@contextmanager
+def explicit() -> Iterator[None]:
+    """Within the block (of this thread) an implicit redistribution raises ImplicitRedistributionError."""
+    before = _mode.explicit
+    _mode.explicit = True
+    try:
+        yield
+    finally:
+        _mode.explicit = before
+
+
+def refuse_implicit(func: torch._ops.OpOverload, prepared: Prepared, tensors: list[DTensor]) -> None:
+    """Raise for a call that would communicate implicitly while `explicit()` is active.
+
+    A move that costs nothing (taking a slice of what the rank holds, embedding a finished value) is no
+    communication and passes.
+    """
+    if not _mode.explicit:
+        return
+    for move in prepared.moves:
+        plan = plan_redistribution(tensors[move.operand].layout, move.target)
+        if plan.total_bytes:
+            raise ImplicitRedistributionError(_text(func, prepared, tensors, move.operand, plan.total_bytes))
+
+
+def _text(
+    func: torch._ops.OpOverload, prepared: Prepared, tensors: list[DTensor], operand: int, cost: int
+) -> str:
+    target = next(m.target for m in prepared.moves if m.operand == operand)
+    lines = [
+        f"{func.name()}: needs an implicit redistribution (explicit mode allows none): {prepared.reason}"
+    ]
+    for index, tensor in enumerate(tensors):
+        mark = "   <- must become " + str(target) if index == operand else ""
+        lines.append(f"  operand {index}  {tensor.layout}{mark}")
+    named = ", ".join(f"{a!r}: {p!r}" for a, p in zip(target.axes, target.placements, strict=True))
+    lines.append(f"  fix:  operand.redistribute({{{named}}})     {cost} B over all ranks")
+    return "\n".join(lines)

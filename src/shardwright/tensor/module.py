@@ -1,0 +1,149 @@
+"""`distribute_module`: the parameters and buffers of a module become DTensors."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.errors import ParallelError
+from shardwright.placement.base import Replicate
+from shardwright.tensor.api import distribute_tensor
+from shardwright.tensor.local import current_mesh
+from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+
+PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
+ByPattern = Mapping[str, PlacementsArgument]
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: PartitionFn | ByPattern | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Make every parameter and buffer a DTensor on `device_mesh`, in place; tied weights stay tied.
+
+    Args:
+        partition_fn: as torch's function `(name, submodule, mesh)`, or `{pattern: placements}`: a shell
+            pattern over qualified parameter and buffer names ("layers.*.wq.weight"); the first that matches
+            wins. What nothing names is replicated.
+        input_fn: `(module, inputs, mesh) -> inputs`, before the forward.
+        output_fn: `(module, outputs, mesh) -> outputs`, after it.
+        src_data_rank: see `distribute_tensor`.
+    Raises: ParallelError: a pattern that matches nothing, a placement that does not fit, a module that was
+        distributed before; nothing has been changed then.
+    Cost: that of `distribute_tensor` per parameter, none with `src_data_rank=None`.
+    """
+    mesh = current_mesh(device_mesh)
+    if getattr(module, "_shardwright_distributed", False):
+        raise ParallelError(
+            "distribute_module was already called on this module; place its parts, or place it once"
+        )
+    if isinstance(partition_fn, Mapping):
+        _place_by_pattern(module, mesh, partition_fn, src_data_rank)
+    else:
+        if partition_fn is not None:
+            for name, child in module.named_modules():
+                partition_fn(name, child, mesh)
+        _place_by_pattern(module, mesh, {}, src_data_rank)
+    _register_hooks(module, mesh, input_fn, output_fn)
+    module._shardwright_distributed = True  # type: ignore[assignment]
+    return module
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Qualified names of parameters and buffers, each name of a tied one included."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named.update(module.named_buffers(remove_duplicate=False))
+    return named
+
+
+def _place_by_pattern(module: nn.Module, mesh: DeviceMesh, patterns: ByPattern, source: int | None) -> None:
+    named = _tensors(module)
+    chosen = {name: _placements_for(name, patterns, mesh) for name in named}
+    _check_patterns(patterns, named)
+    made: dict[int, torch.Tensor] = {}
+    for name, tensor in named.items():
+        if not isinstance(tensor, TorchDTensor) and id(tensor) not in made:
+            made[id(tensor)] = _distributed(name, tensor, mesh, chosen[name], source)
+    for name, tensor in named.items():
+        if id(tensor) in made:
+            _set(module, name, made[id(tensor)])
+
+
+def _placements_for(name: str, patterns: ByPattern, mesh: DeviceMesh) -> tuple[Any, ...]:
+    for pattern, given in patterns.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return resolve_placements(mesh, given, default="replicate")[0]
+    return (Replicate(),) * mesh.ndim
+
+
+def _check_patterns(patterns: ByPattern, named: Mapping[str, torch.Tensor]) -> None:
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
+            some = ", ".join(list(named)[:6])
+            raise ParallelError(f"no parameter or buffer is named {pattern!r}; the module has {some}, ...")
+
+
+def _distributed(
+    name: str, tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], source: int | None
+) -> torch.Tensor:
+    try:
+        made = distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=source)
+    except ValueError as error:
+        raise ParallelError(f"{name}: {error}") from error
+    if not isinstance(tensor, nn.Parameter):
+        return made
+    parameter = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return carry_over(tensor, parameter)
+
+
+def carry_over(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Attributes that users hung on a parameter, and its hooks, move to the one that replaces it."""
+    for key, value in vars(old).items():
+        if not key.startswith("_"):
+            setattr(new, key, value)
+    hooks = getattr(old, "_backward_hooks", None)
+    if hooks:
+        for hook in hooks.values():
+            new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
+    return new
+
+
+def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = tensor  # type: ignore[assignment]
+    else:
+        owner._buffers[leaf] = tensor
+
+
+def _register_hooks(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    input_fn: Callable[..., Any] | None,
+    output_fn: Callable[..., Any] | None,
+) -> None:
+    if input_fn is not None:
+        if len(inspect.signature(input_fn).parameters) == 2:
+            module.register_forward_pre_hook(lambda _, inputs: input_fn(inputs, mesh))
+        else:
+            module.register_forward_pre_hook(lambda owner, inputs: input_fn(owner, inputs, mesh))
+    if output_fn is not None:
+        if len(inspect.signature(output_fn).parameters) == 2:
+            module.register_forward_hook(lambda _, __, outputs: output_fn(outputs, mesh))
+        else:
+            module.register_forward_hook(lambda owner, _, outputs: output_fn(owner, outputs, mesh))

@@ -1,0 +1,25 @@
+"""Moving the local tensor of a DTensor to another layout: the one place that plans and executes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwright.comm.execute import execute
+from shardwright.plan.redistribution import plan_redistribution
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwright.layout.layout import Layout
+    from shardwright.tensor.dtensor import DTensor
+
+
+def move_local(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
+    """The local tensor that this rank holds once `x` has the layout `target` (the same object if it has it).
+
+    Not differentiable: autograd lies above. Cost: what `plan_redistribution(x.layout, target)` states.
+    """
+    source = x.layout
+    if source is target or source == target:
+        return x._local_tensor
+    return execute(plan_redistribution(source, target), x._local_tensor, x.device_mesh, reason=reason)

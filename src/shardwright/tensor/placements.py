@@ -1,0 +1,60 @@
+"""Placement arguments: a sequence with one placement per axis, or a mapping by axis name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.compat import axis_names
+from shardwright.errors import LayoutError
+from shardwright.placement.base import Replicate
+from shardwright.placement.convert import as_placement
+
+if TYPE_CHECKING:
+    from shardwright.placement.base import Placement
+    from shardwright.tensor.dtensor import DTensor
+
+PlacementsArgument = Sequence[Any] | Mapping[str, Any]
+Unnamed = Literal["replicate", "layout", "error"]
+
+
+def resolve_placements(
+    mesh: DeviceMesh, given: PlacementsArgument, *, default: Unnamed, x: DTensor | None = None
+) -> tuple[tuple[Placement, ...], tuple[str, ...] | None]:
+    """One placement per axis of `mesh`, and the order of application that stays valid (None: left to right).
+
+    Args:
+        given: one per axis, or `{axis name: placement}`.
+        default: what an axis gets that a mapping does not name: Replicate, `x`'s own placement, or an error.
+    Raises: LayoutError: a wrong count, an axis that the mesh does not have, an axis not named.
+    """
+    names = axis_names(mesh)
+    if isinstance(given, Mapping):
+        return _by_name(names, given, default, x)
+    placements = tuple(as_placement(p) for p in given)
+    if len(placements) != len(names):
+        raise LayoutError(
+            f"{len(placements)} placements for a mesh of {len(names)} axes {names}: give one per axis, "
+            "or a mapping {axis name: placement}"
+        )
+    return placements, None
+
+
+def _by_name(
+    names: tuple[str, ...], given: Mapping[str, Any], default: Unnamed, x: DTensor | None
+) -> tuple[tuple[Placement, ...], tuple[str, ...] | None]:
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise LayoutError(f"the mesh has no axis {unknown[0]!r}; its axes are {names}")
+    missing = [name for name in names if name not in given]
+    if missing and default == "error":
+        raise LayoutError(f"no placement for axis {missing[0]!r}: every axis of {names} must be named here")
+    own = dict(zip(x.layout.axes, x.layout.placements, strict=True)) if x is not None else {}
+    keep = default == "layout" and x is not None
+    filled: list[Placement] = [
+        as_placement(given[name]) if name in given else (own[name] if keep else Replicate()) for name in names
+    ]
+    order = x.layout.order_names if keep and x is not None else None
+    return tuple(filled), order

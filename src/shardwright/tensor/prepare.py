@@ -1,0 +1,190 @@
+"""Deciding a call once: metadata of the results, the rule, the layouts, the local arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.errors import RuleError
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
+from shardwright.rules import registry
+from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.propagate import Decision, propagate
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.metadata import DataDependentError, result_infos
+from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One operand must have another layout before the local call."""
+
+    operand: int
+    target: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A decided call on one rank: nothing in it depends on the data."""
+
+    moves: tuple[Move, ...]
+    overrides: tuple[tuple[str, Any], ...]  # schema argument -> its value in the local call
+    results: tuple[Spec | None, ...]
+    written: tuple[int | None, ...]  # per result: the operand that it is (in-place and out=)
+    mutated: tuple[int, ...]
+    brought_back: tuple[int, ...]  # written operands that the call needs in another layout
+    skip: bool  # this rank holds nothing of an operand: no kernel is called
+    reason: str
+    fallback: bool
+    gather_all: bool  # shapes depend on the data: the results' layouts are found after the call
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsDecomposition:
+    """No rule for the op itself, but for the ops that it consists of."""
+
+    function: Any
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The same value from other ops, each dispatched on its own."""
+        return self.function(*args, **kwargs)
+
+
+def prepare(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
+) -> Prepared | NeedsDecomposition:
+    """Decide the call; raises what the single-device op raises for these shapes, or RuleError."""
+    mesh = _one_mesh(func, tensors)
+    use = _common_use(tensors)
+    try:
+        infos = result_infos(func, args, kwargs)
+    except DataDependentError:
+        composite = _decomposition(func)
+        return composite if composite is not None else _gathered(func, tensors)
+    call = Call(func, _described(args), tuple((k, _describe(v)) for k, v in kwargs.items()), infos)
+    layouts = tuple(t.layout for t in tensors)
+    composite = _decomposition(func) if not registry.rules_of(func) else None
+    if composite is not None:
+        return composite
+    decision = propagate(call, layouts)
+    return _settled(func, call, decision, tensors, mesh, use)
+
+
+def _decomposition(func: torch._ops.OpOverload) -> NeedsDecomposition | None:
+    if registry.rules_of(func):
+        return None
+    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return NeedsDecomposition(func.decompose)
+    function = registry.fallback_decomposition(func)
+    return None if function is None else NeedsDecomposition(function)
+
+
+def _settled(
+    func: torch._ops.OpOverload,
+    call: Call,
+    decision: Decision,
+    tensors: list[DTensor],
+    mesh: DeviceMesh,
+    use: LocalUse | None,
+) -> Prepared:
+    coords = coords_of(mesh)
+    moves = tuple(
+        Move(i, want)
+        for i, (want, t) in enumerate(zip(decision.inputs, tensors, strict=True))
+        if want != t.layout
+    )
+    mutated = tuple(i for i, o in enumerate(call.flat_operands) if o.mutated)
+    results = tuple(None if out is None else spec_of(out, mesh, use) for out in decision.outputs)
+    overrides = decision.local_args(coords) if coords is not None else {}
+    return Prepared(
+        moves=moves,
+        overrides=tuple((overrides or {}).items()),
+        results=results,
+        written=_written(func, call),
+        mutated=mutated,
+        brought_back=tuple(m.operand for m in moves if m.operand in mutated),
+        skip=coords is None or (not decision.runs_empty and _holds_nothing(decision.inputs, coords)),
+        reason=decision.reason,
+        fallback=decision.fallback,
+        gather_all=False,
+    )
+
+
+def _holds_nothing(inputs: tuple[Layout, ...], coords: tuple[int, ...]) -> bool:
+    """Does a cut leave this rank without elements of an operand that has some?"""
+    return any(layout.numel > 0 and 0 in layout.local_shape(coords) for layout in inputs)
+
+
+def _gathered(func: torch._ops.OpOverload, tensors: list[DTensor]) -> Prepared:
+    moves = tuple(Move(i, replicated_layout(t.layout)) for i, t in enumerate(tensors))
+    return Prepared(
+        moves=tuple(m for m in moves if m.target != tensors[m.operand].layout),
+        overrides=(),
+        results=(),
+        written=(),
+        mutated=(),
+        brought_back=(),
+        skip=False,
+        reason=f"{func.name()}: the shape of its result depends on the data",
+        fallback=True,
+        gather_all=True,
+    )
+
+
+def replicated_layout(layout: Layout) -> Layout:
+    """The same tensor, whole and finished on every rank."""
+    return layout.with_placements((Replicate(),) * len(layout.placements))
+
+
+def _written(func: torch._ops.OpOverload, call: Call) -> tuple[int | None, ...]:
+    """Per tensor result: the operand whose storage it is, for in-place and out= calls."""
+    sets = {}
+    for index, operand in enumerate(call.flat_operands):
+        argument = next(a for a in func._schema.arguments if a.name == operand.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for name in argument.alias_info.before_set:
+                sets[name] = index
+    found: list[int | None] = []
+    for result in func._schema.returns:
+        alias = result.alias_info
+        names = alias.before_set if alias is not None and alias.is_write else ()
+        found.append(next((sets[name] for name in names if name in sets), None))
+    return tuple(found)
+
+
+def _one_mesh(func: torch._ops.OpOverload, tensors: list[DTensor]) -> DeviceMesh:
+    mesh: DeviceMesh = tensors[0].device_mesh
+    for other in tensors[1:]:
+        if other.device_mesh is not mesh and other.layout.mesh_shape != tensors[0].layout.mesh_shape:
+            raise RuleError(
+                f"{func.name()}: operands live on different meshes\n"
+                f"  {tensors[0].layout}\n  {other.layout}\n"
+                "  fix: redistribute one of them onto the other's mesh"
+            )
+    return mesh
+
+
+def _common_use(tensors: list[DTensor]) -> LocalUse | None:
+    """Results of localized parameters alone are localized too; beside an ordinary DTensor they are not."""
+    use = tensors[0]._spec.use
+    return use if all(t._spec.use == use for t in tensors) else None
+
+
+def _described(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_describe(v) for v in values)
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        layout = value.layout
+        return TensorInfo(tuple(layout.shape), tuple(layout.stride), layout.dtype)
+    if isinstance(value, list | tuple):
+        return _described(tuple(value))
+    return value

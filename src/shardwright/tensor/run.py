@@ -1,0 +1,172 @@
+"""Running a prepared call: move, call on the local tensors, wrap. Decides nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwright.comm.record import record_decision, recording
+from shardwright.errors import LayoutError
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
+from shardwright.rules.identity import identity_of
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.modes import refuse_implicit
+from shardwright.tensor.move import move_local
+from shardwright.tensor.spec import Spec, coords_of, spec_of
+from shardwright.tensor.wrap import wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardwright.tensor.prepare import Prepared
+
+
+def run(
+    prepared: Prepared,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[DTensor],
+) -> Any:
+    """The op's result as DTensors; operands that are written come back as the objects that were given."""
+    locals_ = [t._local_tensor for t in tensors]
+    if prepared.moves:
+        _move(prepared, func, tensors, locals_)
+    if prepared.skip:
+        out = _nothing(prepared, tensors)
+    else:
+        local_args, local_kwargs = _local_call(prepared, func, args, kwargs, locals_)
+        out = func(*local_args, **local_kwargs)
+    for operand in prepared.brought_back:
+        _bring_back(prepared, func, tensors[operand], operand, locals_[operand])
+    if prepared.gather_all:
+        return _wrap_replicated(out, tensors[0])
+    return _wrap(prepared, out, tensors)
+
+
+def _move(
+    prepared: Prepared, func: torch._ops.OpOverload, tensors: list[DTensor], locals_: list[torch.Tensor]
+) -> None:
+    refuse_implicit(func, prepared, tensors)
+    for move in prepared.moves:
+        source = tensors[move.operand]
+        if recording():
+            kind = "fallback" if prepared.fallback else "redistribute"
+            record_decision(func.name(), f"{kind}: {prepared.reason}", f"{source.layout} -> {move.target}")
+        locals_[move.operand] = move_local(source, move.target, reason=f"{func.name()}: {prepared.reason}")
+
+
+def _bring_back(
+    prepared: Prepared, func: torch._ops.OpOverload, written: DTensor, operand: int, local: torch.Tensor
+) -> None:
+    """The call wrote into a copy of another layout: the tensor that was given gets the values."""
+    target = next(m.target for m in prepared.moves if m.operand == operand)
+    changed = wrap(local, spec_of(target, written.device_mesh))
+    back = move_local(changed, written.layout, reason=f"{func.name()}: written in place")
+    written._local_tensor.copy_(back)
+
+
+def _local_call(
+    prepared: Prepared,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    locals_: list[torch.Tensor],
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of the local call: local tensors for tensors, overridden sizes for sizes."""
+    remaining = iter(locals_)
+    local_args = [_substitute(value, remaining) for value in args]
+    local_kwargs = {name: _substitute(value, remaining) for name, value in kwargs.items()}
+    if prepared.overrides:
+        positions = {a.name: i for i, a in enumerate(func._schema.arguments)}
+        for name, value in prepared.overrides:
+            position = positions[name]
+            if position < len(local_args):
+                local_args[position] = value
+            else:
+                local_kwargs[name] = value
+    return local_args, local_kwargs
+
+
+def _substitute(value: Any, remaining: Any) -> Any:
+    if isinstance(value, DTensor):
+        return next(remaining)
+    if isinstance(value, list | tuple):
+        return [_substitute(v, remaining) for v in value]
+    return value
+
+
+def _wrap(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
+    specs, written = prepared.results, prepared.written
+    if isinstance(out, torch.Tensor):
+        if written[0] is not None:
+            return tensors[written[0]]
+        spec = specs[0]
+        return out if spec is None else wrap(_checked(out, spec), spec)
+    if out is None:
+        return None
+    flat, tree = tree_flatten(out)
+    per_return = written if len(written) == len(flat) else (None,) * len(flat)
+    wrapped = [
+        value
+        if spec is None or not isinstance(value, torch.Tensor)
+        else (tensors[w] if w is not None else wrap(_checked(value, spec), spec))
+        for value, spec, w in zip(flat, specs, per_return, strict=True)
+    ]
+    return tree_unflatten(wrapped, tree)
+
+
+def _checked(local: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """The law that a rule promised: the local result has the shape that the layout gives this rank.
+
+    Raises: LayoutError: a rule is wrong. Never a wrong value in silence.
+    """
+    coords = coords_of(spec.mesh)
+    if coords is not None and tuple(local.shape) != tuple(spec.layout.local_shape(coords)):
+        raise LayoutError(
+            f"a rule gave {spec.layout}, whose part on {coords} has shape {spec.layout.local_shape(coords)}, "
+            f"but the local result has shape {tuple(local.shape)}: the rule is wrong, please report it"
+        )
+    return local
+
+
+def _nothing(prepared: Prepared, tensors: list[DTensor]) -> Any:
+    """What a rank contributes that holds nothing: an empty part, or the identity of the reduction."""
+    made = [_identity(spec, tensors[0]) for spec in prepared.results]
+    if not made:
+        return None
+    if len(made) == 1:
+        return made[0]
+    return tuple(made)
+
+
+def _identity(spec: Spec | None, like: DTensor) -> torch.Tensor | None:
+    if spec is None:
+        return None
+    coords = coords_of(spec.mesh)
+    layout: Layout = spec.layout
+    shape = layout.local_shape(coords) if coords is not None else (0,)
+    local = torch.empty(tuple(shape), dtype=layout.dtype, device=like._local_tensor.device)
+    if local.numel():
+        pending = [p for p in layout.placements if p.is_pending]
+        local.fill_(identity_of(pending[0], layout.dtype) if pending else 0)
+    return local
+
+
+def _wrap_replicated(out: Any, like: DTensor) -> Any:
+    flat, tree = tree_flatten(out)
+    mesh = like.device_mesh
+    replicate = (Replicate(),) * mesh.ndim
+    wrapped = [
+        wrap(
+            v,
+            spec_of(Layout(mesh, replicate, tuple(v.shape), dtype=v.dtype, stride=tuple(v.stride())), mesh),
+        )
+        if isinstance(v, torch.Tensor)
+        else v
+        for v in flat
+    ]
+    return tree_unflatten(wrapped, tree)

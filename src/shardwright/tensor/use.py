@@ -1,0 +1,81 @@
+"""What a parameter is outside its local use and inside it: axes that go when it computes, and come back after."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.compat import axis_names
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
+from shardwright.placement.partial import Partial
+from shardwright.tensor.spec import LocalUse, Spec, spec_of, with_dtype
+from shardwright.tensor.wrap import as_ours, wrap
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwright.tensor.dtensor import DTensor
+
+
+def kept_spec(spec: Spec) -> Spec | None:
+    """The spec that the computation sees: on the axes that are not localized; None when there are none."""
+    use = _use(spec)
+    names = axis_names(spec.mesh)
+    kept = tuple(name for name in names if name not in use.axes)
+    if not kept:
+        return None
+    mesh = spec.mesh[kept]
+    layout = _without_axes(spec.layout, use.axes, kept, mesh)
+    return spec_of(layout, mesh)
+
+
+def _without_axes(layout: Layout, gone: tuple[str, ...], kept: tuple[str, ...], mesh: Any) -> Layout:
+    """The layout of what is left after the localized axes have cut the tensor."""
+    placements = {a: p for a, p in zip(layout.axes, layout.placements, strict=True) if a in kept}
+    shape = list(layout.shape)
+    if any(p.is_partition for a, p in zip(layout.axes, layout.placements, strict=True) if a in gone):
+        coords = tuple(0 if a in kept else c for a, c in zip(layout.axes, _coords(layout), strict=True))
+        bare = {a: p for a, p in zip(layout.axes, layout.placements, strict=True) if a in gone}
+        only_gone = layout.with_placements(_replicate_others(layout, bare))
+        shape = list(only_gone.local_shape(coords))
+    order = tuple(name for name in layout.order_names if name in kept)
+    return Layout(mesh, placements, tuple(shape), dtype=layout.dtype, order=order)
+
+
+def _replicate_others(layout: Layout, kept: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(kept.get(axis, Replicate()) for axis in layout.axes)
+
+
+def _coords(layout: Layout) -> tuple[int, ...]:
+    return layout.coords_of(dist.get_rank())
+
+
+def restore_axes(spec: Spec, grad: torch.Tensor) -> DTensor:
+    """The gradient of the computation's view as a gradient of the parameter: the localized axes come back."""
+    use = _use(spec)
+    layout = spec.layout
+    inner: dict[str, Any] = {}
+    local = grad
+    if isinstance(grad, TorchDTensor):
+        ours = as_ours(grad)
+        local = ours._local_tensor
+        inner = dict(zip(ours.layout.axes, ours.layout.placements, strict=True))
+    placements = []
+    for axis, placement in zip(layout.axes, layout.placements, strict=True):
+        if axis in inner:
+            placements.append(inner[axis])
+        else:
+            placements.append(Partial("sum") if axis in use.summed else placement)
+    target = with_dtype(layout, local.dtype)
+    return wrap(
+        local, spec_of(target.with_placements(tuple(placements), order=layout.order_names), spec.mesh)
+    )
+
+
+def _use(spec: Spec) -> LocalUse:
+    if spec.use is None:
+        return LocalUse((), ())
+    return spec.use

@@ -1,0 +1,31 @@
+"""Making the DTensor of a local tensor: no checks, no autograd, no communication."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from shardwright.tensor.spec import layout_of, spec_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+    from shardwright.tensor.dtensor import DTensor
+    from shardwright.tensor.spec import Spec
+
+# The two classes of this package, entered where they are defined: [0] ordinary, [1] with a local use.
+CLASSES: list[Any] = [None, None]
+
+
+def wrap(local: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
+    """The DTensor whose part on this rank is `local`."""
+    cls = CLASSES[spec.use is not None]
+    return cast("DTensor", cls.__new__(cls, local, spec, requires_grad=requires_grad))
+
+
+def as_ours(x: TorchDTensor) -> DTensor:
+    """torch's own DTensor as ours: the same local tensor, no communication, no autograd."""
+    if isinstance(x, CLASSES[0]):
+        return cast("DTensor", x)
+    spec = x._spec
+    return wrap(x._local_tensor, spec_of(layout_of(spec), spec.mesh))
