@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 if TYPE_CHECKING:
@@ -27,8 +26,7 @@ SGD_RATE = 0.1
 def make_optimizer(model: nn.Module, config: TrainConfig, kind: Kind = "adamw") -> Optimizer:
     """AdamW (or plain SGD) over all parameters, with weight decay on matrices only.
 
-    One parameter group per mesh and decay, so that a foreach op never mixes meshes. Group order follows
-    parameter order, so it is the same on every rank.
+    The two groups are the same for every mesh, so that a checkpoint's groups fit any of them.
     """
     groups = _groups(model.parameters(), config.weight_decay if kind == "adamw" else 0.0)
     if kind == "sgd":
@@ -53,8 +51,8 @@ def schedule(step: int, warmup: int, steps: int) -> float:
 
 
 def _groups(parameters: Iterable[Tensor], decay: float) -> list[dict[str, Any]]:
-    groups: dict[Hashable, list[Tensor]] = {}
+    matrices: list[Tensor] = []
+    vectors: list[Tensor] = []
     for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((mesh, parameter.dim() > 1), []).append(parameter)
-    return [{"params": members, "weight_decay": decay if key[1] else 0.0} for key, members in groups.items()]  # type: ignore[index]
+        (matrices if parameter.dim() > 1 else vectors).append(parameter)
+    return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -23,14 +23,18 @@ class Display:
     and no rank waits for a terminal. A rank that is not the first shows nothing.
     """
 
-    def __init__(self, steps: int, done: int, experts: int, *, quiet: bool) -> None:
+    def __init__(self, steps: int, experts: int, *, quiet: bool) -> None:
         self.steps, self.experts = steps, experts
         self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
         self._held_out: float | None = None
         self._task = TaskID(0)
         self._bar = self._make_bar() if self.console.is_terminal and not quiet else None
+
+    def start(self, done: int, headline: str) -> None:
+        """Say what the run is, and that it has `done` steps behind it."""
+        self.say(headline)
         if self._bar is not None:
-            self._task = self._bar.add_task("", total=steps, completed=done, facts="starting")
+            self._task = self._bar.add_task("", total=self.steps, completed=done, facts="starting")
 
     def _make_bar(self) -> Progress:
         return Progress(

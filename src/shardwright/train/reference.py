@@ -31,27 +31,32 @@ class DenseExperts(nn.Module):
 class ReferenceMoE(nn.Module):
     """Top-k mixture of dense experts:  [b, s, h] -> [b, s, h].
 
-    `choices` keeps the experts of the last call:  [t, k].
+    `scores` [t, experts] and `choices` [t, k] describe the last call. While `replay` is set, its experts [t,
+    k] are used instead of the best ones: what another run decided, weighed by this one's scores.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.top_k = shape.top_k
-        self.router = nn.Linear(shape.hidden, shape.experts, bias=False)
+        self.router = _Weight(shape.experts, shape.hidden)
         self.experts = DenseExperts(shape)
+        self.replay: Tensor | None = None
+        self.scores: Tensor | None = None
         self.choices: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]."""
         tokens = x.flatten(0, 1)
-        scores = self.router(tokens).softmax(-1)
-        best, self.choices = scores.topk(self.top_k, dim=-1)
-        weights = best / best.sum(-1, keepdim=True)
+        scores = functional.linear(tokens, self.router.weight).softmax(-1)
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
+        choices = best if self.replay is None else self.replay
+        self.scores, self.choices = scores.detach(), best
+        kept = scores.gather(1, choices)
+        weights = kept / kept.sum(-1, keepdim=True)
         out = torch.zeros_like(tokens)
         for expert in range(scores.shape[-1]):
-            token, slot = (self.choices == expert).nonzero(as_tuple=True)
-            mixed = self.experts(tokens[token], expert) * weights[token, slot, None]
-            out = out.index_add(0, token, mixed.to(out.dtype))
+            token, slot = (choices == expert).nonzero(as_tuple=True)
+            out = out.index_add(0, token, self.experts(tokens[token], expert) * weights[token, slot, None])
         return out.view_as(x)
 
 

@@ -1,0 +1,162 @@
+"""The training run of one rank: from settings to an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from shardwright.checkpoint.folder import NEWEST, choose, step_path
+from shardwright.checkpoint.load import load
+from shardwright.checkpoint.save import save
+from shardwright.explain.table import layout_table
+from shardwright.train import supervise
+from shardwright.train.agreement import from_first_rank
+from shardwright.train.data import load_corpus
+from shardwright.train.gather import full_parameters
+from shardwright.train.metrics import StepRecord, load_entropy
+from shardwright.train.model import Decoder, ModelShape, count_parameters
+from shardwright.train.optim import make_optimizer
+from shardwright.train.parallelize import build_model
+from shardwright.train.progress import Display
+from shardwright.train.run_folder import LAYOUTS, SAMPLE, RunFolder, choose_folder
+from shardwright.train.sample import write_text
+from shardwright.train.step import Observer, StepResult, Trainer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shardwright.context.context import DistributedContext
+    from shardwright.train.config import TrainConfig
+
+SAMPLE_LENGTH = 400
+
+
+def run(config: TrainConfig, context: DistributedContext, observers: Iterable[Observer] = ()) -> int:
+    """Train as `config` says, on every rank of `context` at once.
+
+    Returns: the exit code: 0, or 128 + signal when a rank was asked to stop (the step is finished and saved).
+    Raises: ShardwrightError, the same on every rank: a setting, a folder or a checkpoint cannot be used.
+    """
+    folder = RunFolder(from_first_rank(context, lambda: choose_folder(config)), writes=context.is_main)
+    return TrainingRun(config, context, folder, observers).run()
+
+
+class TrainingRun:
+    """One rank's loop over the steps, with what it shows and keeps."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        context: DistributedContext,
+        folder: RunFolder,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        self.config, self.context, self.folder = config, context, folder
+        corpus = load_corpus(config.data, config.seq_len)
+        model = build_model(config, context)
+        self.trainer = Trainer(config, context, corpus, model, make_optimizer(model, config))
+        self.trainer.observers.extend(observers)
+        self._began = time.perf_counter()
+
+    def run(self) -> int:
+        """Train until the last step or a stop, and leave the folder complete."""
+        display = Display(self.config.steps, self.config.experts, quiet=not self.context.is_main)
+        done = self._resume(display) if self.config.resume else 0
+        self.folder.open(self.config, done)
+        self.folder.write(LAYOUTS, layout_table(self.trainer.model.named_parameters()).text)
+        with contextlib.closing(self.folder), display:
+            display.start(done, self._headline())
+            stopped = self._steps(done, display)
+            if not stopped:
+                self._finish(display)
+        return supervise.stop_exit_code() if stopped else 0
+
+    def _resume(self, display: Display) -> int:
+        """Load the checkpoint that `--resume` means; the number of steps that it has behind it."""
+        config = self.config
+        choice = from_first_rank(self.context, lambda: choose(self.folder.path, config.resume or NEWEST))
+        for skipped in choice.skipped:
+            display.say(f"resume: {skipped}")
+        loaded = load(choice.path, model=self.trainer.model, optimizer=self.trainer.optimizer)
+        display.say(f"resume: {choice.path.name}, {loaded.step} of {config.steps} steps done")
+        return loaded.step or 0
+
+    def _headline(self) -> str:
+        config, model, corpus = self.config, self.trainer.model, self.trainer.corpus
+        degrees = {
+            "dp_replicate": config.dp_replicate,
+            "dp_shard": config.dp_shard,
+            "cp_replicate": config.cp_replicate,
+            "tp": config.tp,
+            "ep": config.ep,
+        }
+        spread = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1)
+        return (
+            f"{count_parameters(model):,} parameters on {config.world} ranks ({spread or 'one device'}); "
+            f"{len(corpus.train):,} bytes of {corpus.source}, {len(corpus.held_out):,} held out"
+        )
+
+    def _steps(self, done: int, display: Display) -> bool:
+        """Run the steps after `done`; True if a rank was asked to stop."""
+        for step in range(done + 1, self.config.steps + 1):
+            began = time.perf_counter()
+            result = self.trainer.step(step, supervise.stop_requested)
+            last = result.stop or step == self.config.steps
+            measured = last or step % self.config.eval_every == 0
+            held_out = self.trainer.held_out_loss() if measured else None
+            record = self._record(step, result, held_out, began)
+            self.folder.log(record)
+            display.show(record)
+            if last or self._saves_at(step):
+                self._save(step)
+            supervise.heartbeat(step)
+            if result.stop:
+                display.say(f"stopped after step {step}; go on with --resume --out {self.folder.path}")
+                return True
+        return False
+
+    def _record(self, step: int, result: StepResult, held_out: float | None, began: float) -> StepRecord:
+        now = time.perf_counter()
+        return StepRecord(
+            step=step,
+            loss=result.loss,
+            held_out_loss=held_out,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            load_entropy=load_entropy(result.loads),
+            tokens_per_second=self.config.batch_size * self.config.seq_len / (now - began),
+            bytes_communicated=result.bytes_communicated,
+            seconds=now - self._began,
+        )
+
+    def _saves_at(self, step: int) -> bool:
+        every = self.config.checkpoint_every
+        return every > 0 and step % every == 0
+
+    def _save(self, step: int) -> None:
+        with supervise.long_operation():
+            save(
+                step_path(self.folder.path, step),
+                model=self.trainer.model,
+                optimizer=self.trainer.optimizer,
+                step=step,
+                config=self.config.model_dump(mode="json"),
+            )
+
+    def _finish(self, display: Display) -> None:
+        """Leave the curve and a sample. The other ranks are done once the weights have been gathered."""
+        with supervise.long_operation():
+            weights = full_parameters(self.trainer.model)
+            if not self.context.is_main:
+                return
+            self.folder.write(SAMPLE, self._sample(weights))
+            if not self.folder.draw():
+                display.say("no loss curve: matplotlib is not installed (pip install 'shardwright[plot]')")
+            display.say(f"metrics, loss curve, layouts, sample and checkpoints are in {self.folder.path}")
+
+    def _sample(self, weights: dict[str, Tensor]) -> str:
+        model = Decoder(ModelShape.of(self.config))
+        model.load_state_dict(weights)
+        return write_text(model.to(self.context.device), SAMPLE_LENGTH, self.config.seed) + "\n"

@@ -1,0 +1,73 @@
+"""The folder of a run, `--out`: metrics, loss curve, layouts, sample and checkpoints."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+from shardwright.errors import ConfigError
+from shardwright.train.config import TrainConfig
+from shardwright.train.metrics import MetricsFile, StepRecord, read_metrics
+from shardwright.train.plot import draw_losses
+
+METRICS = "metrics.jsonl"
+SAMPLE = "sample.txt"
+CURVE = "loss.png"
+LAYOUTS = "layouts.txt"
+SETTINGS = "config.json"
+
+
+def choose_folder(config: TrainConfig) -> Path:
+    """`--out`, by default a new folder below `runs` named after the time.
+
+    Raises: ConfigError: a new run would write into a folder that already holds something.
+    """
+    path = config.out or Path("runs") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"--out {path} is a file: name a folder")
+    if config.resume is None and path.exists() and any(path.iterdir()):
+        raise ConfigError(
+            f"--out {path} is not empty, and a new run would mix with what is there: "
+            "add --resume to go on with it, or name another folder"
+        )
+    if config.resume is not None and not path.is_dir():
+        raise ConfigError(
+            f"--out {path} does not exist, so there is nothing to --resume: name the run's folder"
+        )
+    return path
+
+
+class RunFolder:
+    """What one rank keeps of a run. Only the first rank writes; on the others the calls do nothing."""
+
+    def __init__(self, path: Path, *, writes: bool) -> None:
+        self.path, self.writes = path, writes
+        self._metrics: MetricsFile | None = None
+
+    def open(self, config: TrainConfig, done: int) -> None:
+        """Begin a run, or go on with one that has `done` steps behind it."""
+        if not self.writes:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.write(SETTINGS, config.model_dump_json(indent=2) + "\n")
+        metrics = self.path / METRICS
+        self._metrics = MetricsFile.resume_at(metrics, done) if config.resume else MetricsFile.create(metrics)
+
+    def log(self, record: StepRecord) -> None:
+        """Add the line of a finished step."""
+        if self._metrics is not None:
+            self._metrics.append(record)
+
+    def write(self, name: str, text: str) -> None:
+        """Keep a text under this name."""
+        if self.writes:
+            (self.path / name).write_text(text, encoding="utf-8")
+
+    def draw(self) -> bool:
+        """Draw the loss curve; False without matplotlib."""
+        return self.writes and draw_losses(read_metrics(self.path / METRICS), self.path / CURVE)
+
+    def close(self) -> None:
+        """No line follows."""
+        if self._metrics is not None:
+            self._metrics.close()

@@ -1,0 +1,86 @@
+"""What each rank of a run does between joining the world and leaving it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from shardwright.context.parameters import DeviceMeshParameters
+from shardwright.context.process import world_size_of_launch
+from shardwright.train import supervise
+from shardwright.train.agreement import from_first_rank
+from shardwright.train.config import TrainConfig
+from shardwright.train.data import load_corpus
+from shardwright.train.loop import run
+from shardwright.train.optim import Kind, make_optimizer
+from shardwright.train.parallelize import build_model
+from shardwright.train.reference_run import ReferenceRun
+from shardwright.train.step import Trainer
+from shardwright.train.verify import Findings, Verifier
+
+if TYPE_CHECKING:
+    from shardwright.context.context import DistributedContext
+
+
+def main_rank(config: TrainConfig) -> int:
+    """Train, or train and verify, on this rank of the world that the environment describes.
+
+    Returns: the exit code of the run, the same on every rank.
+    Raises: ShardwrightError: the run cannot be what was asked for; the same on every rank.
+    """
+    config = config.check(given_ranks=world_size_of_launch())
+    with degrees(config).build(device=config.device) as context:
+        return verified_run(config, context) if config.verify else run(config, context)
+
+
+def degrees(config: TrainConfig) -> DeviceMeshParameters:
+    """The degrees of a checked config."""
+    return DeviceMeshParameters(
+        data_parallel_replicate=config.dp_replicate,
+        data_parallel_shard=config.dp_shard or 1,
+        context_parallel_replicate=config.cp_replicate,
+        tensor_parallel=config.tp,
+        expert_parallel=config.ep,
+    )
+
+
+def verified_run(config: TrainConfig, context: DistributedContext) -> int:
+    """Train with AdamW as usual and once more with SGD, each beside one device; print the result.
+
+    Returns: 0, 1 if a bound is broken, or 128 + signal after a stop, which ends the comparison.
+    """
+    findings = Findings()
+    with supervise.long_operation():
+        code = run(config, context, [_verifier(config, context, findings, "adamw")])
+        if code == 0:
+            _run_sgd(config, context, findings)
+    if code:
+        return code
+    if context.is_main:
+        report(findings)
+    return from_first_rank(context, lambda: int(bool(findings.broken)))
+
+
+def report(findings: Findings) -> None:
+    """Print reasons, broken bounds and, last, the one line that sums them up."""
+    lines = [*(f"verify: rounding: {reason}" for reason in findings.reasons)]
+    lines += [f"verify: BROKEN: {fact}" for fact in findings.broken]
+    sys.stdout.write("\n".join([*lines, findings.last_line()]) + "\n")
+    sys.stdout.flush()
+
+
+def _run_sgd(config: TrainConfig, context: DistributedContext, findings: Findings) -> None:
+    """The same steps with plain SGD and no clipping: a wrong scale, which AdamW hides, shows there."""
+    model = build_model(config, context)
+    corpus = load_corpus(config.data, config.seq_len)
+    trainer = Trainer(config, context, corpus, model, make_optimizer(model, config, "sgd"), "sgd")
+    trainer.observers.append(_verifier(config, context, findings, "sgd"))
+    for step in range(1, config.steps + 1):
+        trainer.step(step)
+
+
+def _verifier(config: TrainConfig, context: DistributedContext, findings: Findings, kind: Kind) -> Verifier:
+    if not context.is_main:
+        return Verifier(findings, None, kind)
+    corpus = load_corpus(config.data, config.seq_len)
+    return Verifier(findings, ReferenceRun(config, corpus, kind, context.device), kind)

@@ -1,0 +1,196 @@
+"""`--verify`: every step of a parallel run beside the same step on one device.
+
+On every rank an observer brings the run's weights, gradients and routing decisions together; on the first
+rank the reference takes the same step, and both are compared before either goes on. The bounds are those of
+float32; where a difference is larger, the reference is evaluated once more at the run's own weights, with the
+run's own routing, in float64. A gradient that agrees there is right, and the rest is rounding that earlier
+steps have carried forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwright.train.gather import full_gradients, full_parameters, gather_choices
+from shardwright.train.reference_run import Gradients, ReferenceRun
+from shardwright.train.routing import RoutingDifferences, largest_gap, routing_differences
+
+if TYPE_CHECKING:
+    from shardwright.train.step import StepResult, Trainer
+
+LOSS_BOUND = 1e-4
+PARAMETER_BOUND = 1e-4
+GRADIENT_BOUND = 1e-5  # of the largest element
+NORM_BOUND = 1e-5  # of the norm
+TIE_GAP = 1e-5  # scores closer than this are a tie that rounding may decide
+ROUNDING_FACTOR = 8.0  # how much larger than the reference's own rounding the run's may be
+
+
+@dataclass
+class Findings:
+    """What the comparison brought: the largest differences, why large ones are rounding, which bounds broke.
+
+    `gradient` is max|g - g_ref| / max|g_ref| over the parameters at the first, second and last step of each
+    run.
+    """
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    parameter: float = 0.0
+    reasons: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    def last_line(self) -> str:
+        """The line that every verified run ends with."""
+        return (
+            f"verify: max loss difference {self.loss:.3g}, max gradient difference {self.gradient:.3g}, "
+            f"max parameter difference {self.parameter:.3g}"
+        )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run between backward and clipping: whole weights and gradients by name, and routing per layer."""
+
+    step: int
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    choices: list[Tensor]
+
+
+class Verifier:
+    """Observes a run on every rank, and compares it with `reference`, which only the first rank has."""
+
+    def __init__(self, findings: Findings, reference: ReferenceRun | None, name: str) -> None:
+        self.findings, self.reference, self.name = findings, reference, name
+        self._expected: Gradients | None = None
+        self._expected_norm = 0.0
+
+    def before(self, step: int, trainer: Trainer) -> None:
+        """Nothing is compared before the forward pass."""
+
+    def reduced(self, step: int, trainer: Trainer) -> None:
+        """Bring the gradients together and compare them. Collective; cost: gathers weights and gradients."""
+        snapshot = Snapshot(
+            step, full_parameters(trainer.model), full_gradients(trainer.model), gather_choices(trainer)
+        )
+        if self.reference is not None:
+            self._compare_gradients(snapshot, self.reference)
+
+    def after(self, step: int, trainer: Trainer, result: StepResult) -> None:
+        """Compare loss and norm, let the reference update, compare the weights. Collective."""
+        weights = full_parameters(trainer.model)
+        if self.reference is None or self._expected is None:
+            return
+        self._compare_numbers(step, result, self._expected)
+        self.reference.update(step)
+        self._compare_weights(step, weights, self.reference.weights())
+
+    def _compare_gradients(self, run: Snapshot, reference: ReferenceRun) -> None:
+        self._expected = reference.gradients(run.step)
+        worst = relative_differences(run.gradients, self._expected.by_name)
+        if run.step in (1, 2, reference.config.steps):
+            self.findings.gradient = max(self.findings.gradient, *worst.values())
+        large = {name: value for name, value in worst.items() if not value <= GRADIENT_BOUND}
+        self._expected_norm = self._expected.norm
+        norm_error = _relative(Gradients(0.0, run.gradients, []).norm, self._expected_norm)
+        if large or not norm_error <= NORM_BOUND:
+            self._excuse_or_break(run, reference, large)
+
+    def _excuse_or_break(self, run: Snapshot, reference: ReferenceRun, large: Mapping[str, float]) -> None:
+        """Evaluate the reference where the run stands; note a reason if it agrees there, else what broke."""
+        exact = reference.gradients_at(run.step, run.weights, run.choices, torch.float64)
+        rounded = reference.gradients_at(run.step, run.weights, run.choices, torch.float32)
+        routing = routing_differences(exact.scores, run.choices)
+        wrong = {
+            name: error
+            for name, error in relative_differences(run.gradients, exact.by_name).items()
+            if not error <= allowed_error(rounded.by_name[name], exact.by_name[name])
+        }
+        where = f"{self.name}, step {run.step}"
+        for name, error in wrong.items():
+            self.findings.broken.append(
+                f"{where}: the gradient of {name} is off by {error:.3g} of its largest element at the "
+                f"run's own weights (bound {allowed_error(rounded.by_name[name], exact.by_name[name]):.3g})"
+            )
+        if largest_gap(routing) > TIE_GAP:
+            self.findings.broken.append(f"{where}: routing differs where it is no tie: {_text(routing)}")
+        elif not wrong:
+            self._expected_norm = exact.norm
+            self.findings.reasons.append(self._reason(where, run, reference, large, exact))
+
+    def _reason(
+        self, where: str, run: Snapshot, reference: ReferenceRun, large: Mapping[str, float], exact: Gradients
+    ) -> str:
+        drift = largest_difference(run.weights, reference.weights())
+        at_own = max(relative_differences(run.gradients, exact.by_name).values())
+        elsewhere = routing_differences(self._expected.scores if self._expected else [], run.choices)
+        cause = f"weights that rounding has moved by up to {drift:.2g}"
+        if elsewhere:
+            cause += f", routing ties decided otherwise ({_text(elsewhere)})"
+        largest = max(large.values(), default=0.0)
+        return (
+            f"{where}: {len(large)} gradients differ by up to {largest:.2g} of their largest element: "
+            f"rounding ({cause}); at the run's own weights all agree with float64 to {at_own:.2g}"
+        )
+
+    def _compare_numbers(self, step: int, result: StepResult, expected: Gradients) -> None:
+        where = f"{self.name}, step {step}"
+        loss_error = abs(result.loss - expected.loss)
+        self.findings.loss = _larger(self.findings.loss, loss_error)
+        if not loss_error <= LOSS_BOUND:
+            self.findings.broken.append(f"{where}: loss {result.loss:.7g}, one device {expected.loss:.7g}")
+        if not _relative(result.grad_norm, self._expected_norm) <= NORM_BOUND:
+            self.findings.broken.append(
+                f"{where}: gradient norm before clipping {result.grad_norm:.7g}, "
+                f"one device {self._expected_norm:.7g}"
+            )
+
+    def _compare_weights(self, step: int, run: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> None:
+        difference = largest_difference(run, one)
+        self.findings.parameter = _larger(self.findings.parameter, difference)
+        if not difference <= PARAMETER_BOUND:
+            self.findings.broken.append(
+                f"{self.name}, step {step}: parameters differ by {difference:.3g} (bound {PARAMETER_BOUND:g})"
+            )
+
+
+def relative_differences(run: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> dict[str, float]:
+    """max|g - g_ref| / max|g_ref| for each name; 0 where both are zero, inf where only g_ref is."""
+    return {name: _relative_difference(run[name], one[name]) for name in one}
+
+
+def largest_difference(run: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> float:
+    """max|w - w_ref| over all elements of all names; nan if anything is nan."""
+    worst = [(run[name].to(one[name].device) - one[name]).abs().max() for name in one]
+    return float(torch.stack(worst).max())
+
+
+def allowed_error(rounded: Tensor, exact: Tensor) -> float:
+    """The relative error that float32 explains: what the reference loses by it, times a safety factor."""
+    return max(GRADIENT_BOUND, ROUNDING_FACTOR * _relative_difference(rounded, exact))
+
+
+def _relative_difference(g: Tensor, g_ref: Tensor) -> float:
+    error = float((g.to(g_ref) - g_ref).abs().max())
+    scale = float(g_ref.abs().max())
+    if error == 0.0:
+        return 0.0
+    return error / scale if scale else float("inf")
+
+
+def _relative(value: float, expected: float) -> float:
+    return abs(value - expected) / expected if expected else abs(value)
+
+
+def _larger(a: float, b: float) -> float:
+    return b if not b <= a else a  # a nan stays
+
+
+def _text(differences: Sequence[RoutingDifferences]) -> str:
+    return "; ".join(str(difference) for difference in differences)

@@ -1,0 +1,102 @@
+"""Every accepted mesh trains like one device, and a fault planted in a strategy is found."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.worlds import tiny, write_text
+
+MESHES = {
+    "replicate": {"world": 2, "dp_replicate": 2},
+    "fsdp": {"world": 2},
+    "hsdp": {"world": 4, "dp_replicate": 2},
+    "cp_replicate": {"world": 2, "cp_replicate": 2},
+    "ep 2": {"world": 2, "dp_replicate": 2, "ep": 2},
+    "ep 4": {"world": 4, "ep": 4},
+    "hsdp + ep": {"world": 4, "dp_replicate": 2, "ep": 2},
+    "tp 2": {"world": 2, "tp": 2},
+    "tp + fsdp + ep": {"world": 4, "tp": 2, "ep": 2},
+    "cp_replicate + fsdp": {"world": 4, "cp_replicate": 2, "ep": 2},
+    "one device": {"world": 1},
+}
+BATCHES = {"even": 4, "uneven": 5, "fewer than ranks": 1}
+LAST_LINE = re.compile(
+    r"verify: max loss difference (\S+), max gradient difference (\S+), max parameter difference (\S+)"
+)
+
+
+def verified(settings: dict[str, Any], fault: str = "") -> tuple[int, str]:
+    """Run `--verify` on this rank; the exit code and what it printed."""
+    from shardwright.train.runner import degrees, verified_run
+
+    config = tiny(verify=True, **settings)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), planted(fault), degrees(config).build(device="cpu") as context:
+        code = verified_run(config, context)
+    return code, printed.getvalue()
+
+
+@contextlib.contextmanager
+def planted(fault: str):
+    """Spoil the gradients that a run reduces, as a wrong strategy would."""
+    from shardwright.grads.synchronizer import GradientSynchronizer
+
+    right = GradientSynchronizer.synchronize
+
+    def wrong(self: GradientSynchronizer) -> None:
+        right(self)
+        for name, parameter in self._parameters.items():
+            with torch.no_grad():
+                parameter.grad.mul_(FAULTS[fault](name))
+
+    if fault:
+        GradientSynchronizer.synchronize = wrong
+    try:
+        yield
+    finally:
+        GradientSynchronizer.synchronize = right
+
+
+FAULTS = {
+    "all gradients twice as large": lambda name: 2.0,
+    "experts twice as large": lambda name: 2.0 if ".experts." in name else 1.0,
+    "one parameter twice as large": lambda name: 2.0 if name == "blocks.1.attention.wk.weight" else 1.0,
+    "averaged instead of summed": lambda name: 0.5,
+    "one norm a little too large": lambda name: 1.0001 if name == "norm.weight" else 1.0,
+}
+
+
+@pytest.fixture
+def settings(tmp_path) -> dict[str, Any]:
+    write_text(tmp_path / "text")
+    return {"data": tmp_path / "text", "out": tmp_path / "out"}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_trains_like_one_device(ranks, settings, mesh, batch):
+    """Loss and weights within 1e-4, gradients and their norm within 1e-5, under AdamW and SGD."""
+    settings |= {**MESHES[mesh], "batch_size": BATCHES[batch]}
+    results = ranks(settings["world"], verified, settings)
+    printed = results[0][1]
+    assert [result[0] for result in results] == [0] * len(results), printed
+    loss, gradient, parameter = (float(x) for x in LAST_LINE.fullmatch(printed.splitlines()[-1]).groups())
+    assert loss <= 1e-4
+    assert gradient <= 1e-5
+    assert parameter <= 1e-4
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(ranks, settings, fault):
+    settings |= {"world": 2, "ep": 2}
+    results = ranks(2, verified, settings, fault)
+    assert [code for code, _ in results] == [1, 1]
+    printed = results[0][1]
+    assert "verify: BROKEN: adamw, step 1: the gradient of" in printed
+    assert LAST_LINE.fullmatch(printed.splitlines()[-1])
