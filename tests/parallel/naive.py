@@ -56,7 +56,7 @@ def swap_class(module, mesh):
     """Every module's class is exchanged during its own forward for one whose weights are local."""
     _replace(module, mesh)
     for owner in module.modules():
-        if any(owner._parameters.values()):
+        if owner._parameters:
             _swap_class_of(owner, mesh)
     return module
 
@@ -67,9 +67,8 @@ def _swap_class_of(owner, mesh):
     def getter(name):
         return property(lambda self: self._parameters[name].to_local(grad_placements=[Partial()] * mesh.ndim))
 
-    local = type(
-        f"Local{cls.__name__}", (cls,), {n: getter(n) for n, p in owner._parameters.items() if p is not None}
-    )
+    placed = [name for name, p in owner._parameters.items() if p is not None]
+    local = type(f"Local{cls.__name__}", (cls,), {name: getter(name) for name in placed})
     owner.register_forward_pre_hook(lambda m, _: setattr(m, "__class__", local))
     owner.register_forward_hook(lambda m, _, __: setattr(m, "__class__", cls))
 

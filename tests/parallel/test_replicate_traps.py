@@ -38,7 +38,7 @@ def _try(check, strategy):
     return None
 
 
-@pytest.mark.parametrize("check", sorted({check for check, _ in CHECKS}) + ["frozen_parameters_stay_frozen"])
+@pytest.mark.parametrize("check", [*sorted({check for check, _ in CHECKS}), "frozen_parameters_stay_frozen"])
 def test_replicate_holds(ranks, check):
     assert ranks(2, _try, check, "replicate") == [None, None]
 

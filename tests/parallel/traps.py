@@ -1,4 +1,4 @@
-"""What a strategy must not break, each as a function of the strategy; it raises where the promise is broken."""
+"""What a strategy must not break, each a function of the strategy that raises where the promise is broken."""
 
 import copy
 
@@ -34,8 +34,8 @@ def gradients_are_those_of_one_device(place):
     local, wanted = _data(plain)
     model = place(plain, _mesh())
     sum_loss(model, local, 12).backward()
-    check_pending(model, ("dp",))
     check_full_gradients(model, wanted)
+    check_pending(model, ("dp",))
     sum_loss(model, local, 12).backward()
     check_full_gradients(model, wanted, scale=2)
 
@@ -44,6 +44,9 @@ def an_exception_in_the_forward_leaves_it_usable(place):
     plain = tricky()
     local, wanted = _data(plain)
     model = place(plain, _mesh())
+    with pytest.raises(RuntimeError):
+        model.first(torch.randn(3, 5))
+    assert type(model.first) is torch.nn.Linear
     for broken in (local[0].float(), torch.full((1, 2), 99)):
         with pytest.raises((RuntimeError, IndexError)):
             model(broken)
@@ -68,9 +71,10 @@ class _Recomputing(torch.nn.Module):
     def forward(self, tokens):
         hidden = self.inner.embed(tokens)
         hidden = checkpoint(self.inner.first, hidden, use_reentrant=self.reentrant)
-        return checkpoint(
-            lambda h: self.inner.head(h) * self.inner.gain, hidden, use_reentrant=self.reentrant
-        )
+        return checkpoint(self._scaled, hidden, use_reentrant=self.reentrant)
+
+    def _scaled(self, hidden):
+        return self.inner.head(hidden) * self.inner.gain
 
 
 def _recomputes(place, reentrant):
@@ -178,10 +182,10 @@ def classes_stay(place):
     plain = tricky()
     classes = [type(m) for m in plain.modules()]
     seen = []
-    plain.norm.register_forward_hook(lambda *_: seen.extend(type(m) for m in plain.modules()))
+    plain.first.register_forward_hook(lambda *_: seen.extend(type(m) for m in plain.modules()))
     model = place(plain, _mesh())
-    model(token_batch(1)[0])
-    assert seen == classes
+    model.first(torch.randn(2, 6))
+    assert seen == classes, "during a forward"
     assert [type(m) for m in model.modules()] == classes
 
 
