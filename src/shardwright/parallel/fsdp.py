@@ -43,8 +43,8 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, **fully_shard_kwargs: 
 
     Call it on the blocks first, then on the root, as with torch's `fully_shard`: what a block has taken, the
     root leaves alone. Inside a forward the parameters are whole (on these axes) plain tensors; outside they
-    are DTensors, cut on dim 0. Gradients are summed, never averaged: Shard(0) on the shard axis, Pending(sum) on
-    every replicated axis until `grads.GradientSynchronizer` adds them.
+    are DTensors, cut on dim 0. Gradients are summed, never averaged: Shard(0) on the shard axis, Pending(sum)
+    on every replicated axis until `grads.GradientSynchronizer` adds them.
 
     Args:
         mesh: one axis (shard) or two (replicate, shard).

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.place import place_parameters
-from shardwright.placement.base import Placement
+from shardwright.placement.base import Pending, Placement
 from shardwright.placement.convert import as_placement
 
 Given = TorchPlacement | Sequence[TorchPlacement]
@@ -53,9 +53,14 @@ def _per_axis(given: Given, axes: tuple[str, ...], name: str) -> tuple[Placement
 
 
 def _check(axis: str, value: Placement, grad: Placement) -> None:
-    fits = (grad.is_pending and grad.linear) or grad.is_replicated if value.is_replicated else grad == value
+    fits = (
+        (isinstance(grad, Pending) and grad.linear) or grad.is_replicated
+        if value.is_replicated
+        else grad == value
+    )
     if value.is_pending or not fits:
         raise ParallelError(
-            f"ToLocalParallel: axis {axis!r}: a local gradient of placement {grad} cannot belong to a parameter "
-            f"of placement {value}: use Partial('sum') or Replicate() for a replicated one, its own for a cut one"
+            f"ToLocalParallel: axis {axis!r}: a local gradient of placement {grad} cannot belong to a "
+            f"parameter of placement {value}: use Partial('sum') or Replicate() for a replicated one, "
+            "its own placement for a cut one"
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +32,7 @@ def distribute_tensor(
         tensor: the whole logical tensor on every rank (on `src_data_rank` at least); a DTensor of this very
             layout passes through.
         placements: one per axis, or `{axis name: placement}`; axes not named: Replicate.
-        src_data_rank: index on each axis of the rank whose data counts; None: each rank's own, nothing is sent.
+        src_data_rank: index on each axis of the rank whose data counts; None: each rank's own; sends nothing.
         order: axes in order of application, if not left to right.
     Raises: LayoutError: wrong count, unknown axis, dim out of range, a DTensor of another layout.
     Cost: a broadcast of the tensor per axis; none with `src_data_rank=None`.
@@ -91,4 +89,4 @@ def _from_source(full: torch.Tensor, mesh: DeviceMesh, source: int) -> torch.Ten
 def _already(x: DTensor, mesh: DeviceMesh, placements: tuple[object, ...]) -> DTensor:
     if x.device_mesh != mesh or x.placements != placements:
         raise LayoutError(f"the tensor is already distributed as {x.layout}; use redistribute to move it")
-    return cast(DTensor, x)
+    return x

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from shardwright.placement.base import Pending
 from shardwright.tensor.move import move_local
 from shardwright.tensor.spec import spec_of, with_dtype
 from shardwright.tensor.use import kept_spec, restore_axes
@@ -30,9 +31,14 @@ def acceptable_gradient(source: Layout, gradient: Layout) -> Layout:
     """
     chosen = []
     for want, have in zip(source.placements, gradient.placements, strict=True):
-        keep = want.is_replicated and have.is_pending and have.linear
+        keep = want.is_replicated and isinstance(have, Pending) and have.linear
         chosen.append(have if keep else want.dual())
     return gradient.with_placements(tuple(chosen), order=source.order_names)
+
+
+def apply(function: Any, *args: Any) -> DTensor:
+    """`function.apply`, typed: torch leaves it without annotations."""
+    return cast("DTensor", function.apply(*args))
 
 
 class FromLocal(torch.autograd.Function):
@@ -44,10 +50,10 @@ class FromLocal(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.grad_layout, ctx.mesh = grad_layout, mesh
         ctx.set_materialize_grads(False)
-        return wrap(local.view_as(local), spec_of(layout, mesh))
+        return wrap(local.detach(), spec_of(layout, mesh))
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         if grad is None:
             return None, None, None, None
         target = grad.layout.with_placements(ctx.grad_layout.placements, order=ctx.grad_layout.order_names)
@@ -65,7 +71,7 @@ class ToLocal(torch.autograd.Function):
         return x._local_tensor.view_as(x._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if grad is None:
             return None, None
         layout: Layout = ctx.grad_layout
@@ -85,7 +91,7 @@ class Redistribute(torch.autograd.Function):
         return wrap(local, spec_of(target, mesh))
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
         if grad is None:
             return None, None, None
         target = acceptable_gradient(ctx.source, grad.layout)
@@ -108,5 +114,5 @@ class Localize(torch.autograd.Function):
         return local if inner is None else wrap(local, inner)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         return None if grad is None else restore_axes(ctx.spec, grad)

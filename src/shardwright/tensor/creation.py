@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.layout.layout import Layout
-from shardwright.placement.base import Replicate
+from shardwright.placement.base import Pending, Replicate
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local import current_mesh
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
@@ -44,7 +44,7 @@ def _filled(
         if value is not None:
             local.fill_(value)
             for axis, placement in enumerate(layout.placements):
-                if placement.is_pending:
+                if isinstance(placement, Pending):
                     local = placement.embed(local, mesh.size(axis), coords[axis])
     return wrap(local, spec_of(layout, mesh), requires_grad=requires_grad)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import axis_names
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
-from shardwright.tensor.autograd import ToLocal, finished
+from shardwright.tensor.autograd import ToLocal, apply, finished
 from shardwright.tensor.chunks import chunk_list, shard_of, write_items
 from shardwright.tensor.local import from_local, redistribute, replicated
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
@@ -38,18 +38,18 @@ class DTensor(TorchDTensor):
 
     # -- what it is -----------------------------------------------------------------------------------
 
-    @property
-    def layout(self) -> Layout:
+    @property  # torch's `layout` (strided or not) means nothing for a wrapper without storage
+    def layout(self) -> Layout:  # type: ignore[override]
         """Where each element lives: mesh axes, placements, order, logical shape, stride, dtype."""
         return self._spec.layout
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"DTensor({self.layout}, local={self._local_tensor})"
 
     # -- in and out -----------------------------------------------------------------------------------
 
     @staticmethod
-    def from_local(  # type: ignore[override]
+    def from_local(
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
         placements: PlacementsArgument | None = None,
@@ -98,9 +98,9 @@ class DTensor(TorchDTensor):
                 self.device_mesh, grad_placements, default="layout", x=self
             )
             grad_layout = self.layout.with_placements(placements, order=order)
-        return cast(torch.Tensor, ToLocal.apply(self, grad_layout))
+        return apply(ToLocal, self, grad_layout)
 
-    def redistribute(  # type: ignore[override]
+    def redistribute(
         self,
         device_mesh: DeviceMesh | PlacementsArgument | None = None,
         placements: PlacementsArgument | None = None,

@@ -1,5 +1,6 @@
-"""`_foreach_*` and `_fused_*`: one call on the lists of local tensors where every element is elementwise and
-its tensors agree in layout; otherwise element by element through the scalar op.
+"""`_foreach_*` and `_fused_*`: one call on the lists of local tensors where the tensors of a position agree.
+
+Otherwise element by element through the scalar op, each with its own rule.
 """
 
 from __future__ import annotations

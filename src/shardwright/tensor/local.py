@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
-from shardwright.tensor.autograd import FromLocal, Redistribute, finished
+from shardwright.tensor.autograd import FromLocal, Redistribute, apply, finished
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.spec import coords_of
 
@@ -25,7 +25,7 @@ def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is not None:
         return mesh
     try:
-        return cast(DeviceMesh, _mesh_resources.get_current_mesh())
+        return _mesh_resources.get_current_mesh()
     except RuntimeError as error:
         raise LayoutError("no device mesh: pass one, or work inside `with mesh:`") from error
 
@@ -59,7 +59,7 @@ def from_local(
     grad_layout = finished(layout)
     if grad_placements is not None:
         grad_layout = layout.with_placements(resolve_placements(mesh, grad_placements, default="error")[0])
-    return cast("DTensor", FromLocal.apply(local, layout, mesh, grad_layout))
+    return apply(FromLocal, local, layout, mesh, grad_layout)
 
 
 def _stated(
@@ -135,9 +135,9 @@ def redistribute(
     if forward_dtype is not None and forward_dtype != x.dtype:
         x = cast("DTensor", x.to(forward_dtype))
     if backward_dtype is not None:
-        x = cast("DTensor", _CastGradient.apply(x, backward_dtype))
+        x = apply(_CastGradient, x, backward_dtype)
     target = x.layout.with_placements(resolved, order=order if order is not None else kept_order)
-    return cast("DTensor", Redistribute.apply(x, target, x.device_mesh))
+    return apply(Redistribute, x, target, x.device_mesh)
 
 
 class _CastGradient(torch.autograd.Function):
@@ -149,7 +149,7 @@ class _CastGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad.to(ctx.dtypes[0]), None  # type: ignore[attr-defined]
 
 
@@ -158,4 +158,4 @@ def replicated(x: DTensor) -> DTensor:
     target = x.layout.with_placements((Replicate(),) * len(x.layout.placements))
     if target == x.layout:
         return x
-    return cast("DTensor", Redistribute.apply(x, target, x.device_mesh))
+    return apply(Redistribute, x, target, x.device_mesh)

@@ -3,8 +3,8 @@
 Replicated and expert parameters are DTensors for everything that looks at them (optimizers, checkpoints,
 norms), while the module that owns them computes on plain local tensors. The way in between belongs to the
 tensor, not to the module: an op that mixes such a parameter with a tensor that is not on its mesh sees the
-parameter's local tensor, differentiably. So nothing of the module is swapped, hooked or renamed; a child called
-directly, a parent that reads a child's weight, tied weights, activation checkpointing and
+parameter's local tensor, differentiably. So nothing of the module is swapped, hooked or renamed; a child
+called directly, a parent that reads a child's weight, tied weights, activation checkpointing and
 `torch.compile(fullgraph=True)` work.
 
 Rejected: swapping tensors in forward hooks (breaks on exceptions and re-entry), parametrizations (rename
@@ -13,11 +13,11 @@ state_dict keys), wrapping every input (a rank-local batch is no logical tensor 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.tensor.autograd import Localize
+from shardwright.tensor.autograd import Localize, apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import CLASSES, wrap
@@ -54,10 +54,10 @@ class LocalizedDTensor(DTensor):
         return DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
 
 
-@torch._dynamo.allow_in_graph
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def compute_view(x: DTensor) -> torch.Tensor:
     """What a computation sees of a localized parameter: its local tensor (a DTensor where axes are left)."""
-    return cast(torch.Tensor, Localize.apply(x))
+    return apply(Localize, x)
 
 
 def _mixes(args: Sequence[Any], more: Sequence[Any]) -> bool:
@@ -72,7 +72,7 @@ def _mixes(args: Sequence[Any], more: Sequence[Any]) -> bool:
 
 
 def _is_foreign(value: Any, args: Sequence[Any], more: Sequence[Any]) -> bool:
-    """A tensor that is not on the parameter's mesh; one that is (its gradient, its state) is no computation."""
+    """A tensor that is not on the parameter's mesh: one that is (its gradient, its state) computes nothing."""
     if not isinstance(value, torch.Tensor) or isinstance(value, LocalizedDTensor):
         return False
     return not isinstance(value, DTensor) or not _on_same_mesh(value, args, more)

@@ -8,7 +8,7 @@ Source: the same law as a single device's generator, which numbers elements in l
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -38,7 +38,8 @@ def _dropout(x: DTensor, p: float, train: bool | None) -> tuple[DTensor, DTensor
     scaled, mask = aten.native_dropout(ones, p, train)
     placements = tuple(Replicate() if q.is_pending else q for q in x.layout.placements)
     layout = x.layout.with_placements(placements, order=x.layout.order_names)
-    return x * _part(scaled, layout, x), _part(mask, with_dtype(layout, mask.dtype), x)
+    kept = cast(DTensor, x * _part(scaled, layout, x))
+    return kept, _part(mask, with_dtype(layout, mask.dtype), x)
 
 
 def _in_place(

@@ -59,7 +59,8 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
 
     def __enter__(self) -> Self:
         _state.depth += 1
-        return super().__enter__()  # type: ignore[no-any-return]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -68,7 +69,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         if kind is None:
             _checked_sites.add(self._site)
         self._seen.clear()
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,7 +106,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
             raise SpmdError(
                 f"{source_line()}: a plain tensor of shape {tuple(value.shape)} differs between the ranks of "
                 f"{self._mesh.mesh_dim_names}; inside spmd it must be the same everywhere. "
-                "fix: make it from the same seed or data everywhere, or DTensor.from_local if each rank has a part"
+                "fix: make it from the same seed or data everywhere, or use DTensor.from_local for a part per rank"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a parameter is outside its local use and inside it: axes that go when it computes, and come back after."""
+"""Outside its local use and inside it: axes of a parameter that go when it computes, and come back after."""
 
 from __future__ import annotations
 

@@ -1,0 +1,104 @@
+"""`explain`: what an op would do with operands of these layouts, before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from shardwright.errors import RuleError
+from shardwright.layout.layout import Layout
+from shardwright.plan.redistribution import plan_redistribution
+from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.propagate import propagate
+from shardwright.rules.registry import rules_of
+
+if TYPE_CHECKING:
+    from shardwright.rules.decision import Decision
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One decided call: print it.
+
+    decision: what would run. moves: per operand the bytes that its redistribution moves, over all ranks.
+    """
+
+    op: torch._ops.OpOverload
+    operands: tuple[Layout, ...]
+    decision: Decision
+    moves: tuple[int, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op.name()}: {self.decision.reason}"]
+        pairs = zip(self.operands, self.decision.inputs, self.moves, strict=True)
+        for index, (have, want, moved) in enumerate(pairs):
+            how = "as it is" if have == want else f"-> {want}   {moved} B over all ranks"
+            lines.append(f"  operand {index}  {have}   {how}")
+        lines += [f"  result {index}   {out}" for index, out in enumerate(self.decision.outputs)]
+        lines += [f"  rule       {rule}" for rule in rules_of(self.op)]
+        return "\n".join(lines)
+
+
+def explain(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str, *operands: Any) -> Explanation:
+    """Which rule an op would use on these operands, what would move and what comes out; nothing is run.
+
+    Args:
+        op: `torch.ops.aten.mm`, an overload of it, or its name ("aten::mm", "aten::add.Tensor").
+        operands: the call's positional arguments, a `Layout` for each tensor.
+    Raises: RuleError: no such op, or arguments that it refuses.
+    Cost: none.
+    """
+    overload = _overload(op)
+    layouts = tuple(value for value in tree_flatten(list(operands))[0] if isinstance(value, Layout))
+    call = Call(overload, tuple(_described(v) for v in operands), (), _results(overload, operands))
+    decision = propagate(call, layouts)
+    moves = tuple(
+        0 if have == want else plan_redistribution(have, want).total_bytes
+        for have, want in zip(layouts, decision.inputs, strict=True)
+    )
+    return Explanation(overload, layouts, decision, moves)
+
+
+def _overload(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str) -> torch._ops.OpOverload:
+    if isinstance(op, torch._ops.OpOverload):
+        return op
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        names = op.overloads()
+        wanted = next((name for name in ("Tensor", "default") if name in names), names[0])
+        return getattr(op, wanted)  # type: ignore[no-any-return]
+    namespace, _, rest = op.partition("::")
+    name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
+    if packet is None:
+        raise RuleError(f"there is no op {op!r}; write it like 'aten::mm' or 'aten::add.Tensor'")
+    return _overload(getattr(packet, overload) if overload else packet)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Layout):
+        return TensorInfo(tuple(value.shape), tuple(value.stride), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(_described(v) for v in value)
+    return value
+
+
+def _results(op: torch._ops.OpOverload, operands: tuple[Any, ...]) -> tuple[TensorInfo | None, ...]:
+    try:
+        out = op(*(_meta(value) for value in operands))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise RuleError(f"{op.name()} refuses these operands: {str(error).splitlines()[0]}") from error
+    return tuple(
+        TensorInfo(tuple(v.shape), tuple(v.stride()), v.dtype) if isinstance(v, torch.Tensor) else None
+        for v in tree_flatten(out)[0]
+    )
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, Layout):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    if isinstance(value, list | tuple):
+        return [_meta(v) for v in value]
+    return value
