@@ -1,8 +1,9 @@
-"""What the ranks of the checkpoint tests do: small models under every layout, saved by one world, read by another."""
+"""What the ranks of the checkpoint tests do: save a model under one layout, load it under another."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwright import Partial
 from shardwright.checkpoint import load, save
+from shardwright.errors import CheckpointError
 from shardwright.tensor import DTensor, distribute_tensor
 
 Placements = dict[str, Any]
@@ -28,7 +31,7 @@ class Setup:
 
 
 class Model(nn.Module):
-    """Uneven sizes, a tied weight, a 0-d and an empty parameter, a buffer that is saved and one that is not."""
+    """Uneven sizes, a tied weight, a 0-d and an empty parameter, a saved buffer and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,8 +120,8 @@ def load_it(
 
 def save_then_draw(path: Path) -> tuple[float, float]:
     """What the generators of this rank give after a checkpoint was saved."""
-    torch.manual_seed(dist.get_rank())
-    random.seed(dist.get_rank())
+    torch.manual_seed(100 + dist.get_rank())
+    random.seed(100 + dist.get_rank())
     save(path, model=nn.Linear(1, 1, bias=False), step=0)
     return torch.rand(()).item(), random.random()
 
@@ -126,3 +129,78 @@ def save_then_draw(path: Path) -> tuple[float, float]:
 def load_then_draw(path: Path) -> tuple[float, float]:
     load(path, model=nn.Linear(1, 1, bias=False))
     return torch.rand(()).item(), random.random()
+
+
+def refused(path: Path, setup: Setup | None, change: str, kind: str = "AdamW") -> tuple[str, bool]:
+    """Why a load is refused, and whether model and optimizer are as they were."""
+    model = build(setup, seed=2)
+    CHANGES[change](model)
+    optimizer = tune(model, 1, kind)
+    if change == "regroup":
+        optimizer = torch.optim.AdamW(model.parameters())
+    if change == "foreign parameter":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        optimizer.param_groups[0]["lr"] = 0.1
+    before = _everything(model, optimizer)
+    try:
+        load(path, model=model, optimizer=optimizer)
+    except CheckpointError as error:
+        return str(error), same(before, _everything(model, optimizer))
+    return "", False
+
+
+def _everything(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    known = {id(one) for one in model.parameters()}
+    settings = [group["lr"] for group in optimizer.param_groups]
+    state = {p: one for p, one in optimizer.state.items() if id(p) in known}
+    probe = torch.optim.SGD(list(model.parameters()))
+    probe.state.update(state)
+    return {**values(model, probe), "settings": torch.tensor(settings), "rng": torch.get_rng_state()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _untie(model: Model) -> None:
+    model.head = nn.Parameter(model.embedding.detach().clone())
+
+
+CHANGES: dict[str, Callable[[Model], Any]] = {
+    "nothing": lambda model: None,
+    "regroup": lambda model: None,
+    "foreign parameter": lambda model: None,
+    "shape": lambda model: setattr(model, "scale", nn.Parameter(torch.ones(2))),
+    "dtype": lambda model: setattr(model, "scale", nn.Parameter(torch.ones((), dtype=torch.float64))),
+    "one more": lambda model: model.register_parameter("more", nn.Parameter(torch.ones(1))),
+    "one less": lambda model: delattr(model, "seen"),
+    "untied": _untie,
+}
+
+
+def save_unreduced(path: Path) -> str:
+    """A parameter that is still to be summed is no value."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = nn.Module()
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, {"dp": Partial()}))
+    try:
+        save(path, model=model)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def save_where_one_rank_fails(path: Path) -> str:
+    """Every rank hears of it."""
+    model = nn.Linear(2, 2)
+    if dist.get_rank() == 1:
+        model.register_state_dict_post_hook(_break)
+    try:
+        save(path, model=model)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _break(*_: Any) -> None:
+    raise OSError("the disk is full")

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from shardwright import Interleaved, Owner, Ragged, Shard
-from tests.checkpoint.programs import Setup, load_it, load_then_draw, save_it, save_then_draw
+from tests.checkpoint.programs import Setup, load_it, load_then_draw, same, save_it, save_then_draw
 
 Ranks = Callable[..., list[Any]]
 
@@ -39,10 +38,6 @@ WORLDS = {name: prod(setup.axes.values()) for name, setup in LAYOUTS.items()}
 PAIRS = [(one, other) for one in LAYOUTS for other in LAYOUTS if one == other or "replicated" in (one, other)]
 PAIRS += [("tp first, then dp", "two axes on one dim"), ("several boxes", "tp first, then dp")]
 PAIRS += [("more ranks than rows", "sharded"), ("two axes on one dim", "several boxes")]
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)

@@ -1,0 +1,156 @@
+"""Save a checkpoint with two ranks, and die before the n-th file operation of one of them, for every n.
+
+Run as `crash_program.py FOLDER VERB RANK`, VERB `save` or `prune`. Prints one JSON line for each n:
+which checkpoints look complete but are not, the one that resuming chooses, what is there after one more go.
+Every attempt is a pair of processes forked from this one, which has imported torch and run nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.checkpoint import choose, list_checkpoints, load, prune, save, step_of, step_path
+from shardwright.checkpoint.folder import why_unusable
+
+DIED = 77
+CHANGING = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+
+
+def in_ranks(
+    world: int, function: Callable[..., None], *args: Any, dies: tuple[int, int] | None = None
+) -> bool:
+    """Run a function on forked ranks; `dies` = (rank, before which file operation). True if a rank died."""
+    store = str(args[0]) + ".store"
+    pids = [_fork(rank, world, store, function, args, dies) for rank in range(world)]
+    codes: dict[int, int] = {}
+    while len(codes) < world:
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if codes[pid]:  # as the launcher does: a run without one of its ranks is ended
+            for other in set(pids) - set(codes):
+                os.kill(other, signal.SIGKILL)
+    Path(store).unlink(missing_ok=True)
+    died = DIED in codes.values()
+    if not died and set(codes.values()) != {0}:
+        raise SystemExit(f"ranks ended with {codes}")
+    return died
+
+
+def _fork(
+    rank: int,
+    world: int,
+    store: str,
+    function: Callable[..., None],
+    args: Any,
+    dies: tuple[int, int] | None,
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    if dies is not None and dies[0] == rank:
+        _die_before(str(args[0]), dies[1])
+    try:
+        function(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException as error:  # noqa: BLE001  whatever it is, this process must not go on as its parent
+        if dies is None:
+            print(error, file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def _die_before(folder: str, operation: int) -> None:
+    """End this process before the n-th change that it makes to a file in the folder."""
+    count = 0
+    sync = os.fsync
+
+    def one_more(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == operation:
+            os._exit(DIED)
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(args[0], str | Path) and bool(args[2] & os.O_WRONLY)
+        inside = str(args[0]).startswith(folder) if args else False
+        relative = event in {"os.remove", "os.rmdir"} and args[1] != -1  # as shutil.rmtree names them
+        if (writes or event in CHANGING) and (inside or relative):
+            one_more()
+
+    def counted_sync(handle: int) -> None:
+        one_more()
+        sync(handle)
+
+    os.fsync = counted_sync
+    sys.addaudithook(hook)
+
+
+def save_step(out: Path, step: int) -> None:
+    model = nn.Linear(3, 3)
+    nn.init.constant_(model.weight, step)
+    save(step_path(out, step), model=model, step=step)
+
+
+def check_loads(out: Path) -> None:
+    model = nn.Linear(3, 3)
+    path = choose(out).path
+    load(path, model=model)
+    if model.weight[0, 0].item() != step_of(path):
+        raise SystemExit("a checkpoint holds the values of another")
+
+
+def prune_to_one(out: Path) -> None:
+    prune(out, keep=1)
+
+
+def attempt(template: Path, out: Path, verb: str, rank: int, operation: int) -> dict[str, Any]:
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(template, out)
+    doing = (save_step, out, 3) if verb == "save" else (prune_to_one, out)
+    died = in_ranks(2, *doing, dies=(rank, operation))
+    unusable = [one.name for one in list_checkpoints(out).committed if why_unusable(one)]
+    chosen = step_of(choose(out).path)
+    in_ranks(1, check_loads, out)
+    if verb == "save" and chosen < 3:
+        in_ranks(2, save_step, out, 3)
+    else:
+        in_ranks(1, prune_to_one, out)
+    in_ranks(1, check_loads, out)
+    return {
+        "died": died,
+        "unusable": unusable,
+        "chosen": chosen,
+        "afterwards": sorted(one.name for one in (out / "checkpoints").iterdir()),
+    }
+
+
+def main(folder: Path, verb: str, rank: int) -> None:
+    template = folder / "template"
+    for step in (1, 2):
+        in_ranks(2, save_step, template, step)
+    operation = 0
+    died = True
+    while died:
+        operation += 1
+        found = attempt(template, folder / "out", verb, rank, operation)
+        died = found["died"]
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,49 @@
+"""A run that dies between any two file operations leaves a checkpoint that is complete, and says which."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("crash_program.py")
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+def attempts(folder: Path, verb: str, rank: int) -> list[dict[str, Any]]:
+    """One attempt for each file operation of the rank, and a last one in which it lived."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder), verb, str(rank)],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(("rank", "operations"), [(0, 12), (1, 2)])
+def test_a_save_that_dies_commits_the_whole_or_nothing_and_can_be_repeated(
+    tmp_path: Path, rank: int, operations: int
+) -> None:
+    *died, lived = attempts(tmp_path, "save", rank)
+    assert len(died) >= operations
+    assert all(one["unusable"] == [] for one in (*died, lived))
+    assert [one["chosen"] for one in died] == sorted(one["chosen"] for one in died)
+    assert died[0]["chosen"] == 2
+    assert lived["chosen"] == 3
+    assert all(one["afterwards"][-1] == "step-00000003" for one in (*died, lived))
+
+
+def test_a_pruning_that_dies_leaves_nothing_that_looks_complete_and_is_not(tmp_path: Path) -> None:
+    found = attempts(tmp_path, "prune", 0)
+    assert len(found) > 5
+    assert all(one["unusable"] == [] and one["chosen"] == 2 for one in found)
+    assert all(one["afterwards"] == ["step-00000002"] for one in found)

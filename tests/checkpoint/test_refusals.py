@@ -1,0 +1,176 @@
+"""A checkpoint that does not fit, is damaged or unfinished is refused in one line, and nothing is changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from shardwright.checkpoint import choose, list_checkpoints, prune, read_manifest, save, step_path
+from shardwright.errors import CheckpointError
+from tests.checkpoint.programs import (
+    Setup,
+    refused,
+    save_it,
+    save_unreduced,
+    save_where_one_rank_fails,
+)
+
+Ranks = Callable[..., list[Any]]
+TWO = Setup({"dp": 2}, {})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_it(tmp_path / "c", None)
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("shape", "another model: scale is float32[] in the checkpoint but float32[2] in the model"),
+        ("dtype", "scale is float32[] in the checkpoint but float64[] in the model"),
+        ("one more", "more is not in the checkpoint"),
+        ("one less", "seen is not in the model"),
+        ("untied", "head is tied to embedding in the checkpoint but not in the model"),
+        ("regroup", "the optimizer's groups differ"),
+        ("foreign parameter", "is no parameter of the model"),
+    ],
+)
+def test_another_model_is_refused_and_nothing_changes(saved: Path, change: str, words: str) -> None:
+    text, unchanged = refused(saved, None, change)
+    assert words in text
+    assert "\n" not in text
+    assert unchanged
+
+
+def test_another_optimizer_is_refused_and_nothing_changes(saved: Path) -> None:
+    text, unchanged = refused(saved, None, "nothing", "SGD")
+    assert "holds the state of AdamW, not of SGD" in text
+    assert unchanged
+
+
+def damage(path: Path, how: str) -> None:
+    data = next(path.glob("*.distcp"))
+    content = data.read_bytes()
+    if how == "short":
+        data.write_bytes(content[:-100])
+    elif how == "missing":
+        data.unlink()
+    elif how == "flipped":
+        middle = len(content) // 2
+        data.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    elif how == "short manifest":
+        (path / "manifest.json").write_text((path / "manifest.json").read_text()[:-50])
+    elif how == "edited manifest":
+        text = (path / "manifest.json").read_text()
+        (path / "manifest.json").write_text(text.replace('"step": 3', '"step": 4'))
+    elif how == "newer":
+        outer = json.loads((path / "manifest.json").read_text())
+        outer["manifest"]["version"] = 99
+        (path / "manifest.json").write_text(json.dumps(outer))
+
+
+DAMAGE = {
+    "short": "bytes, the manifest says",
+    "missing": "is missing",
+    "flipped": "wrong checksum",
+    "short manifest": "its manifest cannot be read",
+    "edited manifest": "its manifest has been changed or damaged",
+    "newer": "its format is version 99",
+}
+
+
+@pytest.mark.parametrize(("how", "words"), DAMAGE.items())
+def test_a_damaged_checkpoint_is_refused_and_nothing_changes(saved: Path, how: str, words: str) -> None:
+    damage(saved, how)
+    text, unchanged = refused(saved, None, "nothing")
+    assert words in text
+    assert unchanged
+
+
+def test_every_rank_refuses_what_one_rank_found(ranks: Ranks, saved: Path) -> None:
+    """Ranks share the files between them, so only one of the two sees the wrong byte."""
+    damage(saved, "flipped")
+    found = ranks(2, refused, saved, TWO, "nothing")
+    assert found[0] == found[1]
+    assert "wrong checksum" in found[0][0]
+    assert found[0][1]
+
+
+def test_a_failure_of_one_rank_ends_the_save_on_all_and_commits_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    texts = ranks(2, save_where_one_rank_fails, tmp_path / "c")
+    assert texts[0] == texts[1]
+    assert "failed on rank 1: OSError: the disk is full" in texts[0]
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_parameter_that_is_still_to_be_summed_is_not_saved(ranks: Ranks, tmp_path: Path) -> None:
+    assert "is not finished: reduce it first" in ranks(2, save_unreduced, tmp_path / "c")[0]
+
+
+def test_a_checkpoint_is_never_overwritten(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="already exists"):
+        save(saved, model=nn.Linear(1, 1))
+
+
+class TestChoice:
+    """Which checkpoint of a run is resumed from."""
+
+    @pytest.fixture
+    def out(self, tmp_path: Path) -> Path:
+        for step in (1, 2, 3):
+            save(step_path(tmp_path, step), model=nn.Linear(2, 2), step=step)
+        return tmp_path
+
+    def test_it_is_the_newest(self, out: Path) -> None:
+        assert choose(out).path == step_path(out, 3)
+        assert choose(out).skipped == ()
+
+    @pytest.mark.parametrize("how", ["short", "missing", "short manifest", "edited manifest"])
+    def test_one_that_is_damaged_is_skipped_and_reported(self, out: Path, how: str) -> None:
+        damage(step_path(out, 3), how)
+        choice = choose(out)
+        assert choice.path == step_path(out, 2)
+        assert str(choice.skipped[0]).startswith("skipped step-00000003: ")
+
+    def test_an_unfinished_one_is_skipped_and_reported(self, out: Path) -> None:
+        step_path(out, 3).rename(step_path(out, 3).with_suffix(".partial"))
+        choice = choose(out)
+        assert choice.path == step_path(out, 2)
+        assert "never finished" in str(choice.skipped[0])
+
+    def test_an_unfinished_one_that_is_named_is_refused(self, out: Path) -> None:
+        step_path(out, 3).rename(step_path(out, 3).with_suffix(".partial"))
+        with pytest.raises(CheckpointError, match="never finished"):
+            choose(out, "step-00000003.partial")
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint 'step-00000003' in .*step-00000002, step-0"
+        ):
+            choose(out, "step-00000003")
+
+    def test_a_folder_without_a_finished_one_is_refused(self, tmp_path: Path) -> None:
+        step_path(tmp_path, 7).with_suffix(".partial").mkdir(parents=True)
+        with pytest.raises(CheckpointError, match=r"no finished checkpoint to resume from \(skipped step-0"):
+            choose(tmp_path)
+
+    def test_pruning_keeps_the_newest_and_removes_what_was_left_unfinished(self, out: Path) -> None:
+        step_path(out, 1).rename(step_path(out, 1).with_suffix(".partial"))
+        step_path(out, 9).with_suffix(".partial").mkdir()
+        prune(out, keep=1)
+        listing = list_checkpoints(out)
+        assert listing.committed == (step_path(out, 3),)
+        assert listing.unfinished == (step_path(out, 9).with_suffix(".partial"),)
+
+    def test_the_manifest_says_what_is_inside(self, out: Path) -> None:
+        manifest = read_manifest(step_path(out, 2))
+        assert manifest.step == 2
+        assert {name: str(one) for name, one in manifest.model.items()} == {
+            "weight": "float32[2, 2]",
+            "bias": "float32[2]",
+        }
