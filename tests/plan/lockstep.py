@@ -13,7 +13,7 @@ from shardwright.layout.layout import Layout
 from shardwright.plan.maps import Coords, every_coords
 from shardwright.plan.plan import Plan
 from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Step
-from shardwright.plan.transfer import members_of, transfer
+from shardwright.plan.transfer import local_move, members_of, transfer
 
 
 class Lockstep:
@@ -37,12 +37,12 @@ class Lockstep:
         if isinstance(step, AllReduce):
             return self._all_reduce(step, held)
         if isinstance(step, LocalMove):
-            return {coords: take(x, step, coords) for coords, x in held.items()}
+            return {coords: take(x, local_move(step, coords)) for coords, x in held.items()}
         if isinstance(step, Combine):
             return {coords: combine(x, step, sizes) for coords, x in held.items()}
         if isinstance(step, Embed):
             return {coords: embed(x, step, coords, sizes) for coords, x in held.items()}
-        return {coords: place(x, step, coords, sizes) for coords, x in held.items()}
+        return {coords: place(x, step, local_move(step, coords), sizes) for coords, x in held.items()}
 
     def _exchange(self, step: Exchange, held: dict[Coords, Tensor]) -> dict[Coords, Tensor]:
         mail: dict[tuple[Coords, Coords], Tensor] = {}

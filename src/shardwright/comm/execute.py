@@ -1,20 +1,19 @@
-"""Run a plan on the local tensor of this rank. It decides nothing: all ranks run the same plan."""
+"""Run plans on the local tensors of this rank. It decides nothing: all ranks run the same plans."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 
-from shardwright.comm import functional
 from shardwright.comm.guard import check_same_plan, guarding
-from shardwright.comm.local_steps import combine, embed, place, take
-from shardwright.comm.packing import in_memory, pack, pack_once, unpack
-from shardwright.comm.wires import GroupWire, wire_for
+from shardwright.comm.run_step import run_step
 from shardwright.errors import PlanError
+from shardwright.plan.by_axis import crosses_several_axes, plans_by_axis
 from shardwright.plan.maps import Coords
 from shardwright.plan.plan import Plan
-from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Step
-from shardwright.plan.transfer import Transfer, transfer
 
 
 def execute(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = "") -> Tensor:
@@ -27,24 +26,72 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = "") ->
         plan: from `plan_redistribution`, equal on all ranks.
         local: this rank's local tensor; it may be empty or strided in any way.
         mesh: the mesh of the plan's layouts.
-        reason: what the record shall say about each collective; default: the plan's own reason.
+        reason: what the record says about each collective, before the plan's own reason.
 
     Raises:
         PlanError: `local` has not the shape or dtype that the source layout says.
     """
+    return execute_together((plan,), (local,), mesh, reason=reason)[0]
+
+
+def execute_many(
+    plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh, *, reason: str = ""
+) -> list[Tensor]:
+    """Run one plan per tensor, with one collective for all tensors whose plans have the same form.
+
+    The plans have the same form when their steps are of the same kinds over the same axes; tensors are
+    packed together if their dtypes are equal too. All ranks pass the same plans in the same order.
+    Raises: PlanError: as `execute`.
+    """
+    results = list(locals_)
+    groups: dict[object, list[int]] = {}
+    for i, plan in enumerate(plans):
+        groups.setdefault((plan.form, plan.source.dtype), []).append(i)
+    for members in groups.values():
+        done = execute_together(
+            [plans[i] for i in members], [locals_[i] for i in members], mesh, reason=reason
+        )
+        for i, result in zip(members, done, strict=True):
+            results[i] = result
+    return results
+
+
+def execute_together(
+    plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh, *, reason: str = ""
+) -> list[Tensor]:
+    """Run plans of one form and dtype step by step, each collective once for all of them."""
     if guarding():
-        check_same_plan(plan, mesh)
-    if not plan.steps:
-        return local
-    position = mesh.get_coordinate()
+        for plan in plans:
+            check_same_plan(plan, mesh)
+    first = plans[0]
+    position = mesh.get_coordinate() if first.steps else None
     if position is None:
-        return local
+        return list(locals_)
     coords = tuple(position)
-    _check(plan, local, coords)
-    why = f"{reason}: {plan.reason}" if reason else plan.reason
-    for step in plan.steps:
-        local = _run(step, plan, local, mesh, coords, why)
-    return local
+    for plan, local in zip(plans, locals_, strict=True):
+        _check(plan, local, coords)
+    if crosses_several_axes(first) and _is_traced(locals_[0]):
+        return _by_axis(plans, locals_, mesh, reason)
+    why = f"{reason}: {first.reason}" if reason else first.reason
+    held = list(locals_)
+    for index in range(len(first.steps)):
+        held = run_step(index, plans, held, mesh, coords, why)
+    return held
+
+
+def _by_axis(plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh, reason: str) -> list[Tensor]:
+    results: list[Tensor] = []
+    for plan, given in zip(plans, locals_, strict=True):
+        local = given
+        for single in plans_by_axis(plan):
+            local = execute(single, local, mesh, reason=f"{reason}: one axis at a time, in a traced graph")
+        results.append(local)
+    return results
+
+
+def _is_traced(x: Tensor) -> bool:
+    """True for the fake and functional tensors of a trace, which cannot be sent between pairs of ranks."""
+    return type(x) not in (Tensor, Parameter)
 
 
 def _check(plan: Plan, local: Tensor, coords: Coords) -> None:
@@ -54,43 +101,3 @@ def _check(plan: Plan, local: Tensor, coords: Coords) -> None:
             f"a local tensor of {local.dtype} {tuple(local.shape)} is not that of {layout} at {coords}: "
             f"expected {layout.dtype} {layout.local_shape(coords)}"
         )
-
-
-def _run(step: Step, plan: Plan, local: Tensor, mesh: DeviceMesh, coords: Coords, why: str) -> Tensor:
-    sizes = plan.source.sizes
-    if isinstance(step, Exchange):
-        return _exchange(step, plan, local, mesh, coords, why)
-    if isinstance(step, AllReduce):
-        axis = plan.source.axes[step.axis]
-        return functional.reduce_over(local, step.op, mesh.get_group(step.axis), axis=axis, reason=why)
-    if isinstance(step, LocalMove):
-        return take(local, step, coords)
-    if isinstance(step, Combine):
-        return combine(local, step, sizes)
-    return embed(local, step, coords, sizes) if isinstance(step, Embed) else place(local, step, coords, sizes)
-
-
-def _exchange(
-    step: Exchange, plan: Plan, local: Tensor, mesh: DeviceMesh, coords: Coords, why: str
-) -> Tensor:
-    wire = wire_for(step, plan, mesh, coords)
-    table = _table(step, plan, coords, wire.members)
-    local = in_memory(local, table.source)
-    if step.gather and isinstance(wire, GroupWire):
-        received = wire.gather(pack_once(local, table, wire.members.index(coords)), why)
-    elif len(wire.members) == 1:
-        received = pack(local, table)
-    else:
-        received = wire.exchange(pack(local, table), table.receive_counts, table.send_counts, why)
-    return unpack(received, local, table)
-
-
-def _table(step: Exchange, plan: Plan, coords: Coords, members: tuple[Coords, ...]) -> Transfer:
-    """This rank's side of the step, made once per plan."""
-    key = (coords, plan.steps.index(step))
-    known = plan.for_rank.get(key)
-    if isinstance(known, Transfer) and known.members == members:
-        return known
-    made = transfer(step, coords, members)
-    plan.for_rank[key] = made
-    return made

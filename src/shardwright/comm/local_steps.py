@@ -10,19 +10,17 @@ from torch import Tensor
 from shardwright.comm.packing import in_memory, move
 from shardwright.plan.maps import Coords
 from shardwright.plan.pending import AxisPending
-from shardwright.plan.steps import Combine, Embed, LocalMove, Place
-from shardwright.plan.transfer import local_views, memory_of
+from shardwright.plan.steps import Combine, Embed, Place
+from shardwright.plan.transfer import Move
 
 
-def take(x: Tensor, step: LocalMove, coords: Coords) -> Tensor:
+def take(x: Tensor, moved: Move) -> Tensor:
     """The part of `x` that the target map keeps, copied; `x` itself when that is all of it."""
-    held, wanted = memory_of(step.source, coords), memory_of(step.target, coords)
-    pairs = local_views(step, coords)
-    x = in_memory(x, held)
-    if held == wanted and all(source == target for source, target in pairs):
+    x = in_memory(x, moved.source)
+    if moved.nothing:
         return x
-    out = torch.empty_strided(wanted.shape, wanted.stride, dtype=x.dtype, device=x.device)
-    move(x, out, pairs)
+    out = torch.empty_strided(moved.target.shape, moved.target.stride, dtype=x.dtype, device=x.device)
+    move(x, out, moved.views)
     return out
 
 
@@ -35,14 +33,15 @@ def combine(terms: Tensor, step: Combine, sizes: tuple[int, ...]) -> Tensor:
     return parts[0]
 
 
-def place(x: Tensor, step: Place, coords: Coords, sizes: tuple[int, ...]) -> Tensor:
+def place(x: Tensor, step: Place, moved: Move, sizes: tuple[int, ...]) -> Tensor:
     """The own part in a tensor that is the identity of the Pendings elsewhere."""
-    wanted = memory_of(step.target, coords)
+    wanted = moved.target
     empty = torch.empty_strided(wanted.shape, wanted.stride, dtype=x.dtype, device=x.device)
     out = _identity(empty, step.pendings)
-    x = in_memory(x, memory_of(step.source, coords))
+    # An average divides by the size of the axis, whatever the other ranks hold.
     scale = prod(sizes[axis] for axis, pending in step.pendings if pending.reduce_op == "avg")
-    move(x if scale == 1 else x * scale, out, local_views(step, coords))
+    x = in_memory(x, moved.source)
+    move(x if scale == 1 else x * scale, out, moved.views)
     return out
 
 

@@ -31,6 +31,16 @@ def _lies_so(x: Tensor, memory: Memory) -> bool:
     )
 
 
+def flat_memory(x: Tensor, memory: Memory) -> Tensor:
+    """The memory of `x`, which lies as `memory` says, as one flat view."""
+    return x.as_strided((memory.numel,), (1,), x.storage_offset())
+
+
+def shaped(flat: Tensor, memory: Memory) -> Tensor:
+    """The reverse of `flat_memory`."""
+    return flat.as_strided(memory.shape, memory.stride, flat.storage_offset())
+
+
 def view_of(x: Tensor, view: Strided) -> Tensor:
     """A strided view of the memory of `x`; `start` counts from its first element."""
     return x.as_strided(view.size, view.stride, x.storage_offset() + view.start)
@@ -39,14 +49,14 @@ def view_of(x: Tensor, view: Strided) -> Tensor:
 def pack(x: Tensor, table: Transfer) -> Tensor:
     """The elements to send, member by member, flat; no copy when they are all of `x` in order."""
     if table.send_whole:
-        return x.as_strided((table.source.numel,), (1,), x.storage_offset())
+        return flat_memory(x, table.source)
     return _joined(x, [view for views in table.send for view in views])
 
 
 def pack_once(x: Tensor, table: Transfer, member: int) -> Tensor:
     """As `pack`, for one member only."""
     if table.send_whole:
-        return x.as_strided((table.source.numel,), (1,), x.storage_offset())
+        return flat_memory(x, table.source)
     return _joined(x, table.send[member])
 
 
@@ -60,7 +70,7 @@ def _joined(x: Tensor, views: Sequence[Strided]) -> Tensor:
 def unpack(received: Tensor, x: Tensor, table: Transfer) -> Tensor:
     """The result from what arrived, member by member in one flat buffer, and from what `x` holds already."""
     if table.receive_whole:
-        return received.as_strided(table.target.shape, table.target.stride, received.storage_offset())
+        return shaped(received, table.target)
     out = torch.empty_strided(table.target.shape, table.target.stride, dtype=x.dtype, device=x.device)
     move(x, out, table.keep)
     position = 0

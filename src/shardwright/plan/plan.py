@@ -34,6 +34,11 @@ class Plan:
         return sum(step.rounds for step in self.steps)
 
     @cached_property
+    def form(self) -> tuple[object, ...]:
+        """What plans must have in common to share collectives: kinds of steps, and axes they cross."""
+        return self.source.mesh_shape, tuple(step.form for step in self.steps)
+
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes that cross between ranks, over all ranks."""
         return self.source.itemsize * sum(

@@ -18,6 +18,11 @@ class LocalMove:
 
     rounds = 0
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Steps of equal form can share a collective."""
+        return (type(self),)
+
     def describe(self, axes: tuple[str, ...]) -> str:  # noqa: ARG002 - no axis takes part
         """One line for `str(plan)`."""
         return "local: take the part that stays"
@@ -47,6 +52,11 @@ class Exchange:
         """How many terms of each element arrive."""
         return prod(self.source.sizes[axis] for axis in self.terms)
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Steps of equal form can share a collective."""
+        return (type(self), self.axes, self.terms, self.gather)
+
     def describe(self, axes: tuple[str, ...]) -> str:
         """One line for `str(plan)`."""
         what = "all-gather" if self.gather else "exchange"
@@ -64,6 +74,11 @@ class AllReduce:
 
     rounds = 1
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Steps of equal form can share a collective."""
+        return (type(self), self.axis, self.op)
+
     def describe(self, axes: tuple[str, ...]) -> str:
         """One line for `str(plan)`."""
         return f"all-reduce ({self.op}) over {axes[self.axis]}"
@@ -76,6 +91,11 @@ class Combine:
     pendings: tuple[AxisPending, ...]
 
     rounds = 0
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Steps of equal form can share a collective."""
+        return (type(self), self.pendings)
 
     def describe(self, axes: tuple[str, ...]) -> str:
         """One line for `str(plan)`."""
@@ -92,6 +112,11 @@ class Place:
 
     rounds = 0
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Steps of equal form can share a collective."""
+        return (type(self), self.pendings)
+
     def describe(self, axes: tuple[str, ...]) -> str:
         """One line for `str(plan)`."""
         return "local: pad with the identity of " + ", ".join(f"{p} of {axes[a]}" for a, p in self.pendings)
@@ -104,6 +129,11 @@ class Embed:
     pendings: tuple[AxisPending, ...]
 
     rounds = 0
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Steps of equal form can share a collective."""
+        return (type(self), self.pendings)
 
     def describe(self, axes: tuple[str, ...]) -> str:
         """One line for `str(plan)`."""

@@ -27,6 +27,16 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """What one rank copies inside itself: (from, to) views. nothing: the result is the source as it is."""
+
+    source: Memory
+    target: Memory
+    views: tuple[tuple[Strided, Strided], ...]
+    nothing: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """One rank's side of an exchange.
 
@@ -82,28 +92,27 @@ def transfer(step: Exchange, coords: Coords, members: Sequence[Coords]) -> Trans
     if not (whole or step.gather):
         send[own] = receive[own] = ()
     sent = send[own : own + 1] if step.gather else send
-    memory = _memory(source, coords)
+    memory = memory_of(source, coords)
     packed = covers_in_order([view for views in sent for view in views], memory.numel)
     kept = () if whole or step.gather else tuple(keep)
     return Transfer(memory, result, tuple(members), tuple(send), tuple(receive), kept, packed, whole)
 
 
-def local_views(step: LocalMove | Place, coords: Coords) -> tuple[tuple[Strided, Strided], ...]:
-    """(from, to) views of a step that moves elements inside one rank."""
-    return tuple(paired_views(overlaps(step.source.cell(coords), step.target.cell(coords))))
+def local_move(step: LocalMove | Place, coords: Coords) -> Move:
+    """What the rank at `coords` copies in a step without communication."""
+    source, target = step.source, step.target
+    views = tuple(paired_views(overlaps(source.cell(coords), target.cell(coords))))
+    held, wanted = memory_of(source, coords), memory_of(target, coords)
+    return Move(held, wanted, views, held == wanted and all(a == b for a, b in views))
 
 
 def memory_of(which: Map, coords: Coords) -> Memory:
     """The memory that a map's local tensor has at these coordinates."""
-    return _memory(which, coords)
-
-
-def _memory(which: Map, coords: Coords) -> Memory:
     return Memory(which.local_shape(coords), which.local_stride(coords))
 
 
 def _result(step: Exchange, coords: Coords) -> Memory:
-    memory = _memory(step.target, coords)
+    memory = memory_of(step.target, coords)
     if not step.terms:
         return memory
     return Memory((step.term_count, *memory.shape), (memory.numel, *memory.stride))

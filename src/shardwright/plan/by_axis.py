@@ -1,0 +1,41 @@
+"""A redistribution as a chain of plans that cross one axis each.
+
+More bytes than the direct plan, but every collective has the group of an axis: what a traced graph needs,
+where messages between pairs of ranks cannot stand.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from shardwright.errors import PlanError
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
+from shardwright.plan.plan import Plan
+from shardwright.plan.redistribution import plan_redistribution
+from shardwright.plan.steps import Exchange
+
+
+def crosses_several_axes(plan: Plan) -> bool:
+    """True if one exchange of the plan crosses more than one axis."""
+    return any(isinstance(step, Exchange) and len(step.axes) > 1 for step in plan.steps)
+
+
+def plans_by_axis(plan: Plan) -> tuple[Plan, ...]:
+    """The same redistribution through layouts with one more replicated axis each, innermost axis first.
+
+    Raises: PlanError: Pendings that do not commute must be reduced together.
+    """
+    crossed = {axis for step in plan.steps if isinstance(step, Exchange) for axis in step.axes}
+    layouts: list[Layout] = [plan.source]
+    for axis in reversed(plan.source.order):
+        if axis in crossed:
+            layouts.append(layouts[-1].with_placements({plan.source.axes[axis]: Replicate()}))
+    layouts.append(plan.target)
+    plans = tuple(plan_redistribution(a, b) for a, b in pairwise(layouts))
+    if any(crosses_several_axes(single) for single in plans):
+        raise PlanError(
+            f"{plan.source} -> {plan.target} crosses several axes at once, which a traced graph cannot: "
+            "redistribute before the compiled function"
+        )
+    return plans
