@@ -20,10 +20,11 @@ from shardwright.tensor.run import run
 from shardwright.tensor.wrap import as_ours
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 _CACHE_SIZE = 65536
 _cache: dict[tuple[Any, ...], Prepared | NeedsDecomposition] = {}
+_routes: dict[torch._ops.OpOverload, handlers.Handler] = {}
 _cache_generation = -1
 
 
@@ -33,27 +34,37 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping
     Raises: RuleError: the op has no meaning on these layouts; what the single-device op raises.
     Cost: the redistributions that `trace()` shows; none when a rule takes the layouts as they are.
     """
+    if registry.generation() != _cache_generation:
+        _forget()
+    route = _routes.get(func)
+    if route is None:
+        route = _routes[func] = _route_of(func)
+    return route(func, args, kwargs)
+
+
+def _route_of(func: torch._ops.OpOverload) -> handlers.Handler:
+    """A handler of the op's own, a rewriting as other ops, or the rules."""
     handler = handlers.find(func)
     if handler is not None:
-        return handler(func, args, kwargs)
+        return handler
     rewrite = registry.rewrite_of(func)
     if rewrite is not None:
-        return rewrite(func, *args, **kwargs)
-    return dispatch_by_rule(func, args, kwargs)
+        return lambda op, args, kwargs: rewrite(op, *args, **kwargs)
+    return dispatch_by_rule
 
 
 def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The common path: one local call per rank, as the rules decide."""
     tensors: list[Any] = []
     key: list[Any] = [func]
-    _collect(args, tensors, key)
+    ours = _collect(args, tensors, key)
     for name in kwargs:
         key.append(name)
-        _collect((kwargs[name],), tensors, key)
-    if any(not isinstance(t, DTensor) for t in tensors):
+        ours = _collect((kwargs[name],), tensors, key) and ours
+    if not ours:
         return _with_plain_tensors(func, args, kwargs, tensors)
     frozen = tuple(key)
-    prepared = _lookup(frozen)
+    prepared = _cache.get(frozen)
     if prepared is None:
         prepared = prepare(func, args, kwargs, tensors)
         _store(frozen, prepared)
@@ -62,30 +73,35 @@ def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
     return run(prepared, func, args, kwargs, tensors)
 
 
-def _collect(values: tuple[Any, ...], tensors: list[Any], key: list[Any]) -> None:
-    """Append the tensors and what identifies each value; `1`, `1.0` and `True` must not look alike."""
+def _collect(values: Iterable[Any], tensors: list[Any], key: list[Any]) -> bool:
+    """Append the tensors and what identifies each value; `1`, `1.0` and `True` must not look alike.
+
+    Returns: whether every tensor is a DTensor of ours.
+    """
+    ours = True
     for value in values:
         if isinstance(value, DTensor):
             tensors.append(value)
             key.append(value._spec)
         elif isinstance(value, torch.Tensor):
             tensors.append(value)
-            key.append(None)
+            ours = False  # a plain tensor, or torch's own DTensor
         elif isinstance(value, list | tuple):
             key.append(len(value))
-            _collect(tuple(value), tensors, key)
+            ours = _collect(value, tensors, key) and ours
         else:
             key.append(value.__class__)
-            key.append(value if value.__hash__ is not None else id(value))
+            if value is not None:
+                key.append(value if value.__hash__ is not None else id(value))
+    return ours
 
 
-def _lookup(key: tuple[Any, ...]) -> Prepared | NeedsDecomposition | None:
-    global _cache_generation  # noqa: PLW0603 - the cache follows the open registry of rules
-    generation = registry.generation()
-    if generation != _cache_generation:
-        _cache.clear()
-        _cache_generation = generation
-    return _cache.get(key)
+def _forget() -> None:
+    """A rule came or went: what was decided before is not valid any more."""
+    global _cache_generation  # noqa: PLW0603 - the caches follow the open registry of rules
+    _cache.clear()
+    _routes.clear()
+    _cache_generation = registry.generation()
 
 
 def _store(key: tuple[Any, ...], prepared: Prepared | NeedsDecomposition) -> None:

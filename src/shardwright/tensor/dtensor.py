@@ -43,7 +43,7 @@ class DTensor(TorchDTensor):
         """Where each element lives: mesh axes, placements, order, logical shape, stride, dtype."""
         return self._spec.layout
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor({self.layout}, local={self._local_tensor})"
 
     # -- in and out -----------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def _mixes(args: Sequence[Any], more: Sequence[Any]) -> bool:
 
 
 def _is_foreign(value: Any, args: Sequence[Any], more: Sequence[Any]) -> bool:
-    """A tensor that is not on the parameter's mesh: one that is (its gradient, its state) computes nothing."""
+    """A tensor that is not on the parameter's mesh; its gradient and its optimizer state are."""
     if not isinstance(value, torch.Tensor) or isinstance(value, LocalizedDTensor):
         return False
     return not isinstance(value, DTensor) or not _on_same_mesh(value, args, more)

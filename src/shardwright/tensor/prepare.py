@@ -30,9 +30,12 @@ class Move:
     target: Layout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prepared:
-    """A decided call on one rank: nothing in it depends on the data."""
+    """A decided call on one rank: nothing in it depends on the data.
+
+    Frozen but for `checked`: the rule's promise about local shapes is tested on the first run.
+    """
 
     moves: tuple[Move, ...]
     overrides: tuple[tuple[str, Any], ...]  # schema argument -> its value in the local call
@@ -44,6 +47,7 @@ class Prepared:
     reason: str
     fallback: bool
     gather_all: bool  # shapes depend on the data: the results' layouts are found after the call
+    checked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,8 @@ def run(
         _bring_back(prepared, func, tensors[operand], operand, locals_[operand])
     if prepared.gather_all:
         return _wrap_replicated(out, tensors[0])
+    if not prepared.checked:
+        _check(prepared, func, out)
     return _wrap(prepared, out, tensors)
 
 
@@ -105,7 +107,7 @@ def _wrap(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
         if written[0] is not None:
             return tensors[written[0]]
         spec = specs[0]
-        return out if spec is None else wrap(_checked(out, spec), spec)
+        return out if spec is None else wrap(out, spec)
     if out is None:
         return None
     flat, tree = tree_flatten(out)
@@ -113,24 +115,28 @@ def _wrap(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
     wrapped = [
         value
         if spec is None or not isinstance(value, torch.Tensor)
-        else (tensors[w] if w is not None else wrap(_checked(value, spec), spec))
+        else (tensors[w] if w is not None else wrap(value, spec))
         for value, spec, w in zip(flat, specs, per_return, strict=True)
     ]
     return tree_unflatten(wrapped, tree)
 
 
-def _checked(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """The law that a rule promised: the local result has the shape that the layout gives this rank.
+def _check(prepared: Prepared, func: torch._ops.OpOverload, out: Any) -> None:
+    """The law that a rule promised: local results have the shapes that the layouts give this rank.
 
     Raises: LayoutError: a rule is wrong. Never a wrong value in silence.
     """
-    coords = coords_of(spec.mesh)
-    if coords is not None and tuple(local.shape) != tuple(spec.layout.local_shape(coords)):
-        raise LayoutError(
-            f"a rule gave {spec.layout}, whose part on {coords} has shape {spec.layout.local_shape(coords)}, "
-            f"but the local result has shape {tuple(local.shape)}: the rule is wrong, please report it"
-        )
-    return local
+    for local, spec in zip(tree_flatten(out)[0], prepared.results, strict=False):
+        coords = None if spec is None else coords_of(spec.mesh)
+        if spec is None or coords is None or not isinstance(local, torch.Tensor):
+            continue
+        expected = tuple(spec.layout.local_shape(coords))
+        if tuple(local.shape) != expected:
+            raise LayoutError(
+                f"{func.name()}: the rule ({prepared.reason}) gave {spec.layout}, whose part on {coords} has "
+                f"shape {expected}, but the local result has {tuple(local.shape)}: the rule is wrong"
+            )
+    prepared.checked = True
 
 
 def _nothing(prepared: Prepared, tensors: list[DTensor]) -> Any:

@@ -106,7 +106,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
             raise SpmdError(
                 f"{source_line()}: a plain tensor of shape {tuple(value.shape)} differs between the ranks of "
                 f"{self._mesh.mesh_dim_names}; inside spmd it must be the same everywhere. "
-                "fix: make it from the same seed or data everywhere, or use DTensor.from_local for a part per rank"
+                "fix: make it from the same seed or data everywhere, or use DTensor.from_local"
             )
 
 
