@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -16,6 +17,11 @@ from shardwright.placement import Box, Partition, Pending, Region, as_placement
 from shardwright.testing.check_placement import check_placement
 
 
+@lru_cache
+def _permutation(seed, rows):
+    return np.random.RandomState(seed).permutation(rows).tolist()
+
+
 @dataclass(frozen=True)
 class PermutedRows(Partition):
     """A random permutation of the rows, dealt out in even shares."""
@@ -23,8 +29,8 @@ class PermutedRows(Partition):
     seed: int
 
     def region(self, shape, n, coord):
-        rows = np.random.RandomState(self.seed).permutation(shape[0])[coord::n] if shape else []
-        boxes = [Box((int(row), *(0 for _ in shape[1:])), (1, *shape[1:])) for row in rows]
+        rows = _permutation(self.seed, shape[0])[coord::n]
+        boxes = [Box((row, *(0 for _ in shape[1:])), (1, *shape[1:])) for row in rows]
         return Region(boxes, (len(rows), *shape[1:]))
 
     def validate(self, shape, n):
@@ -56,7 +62,9 @@ class Checkerboard(Partition):
         t = self.tile
         tiles = [(r, c) for r in range(0, shape[0], t) for c in range(0, shape[1], t)]
         sizes = [(min(t, shape[0] - r), min(t, shape[1] - c)) for r, c in tiles]
-        boxes = [Box(at, size) for i, (at, size) in enumerate(zip(tiles, sizes)) if i % n == coord]
+        boxes = [
+            Box(at, size) for i, (at, size) in enumerate(zip(tiles, sizes, strict=True)) if i % n == coord
+        ]
         return Region(boxes, (1, sum(box.numel for box in boxes)))
 
     def validate(self, shape, n):
@@ -70,8 +78,8 @@ class LogSumExp(Pending):
     def __init__(self, base):
         self.base = base
 
-    def combine(self, locals):
-        return torch.logsumexp(torch.stack(locals), 0)
+    def combine(self, terms):
+        return torch.logsumexp(torch.stack(terms), 0)
 
     def embed(self, x, n, coord):
         return x.clone() if coord == 0 else torch.full_like(x, -torch.inf)

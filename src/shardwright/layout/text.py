@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwright.errors import LayoutError, MeshError
 from shardwright.layout.dtypes import dtype_name, dtype_of
+from shardwright.layout.order import conflicts
 from shardwright.layout.stride import contiguous_stride
 from shardwright.placement.base import Placement
 from shardwright.placement.shard import Shard
@@ -55,10 +56,16 @@ def _dim(size: int, names: list[str]) -> str:
 def _extras(layout: Layout, cuts: list[list[str]]) -> str:
     order = stride = ""
     if _reread(layout, _implied_order(layout.mesh_shape, cuts)).order != layout.order:
-        order = f" order({', '.join(layout.order_names)})"
+        order = f" order({', '.join(_ordered(layout))})"
     if layout.stride != contiguous_stride(layout.shape):
         stride = f" stride({', '.join(map(str, layout.stride))})"
     return order + stride
+
+
+def _ordered(layout: Layout) -> list[str]:
+    """The axes whose order matters, in order."""
+    pairs = conflicts(layout.placements, layout.sizes, layout.shape)
+    return [layout.axes[axis] for axis in layout.order if any(axis in pair for pair in pairs)]
 
 
 def _reread(layout: Layout, order: tuple[str, ...]) -> Layout:

@@ -138,10 +138,11 @@ class Partial(TorchPartial, Pending):
         return f"Partial({self.reduce_op})"
 
     def __eq__(self, other: object) -> bool:
-        """Equal to torch's `Partial` with the same reduction, but not to its private subclasses."""
-        if self is other:
-            return True
-        return type(other) in (type(self), TorchPartial) and self.reduce_op == other.reduce_op  # type: ignore[attr-defined]
+        """Equal to a `Partial` with the same reduction, torch's included; a subclass may mean another."""
+        kind = type(other)
+        if kind is not type(self) and (kind is not TorchPartial or type(self) is not Partial):
+            return False
+        return bool(self.reduce_op == other.reduce_op)  # type: ignore[attr-defined]
 
     __hash__ = TorchPartial.__hash__
     __repr__ = TorchPartial.__repr__

@@ -68,8 +68,11 @@ class Shard(TorchShard, AlongDim):
         return f"Shard({self.dim})"
 
     def __eq__(self, other: object) -> bool:
-        """Equal to any `Shard` of the same dim, torch's included."""
-        return self is other or (isinstance(other, TorchShard) and self.dim == other.dim)
+        """Equal to a `Shard` of the same dim, torch's included; a subclass may mean something else."""
+        kind = type(other)
+        if kind is not type(self) and (kind is not TorchShard or type(self) is not Shard):
+            return False
+        return bool(self.dim == other.dim)  # type: ignore[attr-defined]
 
     __hash__ = TorchShard.__hash__
     __repr__ = TorchShard.__repr__

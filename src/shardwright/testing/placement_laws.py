@@ -245,4 +245,3 @@ def is_a_value(p: Placement) -> str | None:
     if sum(families) != 1:
         return "it must belong to one of the three families: subclass Partition or Pending"
     return None
-

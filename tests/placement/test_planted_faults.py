@@ -1,0 +1,323 @@
+"""Wrong placements, each with one fault, are all caught with a counterexample that a person can read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from shardwright.errors import PlacementError
+from shardwright.placement import AlongDim, Box, Partial, Partition, Pending, Region, Shard
+from shardwright.placement.runs import Run, interval
+from shardwright.testing.check_placement import BrokenLawError, PlacementLaws, check_placement
+
+
+@dataclass(frozen=True)
+class Rows(Partition):
+    """Right: consecutive rows. The faults below change one thing."""
+
+    def bounds(self, rows, n, coord):
+        piece = -(-rows // n)
+        return min(coord * piece, rows), min((coord + 1) * piece, rows)
+
+    def local(self, shape, count):
+        return (count, *shape[1:])
+
+    def region(self, shape, n, coord):
+        low, high = self.bounds(shape[0], n, coord)
+        box = Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
+        return Region((box,), self.local(shape, high - low))
+
+    def validate(self, shape, n):
+        if not shape:
+            raise PlacementError("Rows needs a dim")
+
+
+class Overlap(Rows):
+    def bounds(self, rows, n, coord):
+        low, high = super().bounds(rows, n, coord)
+        return low, min(high + 1, rows)
+
+
+class Hole(Rows):
+    def bounds(self, rows, n, coord):
+        return coord * (rows // n), (coord + 1) * (rows // n)
+
+
+class OutOfBounds(Rows):
+    def bounds(self, rows, n, coord):
+        piece = -(-rows // n)
+        return coord * piece, (coord + 1) * piece
+
+
+class WrongLocalShape(Rows):
+    def local(self, shape, count):
+        return (count + 1, *shape[1:])
+
+
+class FlatLocalShape(Rows):
+    def local(self, shape, count):
+        size = 1
+        for length in (count, *shape[1:]):
+            size *= length
+        return (size,)
+
+
+class AnotherLocalShape(Rows):
+    def local_shape(self, shape, n, coord):
+        return (-(-shape[0] // n), *shape[1:])
+
+
+class ReversedSplit(Rows):
+    def split(self, x, n, coord):
+        return super().split(x, n, coord).flip(0)
+
+
+class JoinedInAnotherOrder(Rows):
+    def join(self, terms, shape):
+        return torch.cat(list(reversed(terms)))
+
+
+class JoinForgetsTheTail(Rows):
+    def join(self, terms, shape):
+        kept = max(part.shape[0] for part in terms)
+        return torch.cat([part for part in terms if part.shape[0] == kept])
+
+
+class CutsNothing(Rows):
+    def cut_dims(self, shape, n):
+        return ()
+
+
+class TouchesNothing(Rows):
+    def touched_dims(self, shape, n):
+        return ()
+
+
+class AlwaysEven(Rows):
+    def even(self, shape, n):
+        return True
+
+
+class SecondCoordTwice(Rows):
+    def bounds(self, rows, n, coord):
+        return super().bounds(rows, n, min(coord, 1))
+
+
+class FailsOnEmpty(Rows):
+    def bounds(self, rows, n, coord):
+        return super().bounds(rows, n, coord) if 1 // rows >= 0 else (0, 0)
+
+
+class NotARegion(Rows):
+    def region(self, shape, n, coord):
+        return super().region(shape, n, coord).boxes
+
+
+class WrongRank(Rows):
+    def region(self, shape, n, coord):
+        low, high = self.bounds(shape[0], n, coord)
+        return Region((Box((low,), (high - low,)),), (high - low,))
+
+
+@dataclass(frozen=True)
+class WrongOnDim(AlongDim):
+    dim: int
+
+    def runs(self, length, n, coord):
+        piece = -(-length // n)
+        return interval(min(coord * piece, length), min((coord + 1) * piece, length))
+
+    def moved(self, dim):
+        return Shard(dim) if dim == self.dim else Backwards(dim)
+
+
+@dataclass(frozen=True)
+class Backwards(AlongDim):
+    dim: int
+
+    def runs(self, length, n, coord):
+        return WrongOnDim(0).runs(length, n, n - 1 - coord)
+
+
+@dataclass(frozen=True)
+class LostTail(AlongDim):
+    """Blocks dealt out, without the rest of the last round."""
+
+    dim: int
+
+    def runs(self, length, n, coord):
+        return (Run(coord, 1, n, length // n),) if length >= n else ()
+
+
+@dataclass
+class NotFrozen(Partition):
+    seed: int
+
+
+class ForgetsItself(Rows):
+    def __init__(self, seed):
+        object.__setattr__(self, "seed", [seed])
+
+    def __eq__(self, other):
+        return self is other
+
+    def __hash__(self):
+        return id(self)
+
+    def __deepcopy__(self, memo):
+        return ForgetsItself(self.seed)
+
+
+class HalfOnEachCoord(Pending):
+    """Right for two coords only."""
+
+    def combine(self, terms):
+        return sum(terms[1:], terms[0].clone())
+
+    def embed(self, x, n, coord):
+        return x / 2
+
+    def in_domain(self, x):
+        return x.is_floating_point()
+
+
+class SumsFully(Partial):
+    def combine(self, terms):
+        return super().combine(terms) + sum(part.sum() for part in terms) - sum(p.sum() for p in terms[:1])
+
+
+class ForgetsTheLast(Partial):
+    def combine(self, terms):
+        return super().combine(terms[:-1] or terms)
+
+    def embed(self, x, n, coord):
+        return super().embed(x, n, n - 1 - coord)
+
+
+class ChangesItsTerms(Partial):
+    def combine(self, terms):
+        return terms[0].add_(sum(terms[1:], torch.zeros_like(terms[0])))
+
+    def embed(self, x, n, coord):
+        return x if coord == 0 else x.neg_().neg_().mul(0).add(1)
+
+
+class WiderResult(Partial):
+    def combine(self, terms):
+        return super().combine(terms).double()
+
+
+class WrongIdentity(Partial):
+    def identity(self, x):
+        return torch.ones_like(x)
+
+
+class SaysLinear(Pending):
+    linear = True
+
+    def combine(self, terms):
+        return torch.stack(list(terms)).amax(0)
+
+    def embed(self, x, n, coord):
+        return x.clone()
+
+    def in_domain(self, x):
+        return not x.is_complex()
+
+
+class NotElementwise(Pending):
+    """Coord 0 holds the value; the mean of the others is added, and is zero only for whole tensors."""
+
+    def combine(self, terms):
+        first = terms[0]
+        return first.clone() if first.numel() % 2 == 0 else first + first.numel() // 2
+
+    def embed(self, x, n, coord):
+        return x.clone()
+
+    def in_domain(self, x):
+        return x.dtype == torch.float32
+
+
+FAULTS = [
+    (Overlap(), "held more than once"),
+    (Hole(), "held by no coord"),
+    (OutOfBounds(), "leaves the tensor"),
+    (WrongLocalShape(), "its boxes hold 0 elements, its local shape is"),
+    (FlatLocalShape(), "has not 2 dims"),
+    (AnotherLocalShape(), r"local_shape\(\) of coord 1"),
+    (ReversedSplit(), r"split\(\) of coord 0 is \[1, 0\], its region holds \[0, 1\]"),
+    (JoinedInAnotherOrder(), r"join\(split\(x\)\) is \[1, 0\], x is \[0, 1\]"),
+    (JoinForgetsTheTail(), r"join\(split\(x\)\) is"),
+    (CutsNothing(), r"cut_dims\(\) is \[\], the regions cut \[0\]"),
+    (TouchesNothing(), r"touched_dims\(\) is \[\]"),
+    (AlwaysEven(), r"even\(\) is True"),
+    (SecondCoordTwice(), "held more than once"),
+    (FailsOnEmpty(), "raised ZeroDivisionError"),
+    (NotARegion(), "not a Region"),
+    (WrongRank(), "has not 2 dims"),
+    (WrongOnDim(0), r"on_dim\(1\) = Backwards"),
+    (LostTail(0), "element .* is held by no coord"),
+    (NotFrozen(1), "cannot be hashed"),
+    (ForgetsItself(1), "is not equal to"),
+    (HalfOnEachCoord(), r"combine\(embed\(x\)\) is"),
+    (SumsFully(), r"combine"),
+    (ForgetsTheLast(), r"combine\(embed\(x\)\) is"),
+    (ChangesItsTerms(), "changed its argument|combine"),
+    (WiderResult(), r"combine\(\) made torch.float64"),
+    (WrongIdentity(), r"identity\(x\) is"),
+    (SaysLinear(), "not linear"),
+    (NotElementwise(), r"combine"),
+]
+
+
+@pytest.mark.parametrize(("placement", "message"), FAULTS, ids=lambda value: type(value).__name__)
+def test_a_planted_fault_is_caught(placement, message):
+    with pytest.raises(BrokenLawError, match=message) as caught:
+        check_placement(placement, axis_sizes=(1, 2, 3))
+    assert type(placement).__name__ in str(caught.value)
+
+
+def test_the_placement_without_the_fault_passes():
+    check_placement(Rows(), axis_sizes=(1, 2, 3))
+
+
+def test_the_counterexample_is_the_smallest_and_can_be_read():
+    with pytest.raises(BrokenLawError) as caught:
+        check_placement(Hole())
+    assert str(caught.value).splitlines() == [
+        "Hole() breaks the law 'each element once' for shape (1,) on an axis of size 2:",
+        "element (0,) is held by no coord",
+        "  coord 0 holds Region(boxes=(), local_shape=(0,))",
+        "  coord 1 holds Region(boxes=(), local_shape=(0,))",
+    ]
+
+
+def test_a_placement_that_refuses_everything_is_not_passed():
+    class Never(Rows):
+        def validate(self, shape, n):
+            raise PlacementError("never")
+
+    Never.__qualname__ = "Never"
+    globals()["Never"] = Never  # pickle finds a class by its module
+    with pytest.raises(BrokenLawError, match="refuses every shape"):
+        check_placement(Never())
+
+
+class TestLawsAsAClass(PlacementLaws):
+    """The pytest class that users subclass."""
+
+    placements = (Rows(),)
+    axis_sizes = (2, 3)
+
+
+def test_the_class_fails_on_a_fault_and_on_nothing_to_check():
+    class Faulty(PlacementLaws):
+        placements = (Hole(),)
+
+    with pytest.raises(BrokenLawError):
+        Faulty().test_every_law_holds()
+    with pytest.raises(BrokenLawError, match="names no placements"):
+        PlacementLaws().test_placements_are_named()
