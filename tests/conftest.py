@@ -10,7 +10,7 @@ import pytest
 from shardwright.testing.pool import RankPool
 
 # What rank functions and their test modules import; a rank that is forked has it already.
-_PRELOAD = ("torch.distributed.tensor", "hypothesis", "pytest")
+_PRELOAD = ("hypothesis", "pytest", "shardwright.checkpoint", "shardwright.parallel")
 _POOL = pytest.StashKey[RankPool]()
 
 

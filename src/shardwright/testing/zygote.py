@@ -33,10 +33,18 @@ def main(argv: list[str]) -> None:
     """Preload and serve until the owner closes its end of the socket."""
     control = socket.socket(fileno=int(argv[0]))
     for name in argv[1:]:
-        importlib.import_module(name)
+        _preload(name)
     _check_single_threaded()
     gc.freeze()  # a collection in a child would otherwise touch, and so copy, every page
     _serve(control)
+
+
+def _preload(name: str) -> None:
+    """Import a module; if that fails, a rank that needs it will fail at it with a traceback for its caller."""
+    try:
+        importlib.import_module(name)
+    except Exception:  # noqa: BLE001 - whatever a module raises while it is imported
+        traceback.print_exc()
 
 
 def _check_single_threaded() -> None:
