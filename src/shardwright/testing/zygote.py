@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
 
 
 def _preload(name: str) -> None:
-    """Import a module; if that fails, a rank that needs it will fail at it with a traceback for its caller."""
+    """Import a module; where that fails, a rank that needs it will fail at it too, and tell its caller."""
     try:
         importlib.import_module(name)
     except Exception:  # noqa: BLE001 - whatever a module raises while it is imported
