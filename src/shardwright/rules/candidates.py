@@ -214,7 +214,7 @@ def cut(view: AxisView, label: int, part: Partition) -> Iterator[Candidate]:
     if any(placement is None for placement in inputs) or not _outputs_exist(view, outputs):
         return
     placed = tuple(placement for placement in inputs if placement is not None)
-    if not _in_domain(view, outputs) or not _even_enough(view, label, part):
+    if not _in_domain(view, outputs) or not _cut_fits(view, label, part, outputs):
         return
     if any(placement is not None and placement.is_pending for placement in outputs):
         addends = _addends(view, label, part, placed)
@@ -259,10 +259,21 @@ def _everywhere(view: AxisView, place: Callable[[Sizes], Placement | None]) -> P
     return found.pop() if len(found) == 1 else None
 
 
-def _even_enough(view: AxisView, label: int, part: Partition) -> bool:
-    if view.equation.labels[label] not in view.equation.formula.even:
+def _cut_fits(
+    view: AxisView, label: int, part: Partition, outputs: Sequence[Placement | None]
+) -> bool:
+    """Whether the parts are as the rule needs them: of equal size, or at least none empty.
+
+    A coord without elements runs no kernel; a result that every coord must have whole would be missing there.
+    """
+    even = view.equation.labels[label] in view.equation.formula.even
+    everywhere = any(placement is not None and placement.is_replicated for placement in outputs)
+    if not even and not everywhere:
         return True
-    return all(len(set(part_lengths(part, sizes[label], view.n))) == 1 for sizes in view.states)
+    lengths = [part_lengths(part, sizes[label], view.n) for sizes in view.states]
+    if even and any(len(set(length)) > 1 for length in lengths):
+        return False
+    return not everywhere or all(min(length) > 0 for length in lengths)
 
 
 def _addends(
@@ -271,14 +282,14 @@ def _addends(
     """Operands without the reduced label that add up with one that has it are pending themselves.
 
     addmm with k cut: each coord adds its part of the bias, by embedding it on coord 0. A coord without
-    elements runs no kernel, so coord 0 must hold some; otherwise this candidate is none.
+    elements runs no kernel and would lose its part; then this candidate is none.
     """
     found = list(inputs)
     for operand in _adds_up(view.equation, label):
         reduce = view.equation.formula.reduce
         if not isinstance(reduce, str) or reduce != "sum":
             return None
-        if any(part_lengths(part, sizes[label], view.n)[0] == 0 for sizes in view.states):
+        if any(0 in part_lengths(part, sizes[label], view.n) for sizes in view.states):
             return None
         found[operand] = pending_of(reduce)
     return tuple(found)

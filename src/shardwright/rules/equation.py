@@ -130,7 +130,7 @@ class Equation:
         return len({shape for shape in shapes if prod(shape) != 1} or shapes) == 1
 
     def lacks(self, result: int, label: int) -> bool:
-        """Whether a cut of `label` makes this result pending: it depends on the label and does not show it."""
+        """Whether a cut of `label` makes this result pending: it depends on it without showing it."""
         slot = self.results[result]
         if slot is None or slot.find(label) is not None:
             return False

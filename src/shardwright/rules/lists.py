@@ -92,6 +92,7 @@ def join_decisions(
 
 def _disagree(call: Call, operand: Operand, one: Layout, other: Layout) -> str:
     return (
-        f"{call.op.name()}: elements of the list need {operand.name} in different layouts\n  {one}\n  {other}\n"
+        f"{call.op.name()}: elements of the list need {operand.name} in different layouts\n"
+        f"  {one}\n  {other}\n"
         f"fix: replicate {operand.name} first"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from shardwright.errors import RuleError
@@ -21,10 +23,16 @@ _NAMES = {
     "all": "min",
 }
 _PLACEMENTS: dict[str, Pending] = {name: Partial(op) for name, op in _NAMES.items()}
-# Where a reduction has a meaning: a sum of bools is none, avg of integers does not exist, complex has no order.
-_REFUSED = {
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+# Where a reduction has no meaning: a sum of bools, an average of integers, an extreme of complex numbers.
+_REFUSED: dict[str, Callable[[torch.dtype], bool]] = {
     "sum": lambda dtype: dtype == torch.bool,
-    "avg": lambda dtype: not (dtype.is_floating_point or dtype.is_complex),
+    "avg": lambda dtype: not _is_inexact(dtype),
     "max": lambda dtype: dtype.is_complex,
     "min": lambda dtype: dtype.is_complex,
 }

@@ -191,7 +191,7 @@ def _dim(tokens: _Tokens, *, optional: bool) -> Label | Fixed:
     token = tokens.take()
     if token.isdigit():
         return Fixed(int(token))
-    if token == "_":  # noqa: S105  a token of the notation, not a secret
+    if token == "_":
         return Label("_", whole=True)
     if not token[0].isalpha():
         raise RuleError(f"rule {tokens.text!r}: expected a label, found {token!r}")

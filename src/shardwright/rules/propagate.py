@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import prod
 
 from shardwright.errors import RuleError
@@ -12,7 +13,15 @@ from shardwright.placement.base import Placement
 from shardwright.rules.binding import BindingError, bind
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.candidates import REPLICATE
-from shardwright.rules.decision import Decision, LabelSize, LocalArg, LocalInt, LocalShape, ResultShape, ResultStride
+from shardwright.rules.decision import (
+    Decision,
+    LabelSize,
+    LocalArg,
+    LocalInt,
+    LocalShape,
+    ResultShape,
+    ResultStride,
+)
 from shardwright.rules.equation import Dim, Equation
 from shardwright.rules.lists import join_decisions, split_call
 from shardwright.rules.registry import is_per_element, registry
@@ -54,13 +63,13 @@ def propagate_one(call: Call, layouts: tuple[Layout, ...]) -> Decision:
     if not found:
         return _fallback(call, layouts, problems)
     equation, choice = min(found, key=lambda entry: entry[1].price)
-    return _decision(call, layouts, order, equation, choice)
+    return decide(call, layouts, order, equation, choice)
 
 
 def _check(call: Call, layouts: tuple[Layout, ...]) -> None:
     if len(layouts) != len(call.operands):
         raise RuleError(f"{call}: {len(call.operands)} operands, {len(layouts)} layouts")
-    for layout, other in zip(layouts, layouts[1:], strict=False):
+    for layout, other in pairwise(layouts):
         if layout.mesh_shape != other.mesh_shape:
             raise RuleError(
                 f"{call.op.name()}: the operands lie on different meshes\n  {layout}\n  {other}\n"
@@ -100,9 +109,10 @@ def order_matters(layout: Layout) -> bool:
 # -------------------------------------------------------------------------------------- the decision
 
 
-def _decision(
+def decide(
     call: Call, layouts: tuple[Layout, ...], order: tuple[int, ...], equation: Equation, choice: Choice
 ) -> Decision:
+    """The decision that follows from an equation and one candidate per axis."""
     columns = choice.candidates
     inputs = tuple(
         _moved(layout, tuple(candidate.inputs[i] for candidate in columns), order)
@@ -175,8 +185,9 @@ def _reason(
 
 def _fallback(call: Call, layouts: tuple[Layout, ...], problems: list[str]) -> Decision:
     whole = tuple(_moved(layout, (REPLICATE,) * len(layout.sizes), layout.order) for layout in layouts)
+    everywhere = [REPLICATE] * len(layouts[0].sizes)
     outputs = tuple(
-        None if info is None else _made(layouts[0], info, [REPLICATE] * len(layouts[0].sizes), layouts[0].order)
+        None if info is None else _made(layouts[0], info, everywhere, layouts[0].order)
         for info in call.results
     )
     why = "; ".join(problems) if problems else "no rule"

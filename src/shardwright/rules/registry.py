@@ -63,7 +63,7 @@ class Registry:
         self.generation += 1
 
     def rules_of(self, op: torch._ops.OpOverload) -> tuple[Rule, ...]:
-        """The rules that serve an overload: its own, its name's, else those of the op that it derives from."""
+        """The rules that serve an overload: its own, its name's, else those of the op it derives from."""
         for names in spellings(op):
             found = tuple(rule for name in names for rule in self._rules.get(name, ()))
             if found:
@@ -72,8 +72,8 @@ class Registry:
 
     def rewrite_of(self, op: torch._ops.OpOverload) -> Rewrite | None:
         """The rewriting of an overload, or None. In-place and out= forms have none of their own."""
-        exact, packet = next(iter(spellings(op)))
-        return self._rewrites.get(exact) or self._rewrites.get(packet)
+        exact, packet = spellings(op)[0]
+        return self._rewrites[exact] if exact in self._rewrites else self._rewrites.get(packet)
 
     def formulas(self, call: Call) -> Iterator[Formula]:
         """The equations that rules state for this call."""
@@ -90,6 +90,24 @@ class Registry:
 registry = Registry()
 
 
+# In-place forms that change the shape or strides of the tensor object: no result of another op is like them.
+_RESHAPED_IN_PLACE = frozenset(
+    {
+        "as_strided_",
+        "detach_",
+        "resize_",
+        "resize_as_",
+        "set_",
+        "squeeze_",
+        "swapaxes_",
+        "swapdims_",
+        "t_",
+        "transpose_",
+        "unsqueeze_",
+    }
+)
+
+
 @lru_cache(maxsize=8192)
 def spellings(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
     """Names under which rules for `op` may stand, nearest first, as (overload, all overloads) pairs.
@@ -104,6 +122,8 @@ def spellings(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
 
 def _bases(name: str) -> Iterator[str]:
     plain = name
+    if name in _RESHAPED_IN_PLACE:
+        return
     if plain.startswith("_foreach_"):
         plain = plain.removeprefix("_foreach_")
         yield plain

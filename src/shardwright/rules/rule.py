@@ -16,7 +16,7 @@ When = Callable[[Call], bool]
 Make = Callable[[Call], "Formula | str | None"]
 
 
-def rule(
+def rule(  # noqa: PLR0913  the facts of the notation, one keyword each
     op: OpName,
     text: str,
     *,

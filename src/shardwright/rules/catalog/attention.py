@@ -53,9 +53,7 @@ def attention(call: Call) -> Formula:
         info = call.bound.get(name)
         if name in call.bound:
             operands.append(labels.mask(info, call) if isinstance(info, TensorInfo) else ["-"])
-    results = [labels.query]
-    for info in call.results[1:]:
-        results.append(_statistic(info, call, labels))
+    results = [labels.query, *(_statistic(info, call, labels) for info in call.results[1:])]
     return formula(join(operands, results), hom="value: sum->sum", depends={1: ("query", "key")})
 
 
@@ -78,8 +76,10 @@ def attention_backward(call: Call) -> Formula | None:
         if "Tensor" in str(parameter.type):
             operands.append(_backward_items(parameter.name, value, call, labels))
     results = [labels.query, labels.key, labels.key]
-    for info in call.results[3:]:
-        results.append(labels.mask(info, call) if info is not None and len(info.shape) <= 4 else ["-"])
+    results += [
+        labels.mask(info, call) if info is not None and len(info.shape) <= 4 else ["-"]
+        for info in call.results[3:]
+    ]
     fact = f"{call.op._schema.arguments[0].name}: sum->sum"
     return formula(join(operands, results), reduce=(None, "sum", "sum", "sum"), hom=fact)
 

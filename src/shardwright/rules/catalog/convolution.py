@@ -23,15 +23,11 @@ def convolution(call: Call) -> Formula | None:
     if not _batched(call):
         return None
     space = _space(call)
-    mark = "!" if call.arg("groups") != 1 else ""
-    image, out = ["n", f"i{mark}", *space], ["n", f"o{mark}", *space]
-    if call.arg("transposed"):
-        weight = [f"i{mark}", f"o{mark}", *space]
+    if call.arg("groups") != 1:
+        image, weight, bias, out = ["n", "_", *space], ["_", "_", *space], ["_"], ["n", "_", *space]
     else:
-        weight = [f"o{mark}", f"i{mark}", *space]
-    if mark:
-        image, weight, out = ["n", "_", *space], ["_", "_", *space], ["n", "_", *space]
-    bias = ["_"] if mark else ["o"]
+        channels = ["i", "o"] if call.arg("transposed") else ["o", "i"]
+        image, weight, bias, out = ["n", "i", *space], [*channels, *space], ["o"], ["n", "o", *space]
     text = join([image, weight, bias], [out])
     return formula(text, reduce="sum", hom=("input+bias: sum->sum", "weight+bias: sum->sum"))
 

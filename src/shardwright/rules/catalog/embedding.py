@@ -15,6 +15,5 @@ def embedding_backward(call: Call) -> Formula:
     rank = len(call.arg("indices").shape)
     mark = "!" if call.arg("scale_grad_by_freq") else ""
     index = " ".join(f"a{i}{mark}" for i in range(rank))
-    return formula(
-        f"{index} e, {index or '()'} -> v! e", reduce="sum", hom="grad_output: sum->sum", ints={"num_weights": "v"}
-    )
+    text = f"{index} e, {index or '()'} -> v! e"
+    return formula(text, reduce="sum", hom="grad_output: sum->sum", ints={"num_weights": "v"})

@@ -11,9 +11,16 @@ from shardwright.rules.catalog.labels import join
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule, rule
 
-rule("aten::index_select", "...[dim:_], i -> ...[dim:i]", hom="self: *")
 rule("aten::take_along_dim", "...[dim:_], ...[dim:j] -> ...[dim:j]", hom="self: *", prefix=("*",))
 rule("aten::gather", "...[dim:_], ...[dim:j] -> ...[dim:j]", hom="self: *", prefix=("*",))
+
+
+@register_rule("aten::index_select")
+def index_select(call: Call) -> Formula | None:
+    """Rows by number along the dim."""
+    if not call.arg("self").shape or not call.arg("index").shape:
+        return None
+    return formula("...[dim:_], i -> ...[dim:i]", hom="self: *")
 
 
 @register_rule("aten::scatter", "aten::scatter_reduce")
@@ -70,9 +77,7 @@ def index(call: Call) -> Formula | None:
     return formula(join([own, *index_items], [result]), hom="self: *")
 
 
-@register_rule(
-    "aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index_put", "aten::_unsafe_masked_index_put_accumulate"
-)
+@register_rule("aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index_put")
 def index_put(call: Call) -> Formula | None:
     """Values go to indexed places; the dims that are not indexed may be cut."""
     parts = _index_parts(call, whole=True)

@@ -131,7 +131,7 @@ def copy(call: Call) -> Formula:
 
 @register_rule("aten::fill")
 def fill(call: Call) -> Formula:
-    """Only the place matters, not the old values. A maximum, minimum or average of equal values is the value."""
+    """The old values do not matter. A maximum, minimum or average of equal values is the value."""
     facts = ["self: max->max, min->min, avg->avg"]
     if call.bound.get("value") == 0:
         facts.append("self: *")
@@ -159,4 +159,5 @@ def _widens(source: torch.dtype, target: torch.dtype) -> bool:
         return high.eps <= low.eps and high.max >= low.max
     if source.is_floating_point or target.is_floating_point:
         return False
-    return torch.iinfo(target).max >= torch.iinfo(source).max and torch.iinfo(target).min <= torch.iinfo(source).min
+    inner, outer = torch.iinfo(source), torch.iinfo(target)
+    return outer.max >= inner.max and outer.min <= inner.min

@@ -73,9 +73,12 @@ def extreme(call: Call) -> Formula:
 @register_rule(*(f"aten::{name}" for name in _WHOLE_DIM.split()))
 def whole_dim(call: Call) -> Formula:
     """The reduced dims must be whole; without `dim`, all of them."""
-    pattern = "...[dim:_]" if "dim" in call.bound else " ".join(["_"] * len(call.operands[0].shape)) or "()"
-    result = _reduced(call)
-    return formula(f"{pattern} -> {', '.join([result] * len(call.results))}")
+    return formula(f"{_whole(call)} -> {', '.join([_reduced(call)] * len(call.results))}")
+
+
+def _whole(call: Call) -> str:
+    """The notation of the operand when what is reduced must be whole."""
+    return "...[dim:_]" if "dim" in call.bound else " ".join(["_"] * len(call.operands[0].shape)) or "()"
 
 
 @register_rule(*(f"aten::{name}" for name in _SCANS.split()))
@@ -98,7 +101,6 @@ def vector_norm(call: Call) -> Formula:
     monoid = None if power is None else _NORM_MONOIDS.get(power)
     result = _reduced(call)
     if monoid is None:
-        whole = "...[dim:_]" if "dim" in call.bound else " ".join(["_"] * len(call.operands[0].shape)) or "()"
-        return formula(f"{whole} -> {result}")
+        return formula(f"{_whole(call)} -> {result}")
     facts = ("self: norm2->norm2",) if monoid == "norm2" else ()
     return formula(f"... -> {result}", reduce=monoid, hom=facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import gcd, prod
 
 
@@ -70,7 +71,7 @@ def _refinement(own: tuple[int, ...], other: tuple[int, ...]) -> list[int] | Non
     """Factors, outer to inner, of which both sides are products of neighbours; None if there are none."""
     ends = sorted(_suffix_products(own) | _suffix_products(other), reverse=True)
     factors: list[int] = []
-    for outer, inner in zip(ends, ends[1:], strict=False):
+    for outer, inner in pairwise(ends):
         if outer % inner:
             return None
         factors.append(outer // inner)

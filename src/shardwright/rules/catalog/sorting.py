@@ -7,4 +7,3 @@ from shardwright.rules.rule import rule
 rule("aten::sort", "...[dim:d!] -> ...[dim:d!], ...[dim:d!]")
 rule("aten::argsort", "...[dim:d!] -> ...[dim:d!]")
 rule("aten::topk", "...[dim:_] -> ...[dim:k!], ...[dim:k!]")
-rule("aten::searchsorted.Tensor", "-, ... -> ...")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from shardwright.rules.call import Call
 from shardwright.rules.catalog.labels import join, letters
 from shardwright.rules.catalog.reshaping import reshape_formula
 from shardwright.rules.formula import Formula, formula
+from shardwright.rules.registry import rewrite
 from shardwright.rules.rule import register_rule, rule
 
 _KEEP = ("self: *",)
@@ -89,7 +92,7 @@ def unsqueeze(call: Call) -> Formula:
 
 
 @register_rule("aten::squeeze.dim", "aten::squeeze.dims")
-def squeeze(call: Call) -> Formula:
+def squeeze_dims(call: Call) -> Formula:
     """Named dims of size 1 vanish. A dim that is 1 only locally is kept whole, else it would vanish too."""
     shape = _shape(call)
     rank = max(1, len(shape))
@@ -98,6 +101,13 @@ def squeeze(call: Call) -> Formula:
     items = ["_" if dim in dims else f"a{dim}" for dim in range(len(shape))]
     right = [item for dim, item in enumerate(items) if dim not in dims or shape[dim] != 1]
     return formula(join([items], [right]), hom=_KEEP)
+
+
+@rewrite("aten::squeeze.default")
+def squeeze_all(_op: object, x: torch.Tensor) -> torch.Tensor:
+    """Squeeze the dims that are 1 logically: a dim that is 1 on one rank only must stay."""
+    dims = [dim for dim, size in enumerate(x.shape) if size == 1]
+    return x.squeeze(dims) if dims else torch.ops.aten.alias.default(x)
 
 
 @register_rule("aten::slice.Tensor")
@@ -206,7 +216,8 @@ def repeat(call: Call) -> Formula:
     """Dims that are repeated are whole, the others (a count of 1) keep their cut."""
     source, counts = _shape(call), tuple(call.arg("repeats"))
     added = len(counts) - len(source)
-    left = [label if count == 1 else "_" for label, count in zip(letters(len(source)), counts[added:], strict=True)]
+    pairs = zip(letters(len(source)), counts[added:], strict=True)
+    left = [label if count == 1 else "_" for label, count in pairs]
     right = ["_"] * added + left
     return formula(join([left], [right]), hom=_KEEP)
 
