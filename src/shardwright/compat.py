@@ -112,11 +112,14 @@ class FsdpParameter:
         self,
         parameter: nn.Parameter,
         make_gradient: Callable[[torch.Tensor], torch.Tensor],
+        as_term: Callable[[torch.Tensor], torch.Tensor],
         inner_spec: Any,
         wrap_inner: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> None:
         """Use `parameter` (same local tensor) as the sharded one and `make_gradient` for its gradients.
 
+        as_term: brings the gradient that is there to the layout of `make_gradient`; torch adds the next one
+            to its local tensor without looking at its layout.
         inner_spec: the spec of the unsharded parameter where it stays a DTensor on other axes, else None.
         Overrides are set on this one object, not on torch's class.
         """
@@ -125,8 +128,20 @@ class FsdpParameter:
         fsdp._sharding_spec = parameter._spec  # type: ignore[attr-defined]
         fsdp._setattr_on_modules(parameter)
         fsdp.to_sharded_dtensor = make_gradient
+        self._before_adding(as_term)
         if inner_spec is not None:
             self._keep_distributed(inner_spec, wrap_inner)
+
+    def _before_adding(self, as_term: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        fsdp = self.inner
+        original = fsdp.accumulate_unsharded_grad_if_needed
+
+        def accumulate_unsharded_grad_if_needed() -> None:
+            original()
+            if fsdp.sharded_param.grad is not None:
+                fsdp.sharded_param.grad = as_term(fsdp.sharded_param.grad)
+
+        fsdp.accumulate_unsharded_grad_if_needed = accumulate_unsharded_grad_if_needed
 
     def _keep_distributed(self, spec: Any, wrap_inner: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
         fsdp = self.inner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -165,7 +166,14 @@ def _relabel(managed: FsdpParameter, before: _Before, mesh: DeviceMesh) -> None:
         wrap(managed.local, spec_of(value, both)), requires_grad=managed.parameter.requires_grad
     )
     new._fully_sharded = axis  # type: ignore[attr-defined]
-    managed.adopt(new, make_grad, inner, _wrap_inner)
+    managed.adopt(new, make_grad, partial(_as_term, layout=grad), inner, _wrap_inner)
+
+
+def _as_term(gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A gradient that was summed already as a term of the next sum: no communication."""
+    if not isinstance(gradient, TorchDTensor) or tuple(gradient.placements) == layout.placements:
+        return gradient
+    return as_ours(gradient).redistribute(placements=layout.placements, order=layout.order_names)
 
 
 def _inner_spec(spec: Spec) -> Spec | None:
