@@ -3,5 +3,14 @@
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.layout.partition_spec import from_partition_spec, to_partition_spec
+from shardwright.layout.strided import same_regions, to_ordered, to_strided
 
-__all__ = ["Layout", "MeshShape", "from_partition_spec", "to_partition_spec"]
+__all__ = [
+    "Layout",
+    "MeshShape",
+    "from_partition_spec",
+    "same_regions",
+    "to_ordered",
+    "to_partition_spec",
+    "to_strided",
+]

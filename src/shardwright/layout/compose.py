@@ -25,15 +25,50 @@ def compose_regions(outer: Region, inner: Region) -> Region:
         return Region((), inner.local_shape)
     if inner.runs is not None and outer.runs is not None:
         return Region.from_runs(tuple(map(compose, outer.runs, inner.runs)))
-    intervals = _flat_intervals(inner, outer.local_shape)
-    boxes = [box for low, high in intervals for box in _flat_part(outer, low, high)]
-    return Region(_joined(boxes), inner.local_shape)
+    split = _split_point(outer, inner)
+    head, inside = _heads(outer, split), _heads(inner, split)
+    ends = list(accumulate(box.numel for box in head))
+    intervals = _flat_intervals(inside, outer.local_shape[:split])
+    boxes = [box for low, high in intervals for box in _flat_part(head, ends, low, high)]
+    end = _end(outer.boxes[0], inner.boxes[0], split)
+    joined = _joined(boxes)
+    return Region((Box(b.offset + end.offset, b.size + end.size) for b in joined), inner.local_shape)
 
 
-def _flat_intervals(region: Region, shape: Shape) -> Iterator[tuple[int, int]]:
-    """The region's elements as intervals of the row-major flattening of `shape`, touching ones joined."""
+def _split_point(outer: Region, inner: Region) -> int:
+    """From this dim on, all boxes of `outer` are whole and alike, and so are those of `inner`.
+
+    These dims are composed on their own: the cost is then the number of pieces of the others.
+    """
+    dim = len(outer.local_shape)
+    while dim and all(_alike(region, dim - 1) for region in (outer, inner)):
+        if outer.boxes[0].size[dim - 1] != outer.local_shape[dim - 1]:
+            break
+        dim -= 1
+    return dim
+
+
+def _alike(region: Region, dim: int) -> bool:
+    first = region.boxes[0]
+    return all(
+        box.offset[dim] == first.offset[dim] and box.size[dim] == first.size[dim] for box in region.boxes
+    )
+
+
+def _heads(region: Region, split: int) -> list[Box]:
+    return [Box(box.offset[:split], box.size[:split]) for box in region.boxes]
+
+
+def _end(outer: Box, inner: Box, split: int) -> Box:
+    """The dims from `split` on: the inner interval moved by the outer offset."""
+    offset = tuple(map(sum, zip(outer.offset[split:], inner.offset[split:], strict=True)))
+    return Box(offset, inner.size[split:])
+
+
+def _flat_intervals(boxes: list[Box], shape: Shape) -> Iterator[tuple[int, int]]:
+    """The elements of boxes as intervals of the row-major flattening of `shape`, touching ones joined."""
     start = end = 0
-    for box in region.boxes:
+    for box in boxes:
         for low, high in _intervals_of_box(box, shape):
             if low == end:
                 end = high
@@ -58,10 +93,8 @@ def _intervals_of_box(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
         yield low, low + length
 
 
-def _flat_part(region: Region, low: int, high: int) -> Iterator[Box]:
-    """Elements `[low, high)` of a region, counted in local order, as boxes."""
-    boxes = region.boxes
-    ends = _ends(region)
+def _flat_part(boxes: list[Box], ends: list[int], low: int, high: int) -> Iterator[Box]:
+    """Elements `[low, high)` of boxes in a row, of which each ends at `ends`, as boxes."""
     first = bisect_right(ends, low)
     while low < high:
         box = boxes[first]
@@ -70,10 +103,6 @@ def _flat_part(region: Region, low: int, high: int) -> Iterator[Box]:
         for part in flat_boxes(box.size, low - begin, stop - begin):
             yield Box(tuple(map(sum, zip(part.offset, box.offset, strict=True))), part.size)
         low, first = stop, first + 1
-
-
-def _ends(region: Region) -> list[int]:
-    return list(accumulate(box.numel for box in region.boxes))
 
 
 def _joined(boxes: list[Box]) -> list[Box]:
