@@ -4,6 +4,7 @@ from shardwright.parallel.expert import ShardMoESparseExpertsParallel, paralleli
 from shardwright.parallel.fsdp import parallelize_fsdp
 from shardwright.parallel.hsdp import parallelize_hsdp
 from shardwright.parallel.replicate import parallelize_replicate
+from shardwright.parallel.tensor_parallel import parallelize_tensor
 from shardwright.parallel.to_local import ToLocalParallel
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "parallelize_fsdp",
     "parallelize_hsdp",
     "parallelize_replicate",
+    "parallelize_tensor",
 ]

@@ -28,4 +28,4 @@ def as_ours(x: TorchDTensor) -> DTensor:
     if isinstance(x, CLASSES[0]):
         return cast("DTensor", x)
     spec = x._spec
-    return wrap(x._local_tensor, spec_of(layout_of(spec), spec.mesh))
+    return wrap(x._local_tensor.detach(), spec_of(layout_of(spec), spec.mesh))
