@@ -67,16 +67,15 @@ def prepare(
     """Decide the call; raises what the single-device op raises for these shapes, or RuleError."""
     mesh = _one_mesh(func, tensors)
     use = _common_use(tensors)
+    composite = _decomposition(func)
+    if composite is not None:
+        return composite
     try:
         infos = result_infos(func, args, kwargs)
     except DataDependentError:
-        composite = _decomposition(func)
-        return composite if composite is not None else _gathered(func, tensors)
+        return _gathered(func, tensors)
     call = Call(func, _described(args), tuple((k, _describe(v)) for k, v in kwargs.items()), infos)
     layouts = tuple(t.layout for t in tensors)
-    composite = _decomposition(func) if not registry.rules_of(func) else None
-    if composite is not None:
-        return composite
     decision = propagate(call, layouts)
     return _settled(func, call, decision, tensors, mesh, use)
 
