@@ -2,7 +2,8 @@
 
 `<!-- ranks: 4 -->` sends the blocks after it to 4 ranks (0, the default: this process, without a process
 group). Blocks of one page with the same number of ranks share their names. `<!-- output -->` before a fenced
-block says that it is what the `python` block above it prints (on rank 0).
+block says that it is what the `python` block above it prints (on rank 0). `<!-- run -->` before a `console`
+block says that its commands print what stands below each of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(r"^```(\w*)\s*$")
+_CONSOLE = re.compile(r"^<!-- run -->\n```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _RANKS = re.compile(r"^<!-- ranks: (\d+) -->$")
 
 
@@ -43,6 +45,16 @@ def pages() -> list[Path]:
 def sessions(page: Path) -> list[list[Block]]:
     """Return the runs of blocks of a page that share one namespace."""
     return [list(group) for _, group in itertools.groupby(_blocks(page), key=lambda block: block.ranks)]
+
+
+def commands(page: Path) -> list[tuple[str, str]]:
+    """Return the commands of a page that state their output, each with that output."""
+    found: list[tuple[str, str]] = []
+    for block in _CONSOLE.findall(page.read_text()):
+        for entry in block.split("$ ")[1:]:
+            command, _, output = entry.partition("\n")
+            found.append((command, output))
+    return found
 
 
 def _blocks(page: Path) -> list[Block]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
 
 import pytest
 
-from tests.docs.pages import ROOT, pages, run_session, sessions
+from tests.docs.pages import ROOT, commands, pages, run_session, sessions
 
 _SESSIONS = [
     pytest.param(blocks, id=f"{page.relative_to(ROOT)}:{blocks[0].line}")
@@ -24,6 +27,16 @@ def test_the_code_in_the_documents_runs(blocks, ranks, tmp_path, monkeypatch):
     for block, text in zip(blocks, printed, strict=True):
         if block.output is not None:
             assert _trimmed(text) == _trimmed(block.output), f"{block.file}:{block.line}"
+
+
+@pytest.mark.parametrize(("command", "output"), [pair for page in pages() for pair in commands(page)])
+def test_the_commands_in_the_documents_print_what_stands_below_them(command, output):
+    program, *arguments = shlex.split(command)
+    assert program == "shardwright"
+    result = subprocess.run(
+        [sys.executable, "-m", "shardwright", *arguments], capture_output=True, text=True, check=True
+    )
+    assert _trimmed(result.stdout) == _trimmed(output)
 
 
 def run_session_in(folder, blocks):
