@@ -90,10 +90,11 @@ def test_the_reference_replays_what_another_run_chose():
 
 def test_routing_differences_name_layer_tokens_and_gap():
     scores = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.4, 0.25, 0.25, 0.1]])
-    agreed = torch.tensor([[1, 0], [0, 2]])
+    agreed, tied = torch.tensor([[1, 0], [1, 0]]), torch.tensor([[0, 1], [0, 2]])
     assert routing_differences([scores], [agreed]) == []
-    found = routing_differences([scores, scores], [agreed, torch.tensor([[0, 2], [0, 1]])])
-    assert [(d.layer, d.tokens) for d in found] == [(1, 1)]
+    found = routing_differences([scores] * 3, [agreed, torch.tensor([[0, 2], [0, 1]]), tied])
+    assert [(d.layer, d.tokens) for d in found] == [(1, 1), (2, 1)]
+    assert [d.gap for d in found] == pytest.approx([0.1, 0.0])
     assert largest_gap(found) == pytest.approx(0.1)
 
 

@@ -20,6 +20,7 @@ TINY = {
     "eval_every": 2,
     "eval_windows": 3,
     "checkpoint_every": 0,
+    "sample_length": 8,
 }
 
 

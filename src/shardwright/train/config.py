@@ -35,7 +35,7 @@ class TrainConfig(BaseModel):
     ep: Degree = 1
 
     # run
-    steps: Annotated[int, Field(ge=0)] = 300
+    steps: Annotated[int, Field(ge=0)] = 200
     batch_size: Count = 32
     seq_len: Count = 128
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4e-3
@@ -47,6 +47,7 @@ class TrainConfig(BaseModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    sample_length: Annotated[int, Field(ge=0)] = 400
     data: Path | None = None
 
     # model

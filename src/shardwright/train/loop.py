@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from shardwright.context.context import DistributedContext
     from shardwright.train.config import TrainConfig
 
-SAMPLE_LENGTH = 400
-
 
 def run(config: TrainConfig, context: DistributedContext, observers: Iterable[Observer] = ()) -> int:
     """Train as `config` says, on every rank of `context` at once.
@@ -39,8 +37,12 @@ def run(config: TrainConfig, context: DistributedContext, observers: Iterable[Ob
     Returns: the exit code: 0, or 128 + signal when a rank was asked to stop (the step is finished and saved).
     Raises: ShardwrightError, the same on every rank: a setting, a folder or a checkpoint cannot be used.
     """
-    folder = RunFolder(from_first_rank(context, lambda: choose_folder(config)), writes=context.is_main)
-    return TrainingRun(config, context, folder, observers).run()
+    return TrainingRun(config, context, open_folder(config, context), observers).run()
+
+
+def open_folder(config: TrainConfig, context: DistributedContext) -> RunFolder:
+    """The run's folder, the same on every rank; nothing is written yet. Collective."""
+    return RunFolder(from_first_rank(context, lambda: choose_folder(config)), writes=context.is_main)
 
 
 class TrainingRun:
@@ -103,10 +105,11 @@ class TrainingRun:
         for step in range(done + 1, self.config.steps + 1):
             began = time.perf_counter()
             result = self.trainer.step(step, supervise.stop_requested)
+            took = time.perf_counter() - began
             last = result.stop or step == self.config.steps
             measured = last or step % self.config.eval_every == 0
             held_out = self.trainer.held_out_loss() if measured else None
-            record = self._record(step, result, held_out, began)
+            record = self._record(step, result, held_out, took)
             self.folder.log(record)
             display.show(record)
             if last or self._saves_at(step):
@@ -117,8 +120,7 @@ class TrainingRun:
                 return True
         return False
 
-    def _record(self, step: int, result: StepResult, held_out: float | None, began: float) -> StepRecord:
-        now = time.perf_counter()
+    def _record(self, step: int, result: StepResult, held_out: float | None, took: float) -> StepRecord:
         return StepRecord(
             step=step,
             loss=result.loss,
@@ -126,9 +128,9 @@ class TrainingRun:
             grad_norm=result.grad_norm,
             lr=result.lr,
             load_entropy=load_entropy(result.loads),
-            tokens_per_second=self.config.batch_size * self.config.seq_len / (now - began),
+            tokens_per_second=self.config.batch_size * self.config.seq_len / took,
             bytes_communicated=result.bytes_communicated,
-            seconds=now - self._began,
+            seconds=time.perf_counter() - self._began,
         )
 
     def _saves_at(self, step: int) -> bool:
@@ -159,4 +161,4 @@ class TrainingRun:
     def _sample(self, weights: dict[str, Tensor]) -> str:
         model = Decoder(ModelShape.of(self.config))
         model.load_state_dict(weights)
-        return write_text(model.to(self.context.device), SAMPLE_LENGTH, self.config.seed) + "\n"
+        return write_text(model.to(self.context.device), self.config.sample_length, self.config.seed) + "\n"

@@ -16,7 +16,7 @@ from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.module import distribute_module
-from shardwright.train.model import Decoder, ModelShape, init_weights
+from shardwright.train.model import Attention, Decoder, ModelShape, init_weights
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,8 +47,8 @@ def parallelize(model: Decoder, config: TrainConfig, context: DistributedContext
     """
     dense, expert = context.mesh_for(DENSE_DOMAIN), context.mesh_for(EXPERT_DOMAIN)
     if config.tp > 1:
-        for block in model.blocks:
-            _cut_heads(block.attention, submesh(dense, "tp"))
+        for attention in (module for module in model.modules() if isinstance(module, Attention)):
+            _cut_heads(attention, submesh(dense, "tp"))
     parallelize_expert_parallel(
         model, mesh_experts=submesh(expert, ("ep_replicate", "ep_shard")), expert_shard_dim="ep_shard"
     )

@@ -78,7 +78,7 @@ class ReferenceRun:
         batch = self.corpus.batch(config.seed, step, range(config.batch_size), config.seq_len).to(self.device)
         logits = model(batch[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         gradients = {name: _gradient(parameter) for name, parameter in model.named_parameters()}
         return Gradients(loss.item(), gradients, [_scores(layer) for layer in _layers(model)])
 

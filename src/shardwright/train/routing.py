@@ -23,8 +23,8 @@ class RoutingDifferences:
 def routing_differences(scores: Sequence[Tensor], choices: Sequence[Tensor]) -> list[RoutingDifferences]:
     """Compare what `choices` [t, k] picked with the best of `scores` [t, experts], layer by layer.
 
-    The gap of a token is the k-th best score minus the worst one that was picked: zero where both agree,
-    whatever their order, and tiny where rounding decided.
+    The order of a token's experts does not matter. The gap of a token is the k-th best score minus the worst
+    one that was picked: tiny where rounding decided.
     """
     pairs = enumerate(zip(scores, choices, strict=True))
     found = [_compare(layer, scored, picked) for layer, (scored, picked) in pairs]
@@ -38,6 +38,8 @@ def largest_gap(differences: Sequence[RoutingDifferences]) -> float:
 
 def _compare(layer: int, scores: Tensor, choices: Tensor) -> RoutingDifferences:
     choices = choices.to(scores.device)
-    kth_best = scores.topk(choices.shape[1], dim=-1).values[:, -1]
-    gaps = kth_best - scores.gather(1, choices).amin(-1)
-    return RoutingDifferences(layer, int((gaps > 0).sum()), float(gaps.max()))
+    ranked, experts = scores.sort(dim=-1, descending=True, stable=True)
+    top_k = choices.shape[1]
+    differs = (experts[:, :top_k].sort(-1).values != choices.sort(-1).values).any(-1)
+    gaps = (ranked[:, top_k - 1] - scores.gather(1, choices).amin(-1))[differs]
+    return RoutingDifferences(layer, len(gaps), float(gaps.max()) if len(gaps) else 0.0)

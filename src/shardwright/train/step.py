@@ -89,10 +89,12 @@ class Trainer:
         for observer in self.observers:
             observer.before(step, self)
         lr = set_learning_rate(self.optimizer, self.config, step, self.kind)
-        with Recorder() as recorder:
+        recorder = Recorder()
+        with recorder:
             loss = self._backward(self._rows(step))
-            for observer in self.observers:
-                observer.reduced(step, self)
+        for observer in self.observers:
+            observer.reduced(step, self)
+        with recorder:
             norm = self._clip()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -123,7 +125,7 @@ class Trainer:
     def _backward(self, batch: Tensor) -> Tensor:
         """Leave complete gradients of the mean loss over the global batch; return that mean."""
         loss = global_mean(self._loss_sum(batch), batch[:, 1:].numel(), self._readers)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.synchronizer.synchronize()
         return loss.detach()
 

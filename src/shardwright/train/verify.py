@@ -75,27 +75,34 @@ class Verifier:
         """Nothing is compared before the forward pass."""
 
     def reduced(self, step: int, trainer: Trainer) -> None:
-        """Bring the gradients together and compare them. Collective; cost: gathers weights and gradients."""
+        """Compare weights and gradients. Collective; cost: gathers both."""
         snapshot = Snapshot(
             step, full_parameters(trainer.model), full_gradients(trainer.model), gather_choices(trainer)
         )
+        self.compare(snapshot)
+
+    def compare(self, snapshot: Snapshot) -> None:
+        """Compare weights and gradients with the reference's, which makes the same forward pass here."""
         if self.reference is not None:
+            self._compare_weights(snapshot.step - 1, snapshot.weights, self.reference)
             self._compare_gradients(snapshot, self.reference)
 
     def after(self, step: int, trainer: Trainer, result: StepResult) -> None:
-        """Compare loss and norm, let the reference update, compare the weights. Collective."""
-        weights = full_parameters(trainer.model)
-        if self.reference is None or self._expected is None:
-            return
-        self._compare_numbers(step, result, self._expected)
-        self.reference.update(step)
-        self._compare_weights(step, weights, self.reference.weights())
+        """Compare loss and norm, let the reference update, and compare the last weights. Collective."""
+        if self.reference is not None and self._expected is not None:
+            self._compare_numbers(step, result, self._expected)
+            self.reference.update(step)
+        if step == trainer.config.steps:
+            weights = full_parameters(trainer.model)
+            if self.reference is not None:
+                self._compare_weights(step, weights, self.reference)
 
     def _compare_gradients(self, run: Snapshot, reference: ReferenceRun) -> None:
         self._expected = reference.gradients(run.step)
         worst = relative_differences(run.gradients, self._expected.by_name)
         if run.step in (1, 2, reference.config.steps):
-            self.findings.gradient = max(self.findings.gradient, *worst.values())
+            for value in worst.values():
+                self.findings.gradient = _larger(self.findings.gradient, value)
         large = {name: value for name, value in worst.items() if not value <= GRADIENT_BOUND}
         self._expected_norm = self._expected.norm
         norm_error = _relative(Gradients(0.0, run.gradients, []).norm, self._expected_norm)
@@ -151,12 +158,13 @@ class Verifier:
                 f"one device {self._expected_norm:.7g}"
             )
 
-    def _compare_weights(self, step: int, run: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> None:
-        difference = largest_difference(run, one)
+    def _compare_weights(self, step: int, run: Mapping[str, Tensor], reference: ReferenceRun) -> None:
+        difference = largest_difference(run, reference.weights())
         self.findings.parameter = _larger(self.findings.parameter, difference)
         if not difference <= PARAMETER_BOUND:
             self.findings.broken.append(
-                f"{self.name}, step {step}: parameters differ by {difference:.3g} (bound {PARAMETER_BOUND:g})"
+                f"{self.name}, after step {step}: parameters differ by {difference:.3g} "
+                f"(bound {PARAMETER_BOUND:g})"
             )
 
 

@@ -1,0 +1,148 @@
+"""What a run leaves behind, how it stops, and how it goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwright.errors import CheckpointError, ConfigError
+from shardwright.train.metrics import read_metrics
+from shardwright.train.model import Decoder, ModelShape
+from tests.train.worlds import tiny, write_text
+
+
+def trained(settings: dict[str, Any], stop_at: int = 0) -> int | str:
+    """Run the loop on this rank; the exit code, or the user's error."""
+    from shardwright.train import loop, supervise
+    from shardwright.train.runner import degrees
+    from shardwright.train.supervise import Watch
+    from shardwright.train.supervise_board import Board
+
+    config = tiny(**settings)
+    watch = Watch(Board.private(config.world))
+    supervise.install(watch)
+    with degrees(config).build(device="cpu") as context:
+        run = loop.TrainingRun(config, context, loop.open_folder(config, context))
+        if context.rank == config.world - 1:
+            run.trainer.observers.append(StopAt(stop_at, watch.board))
+        try:
+            return run.run()
+        except (ConfigError, CheckpointError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            supervise.install(None)
+
+
+class StopAt:
+    """Asks for a stop, on one rank only, while a step runs."""
+
+    def __init__(self, step: int, board) -> None:
+        self.step, self.board = step, board
+
+    def before(self, step: int, trainer) -> None:
+        if step == self.step:
+            self.board.ask_to_stop(2)
+
+    def reduced(self, step: int, trainer) -> None:
+        pass
+
+    def after(self, step: int, trainer, result) -> None:
+        pass
+
+
+def losses(folder) -> list[float]:
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+@pytest.fixture
+def settings(tmp_path) -> dict[str, Any]:
+    write_text(tmp_path / "text")
+    return {"data": tmp_path / "text", "out": tmp_path / "out", "world": 4, "dp_replicate": 2, "ep": 2}
+
+
+def test_a_run_leaves_all_its_files(ranks, settings):
+    assert ranks(4, trained, settings) == [0] * 4
+    out = settings["out"]
+    files = {"metrics.jsonl", "loss.png", "layouts.txt", "sample.txt", "config.json", "checkpoints"}
+    assert {path.name for path in out.iterdir()} == files
+    assert len(losses(out)) == 3
+    names = [name for name, _ in Decoder(ModelShape.of(tiny())).named_parameters()]
+    layouts = (out / "layouts.txt").read_text()
+    assert all(name in layouts for name in names)
+    assert "@ep_shard" in layouts
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000003"]
+    line = read_metrics(out / "metrics.jsonl")[-1]
+    assert line["held_out_loss"] > 0
+    assert line["bytes_communicated"] > 0
+    assert 0 < line["load_entropy"] <= 1.39
+
+
+def test_a_new_run_refuses_a_folder_that_holds_something(ranks, settings):
+    settings["out"].mkdir()
+    (settings["out"] / "precious").touch()
+    found = ranks(2, refused, settings | {"world": 2, "dp_replicate": 1})
+    assert found[0] == found[1]
+    assert "is not empty" in found[0]
+    assert "--resume" in found[0]
+
+
+def refused(settings: dict[str, Any]) -> str:
+    try:
+        trained(settings)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_stop_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint(ranks, settings):
+    assert ranks(4, trained, settings | {"steps": 9}, 4) == [130] * 4
+    out = settings["out"]
+    assert len(losses(out)) == 4
+    assert (out / "checkpoints" / "step-00000004").is_dir()
+    assert ranks(4, trained, settings | {"steps": 6, "resume": "newest"}) == [0] * 4
+    assert len(losses(out)) == 6
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"world": 2, "dp_replicate": 1, "ep": 1},
+        {"world": 2, "dp_replicate": 2, "ep": 2},
+        {"world": 1, "dp_replicate": 1, "ep": 1},
+    ],
+    ids=["the same mesh", "two ranks, fsdp", "two ranks, experts", "one rank"],
+)
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks, settings, tmp_path, other):
+    """Bit for bit on the same mesh; within rounding on another."""
+    steps = {"steps": 12, "checkpoint_every": 2}
+    assert ranks(4, trained, settings | steps) == [0] * 4
+    expected = losses(settings["out"])
+    for step in range(4, 13, 2):
+        path = settings["out"] / "checkpoints" / f"step-{step:08d}"
+        path.rename(path.with_name(f"moved-{step}"))
+    resumed = settings | steps | other | {"resume": "newest"}
+    assert ranks(resumed["world"], trained, resumed) == [0] * resumed["world"]
+    found = losses(settings["out"])
+    assert found[:2] == expected[:2]
+    if not other:
+        assert found == expected
+    assert found[2] == pytest.approx(expected[2], rel=1e-6)
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_resume_without_a_finished_checkpoint_is_refused(ranks, settings):
+    settings["out"].mkdir()
+    found = ranks(2, trained, settings | {"world": 2, "dp_replicate": 1, "resume": "newest"})
+    assert found[0] == found[1]
+    assert "no finished checkpoint" in found[0]
+
+
+def test_resume_of_another_model_is_refused(ranks, settings):
+    base = settings | {"world": 2, "dp_replicate": 1}
+    assert ranks(2, trained, base) == [0, 0]
+    found = ranks(2, trained, base | {"experts": 8, "resume": "newest"})
+    assert "another model" in found[0]

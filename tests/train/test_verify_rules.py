@@ -1,0 +1,110 @@
+"""When verify takes a difference for rounding, and when it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from shardwright.train.data import load_corpus
+from shardwright.train.reference_run import ReferenceRun
+from shardwright.train.verify import Findings, Snapshot, Verifier
+from tests.train.worlds import tiny, write_text
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def reference(tmp_path) -> ReferenceRun:
+    write_text(tmp_path / "text")
+    config = tiny(data=tmp_path / "text")
+    return ReferenceRun(config, load_corpus(config.data, config.seq_len), "adamw", CPU)
+
+
+def snapshot_of(run: ReferenceRun, step: int = 1) -> Snapshot:
+    """What a right parallel run at these weights would show."""
+    found = run.gradients(step)
+    choices = [best(scores, run.config.top_k) for scores in found.scores]
+    weights = {name: value.clone() for name, value in run.weights().items()}
+    run.model.zero_grad()
+    return Snapshot(step, weights, found.by_name, choices)
+
+
+def best(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
+def compared(reference: ReferenceRun, snapshot: Snapshot) -> Findings:
+    findings = Findings()
+    Verifier(findings, reference, "adamw").compare(snapshot)
+    return findings
+
+
+def moved(reference: ReferenceRun, by: float) -> ReferenceRun:
+    other = ReferenceRun(reference.config, reference.corpus, "adamw", CPU)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.add_(by * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
+def test_equal_gradients_need_no_reason(reference):
+    findings = compared(reference, snapshot_of(reference))
+    assert (findings.broken, findings.reasons, findings.gradient, findings.parameter) == ([], [], 0.0, 0.0)
+
+
+def test_gradients_of_weights_that_rounding_moved_are_right_at_those_weights(reference):
+    findings = compared(reference, snapshot_of(moved(reference, 1e-5)))
+    assert findings.broken == []
+    assert findings.gradient > 1e-5
+    assert 1e-6 < findings.parameter < 1e-4
+    assert len(findings.reasons) == 1
+    assert "rounding (weights that rounding has moved by up to" in findings.reasons[0]
+
+
+def test_weights_that_moved_further_than_rounding_break_the_bound(reference):
+    findings = compared(reference, snapshot_of(moved(reference, 1e-3)))
+    assert any("parameters differ by" in fact for fact in findings.broken)
+
+
+def test_moved_weights_do_not_excuse_a_wrong_gradient(reference):
+    snapshot = snapshot_of(moved(reference, 1e-5))
+    snapshot.gradients["norm.weight"].mul_(1.001)
+    findings = compared(reference, snapshot)
+    assert any("the gradient of norm.weight is off by" in fact for fact in findings.broken)
+
+
+def test_a_routing_decision_that_was_no_tie_is_reported_with_its_gap(reference):
+    snapshot = snapshot_of(reference)
+    choices = [(layer + 1) % reference.config.experts for layer in snapshot.choices]
+    gradients = reference.gradients_at(1, snapshot.weights, choices, torch.float32).by_name
+    findings = compared(reference, dataclasses.replace(snapshot, choices=choices, gradients=gradients))
+    assert any("routing differs where it is no tie: layer 0:" in fact for fact in findings.broken)
+
+
+def test_a_routing_tie_may_be_decided_either_way(reference):
+    """Two experts with equal router rows score alike: whichever is picked, the gradients follow."""
+    with torch.no_grad():
+        for name, parameter in reference.model.named_parameters():
+            if name.endswith("router.weight"):
+                parameter[1] = parameter[0]
+    snapshot = snapshot_of(reference)
+    choices = [snapshot.choices[0], _swapped(snapshot.choices[1])]
+    gradients = reference.gradients_at(1, snapshot.weights, choices, torch.float32).by_name
+    findings = compared(reference, dataclasses.replace(snapshot, choices=choices, gradients=gradients))
+    assert findings.broken == []
+    assert "routing ties decided otherwise" in findings.reasons[0]
+
+
+def _swapped(choices: torch.Tensor) -> torch.Tensor:
+    """Expert 0 for expert 1 and the other way round, where a token has just one of them."""
+    has = [(choices == expert).any(-1, keepdim=True) for expert in (0, 1)]
+    return torch.where((has[0] != has[1]) & (choices < 2), 1 - choices, choices)
+
+
+def test_a_gradient_that_is_not_a_number_breaks_the_bound(reference):
+    snapshot = snapshot_of(reference)
+    snapshot.gradients["norm.weight"][0] = float("nan")
+    assert compared(reference, snapshot).broken
