@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.testing.check_rule import Sample
+from shardwright.testing.simulate import Sample
 
 Captured = tuple[torch._ops.OpOverload, Sample]
 

@@ -150,7 +150,7 @@ def op_key(op: OpName) -> str:
     """The name under which rules for `op` are kept. Raises: RuleError: not an op or a qualified name."""
     if isinstance(op, torch._ops.OpOverload):
         return f"{op._schema.name}.{op._schema.overload_name or 'default'}"
-    if not isinstance(op, str) or "::" not in op:
+    if "::" not in str(op):
         raise RuleError(f"{op!r} names no op; write 'ns::name', 'ns::name.overload', or pass an OpOverload")
     return op
 

@@ -95,7 +95,7 @@ _NORM_MONOIDS = {2.0: "norm2", 1.0: "sum", 0.0: "sum", inf: "max", -inf: "min"}
 
 @register_rule("aten::linalg_vector_norm", "aten::_foreach_norm", "aten::norm")
 def vector_norm(call: Call) -> Formula:
-    """Norms of parts combine by the norm itself; for powers other than 0, 1, 2 and inf the dims stay whole."""
+    """Norms of parts combine by the norm itself; for other powers than 0, 1, 2, inf the dims are whole."""
     order = call.bound["ord"] if "ord" in call.bound else call.bound.get("p")
     power = 2.0 if order is None else float(order) if isinstance(order, int | float) else None
     monoid = None if power is None else _NORM_MONOIDS.get(power)
