@@ -165,9 +165,34 @@ class FsdpParameter:
 
 def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:
     """The parameters that the `fully_shard` of this very module manages."""
+    return [FsdpParameter(p) for group in _fsdp_groups(module) for p in group.fsdp_params]
+
+
+def _fsdp_groups(module: nn.Module) -> list[Any]:
     state = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        group = state._fsdp_param_group
-        groups = [] if group is None else [group]
-    return [FsdpParameter(p) for group in groups for p in group.fsdp_params]
+    if groups is not None:
+        return list(groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
+
+
+def follow_dtype(module: nn.Module) -> None:
+    """Let `module.to(dtype)` change the dtype of a `fully_shard` unit after its first forward as well."""
+    for group in _fsdp_groups(module):
+        for parameter in group.fsdp_params:
+            _follow_dtype(parameter, group)
+
+
+def _follow_dtype(fsdp: Any, group: Any) -> None:
+    original = fsdp.reset_sharded_param
+
+    def reset_sharded_param() -> None:
+        original()
+        if getattr(fsdp, "orig_dtype", fsdp.sharded_param.dtype) != fsdp.sharded_param.dtype:
+            for each in group.fsdp_params:
+                each.all_gather_outputs = []
+                each.__dict__.pop("_unsharded_param", None)
+            group._init_mp_dtypes()
+
+    fsdp.reset_sharded_param = reset_sharded_param

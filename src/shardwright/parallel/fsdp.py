@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import FsdpParameter, axis_names, fsdp_parameters, union_mesh
+from shardwright.compat import FsdpParameter, axis_names, follow_dtype, fsdp_parameters, union_mesh
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.parallel.meshes import is_other_view, named_axes
@@ -135,6 +135,7 @@ def _shard(
         put_all(slots, back)
         raise
     _sum_gradients(module)
+    follow_dtype(module)
     for managed in fsdp_parameters(module):
         old = where[(managed.owner, managed.name)]
         _relabel(managed, before[plain[old]], mesh)
