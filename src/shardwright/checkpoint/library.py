@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import metadata
+import sys
 
 
 def library_version() -> str:
-    """The installed version, or `source` where the package is used without being installed."""
-    try:
-        return metadata.version("shardwright")
-    except metadata.PackageNotFoundError:
-        return "source"
+    """The version that the running source says of itself (what is installed may be another)."""
+    return str(sys.modules["shardwright"].__version__)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from shardwright.errors import ShardwrightError
 from shardwright.train import supervise
+from shardwright.train.launch_environment import given_ranks
 from shardwright.train.supervise_board import Board
 from shardwright.train.supervise_monitor import Monitor, RankHandle, show_cursor
 from shardwright.train.supervise_verdict import FAILURE, USER_ERROR, describe
@@ -48,13 +49,6 @@ class LaunchSettings(Protocol):
 
 C = TypeVar("C")
 Settings = TypeVar("Settings", bound=LaunchSettings)
-
-
-def given_ranks() -> int | None:
-    """How many ranks somebody else (torchrun) has started, None when this process is not one of them."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    return None
 
 
 def launch(config: Settings, target: Callable[[Settings], int], *, advice: str = GO_ON) -> int:

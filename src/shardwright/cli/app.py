@@ -1,0 +1,91 @@
+"""The commands and what becomes of their errors. Importing this imports neither torch nor rich."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.doctor import doctor
+from shardwright.cli.explain import explain
+from shardwright.cli.plan import plan
+from shardwright.cli.train import NEWEST, TrainCommand, train
+from shardwright.errors import ShardwrightError
+
+USER_ERROR = 2
+
+app = typer.Typer(
+    name="shardwright",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(cls=TrainCommand)(train)
+for command in (plan, explain, doctor):
+    app.command()(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardwright {sys.modules['shardwright'].__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def shared(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """Distributed tensors with open placements: train on many processes, look at plans and rules."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 2 and one line for what a person got wrong.
+
+    Args: arguments: the words after `shardwright`; None: those of this process.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = _with_values(given) or ["--help"]
+    try:
+        code = typer.main.get_command(app).main(args=words, prog_name="shardwright", standalone_mode=False)
+    except ShardwrightError as error:
+        return _refuse(str(error))
+    except typer.Abort:
+        return 130
+    except Exception as error:
+        message = getattr(error, "format_message", None)  # what the parser of the command line raises
+        if message is None:
+            raise
+        return _refuse(f"{message().rstrip('.')}: see {' '.join(_helpful(given))} --help")
+    return int(code or 0)
+
+
+def _with_values(arguments: Sequence[str]) -> list[str]:
+    """`--resume` may stand alone; it then means the newest checkpoint."""
+    words: list[str] = []
+    for index, word in enumerate(arguments):
+        words.append(word)
+        following = arguments[index + 1] if index + 1 < len(arguments) else "-"
+        if word == "--resume" and following.startswith("-"):
+            words.append(NEWEST)
+    return words
+
+
+def _helpful(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command whose help tells more."""
+    known = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    return ("shardwright", *(word for word in arguments[:1] if word in known))
+
+
+def _refuse(message: str) -> int:
+    """Say what is wrong in one line. Ranks of one torchrun share their arguments, so the first one speaks."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        sys.stderr.write(f"shardwright: {' '.join(message.split())}\n")
+    return USER_ERROR

@@ -1,0 +1,46 @@
+"""`shardwright explain`: what an op does with operands of some layouts."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwright.cli.meshes import parse_mesh
+from shardwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardwright.layout.mesh_shape import MeshShape
+
+
+def explain(
+    op: Annotated[str, typer.Argument(metavar="OP", help="An op, such as aten::mm or aten::add.Tensor.")],
+    operands: Annotated[
+        list[str],
+        typer.Argument(metavar="OPERAND...", help='Layouts ("f32[8@dp, 16]") and values (2, 0.5, "[1, 2]").'),
+    ],
+    mesh: Annotated[str, typer.Option(help='Axes and sizes, such as "dp=2,tp=4".')],
+) -> None:
+    """Show which rule an op uses on these operands, what it moves, and what comes out; nothing is run."""
+    from shardwright.explain.op import explain as explained  # here: --help must not wait for torch
+
+    shape = parse_mesh(mesh)
+    typer.echo(str(explained(op, *(parse_operand(one, shape) for one in operands))))
+
+
+def parse_operand(text: str, mesh: MeshShape) -> Any:
+    """A layout, or else a Python value.
+
+    Raises: LayoutError, ConfigError: it is neither.
+    """
+    from shardwright.layout.layout import Layout
+
+    if "[" in text and not text.lstrip().startswith("["):
+        return Layout.parse(text, mesh)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise ConfigError(
+            f'operand {text!r} is neither a layout ("f32[8@dp, 16]") nor a value (2, 0.5, True, "[1, 2]")'
+        ) from None

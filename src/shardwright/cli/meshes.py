@@ -1,0 +1,28 @@
+"""`--mesh "dp=2,tp=4"`."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from shardwright.errors import MeshError
+
+if TYPE_CHECKING:
+    from shardwright.layout.mesh_shape import MeshShape
+
+_AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+)\s*")
+
+
+def parse_mesh(text: str) -> MeshShape:
+    """The mesh that `dp=2,tp=4` names, axes from left to right.
+
+    Raises: MeshError: an axis is not written as name=size.
+    """
+    from shardwright.layout.mesh_shape import MeshShape  # here: --help must not wait for torch
+
+    found = [_AXIS.fullmatch(part) for part in text.split(",")]
+    wrong = next((part for part, axis in zip(text.split(","), found, strict=True) if axis is None), None)
+    if wrong is not None:
+        raise MeshError(f'--mesh {text!r}: {wrong.strip()!r} is no axis; write name=size, as in "dp=2,tp=4"')
+    axes = [axis for axis in found if axis is not None]
+    return MeshShape([axis[1] for axis in axes], [int(axis[2]) for axis in axes])

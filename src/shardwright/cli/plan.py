@@ -1,0 +1,26 @@
+"""`shardwright plan`: how one layout becomes another."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.meshes import parse_mesh
+
+
+def plan(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help='A layout, such as "f32[8@dp, 16]".')],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help='A layout, such as "f32[8, 16@dp]".')],
+    mesh: Annotated[str, typer.Option(help='Axes and sizes, such as "dp=2,tp=4".')],
+) -> None:
+    """Show what a redistribution moves, in how many rounds, and the least that could be moved.
+
+    A layout is written as it is printed: `f32[8@(tp, dp), 16] {cp: Partial(sum)}` (a dim that tp cuts
+    first, then dp; a sum over cp that is still to be made).
+    """
+    from shardwright.layout.layout import Layout  # here: --help must not wait for torch
+    from shardwright.plan.redistribution import plan_redistribution
+
+    shape = parse_mesh(mesh)
+    typer.echo(str(plan_redistribution(Layout.parse(source, shape), Layout.parse(target, shape))))
