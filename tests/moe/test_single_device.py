@@ -71,6 +71,27 @@ def test_half_precision_stays_near_the_double_result():
     torch.testing.assert_close(layer(x).double()[same], expected[same], rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize("sizes", SIZES[:2] + SIZES[4:5])
+def test_autocast_multiplies_in_half_precision_and_returns_the_dtype_of_the_tokens(sizes):
+    """Parameters and their gradients stay float32; routing differs nowhere for these tokens."""
+    layer = _layer(**sizes)
+    x = torch.randn(4, sizes["dim"])
+    expected = layer(x)
+    gradients = torch.autograd.grad(expected.square().sum(), list(layer.parameters()))
+    choices = layer.choices
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = layer(x)
+    assert torch.equal(layer.choices, choices)
+    assert got.dtype == torch.float32
+    assert not torch.equal(got, expected)
+    torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2)
+    for a, b in zip(
+        torch.autograd.grad(got.square().sum(), list(layer.parameters())), gradients, strict=True
+    ):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=6e-2, atol=6e-2)
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (0, 4, 8), (3, 0, 8)])
 def test_no_tokens_give_no_output_and_zero_gradients(shape):
     layer = _layer(dim=8, hidden_dim=8, num_experts=4, top_k=2, shared_expert_dim=8)
@@ -97,8 +118,10 @@ def test_an_expert_without_tokens_gets_zeros_not_none():
     assert not layer.experts.gate.weight.grad[[0, 1, 3]].any()
 
 
-def test_equal_scores_go_to_the_lower_numbers():
-    router = TopKRouter(4, 6, 3)
+@pytest.mark.parametrize("num_experts", [6, 64])
+def test_equal_scores_go_to_the_lower_numbers(num_experts):
+    """With 64 experts `torch.topk`, and a sort that is not stable, choose others."""
+    router = TopKRouter(4, num_experts, 3)
     with torch.no_grad():
         router.weight.fill_(1.0)
     weights, choices = router(torch.randn(5, 4))

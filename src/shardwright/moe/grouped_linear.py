@@ -51,11 +51,13 @@ class GroupedLinear(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return [T, out] for rows [T, in] sorted by group; group g has `counts[g]` rows."""
-        if self._kernel_takes(rows):
-            offsets = counts.cumsum(0).to(torch.int32)
-            product = functional.grouped_mm(rows.contiguous(), self.weight, offs=offsets)
-            return _contiguous_gradient(product)
-        return _padded_matmul(rows, self.weight, counts)
+        rows = as_autocast(rows)
+        if not self._kernel_takes(rows):
+            return _padded_matmul(rows, self.weight, counts)
+        offsets = counts.cumsum(0).to(torch.int32)
+        # The kernel is not on torch's list for autocast, so its second operand is cast here, beside the rows.
+        weight = self.weight.type_as(rows) if _under_autocast(rows) else self.weight
+        return _contiguous_gradient(functional.grouped_mm(rows.contiguous(), weight, offs=offsets))
 
     def _kernel_takes(self, rows: Tensor) -> bool:
         """Return whether torch's grouped kernel is defined here: some rows, its dtypes, whole vectors."""
@@ -70,6 +72,16 @@ class GroupedLinear(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes, for `print(module)`."""
         return f"{self.num_experts}, {self.in_features}, {self.out_features}"
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Return x in the dtype that a matmul under the active autocast would use; x itself without one."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if _under_autocast(x) else x
+
+
+def _under_autocast(x: Tensor) -> bool:
+    """Return whether autocast is on for a tensor; like torch's, it leaves double precision alone."""
+    return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
 
 
 def _padded_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

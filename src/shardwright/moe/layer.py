@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from shardwright.errors import ConfigError, ParallelError
 from shardwright.moe.communicator import ExpertCommunicator
 from shardwright.moe.experts import GroupedExperts, SharedExpert
+from shardwright.moe.grouped_linear import as_autocast
 from shardwright.moe.permute import count_groups, sort_by_group, spread_tokens, unpermute_rows
 from shardwright.moe.router import TopKRouter
 
@@ -100,10 +101,10 @@ class MoELayer(nn.Module):
         counts = count_groups(expert_of_pair, self.num_experts)
         self.tokens_per_expert = counts
         pairs = sort_by_group(expert_of_pair)
-        rows = spread_tokens(tokens, pairs, self.router.top_k)
+        rows = spread_tokens(as_autocast(tokens), pairs, self.router.top_k)
         results = unpermute_rows(self._run_experts(rows, counts), pairs)
         slots = results.unflatten(0, (-1, self.router.top_k))
-        return torch.sum(slots * weights.to(slots.dtype).unsqueeze(-1), dim=1)
+        return torch.sum(slots * weights.unsqueeze(-1), dim=1).to(tokens.dtype)
 
     def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the results for rows sorted by expert, wherever the experts are:  [P, dim] -> [P, dim]."""
