@@ -60,6 +60,8 @@ def _labels_of(dim: Dim, flat: Partition, sizes: Sizes, n: int) -> Iterator[tupl
 @lru_cache(maxsize=4096)
 def lift(part: Partition, outer: int, size: int, inner: int, n: int) -> Partition | None:
     """The 1-d placement of `outer * size * inner` elements that cuts only the middle factor, like `part`."""
+    if outer * inner == 0:
+        return part
     wanted = [_scaled(part, outer, size, inner, n, coord) for coord in range(n)]
     for candidate in _lifted(part, outer, size, n):
         if all(_held(candidate, outer * size * inner, n, coord) == wanted[coord] for coord in range(n)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -238,7 +238,7 @@ def _place(view: AxisView, operand: int, label: int, part: Partition) -> Placeme
     slot = view.equation.operands[operand]
     if slot.find(label) is None:
         return _free(view, operand, REPLICATE)
-    return _everywhere(view, lambda sizes: place_label(slot, label, part, sizes, view.n))
+    return _everywhere(view, slot, label, part)
 
 
 def _place_result(view: AxisView, result: int, label: int, part: Partition) -> Placement | None:
@@ -246,16 +246,21 @@ def _place_result(view: AxisView, result: int, label: int, part: Partition) -> P
     if slot is None:
         return None
     if slot.find(label) is not None:
-        return _everywhere(view, lambda sizes: place_label(slot, label, part, sizes, view.n))
+        return _everywhere(view, slot, label, part)
     if not view.equation.lacks(result, label):
         return REPLICATE
     reduce = view.equation.formula.reduce_of(result)
     return None if reduce is None else pending_of(reduce)
 
 
-def _everywhere(view: AxisView, place: Callable[[Sizes], Placement | None]) -> Placement | None:
-    """The one placement that holds whatever earlier axes left on a coord; None if there is none."""
-    found = {place(sizes) for sizes in view.states}
+def _everywhere(view: AxisView, slot: Slot, label: int, part: Partition) -> Placement | None:
+    """The one placement that holds whatever earlier axes left on a coord; None if there is none.
+
+    A coord that was left with nothing agrees to every placement.
+    """
+    something = [sizes for sizes in view.states if 0 not in slot.shape(sizes)]
+    states = something if something and view.equation.grouped else list(view.states)[:1]
+    found = {place_label(slot, label, part, sizes, view.n) for sizes in states}
     return found.pop() if len(found) == 1 else None
 
 
