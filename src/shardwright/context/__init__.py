@@ -10,7 +10,7 @@ from shardwright.context.domains import (
 )
 from shardwright.context.parameters import DeviceMeshParameters
 from shardwright.context.registry import register_domain
-from shardwright.context.submesh import axis_names, submesh
+from shardwright.context.submesh import submesh
 
 __all__ = [
     "BATCH_DOMAIN",
@@ -20,7 +20,6 @@ __all__ = [
     "REGULAR_DOMAIN",
     "DeviceMeshParameters",
     "DistributedContext",
-    "axis_names",
     "register_domain",
     "submesh",
 ]

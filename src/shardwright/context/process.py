@@ -88,8 +88,7 @@ def _local_rank() -> int:
 def _device_kind(asked: str | None) -> str:
     """Return "cpu" or "cuda": what was asked for, else what the group serves, else what the machine has."""
     if asked is None:
-        served = _kinds_served()
-        return "cuda" if torch.cuda.is_available() and "cuda" in served else "cpu"
+        return "cuda" if torch.cuda.is_available() and "cuda" in _kinds_served() else "cpu"
     if asked not in _BACKENDS:
         raise MeshError(f"device {asked!r} is unknown; use one of {', '.join(_BACKENDS)}")
     if asked == "cuda" and not torch.cuda.is_available():
@@ -106,11 +105,9 @@ def _kinds_served() -> tuple[str, ...]:
     """Return the devices that the default group serves; all where there is none yet."""
     if not dist.is_initialized():
         return tuple(_BACKENDS)
-    config = str(dist.get_backend_config())
-    if dist.get_backend() == "fake":
-        return tuple(_BACKENDS)
-    pairs = dict(pair.split(":") for pair in config.split(","))
-    return tuple(kind for kind, backend in (("cpu", "gloo"), ("cuda", "nccl")) if pairs.get(kind) == backend)
+    pairs = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
+    # gloo names cuda too, but stages every message through the host and knows few collectives there
+    return tuple(kind for kind in _BACKENDS if kind in pairs and (kind == "cpu" or pairs[kind] != "gloo"))
 
 
 def _init_process_group(backend: str, timeout: float | None) -> None:

@@ -8,12 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.compat import axis_names
 from shardwright.errors import MeshError
-
-
-def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of a mesh's axes; those of an unnamed mesh are axis0, axis1, ..."""
-    return mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
 
 
 def check_axis(mesh: DeviceMesh, axis: str) -> None:

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import all_reduce_bucketed
 from shardwright.comm.functional import reduce_over
-from shardwright.context.submesh import axis_names, groups_above_one
+from shardwright.compat import axis_names
+from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.grads.parameters import name_list
 from shardwright.layout.layout import Layout

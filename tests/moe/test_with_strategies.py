@@ -1,0 +1,116 @@
+"""A model with experts under each data-parallel strategy: gradients before the optimizer are one device's."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.context import DeviceMeshParameters
+from shardwright.grads import GradientSynchronizer, clip_grad_norm_, global_mean
+from shardwright.moe import MoELayer
+from shardwright.parallel.expert import parallelize_expert_parallel
+from shardwright.parallel.fsdp import parallelize_fsdp
+from shardwright.parallel.hsdp import parallelize_hsdp
+from shardwright.parallel.replicate import parallelize_replicate
+
+DEGREES = {
+    "replicate": {"data_parallel_replicate": 4},
+    "fsdp": {"data_parallel_shard": 4},
+    "hsdp": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "context replicate and fsdp": {"context_parallel_replicate": 2, "data_parallel_shard": 2},
+}
+
+
+def _model(dim):
+    torch.manual_seed(0)
+    layers = [nn.Linear(dim, dim), MoELayer(dim, 12, 4, 2, shared_expert_dim=6), nn.Linear(dim, dim)]
+    return nn.Sequential(*layers)
+
+
+def _tokens(counts, dim):
+    return torch.randn(sum(counts), dim, generator=torch.Generator().manual_seed(1))
+
+
+def _place(model, context, strategy):
+    dense, expert = context.mesh_for("dense"), context.mesh_for("expert")
+    parallelize_expert_parallel(
+        model, mesh_experts=expert[["ep_replicate", "ep_shard"]], expert_shard_dim="ep_shard"
+    )
+    if strategy == "replicate":
+        parallelize_replicate(model, dense[["dp_replicate", "cp_replicate"]])
+    elif strategy == "fsdp":
+        parallelize_fsdp(model, mesh=dense["dp_cp_shard"])
+    elif strategy == "hsdp":
+        parallelize_hsdp(model, dense[["dp_replicate", "dp_cp_shard"]])
+    else:
+        parallelize_replicate(model, mesh=dense["cp_replicate"])
+        parallelize_fsdp(model, mesh=dense[["dp_replicate", "dp_cp_shard"]])
+
+
+def _train(strategy, counts, ep, dim, passes, mode):
+    context = DeviceMeshParameters(**DEGREES[strategy], expert_parallel=ep).build()
+    model = _model(dim)
+    _place(model, context, strategy)
+    synchronizer = GradientSynchronizer(model)
+    mine = _tokens(counts, dim).split(counts)[context.rank].clone().requires_grad_()
+    for _ in range(passes):
+        out = model(mine) if mode is None else checkpoint(model, mine, use_reentrant=mode == "reentrant")
+        loss = global_mean(out.square().sum(), len(mine), context.mesh_for("batch")[["dp", "cp"]])
+        loss.backward()
+        synchronizer.synchronize()
+    norm = clip_grad_norm_(model, 0.5)
+    return loss.detach(), norm, {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def _one_device(counts, dim, passes):
+    model = _model(dim)
+    x = _tokens(counts, dim)
+    for _ in range(passes):
+        loss = model(x).square().sum() / len(x)
+        loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    return loss.detach(), norm, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", list(DEGREES))
+@pytest.mark.parametrize(
+    ("counts", "ep", "dim", "passes", "mode"),
+    [
+        pytest.param((3, 0, 5, 2), 2, 8, 1, None, id="uneven, a rank without tokens"),
+        pytest.param((3, 1, 4, 2), 4, 7, 1, None, id="sizes no kernel takes"),
+        pytest.param((3, 0, 5, 2), 4, 8, 2, None, id="two backward passes, each synchronised"),
+        pytest.param((3, 0, 5, 2), 2, 8, 1, "reentrant", id="reentrant checkpointing"),
+        pytest.param((3, 0, 5, 2), 1, 8, 1, "saved tensors", id="every rank all experts, checkpointing"),
+    ],
+)
+def test_loss_norm_and_gradients_are_those_of_one_device(ranks, strategy, counts, ep, dim, passes, mode):
+    loss, norm, gradients = _one_device(counts, dim, passes)
+    for got_loss, got_norm, got in ranks(4, _train, strategy, counts, ep, dim, passes, mode):
+        torch.testing.assert_close(got_loss, loss)
+        torch.testing.assert_close(got_norm, norm, rtol=1e-5, atol=0)
+        for name, wanted in gradients.items():
+            bound = 1e-5 * wanted.abs().max().item()
+            torch.testing.assert_close(
+                got[name], wanted, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def _compiled():
+    context = DeviceMeshParameters(data_parallel_replicate=2).build()
+    model = _model(8)
+    _place(model, context, "replicate")
+    x = _tokens((4,), 8)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(x).square().sum(), list(model.parameters()))
+    return [(a.to_local(), b.to_local()) for a, b in zip(got, expected, strict=True)]
+
+
+# torch's tracer makes an instance of the class, which is what the warning tells users not to do.
+@pytest.mark.filterwarnings(
+    "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
+)
+def test_experts_that_every_rank_holds_compile_as_one_graph(ranks):
+    for pairs in ranks(2, _compiled):
+        for got, expected in pairs:
+            torch.testing.assert_close(got, expected)
