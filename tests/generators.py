@@ -6,9 +6,11 @@ everywhere.
 
 from __future__ import annotations
 
+import os
 from math import prod
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from shardwright.layout.layout import Layout
@@ -21,6 +23,10 @@ from shardwright.placement.partial import Partial
 from shardwright.placement.ragged import Ragged
 from shardwright.placement.shard import Shard
 from shardwright.placement.zigzag import ZigZag
+
+# `make laws` asks for 100,000.
+EXAMPLES = int(os.environ.get("SHARDWRIGHT_LAWS", "100"))
+LAW = settings(max_examples=EXAMPLES, deadline=None)
 
 MESH_SIZES = ((1,), (2,), (3,), (5,), (2, 2), (2, 3), (2, 2, 2))
 DIM_SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 12, 13)

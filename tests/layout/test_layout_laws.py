@@ -5,14 +5,12 @@ from __future__ import annotations
 import pickle
 
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardwright.layout import Layout
 from shardwright.testing.check_placement import layout_law
-from tests.generators import distributed, layouts, numbered
-
-LAW = settings(max_examples=100, deadline=None)
+from tests.generators import LAW, distributed, layouts, numbered
 
 
 @LAW

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardwright.placement.along_dim import AlongDim
 from shardwright.placement.runs import Run, Runs, merged
+
+if TYPE_CHECKING:
+    from shardwright.placement.region import Shape
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,3 +29,7 @@ class BlockCyclic(AlongDim):
         start = coord * self.block
         tail = Run(rounds * n * self.block + start, last, last, 1)
         return merged((Run(start, self.block, n * self.block, rounds), tail))
+
+    def even(self, shape: Shape, n: int) -> bool:
+        """Whether the rounds are full."""
+        return n == 1 or shape[self.dim] % (n * self.block) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
@@ -89,8 +90,9 @@ def _is_prefix(runs: Runs) -> bool:
     return len(runs) == 1 and runs[0].offset == 0 and runs[0].repeat == 1
 
 
+@lru_cache(maxsize=4096)
 def derived_cut_dims(placement: HasRegion, shape: Shape, n: int) -> tuple[int, ...]:
-    """The dims on which some coord's local index is not the logical index. Asks every coord."""
+    """The dims on which some coord's local index is not the logical index. Asks every coord, once."""
     whole = set(range(len(shape)))
     for coord in range(n if prod(shape) else 0):
         region = placement.region(shape, n, coord)

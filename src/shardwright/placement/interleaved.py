@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardwright.placement.along_dim import AlongDim
 from shardwright.placement.runs import Run, Runs, merged
 from shardwright.placement.shard import chunk_bounds
+
+if TYPE_CHECKING:
+    from shardwright.placement.region import Shape
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,3 +47,9 @@ class Interleaved(AlongDim):
         start, stop = chunk_bounds(whole, n, coord)
         low, high = chunk_bounds(rest, n, coord)
         return full * (stop - start) + high - low
+
+    def even(self, shape: Shape, n: int) -> bool:
+        """Whether the axis divides the runs and the rest."""
+        length = shape[self.dim]
+        whole = -(-length // self.chunks)
+        return not whole or (whole % n == 0 and (length % whole) % n == 0)

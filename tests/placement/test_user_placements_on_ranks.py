@@ -1,0 +1,123 @@
+"""A placement that nobody edited the library for works on real ranks, from distribute to checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.placement.user_placements import Band, Checkerboard, PermutedRows
+
+KINDS = {"rows": PermutedRows(7), "band": Band(), "tiles": Checkerboard(2)}
+SHAPE = (7, 6)
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request):
+    return request.param
+
+
+def mesh_of(sw, *sizes):
+    return sw.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+
+
+def full_tensor():
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(3))
+
+
+def redistributed(kind):
+    import shardwright as sw
+
+    placement, mesh, full = KINDS[kind], mesh_of(sw, 2, 2), full_tensor()
+    x = sw.distribute_tensor(full, mesh, {"dp": placement})
+    assert torch.equal(x.full_tensor(), full)
+    targets = (
+        [sw.Shard(0), sw.Shard(1)],
+        [sw.Replicate(), placement],
+        [placement, sw.Shard(1)],
+        [sw.Partial(), sw.Shard(0)],
+        [sw.Owner(1), sw.ZigZag(0)],
+        [sw.Ragged((1, 2), (0, 1)), sw.Partial("max")],
+        [placement, placement],
+    )
+    for target in targets:
+        there = x.redistribute(mesh, target)
+        assert there.placements == tuple(target)
+        assert torch.equal(there.full_tensor(), full), target
+        assert torch.equal(
+            there.redistribute({"dp": placement, "tp": sw.Replicate()}).to_local(), x.to_local()
+        )
+        assert torch.equal(sw.distribute_tensor(full, mesh, target).full_tensor(), full), target
+
+
+def test_it_is_redistributed_to_and_from_everything(ranks, kind):
+    ranks(4, redistributed, kind)
+
+
+def trained(kind):
+    import shardwright as sw
+    from shardwright.grads import clip_grad_norm_
+
+    placement, mesh, full = KINDS[kind], mesh_of(sw, 2, 2), full_tensor()
+    ours = nn.Parameter(sw.distribute_tensor(full, mesh, {"dp": placement}))
+    theirs = nn.Parameter(full.clone())
+    optimizers = [torch.optim.AdamW([p], lr=0.1) for p in (ours, theirs)]
+    for _ in range(3):
+        for p in (ours, theirs):
+            p.grad = None
+            ((p * 2 + 1).relu() * p).sum().backward()
+        assert ours.grad.placements[0] == placement
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=0, atol=0)
+        mine, reference = clip_grad_norm_([ours], 0.5), nn.utils.clip_grad_norm_([theirs], 0.5)
+        torch.testing.assert_close(torch.as_tensor(mine), reference)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert ours.placements[0] == placement
+    torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_it_trains_with_clipping_and_adamw(ranks, kind):
+    ranks(4, trained, kind)
+
+
+class Model(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+def saved(kind, folder):
+    import shardwright as sw
+    from shardwright.checkpoint import save
+
+    weight = sw.distribute_tensor(full_tensor(), mesh_of(sw, 2, 2), {"dp": KINDS[kind], "tp": sw.Shard(0)})
+    save(folder, model=Model(weight), step=1)
+
+
+def loaded(kind, folder):
+    import shardwright as sw
+    from shardwright.checkpoint import load
+
+    for placements in ({"dp": KINDS[kind]}, {"dp": sw.Shard(1)}):
+        empty = sw.distribute_tensor(torch.zeros(SHAPE), mesh_of(sw, 3), placements)
+        model = Model(empty)
+        load(folder, model=model)
+        assert torch.equal(model.weight.full_tensor(), full_tensor())
+
+
+def test_a_checkpoint_of_it_is_read_on_another_mesh(ranks, kind, tmp_path):
+    ranks(4, saved, kind, tmp_path / "checkpoint")
+    ranks(3, loaded, kind, tmp_path / "checkpoint")
+
+
+def drawn(kind):
+    import shardwright as sw
+
+    x = sw.distribute_tensor(full_tensor(), mesh_of(sw, 2), {"dp": KINDS[kind]})
+    return sw.visualize(x).text
+
+
+def test_it_is_drawn(ranks, kind):
+    first, second = ranks(2, drawn, kind)
+    assert first == second
+    assert type(KINDS[kind]).__name__ in first
