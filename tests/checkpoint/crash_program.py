@@ -1,8 +1,8 @@
 """Save a checkpoint with two ranks, and die before the n-th file operation of one of them, for every n.
 
-Run as `crash_program.py FOLDER VERB RANK`, VERB `save` or `prune`. Prints one JSON line for each n:
+Run as `crash_program.py FOLDER VERB RANK`, VERB `save`, `replace` or `prune`. Prints a JSON line for each n:
 which checkpoints look complete but are not, the one that resuming chooses, what is there after one more go.
-Every attempt is a pair of processes forked from this one, which has imported torch and run nothing.
+Every attempt is a pair of processes forked from this one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ DIED = 77
 CHANGING = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
 
-def in_ranks(
-    world: int, function: Callable[..., None], *args: Any, dies: tuple[int, int] | None = None
-) -> bool:
-    """Run a function on forked ranks; `dies` = (rank, before which file operation). True if a rank died."""
+def in_two_ranks(function: Callable[..., None], *args: Any, dies: tuple[int, int] | None = None) -> bool:
+    """Run a function on two forked ranks; `dies`: (rank, before which file operation). True if one died."""
     store = str(args[0]) + ".store"
-    pids = [_fork(rank, world, store, function, args, dies) for rank in range(world)]
+    pids = [_fork(rank, store, function, args, dies) for rank in range(2)]
     codes: dict[int, int] = {}
-    while len(codes) < world:
+    while len(codes) < 2:
         pid, status = os.wait()
         codes[pid] = os.waitstatus_to_exitcode(status)
         if codes[pid]:  # as the launcher does: a run without one of its ranks is ended
@@ -48,19 +46,13 @@ def in_ranks(
 
 
 def _fork(
-    rank: int,
-    world: int,
-    store: str,
-    function: Callable[..., None],
-    args: Any,
-    dies: tuple[int, int] | None,
+    rank: int, store: str, function: Callable[..., None], args: Any, dies: tuple[int, int] | None
 ) -> int:
     pid = os.fork()
     if pid:
         return pid
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     if dies is not None and dies[0] == rank:
         _die_before(str(args[0]), dies[1])
     try:
@@ -121,16 +113,15 @@ def prune_to_one(out: Path) -> None:
 def attempt(template: Path, out: Path, verb: str, rank: int, operation: int) -> dict[str, Any]:
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(template, out)
-    doing = (save_step, out, 3) if verb == "save" else (prune_to_one, out)
-    died = in_ranks(2, *doing, dies=(rank, operation))
+    doing = {"save": (save_step, out, 3), "replace": (save_step, out, 2), "prune": (prune_to_one, out)}[verb]
+    died = in_two_ranks(*doing, dies=(rank, operation))
     unusable = [one.name for one in list_checkpoints(out).committed if why_unusable(one)]
     chosen = step_of(choose(out).path)
-    in_ranks(1, check_loads, out)
-    if verb == "save" and chosen < 3:
-        in_ranks(2, save_step, out, 3)
-    else:
-        in_ranks(1, prune_to_one, out)
-    in_ranks(1, check_loads, out)
+    check_loads(out)
+    if died and verb != "prune":
+        in_two_ranks(*doing)
+    prune_to_one(out)
+    check_loads(out)
     return {
         "died": died,
         "unusable": unusable,
@@ -140,9 +131,10 @@ def attempt(template: Path, out: Path, verb: str, rank: int, operation: int) -> 
 
 
 def main(folder: Path, verb: str, rank: int) -> None:
+    torch.set_num_threads(1)  # without threads of its own, this process may compute and fork
     template = folder / "template"
     for step in (1, 2):
-        in_ranks(2, save_step, template, step)
+        in_two_ranks(save_step, template, step)
     operation = 0
     died = True
     while died:

@@ -39,7 +39,15 @@ def test_a_save_that_dies_commits_the_whole_or_nothing_and_can_be_repeated(
     assert [one["chosen"] for one in died] == sorted(one["chosen"] for one in died)
     assert died[0]["chosen"] == 2
     assert lived["chosen"] == 3
-    assert all(one["afterwards"][-1] == "step-00000003" for one in (*died, lived))
+    assert all(one["afterwards"] == ["step-00000003"] for one in (*died, lived))
+
+
+def test_a_replacement_that_dies_leaves_the_old_one_the_new_one_or_the_one_before(tmp_path: Path) -> None:
+    found = attempts(tmp_path, "replace", 0)
+    assert len(found) > 14
+    assert all(one["unusable"] == [] and one["chosen"] in {1, 2} for one in found)
+    assert [one["chosen"] for one in found].count(1) == 1
+    assert all(one["afterwards"] == ["step-00000002"] for one in found)
 
 
 def test_a_pruning_that_dies_leaves_nothing_that_looks_complete_and_is_not(tmp_path: Path) -> None:

@@ -114,9 +114,18 @@ def test_a_parameter_that_is_still_to_be_summed_is_not_saved(ranks: Ranks, tmp_p
     assert "is not finished: reduce it first" in ranks(2, save_unreduced, tmp_path / "c")[0]
 
 
-def test_a_checkpoint_is_never_overwritten(saved: Path) -> None:
-    with pytest.raises(CheckpointError, match="already exists"):
-        save(saved, model=nn.Linear(1, 1))
+def test_a_checkpoint_that_is_saved_again_is_replaced_even_if_it_was_damaged(saved: Path) -> None:
+    damage(saved, "short manifest")
+    save(saved, model=nn.Linear(1, 1), step=8)
+    assert read_manifest(saved).step == 8
+    assert [one.name for one in saved.parent.iterdir()] == ["c"]
+
+
+def test_a_folder_that_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        save(tmp_path, model=nn.Linear(1, 1))
+    assert (tmp_path / "thesis.txt").exists()
 
 
 class TestChoice:

@@ -45,7 +45,8 @@ def describe_file(path: Path) -> SavedFile:
 def commit(path: Path, manifest: Manifest) -> None:
     """Turn the partial folder of `path` into the checkpoint `path`. The rename is the commit point.
 
-    Until it returns, a crash leaves the partial folder; after it, a complete checkpoint.
+    Until then a crash leaves the partial folder, afterwards a complete checkpoint. An older checkpoint of
+    this name is put aside just before and removed just after.
     """
     partial = partial_of(path)
     with (partial / NAME).open("w", encoding="utf-8") as stream:
@@ -53,17 +54,20 @@ def commit(path: Path, manifest: Manifest) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(partial)
+    doomed = _put_aside(path) if path.exists() else None
     partial.rename(path)
     sync_folder(path.parent)
+    if doomed is not None:
+        shutil.rmtree(doomed)
 
 
 def start_partial(path: Path) -> None:
     """Make an empty partial folder for `path`; one that an earlier run left is removed.
 
-    Raises: CheckpointError: `path` exists.
+    Raises: CheckpointError: `path` is there and is no checkpoint.
     """
-    if path.exists():
-        raise CheckpointError(f"{path} already exists: save under another name, or remove it first")
+    if path.exists() and not any((path / name).exists() for name in (NAME, ".metadata")):
+        raise CheckpointError(f"{path} is there and is no checkpoint: save under another name, or remove it")
     partial = partial_of(path)
     if partial.exists():
         shutil.rmtree(partial)
@@ -73,9 +77,15 @@ def start_partial(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint: first its name, so that a crash half-way leaves nothing that looks complete."""
+    shutil.rmtree(_put_aside(path))
+
+
+def _put_aside(path: Path) -> Path:
     doomed = path.with_name(path.name + REMOVED)
+    if doomed.exists():
+        shutil.rmtree(doomed)
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    return doomed
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:

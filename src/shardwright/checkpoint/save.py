@@ -51,7 +51,8 @@ def save(
     That rename is the commit point.
 
     Args:
-        path: the checkpoint's folder; it must not exist yet.
+        path: the checkpoint's folder. An older checkpoint there is replaced once the new one is complete;
+            anything else there is an error.
         model: its parameters and persistent buffers are saved, tied ones once; a plain tensor is taken to
         be the
             same on every rank.

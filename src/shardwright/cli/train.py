@@ -97,8 +97,7 @@ def run(settings: dict[str, Any]) -> int:
 
     from shardwright.train.launch_checks import check_start
 
-    for line in check_start(config):
-        typer.echo(line, err=True)
+    check_start(config)
 
     from shardwright.train.launch import launch
     from shardwright.train.runner import main_rank
