@@ -109,6 +109,15 @@ def test_ragged_of_equal_units_is_shard() -> None:
                 assert ragged == Shard(0).region((length,), n, coord)
 
 
+def test_torchs_private_norm_is_ours_where_the_meaning_is_the_same() -> None:
+    from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+    assert as_placement(_NormPartial(2)) == Partial("norm2")
+    assert as_placement(TorchPartial()) != _NormPartial(2)
+    with pytest.raises(PlacementError, match="_NormPartial"):
+        as_placement(_NormPartial(3))
+
+
 def test_what_torch_keeps_private_is_refused_by_name() -> None:
     class Unknown(TorchPartial):
         pass
