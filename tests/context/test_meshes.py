@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import socket
 
 import pytest
 import torch
@@ -144,6 +145,35 @@ def _world_of_one():
 
 def test_a_world_of_one_process_starts_and_ends_by_itself(ranks):
     assert ranks(1, _world_of_one, fresh=True) == [((0, 0, True, "cpu", [1.0, 1.0]), False, False)]
+
+
+def _launched(port):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    launch = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in launch.items()})
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    with DeviceMeshParameters(data_parallel_shard=world).build(timeout=20) as context:
+        mesh = context.mesh_for(DENSE_DOMAIN)["dp_cp_shard"]
+        total = DTensor.from_local(torch.ones(1), mesh, [Partial()]).full_tensor().item()
+        facts = context.rank, context.local_rank, context.is_main, total
+        dist.barrier()
+    return facts, dist.is_initialized()
+
+
+def test_the_ranks_of_a_launcher_are_taken_from_its_environment(ranks):
+    """The variables are those of torchrun; the group ends with the context that made it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = ranks(2, _launched, port, fresh=True)
+    assert results == [((0, 0, True, 2.0), False), ((1, 1, False, 2.0), False)]
 
 
 def _attached_group_survives_close():

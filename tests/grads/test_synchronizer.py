@@ -232,6 +232,24 @@ def test_plain_trainable_parameters_are_refused_by_name(ranks):
     assert "parameter 1 of shape (2,)" in positions
 
 
+def _replaced_and_frozen():
+    mesh = _mesh(2)
+    module = nn.Linear(3, 2)
+    for name, plain in list(module.named_parameters()):
+        setattr(module, name, nn.Parameter(distribute_tensor(plain.detach(), mesh, [Replicate()])))
+    synchronizer = GradientSynchronizer(module)
+    module.weight = nn.Parameter(distribute_tensor(torch.ones(2, 3), mesh, [Replicate()]))
+    module.bias.requires_grad_(False)
+    module.weight.grad = _pending(module.weight, [SUM])
+    synchronizer.synchronize()
+    return list(module.weight.grad.placements), module.bias.grad
+
+
+def test_parameters_that_a_module_replaced_are_found_and_frozen_ones_left_alone(ranks):
+    """A list taken once would leave the new weight's gradient unsummed, silently."""
+    assert ranks(2, _replaced_and_frozen) == [([Replicate()], None)] * 2
+
+
 def test_one_process_needs_no_mesh():
     module = nn.Linear(2, 2)
     module(torch.ones(1, 2)).sum().backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
@@ -20,8 +20,8 @@ class GradientSynchronizer:
     skipped it: all agree first on what is there.
 
     Args:
-        parameters: a module, parameters, or (name, parameter) pairs; the same on every rank. Frozen ones are
-            left alone.
+        parameters: a module (asked again at every call, so that `.to(dtype)` may replace its parameters),
+            parameters, or (name, parameter) pairs; the same on every rank. Frozen ones are left alone.
         bucket_bytes: small gradients are sent together, up to this many bytes in one all-reduce.
         static: promise that every rank has the same gradients in every step, so that they need not agree.
 
@@ -36,22 +36,29 @@ class GradientSynchronizer:
             raise ParallelError(
                 f"bucket_bytes={bucket_bytes} holds no gradient; give a positive number of bytes"
             )
-        trainable = {name: p for name, p in named_parameters(parameters).items() if p.requires_grad}
-        _refuse_plain(trainable)
-        self._parameters = {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
+        self._source = (
+            parameters if isinstance(parameters, nn.Module) else named_parameters(parameters).items()
+        )
         self._bucket_bytes = bucket_bytes
         self._static = static
+        self._distributed()
 
     def synchronize(self) -> None:
         """Sum what is pending. Collective over the meshes of the parameters.
 
         Raises:
-            ParallelError: ranks hold one gradient in different states.
+            ParallelError: ranks hold one gradient in different states, or a parameter became plain.
 
         Cost: per mesh axis 16 bytes per parameter to agree (none if `static`), then 2(n-1)/n of the bytes of
         the pending gradients.
         """
-        finish_gradients(self._parameters, self._bucket_bytes, agreed=self._static)
+        finish_gradients(self._distributed(), self._bucket_bytes, agreed=self._static)
+
+    def _distributed(self) -> dict[str, TorchDTensor]:
+        """Return the trainable parameters, none of which may be plain in a world of several ranks."""
+        trainable = {name: p for name, p in named_parameters(self._source).items() if p.requires_grad}
+        _refuse_plain(trainable)
+        return {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
 
 
 def _refuse_plain(trainable: dict[str, Tensor]) -> None:
