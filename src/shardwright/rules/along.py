@@ -13,10 +13,13 @@ from functools import lru_cache
 from shardwright.placement.base import Partition, Placement
 from shardwright.placement.interleaved import Interleaved
 from shardwright.placement.ragged import Ragged
+from shardwright.placement.runs import Run, Runs, merged, total
 from shardwright.placement.shard import Shard
 from shardwright.rules.equation import Dim, Sizes, Slot
 
-Interval = tuple[int, int]
+# Scattered cuts inside this many outer repetitions are not worth comparing: no placement describes them.
+_MANY = 256
+_UNLIKE_ANY: Runs = (Run(-1, 1, 1, 1),)
 
 
 def place_label(slot: Slot, label: int, part: Partition, sizes: Sizes, n: int) -> Partition | None:
@@ -94,38 +97,35 @@ def lower(flat: Partition, outer: int, size: int, inner: int, n: int) -> Partiti
 
 
 def _lowered(
-    flat: Partition, size: int, inner: int, n: int, held: list[list[Interval]]
+    flat: Partition, size: int, inner: int, n: int, held: list[Runs]
 ) -> Iterator[Partition]:
     yield Shard(0)
     yield flat
-    lengths = [sum(length for _, length in intervals) for intervals in held]
+    lengths = [total(runs) for runs in held]
     if size and inner and all(length % inner == 0 for length in lengths):
         units = tuple(length // inner for length in lengths)
         if sum(units) == size and len(units) == n:
             yield Ragged(units, dims=(0,))
 
 
-def _held(flat: Partition, size: int, n: int, coord: int) -> list[Interval]:
-    """The intervals of a 1-d tensor that a coord holds, in local order, neighbours joined."""
-    return _joined((box.offset[0], box.size[0]) for box in flat.region((size,), n, coord).boxes)
+def _held(flat: Partition, size: int, n: int, coord: int) -> Runs:
+    """The indices of a 1-d tensor that a coord holds, in local order."""
+    region = flat.region((size,), n, coord)
+    if region.runs is not None:
+        return merged(region.runs[0])
+    return merged(tuple(Run(box.offset[0], box.size[0], 0, 1) for box in region.boxes))
 
 
-def _scaled(part: Partition, outer: int, size: int, inner: int, n: int, coord: int) -> list[Interval]:
+def _scaled(part: Partition, outer: int, size: int, inner: int, n: int, coord: int) -> Runs:
+    """What the coord holds of the merged dim: its indices of the label, `inner` wide, `outer` times."""
     own = _held(part, size, n, coord)
+    wide = tuple(Run(r.offset * inner, r.size * inner, r.stride * inner, r.repeat) for r in own)
     step = size * inner
-    return _joined((o * step + low * inner, length * inner) for o in range(outer) for low, length in own)
-
-
-def _joined(intervals: Iterator[Interval]) -> list[Interval]:
-    found: list[Interval] = []
-    for low, length in intervals:
-        if not length:
-            continue
-        if found and sum(found[-1]) == low:
-            found[-1] = (found[-1][0], found[-1][1] + length)
-        else:
-            found.append((low, length))
-    return found
+    if len(wide) == 1 and wide[0].repeat == 1:
+        return merged((Run(wide[0].offset, wide[0].size, step, outer),))
+    if outer > _MANY:
+        return _UNLIKE_ANY
+    return merged(tuple(r._replace(offset=r.offset + i * step) for i in range(outer) for r in wide))
 
 
 @lru_cache(maxsize=8192)

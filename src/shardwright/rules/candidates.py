@@ -59,17 +59,25 @@ class AxisView:
 
 
 def candidates(view: AxisView) -> list[Candidate]:
-    """All ways to run the call on this axis, the one on whole tensors first; no duplicates."""
+    """The ways to run the call on this axis that an operand's placement suggests; first, on whole tensors."""
     whole = whole_candidate(view)
     if all(placement.is_replicated for placement in view.current):
         return [whole]
     found = [whole, *_pending(view), *_elementwise(view)]
     if not view.scattered:
-        found += _labelled(view)
-    unique: dict[tuple[tuple[Placement, ...], tuple[Placement | None, ...]], Candidate] = {}
-    for candidate in found:
-        unique.setdefault((candidate.inputs, candidate.outputs), candidate)
-    return list(unique.values())
+        for label, part in _cut_now(view):
+            found += cut(view, label, part)
+    return found
+
+
+def plain_candidates(view: AxisView) -> list[Candidate]:
+    """Each label cut in the plain way, whether or not an operand is: for when something has to move."""
+    if view.scattered:
+        return []
+    plain = Shard(0)
+    known = set(_cut_now(view))
+    labels = [label for label in view.equation.cuttable if (label, plain) not in known]
+    return [candidate for label in labels for candidate in cut(view, label, plain)]
 
 
 def whole_candidate(view: AxisView) -> Candidate:
@@ -188,21 +196,15 @@ def _same_everywhere(view: AxisView, placement: Placement) -> Candidate:
 # --------------------------------------------------------------------------------------------- labels
 
 
-def _labelled(view: AxisView) -> Iterator[Candidate]:
-    for label in view.equation.cuttable:
-        for part in _parts(view, label):
-            yield from cut(view, label, part)
-
-
-def _parts(view: AxisView, label: int) -> list[Partition]:
-    """How operands cut this label now, and the plain way to cut it."""
+def _cut_now(view: AxisView) -> list[tuple[int, Partition]]:
+    """The labels that operands cut now, and how; without those that must be whole."""
     sizes = next(iter(view.states))
-    found: dict[Partition, None] = {}
+    found: dict[tuple[int, Partition], None] = {}
     for slot, placement in zip(view.equation.operands, view.current, strict=True):
-        for other, part in labels_cut(slot, placement, sizes, view.n):
-            if other == label:
-                found[part] = None
-    found[Shard(0)] = None
+        if placement.is_partition:
+            for cut_now in labels_cut(slot, placement, sizes, view.n):
+                if cut_now[0] not in view.equation.whole:
+                    found[cut_now] = None
     return list(found)
 
 

@@ -13,7 +13,7 @@ from math import prod
 
 from shardwright.placement.base import Placement
 from shardwright.rules.call import Call
-from shardwright.rules.candidates import AxisView, Candidate, States, after, candidates
+from shardwright.rules.candidates import AxisView, Candidate, States, after, candidates, plain_candidates
 from shardwright.rules.equation import Equation
 from shardwright.rules.price import Price, joint_bytes, move_bytes
 
@@ -75,12 +75,22 @@ class Search:
     def _few(self, axis: int, view: AxisView) -> list[Candidate]:
         key = (axis, view.scattered, view.states)
         if key not in self._ranked:
-            found = candidates(view)
-            ranked = sorted(found, key=lambda candidate: self._alone(view, candidate))
-            busy = sum(not all(p.is_replicated for p in column) for column in zip(*self.current, strict=True))
-            kept = ranked[: _KEEP if busy <= 3 else _KEEP_MANY_AXES]
-            self._ranked[key] = kept if found[0] in kept else [*kept, found[0]]
+            self._ranked[key] = self._rank(view)
         return self._ranked[key]
+
+    def _rank(self, view: AxisView) -> list[Candidate]:
+        """The cheapest candidates of one axis, and the whole one; only the best if that costs nothing."""
+        found = candidates(view)
+        priced = [(self._alone(view, candidate), i, candidate) for i, candidate in enumerate(found)]
+        if not min(price for price, _, _ in priced).free:
+            more = enumerate(plain_candidates(view), len(found))
+            priced += [(self._alone(view, candidate), i, candidate) for i, candidate in more]
+        priced.sort(key=lambda entry: entry[:2])
+        if priced[0][0].free:
+            return [priced[0][2]]
+        busy = sum(not all(p.is_replicated for p in column) for column in zip(*self.current, strict=True))
+        kept = [candidate for _, _, candidate in priced[: _KEEP if busy <= 3 else _KEEP_MANY_AXES]]
+        return kept if found[0] in kept else [*kept, found[0]]
 
     # ------------------------------------------------------------------------------------------ prices
 
