@@ -1,4 +1,4 @@
-"""A guard against hangs: before a plan runs for the first time, its ranks compare what they are about to do.
+"""A guard against hangs: before a plan runs, its ranks compare what they are about to do.
 
 Ranks that run different plans wait for messages that nobody sends. With the guard on, every rank of the mesh
 sends the text of its plan to every other first; a difference raises on all of them, with both sides.
@@ -30,7 +30,7 @@ _guards = 0
 def guarded_plans() -> Iterator[None]:
     """Compare plans across ranks inside the block. All ranks must enter and leave it together.
 
-    Cost: per new plan, each rank sends 1 KiB to every other rank of the mesh.
+    Cost: per plan that runs, each rank sends 1 KiB to every other rank of the mesh.
     """
     global _guards  # noqa: PLW0603 - a switch of the process
     _guards += 1
@@ -46,11 +46,13 @@ def guarding() -> bool:
 
 
 def check_same_plan(plan: Plan, mesh: DeviceMesh) -> None:
-    """Compare this plan with those of the mesh's other ranks; once per plan.
+    """Compare this plan with those of the mesh's other ranks.
+
+    At every run: comparing only new plans would miss a rank that repeats an old one.
 
     Raises: PlanError: another rank is about to run another plan.
     """
-    if plan.for_rank.get("guarded") or mesh.get_coordinate() is None:
+    if mesh.get_coordinate() is None:
         return
     ranks = plan.source.ranks
     wire = PeerWire(tuple(every_coords(plan.source.sizes)), ranks, "all")
@@ -58,7 +60,6 @@ def check_same_plan(plan: Plan, mesh: DeviceMesh) -> None:
     n = len(ranks)
     theirs = wire.exchange(mine.repeat(n), [_BYTES] * n, [_BYTES] * n, "hang guard").view(n, _BYTES)
     _compare(mine, theirs, ranks)
-    plan.for_rank["guarded"] = True
 
 
 def _compare(mine: Tensor, theirs: Tensor, ranks: tuple[int, ...]) -> None:

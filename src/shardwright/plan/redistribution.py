@@ -138,7 +138,10 @@ class _Decision:
         ], "every rank needs all parts of one axis, which are equal in size"
 
     def _is_even_gather(self, exchange: Exchange) -> bool:
-        if len(exchange.axes) != 1 or matching(self.before, self.arrival) != self.source.numel:
+        # Without an axis that only the target cuts, M = E says that every rank's part is wanted by its peers.
+        if len(exchange.axes) != 1 or not self.arrival.cut <= self.before.cut:
+            return False
+        if matching(self.before, self.arrival) != self.source.numel:
             return False
         sizes = tuple(size if axis in self.before.cut else 1 for axis, size in enumerate(self.sizes))
         return len({numel(self.before.cell(coords)) for coords in every_coords(sizes)}) == 1
