@@ -55,7 +55,7 @@ def make_moe(shape: ModelShape) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions:  [b, s, h] -> [b, s, h].
+    """Causal self-attention with rotary positions:  [b, s, h] -> [b, s, h], b at least 1.
 
     The projections are four separate linear layers without bias, so that tensor parallelism is a placement of
     four weights by name: wq, wk, wv by rows (whole heads), wo by columns.
@@ -77,8 +77,6 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]."""
-        if x.shape[0] == 0:  # flash attention on the CPU divides by the number of sequences
-            return self.wo(self.wq(x) + self.wk(x) + self.wv(x))
         q, k, v = (self._heads(linear(x)) for linear in (self.wq, self.wk, self.wv))
         mixed = functional.scaled_dot_product_attention(self._turn(q), self._turn(k), v, is_causal=True)
         return self.wo(mixed.transpose(1, 2).flatten(2))
@@ -106,8 +104,19 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self._attend(self.attention_norm(x))
         return x + self.moe(self.moe_norm(x))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        """Attention, which without sequences runs on one of zeros whose result is dropped.
+
+        Flash attention on the CPU divides by the number of sequences; and under tensor parallelism the
+        layouts of gradients are chosen by what moving them costs, which must be the same on ranks with and
+        without sequences.
+        """
+        if x.shape[0]:
+            return self.attention(x)
+        return self.attention(functional.pad(x, (0, 0, 0, 0, 0, 1)))[:0]
 
 
 class Decoder(nn.Module):
