@@ -37,10 +37,10 @@ class Applied:
         partition = self._partition(len(shape))
         return shape if partition is None else partition.local_shape(shape, self.size, coord)
 
-    def region(self, shape: Shape, coord: int) -> Region | None:
-        """What a coord holds of the tensor before this step; None for all of it."""
-        partition = self._partition(len(shape))
-        return None if partition is None else partition.region(shape, self.size, coord)
+    def within(self, region: Region, coord: int) -> Region:
+        """What a coord holds after this step of what the earlier ones left, in logical indices."""
+        partition = self._partition(len(region.local_shape))
+        return region if partition is None else partition.within(region, self.size, coord)
 
     def split(self, x: Tensor, coord: int) -> Tensor:
         """The local tensor of a coord."""

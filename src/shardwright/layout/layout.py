@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import LayoutError
 from shardwright.layout.applied import applied_placements
-from shardwright.layout.compose import compose_regions
 from shardwright.layout.mesh_shape import Coords, as_mesh_shape
 from shardwright.layout.order import canonical, conflicts, order_indices
 from shardwright.layout.stride import contiguous_stride, stride_like
@@ -178,9 +177,7 @@ class Layout:
     def _compose(self, coords: Coords) -> Region:
         region = Region.whole(self.shape)
         for step in self._applied:
-            inner = step.region(region.local_shape, coords[step.axis])
-            if inner is not None:
-                region = compose_regions(region, inner)
+            region = step.within(region, coords[step.axis])
         return region
 
     # ------------------------------------------------------------------------------------- variations

@@ -3,6 +3,7 @@
 from shardwright.placement.along_dim import AlongDim
 from shardwright.placement.base import Partition, Pending, Placement, Replicate
 from shardwright.placement.block_cyclic import BlockCyclic
+from shardwright.placement.chunks import Chunk, chunks_of
 from shardwright.placement.convert import as_placement
 from shardwright.placement.interleaved import Interleaved
 from shardwright.placement.owner import Owner
@@ -16,6 +17,7 @@ __all__ = [
     "AlongDim",
     "BlockCyclic",
     "Box",
+    "Chunk",
     "Interleaved",
     "Owner",
     "Partial",
@@ -28,4 +30,5 @@ __all__ = [
     "Shard",
     "ZigZag",
     "as_placement",
+    "chunks_of",
 ]

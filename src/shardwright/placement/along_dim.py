@@ -9,7 +9,7 @@ from shardwright.errors import PlacementError
 from shardwright.placement.base import Partition
 from shardwright.placement.derived import check_dim
 from shardwright.placement.region import Region
-from shardwright.placement.runs import Runs, interval, total
+from shardwright.placement.runs import Runs, compose, interval, total
 
 if TYPE_CHECKING:
     from shardwright.placement.region import Shape
@@ -38,6 +38,15 @@ class AlongDim(Partition):
         of_dim = self.runs(shape[dim], n, coord)
         whole = (interval(0, size) for size in shape)
         return Region.from_runs(tuple(of_dim if d == dim else kept for d, kept in enumerate(whole)))
+
+    def within(self, region: Region, n: int, coord: int) -> Region:
+        """The runs of `dim` through those of a product of runs; the other dims stay."""
+        if region.runs is None:
+            return super().within(region, n, coord)
+        dim = check_dim(self.dim, len(region.runs), self.text())
+        inner = self.runs(region.local_shape[dim], n, coord)
+        of_dim = compose(region.runs[dim], inner)
+        return Region.from_runs((*region.runs[:dim], of_dim, *region.runs[dim + 1 :]))
 
     def local_shape(self, shape: Shape, n: int, coord: int) -> Shape:
         """`shape` with the length of `dim` on this coord."""

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 
 from shardwright.errors import PlacementError
+from shardwright.placement.compose import compose_regions
 from shardwright.placement.derived import derived_cut_dims, join_regions, take_region
 
 if TYPE_CHECKING:
@@ -119,6 +120,10 @@ class Partition(Placement):
     def region(self, shape: Shape, n: int, coord: int) -> Region:  # noqa: ARG002 - for subclasses
         """What `coord` of `n` holds of a tensor of this shape (the tensor left by earlier axes)."""
         raise PlacementError(f"{type(self).__name__} does not say what a coord holds: define region()")
+
+    def within(self, region: Region, n: int, coord: int) -> Region:
+        """What `coord` holds when the tensor is itself the local tensor of `region`: in region's indices."""
+        return compose_regions(region, self.region(region.local_shape, n, coord))
 
     def local_shape(self, shape: Shape, n: int, coord: int) -> Shape:
         """Shape of the local tensor of `coord`; as many dims as `shape`."""
