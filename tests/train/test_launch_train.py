@@ -1,0 +1,97 @@
+"""The training command itself, killed and interrupted: it ends in time, says why, and `--resume` goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardwright.checkpoint import list_checkpoints, step_of
+
+SOURCE = Path(__file__).parents[2] / "src"
+SMALL = ["--batch-size", "4", "--seq-len", "16", "--experts", "4", "--checkpoint-every", "2"]
+
+
+class Training:
+    """A run of `shardwright train` on a small model in a process group of its own."""
+
+    def __init__(self, out: Path, *words: str) -> None:
+        self.out = out
+        self.errors = out.with_suffix(".stderr")
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "shardwright", "train", *SMALL, "--out", str(out), *words],
+                env={**os.environ, "PYTHONPATH": str(SOURCE)},
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    def wait_for_checkpoint(self) -> list[psutil.Process]:
+        """The ranks, once a checkpoint is finished."""
+        deadline = time.monotonic() + 90
+        while not list_checkpoints(self.out).committed and self.process.poll() is None:
+            assert time.monotonic() < deadline, self.errors.read_text()
+            time.sleep(0.05)
+        assert self.process.poll() is None, self.errors.read_text()
+        return psutil.Process(self.process.pid).children()
+
+    def end(self, within: float) -> tuple[int, str]:
+        return self.process.wait(within), self.errors.read_text()
+
+    def steps_in_metrics(self) -> list[int]:
+        lines = (self.out / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+    def newest(self) -> int:
+        return step_of(list_checkpoints(self.out).committed[0])
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Callable[..., Training]]:
+    started: list[Training] = []
+
+    def begin(*words: str) -> Training:
+        started.append(Training(tmp_path / "run", *words))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()  # its ranks follow
+
+
+def test_after_a_killed_rank_another_mesh_goes_on_without_a_gap(train: Callable[..., Training]) -> None:
+    run = train("--world", "3", "--dp-replicate", "3", "--steps", "100000")
+    ranks = run.wait_for_checkpoint()
+    assert len(ranks) == 3
+    ranks[0].kill()
+    code, text = run.end(within=5)
+    assert code == 1
+    assert "rank 0 (process" in text
+    assert "was killed by SIGKILL" in text
+    assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in ranks)
+    steps = run.newest() + 2
+    assert train("--resume", "--world", "2", "--ep", "2", "--steps", str(steps)).end(within=120)[0] == 0
+    assert run.steps_in_metrics() == list(range(1, steps + 1))
+    assert run.newest() == steps
+
+
+def test_an_interrupt_finishes_the_step_and_saves_it(train: Callable[..., Training]) -> None:
+    run = train("--world", "2", "--tp", "2", "--steps", "100000")
+    run.wait_for_checkpoint()
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, text = run.end(within=30)
+    assert code == 130
+    assert "Traceback" not in text
+    steps = run.steps_in_metrics()
+    assert steps == list(range(1, run.newest() + 1))
+    assert list_checkpoints(run.out).unfinished == ()
