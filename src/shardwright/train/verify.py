@@ -128,10 +128,11 @@ class Verifier:
             self.findings.broken.append(f"{where}: routing differs where it is no tie: {_text(routing)}")
         elif not wrong:
             self._expected_norm = exact.norm
+            largest = max(large.values(), default=0.0)
             share = max(errors[name] / allowed[name] for name in errors)
             self.findings.reasons.append(
-                f"{where}: {len(large)} gradients differ by up to {max(large.values(), default=0.0):.2g} of "
-                f"their largest element: {self._cause(run, reference)}; at the run's own weights all agree with "
+                f"{where}: {len(large)} gradients differ by up to {largest:.2g} of their largest element: "
+                f"{self._cause(run, reference)}; at the run's own weights all agree with "
                 f"float64 to within {share:.0%} of what float32 resolves"
             )
 
