@@ -46,7 +46,7 @@ def test_replicas_send_their_gradients_once(ranks, settings):
 
 
 def test_sharded_units_gather_parameters_and_scatter_gradients(ranks, settings):
-    """Blocks are gathered twice, the root (embedding, norm, head) once, everything dense is scattered once."""
+    """Blocks are gathered twice, the root (embedding, norm, head) once; all is scattered once."""
     settings |= {"world": 2, "batch_size": 1, "seq_len": 4}
     ranks(2, trained, settings)
     dense, experts = parameter_bytes("dense"), parameter_bytes("experts")
