@@ -36,9 +36,15 @@ def _as_rest(_app: object, what: str, _name: str, _obj: object, _options: object
     """Read a docstring as the sources are written: `code` in single backticks, `Returns: x` on one line."""
     # In an attribute's first line napoleon takes what stands before a colon for its type.
     rest = [""] if what in {"attribute", "property"} else []
+    code = False
     for line in lines:
         section = _SECTION.match(line)
-        if section is not None:
+        if line.strip().startswith("```"):
+            code = not code
+            rest += ["", ".. code-block:: python", ""] if code else [""]
+        elif code:
+            rest.append("    " + line)
+        elif section is not None:
             rest += ["", section.group(0), "    " + _inline(line[section.end() :].strip())]
         else:
             rest.append(_inline(line))
