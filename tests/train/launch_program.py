@@ -1,17 +1,22 @@
 """A small program for the launcher's tests: ranks that meet in an all-reduce in every step.
 
-Run as `launch_program.py FOLDER '{"world": 3, ...}'`. Each rank writes FOLDER/rank-R.pid when it has ended
-its first step (or is told to hang before), and FOLDER/rank-R.end with the step after which it ended.
+It imports torch once and then starts a launcher, in a session of its own, for each line that it reads:
+`{"folder": ..., "environment": {...}, "settings": {...}}`. It answers with the process id, and writes
+FOLDER/exit-PID when that launcher has ended. Each rank writes FOLDER/rank-R.pid after its first step (or when
+it hangs before), and FOLDER/rank-R.end with the step after which it ended.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -93,5 +98,43 @@ def _write(settings: Settings, rank: int, what: str, value: int) -> None:
     draft.rename(settings.folder / f"rank-{rank}.{what}")
 
 
+def serve() -> None:
+    """Start launchers until the input ends."""
+    folders: dict[int, Path] = {}
+    while True:
+        if select.select([sys.stdin], [], [], 0.01)[0]:
+            line = sys.stdin.readline()
+            if not line:
+                return
+            order = json.loads(line)
+            pid = os.fork() or _become_launcher(order)
+            folders[pid] = Path(order["folder"])
+            print(pid, flush=True)
+        _reap(folders)
+
+
+def _reap(folders: dict[int, Path]) -> None:
+    while folders and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+        pid, status = ended
+        draft = folders[pid] / f"exit-{pid}.draft"
+        draft.write_text(str(os.waitstatus_to_exitcode(status)))
+        draft.rename(folders.pop(pid) / f"exit-{pid}")
+
+
+def _become_launcher(order: dict[str, Any]) -> NoReturn:
+    os.setsid()
+    os.environ.update(order["environment"])
+    folder = Path(order["folder"])
+    with (folder / f"errors-{os.getpid()}").open("w") as errors:
+        os.dup2(errors.fileno(), 2)
+    try:
+        code = launch(Settings(folder=folder, **order["settings"]), target)
+    except BaseException:  # noqa: BLE001  whatever it is, this process must not go on as its parent
+        traceback.print_exc()
+        code = 99
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(launch(Settings(folder=Path(sys.argv[1]), **json.loads(sys.argv[2])), target))
+    serve()

@@ -20,33 +20,25 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 
 class Run:
-    """A launcher in a process group of its own, as a terminal would start it."""
+    """A launcher in a session of its own, as a terminal would start it."""
 
-    def __init__(self, folder: Path, environment: dict[str, str] | None = None, **settings: Any) -> None:
-        self.folder = folder
-        self.world = settings.get("world", 3)
-        self.errors = folder / f"stderr-{(environment or {}).get('RANK', 'launcher')}"
-        with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, str(PROGRAM), str(folder), json.dumps(settings)],
-                env={**os.environ, "PYTHONPATH": str(SOURCE), **(environment or {})},
-                stderr=errors,
-                start_new_session=True,
-            )
-        self.seen: set[int] = set()
+    def __init__(self, pid: int, folder: Path, world: int) -> None:
+        self.pid, self.folder, self.world = pid, folder, world
+        self.errors = folder / f"errors-{pid}"
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks, once each has finished its first step."""
-        pids = [int(self._wait_for(f"rank-{rank}.pid").read_text()) for rank in range(self.world)]
-        self.seen.update(pids)
-        return pids
+        return [int(self._wait_for(f"rank-{rank}.pid").read_text()) for rank in range(self.world)]
 
     def steps_at_end(self) -> list[int]:
         return [int(self._wait_for(f"rank-{rank}.end").read_text()) for rank in range(self.world)]
 
     def end(self, within: float = 40) -> tuple[int, str]:
-        code = self.process.wait(within)
-        return code, self.errors.read_text()
+        wait_until(self.has_ended, within)
+        return int((self.folder / f"exit-{self.pid}").read_text()), self.errors.read_text()
+
+    def has_ended(self) -> bool:
+        return (self.folder / f"exit-{self.pid}").exists()
 
     def left(self) -> list[int]:
         """Processes of this run that still exist; waits a moment for the kernel to reap them."""
@@ -54,23 +46,21 @@ class Run:
         return self._alive()
 
     def clean_up(self) -> None:
-        for pid in {self.process.pid, *self.seen} & set(self._alive()):
+        for pid in self._alive():
             os.kill(pid, signal.SIGKILL)
-        self.process.wait(10)
 
     def _alive(self) -> list[int]:
         return [one.pid for one in psutil.process_iter() if self._is_mine(one)]
 
     def _is_mine(self, one: psutil.Process) -> bool:
         try:
-            mine = one.pid in self.seen or str(self.folder) in one.cmdline()
-            return mine and one.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
+            return os.getsid(one.pid) == self.pid and one.status() != psutil.STATUS_ZOMBIE
+        except (psutil.Error, ProcessLookupError):
             return False
 
     def _wait_for(self, name: str) -> Path:
         path = self.folder / name
-        wait_until(lambda: path.exists() or self.process.poll() is not None, 60)
+        wait_until(lambda: path.exists() or self.has_ended(), 60)
         assert path.exists(), self.errors.read_text()
         return path
 
@@ -82,12 +72,31 @@ def wait_until(condition: Callable[[], object], seconds: float, fail: bool = Tru
     assert condition() or not fail
 
 
+@pytest.fixture(scope="module")
+def program() -> Iterator[subprocess.Popen[str]]:
+    """The program that starts launchers; it has imported torch, so that each test need not."""
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM)],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        yield process
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def start(program: subprocess.Popen[str], tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def begin(**settings: Any) -> Run:
-        runs.append(Run(tmp_path, **settings))
+    def begin(environment: dict[str, str] | None = None, **settings: Any) -> Run:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        order = {"folder": str(tmp_path), "environment": environment or {}, "settings": settings}
+        program.stdin.write(json.dumps(order) + "\n")
+        program.stdin.flush()
+        runs.append(Run(int(program.stdout.readline()), tmp_path, settings.get("world", 3)))
         return runs[-1]
 
     yield begin
@@ -108,7 +117,7 @@ def test_the_code_that_the_target_returns_is_the_exit_code(start: Callable[..., 
 
 
 def test_cuda_ranks_are_spawned(start: Callable[..., Run]) -> None:
-    assert start(steps=2, world=1, device="cuda", behave="return 7").end(120) == (7, "")
+    assert start(steps=2, world=1, device="cuda", behave="return 7").end(60) == (7, "")
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -127,16 +136,14 @@ def test_a_killed_launcher_leaves_no_process(start: Callable[..., Run]) -> None:
     """Also not a rank that is stopped and so cannot see that its launcher is gone."""
     run = start()
     os.kill(run.ranks()[1], signal.SIGSTOP)
-    run.process.kill()
-    run.process.wait(5)
+    os.kill(run.pid, signal.SIGKILL)
     assert run.left() == []
 
 
 def test_a_launcher_that_is_killed_while_the_ranks_start_leaves_no_process(start: Callable[..., Run]) -> None:
     run = start(behave="hang before the first step")
     run.ranks()
-    run.process.kill()
-    run.process.wait(5)
+    os.kill(run.pid, signal.SIGKILL)
     assert run.left() == []
 
 
@@ -177,7 +184,7 @@ def test_the_first_interrupt_ends_all_ranks_after_the_same_step(
 ) -> None:
     run = start()
     run.ranks()
-    (os.killpg if whole_group else os.kill)(run.process.pid, signal.SIGINT)
+    (os.killpg if whole_group else os.kill)(run.pid, signal.SIGINT)
     code, text = run.end(within=10)
     assert code == 130
     assert len(set(run.steps_at_end())) == 1
@@ -189,9 +196,9 @@ def test_the_first_interrupt_ends_all_ranks_after_the_same_step(
 def test_the_second_interrupt_aborts_at_once(start: Callable[..., Run]) -> None:
     run = start(behave="save slowly")
     run.ranks()
-    os.killpg(run.process.pid, signal.SIGINT)
+    os.killpg(run.pid, signal.SIGINT)
     wait_until(lambda: "once more" in run.errors.read_text(), 5)
-    os.killpg(run.process.pid, signal.SIGINT)
+    os.killpg(run.pid, signal.SIGINT)
     code, text = run.end(within=5)
     assert code == 130
     assert "aborted" in text
@@ -201,7 +208,7 @@ def test_the_second_interrupt_aborts_at_once(start: Callable[..., Run]) -> None:
 def test_a_termination_signal_to_the_group_saves_and_exits_143(start: Callable[..., Run]) -> None:
     run = start()
     run.ranks()
-    os.killpg(run.process.pid, signal.SIGTERM)
+    os.killpg(run.pid, signal.SIGTERM)
     assert run.end(within=10)[0] == 143
     assert len(set(run.steps_at_end())) == 1
 
@@ -229,7 +236,7 @@ class TestUnderTorchrun:
                 start(environment={**shared, "RANK": str(r), "OMP_NUM_THREADS": "1"}, world=2, **settings)
                 for r in range(2)
             ]
-            assert runs[0].ranks() == [one.process.pid for one in runs]
+            assert runs[0].ranks() == [one.pid for one in runs]
             return runs
 
         return begin
@@ -238,15 +245,16 @@ class TestUnderTorchrun:
         self, ranks: Callable[..., list[Run]]
     ) -> None:
         runs = ranks()
-        os.kill(runs[1].process.pid, signal.SIGINT)
+        os.kill(runs[1].pid, signal.SIGINT)
         assert [one.end(10)[0] for one in runs] == [130, 130]
         assert len(set(runs[0].steps_at_end())) == 1
 
     def test_a_stopped_peer_ends_every_rank_after_the_timeout(self, ranks: Callable[..., list[Run]]) -> None:
         runs = ranks(timeout=1.5)
-        os.kill(runs[1].process.pid, signal.SIGSTOP)
-        assert runs[0].process.wait(8) == 1
-        assert "has finished no step for 1.5 s" in runs[0].errors.read_text()
+        os.kill(runs[1].pid, signal.SIGSTOP)
+        code, text = runs[0].end(within=8)
+        assert code == 1
+        assert "has finished no step for 1.5 s" in text
 
 
 def _free_port() -> int:
