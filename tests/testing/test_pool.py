@@ -278,3 +278,18 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path, how):
     while any(psutil.pid_exists(child) for child in children):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_preloaded_module_that_starts_a_thread_is_refused(tmp_path, monkeypatch):
+    """A fork copies one thread only: what the others hold locked stays locked in every rank."""
+    (tmp_path / "starts_a_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with RankPool(preload=["starts_a_thread"]) as pool, pytest.raises(RankError, match="2 threads run"):
+        pool.run(1, pid)
+
+
+def test_a_preloaded_module_that_fails_is_the_business_of_ranks_that_need_it():
+    with RankPool(preload=["no_such_module"]) as pool:
+        assert pool.run(1, add_up, 1.0)[0].rank == 0
