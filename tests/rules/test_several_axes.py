@@ -36,7 +36,10 @@ SAMPLES = {
     "sum": (aten.sum.dim_IntList, Sample((_randn(5, 6, 3), [1]))),
     "amax": (aten.amax.default, Sample((_randn(5, 6), [0], True))),
     "softmax": (aten._softmax.default, Sample((_randn(5, 6, 3), 1, False))),
-    "layer_norm": (aten.native_layer_norm.default, Sample((_randn(5, 6, 4), [4], _randn(4), _randn(4), 1e-5))),
+    "layer_norm": (
+        aten.native_layer_norm.default,
+        Sample((_randn(5, 6, 4), [4], _randn(4), _randn(4), 1e-5)),
+    ),
     "embedding": (aten.embedding.default, Sample((_randn(7, 4), torch.tensor([[1, 2, 6], [0, 3, 3]])))),
     "cat": (aten.cat.default, Sample(([_randn(5, 4), _randn(5, 3)], 1))),
     "split in parts": (aten.split.Tensor, Sample((_randn(5, 12), 4, 1))),
@@ -53,7 +56,7 @@ SAMPLES = {
 @pytest.mark.parametrize("name", SAMPLES)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
-def test_a_decision_gives_the_single_device_answer_whatever_the_layouts(name: str, data: st.DataObject) -> None:
+def test_a_decision_gives_the_single_device_answer(name: str, data: st.DataObject) -> None:
     """`join(op(split(x))) == op(x)` for the layouts that propagate chooses, on every mesh and order."""
     op, sample = SAMPLES[name]
     whole = run_whole(op, in_double(sample))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -139,7 +139,7 @@ def _homomorphic(view: AxisView, hom: BoundHom, source: Placement) -> Candidate 
             outputs.append(target)
         else:
             outputs.append(REPLICATE)
-    if not _in_domain(view, outputs):
+    if not _in_domain(view, outputs) or not _silent_writes(view, hom.operands, keeps=target == source):
         return None
     inputs = [
         source if operand in hom.operands else _free(view, operand, REPLICATE)
@@ -147,6 +147,17 @@ def _homomorphic(view: AxisView, hom: BoundHom, source: Placement) -> Candidate 
     ]
     text = f"{'+'.join(fact.args)}: {fact.source}->{fact.target}"
     return Candidate(_with_outs(view, inputs, outputs), tuple(outputs), text)
+
+
+def _silent_writes(view: AxisView, changed: Collection[int], *, keeps: bool = True) -> bool:
+    """Whether operands that are written but not returned stay what they are.
+
+    No result says what such an operand has become (foreach, fused optimizers), so it must be among those
+    that are cut or pending, and stay so.
+    """
+    slots = enumerate(view.equation.operands)
+    written = {i for i, slot in slots if slot.mutated and i not in view.equation.aliases}
+    return not written or (keeps and written <= set(changed))
 
 
 def _in_domain(view: AxisView, outputs: Sequence[Placement | None]) -> bool:
@@ -217,6 +228,8 @@ def cut(view: AxisView, label: int, part: Partition) -> Iterator[Candidate]:
         return
     placed = tuple(placement for placement in inputs if placement is not None)
     if not _in_domain(view, outputs) or not _cut_fits(view, label, part, outputs):
+        return
+    if not _silent_writes(view, [i for i, slot in enumerate(equation.operands) if slot.find(label)]):
         return
     if any(placement is not None and placement.is_pending for placement in outputs):
         addends = _addends(view, label, part, placed)

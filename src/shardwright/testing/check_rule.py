@@ -57,15 +57,17 @@ def check_rule(
     op: torch._ops.OpOverload | str,
     samples: Iterable[Sample | tuple[Any, ...]],
     *,
+    formula: Formula | None = None,
     worlds: Sequence[int] = WORLDS,
     seed: int = 0,
 ) -> RuleReport:
-    """Check every rule of an op on sample calls.
+    """Check every rule of an op on sample calls, or one formula before it is registered.
 
     Args:
         op: an OpOverload, or `ns::name.overload` (`ns::name`: its only or default overload).
         samples: calls, as `Sample` or tuples of positional arguments. Give sizes that do not divide and
             values of both signs; with all sizes equal and then all different a wrong label shows best.
+        formula: check this one instead of the registered rules.
         worlds: sizes of the mesh axis to try.
         seed: of the random parts.
 
@@ -78,8 +80,9 @@ def check_rule(
     generator = torch.Generator().manual_seed(seed)
     for sample in samples:
         entry = sample if isinstance(sample, Sample) else Sample(tuple(sample))
-        report += _check_sample(overload, entry, worlds, generator)
-    if report.checks and not report.cut and any(n > 1 for n in worlds):
+        report += _check_sample(overload, entry, formula, worlds, generator)
+    untested = not report.cut and any(n > 1 for n in worlds)
+    if untested and (report.checks or not report.without_formula):
         raise RuleCheckError(f"{overload.name()}: no sample was ever cut, so nothing was tested")
     return report
 
@@ -103,11 +106,15 @@ def resolve(op: torch._ops.OpOverload | str) -> torch._ops.OpOverload:
 
 
 def _check_sample(
-    op: torch._ops.OpOverload, sample: Sample, worlds: Sequence[int], generator: torch.Generator
+    op: torch._ops.OpOverload,
+    sample: Sample,
+    given: Formula | None,
+    worlds: Sequence[int],
+    generator: torch.Generator,
 ) -> RuleReport:
     report = RuleReport()
     whole = _one_element(run_whole(op, in_double(sample)))
-    formulas = list(registry.formulas(whole.call))
+    formulas = list(registry.formulas(whole.call)) if given is None else [given]
     report.without_formula += not formulas
     for stated in formulas:
         equation = _equation(stated, whole.call)
