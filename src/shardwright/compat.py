@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 if TYPE_CHECKING:
@@ -41,6 +41,18 @@ def shard_order_axes(spec: DTensorSpec) -> tuple[tuple[TorchPlacement, ...], tup
             return placements, None
         placements = tuple(_unstrided(p) for p in placements)
     return placements, _order_names(entries, axis_names(spec.mesh))
+
+
+def torch_shard_order(
+    placements: Sequence[TorchPlacement], order: Sequence[int]
+) -> tuple[ShardOrderEntry, ...]:
+    """How torch writes an order of application: per cut dim, its mesh axes in that order."""
+    axes_of_dim: dict[int, list[int]] = {}
+    for axis in order:
+        placement = placements[axis]
+        if placement.is_shard():
+            axes_of_dim.setdefault(int(placement.dim), []).append(axis)  # type: ignore[attr-defined]
+    return tuple(ShardOrderEntry(dim, tuple(axes)) for dim, axes in sorted(axes_of_dim.items()))
 
 
 def _unstrided(placement: TorchPlacement) -> TorchPlacement:

@@ -1,4 +1,4 @@
-"""Experts beside dense parameters: one device's gradients in every order of calls, with and without tokens."""
+"""Experts beside dense parameters: one device's gradients in every order of calls, some without tokens."""
 
 import copy
 import functools

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
-from shardwright.compat import shard_order_axes
+from shardwright.compat import shard_order_axes, torch_shard_order
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +23,46 @@ class LocalUse:
     """How a parameter takes part in computation: as its local tensor on `axes`.
 
     axes:   mesh axes on which the computation sees the local tensor.
-    summed: those of `axes` on which the gradients of the ranks must still be added up.
+    summed: those of `axes` on which the ranks compute different terms of the loss, so that the gradients of
+        what is replicated there must still be added up.
     """
 
     axes: tuple[str, ...]
     summed: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Extra:
-    """What torch's spec has no field for; it travels where torch keeps its shard order."""
+class Extra(tuple[ShardOrderEntry, ...]):  # noqa: SLOT001 - a tuple cannot have slots of its own
+    """torch's shard order, with what torch's spec has no field for: it travels with a flattened tensor.
+
+    order: the axes in order of application; torch's entries name only those that cut.
+    """
 
     order: tuple[int, ...]
     use: LocalUse | None
+
+    def __new__(
+        cls, entries: Iterable[ShardOrderEntry], order: tuple[int, ...], use: LocalUse | None
+    ) -> Self:
+        """Make the tuple of torch's entries, and hang the rest on it."""
+        made = super().__new__(cls, entries)
+        made.order, made.use = order, use
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Extra):
+            return self.order == other.order and self.use == other.use and super().__eq__(other)
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+    def __repr__(self) -> str:
+        return f"Extra({super().__repr__()}, {self.order}, {self.use})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Extra, (tuple(self), self.order, self.use)
 
 
 class Spec(DTensorSpec):
@@ -51,7 +81,8 @@ class Spec(DTensorSpec):
         fields["mesh"] = mesh
         fields["placements"] = layout.placements
         fields["tensor_meta"] = TensorMeta(torch.Size(layout.shape), tuple(layout.stride), layout.dtype)
-        fields["shard_order"] = Extra(layout.order, use)
+        entries = torch_shard_order(layout.placements, layout.order)
+        fields["shard_order"] = Extra(entries, layout.order, use)
         fields["use_strided_shard_as_shard_order"] = False
         fields["_hash"] = hash((layout, use))
 

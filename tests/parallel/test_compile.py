@@ -1,0 +1,112 @@
+"""`torch.compile(fullgraph=True)` of placed modules: train, eval, no_grad, with one device's gradients."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwright as sw
+from shardwright.parallel import parallelize_replicate
+from shardwright.testing.meshes import rank_mesh
+
+from .models import (
+    check_full_gradients,
+    check_pending,
+    one_device_gradients,
+    part_of,
+    sum_loss,
+    token_batch,
+    tricky,
+)
+from .naive import swap_class
+
+
+def _compiled(model, backend):
+    warnings.simplefilter("ignore")  # torch's own, while it traces
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend=backend)
+
+
+def _trains(backend, sizes):
+    axes = ("dp_replicate", "cp_replicate")[: len(sizes)]
+    world = dist.get_world_size()
+    plain = tricky()
+    batch = token_batch(2 * world)
+    wanted = one_device_gradients(plain, batch)
+    expected = plain(batch[0])
+    model = parallelize_replicate(plain, rank_mesh(sizes, axes))
+    tokens, targets = part_of(batch, [2] * world, dist.get_rank())
+    compiled = _compiled(model, backend)
+    for scale in (1, 2):
+        sum_loss(compiled, (tokens, targets), batch[0].numel()).backward()
+        check_pending(model, axes)
+        check_full_gradients(model, wanted, scale)
+    rank = dist.get_rank()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens), expected[2 * rank : 2 * rank + 2])
+    model.eval()
+    out = compiled(tokens)
+    assert out.requires_grad
+    torch.testing.assert_close(out, expected[2 * rank : 2 * rank + 2])
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens), expected[2 * rank : 2 * rank + 2])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_replicated_module_compiles_into_one_graph(ranks, backend):
+    ranks(2, _trains, backend, (2,), timeout=170)
+
+
+def _by_inductor():
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.GELU(), torch.nn.Linear(6, 3))
+    x = torch.randn(6, 4)
+    one = copy.deepcopy(plain)
+    one(x).square().sum().backward()
+    model = parallelize_replicate(plain, rank_mesh((2,), ("dp",)))
+    compiled = _compiled(model, "inductor")
+    mine = x.split((3, 3))[dist.get_rank()]
+    compiled(mine).square().sum().backward()
+    check_pending(model, ("dp",))
+    check_full_gradients(model, {n: p.grad for n, p in one.named_parameters()})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled.eval()(mine), one(mine))
+
+
+def test_inductors_code_computes_the_same(ranks):
+    ranks(2, _by_inductor, timeout=170)
+
+
+def test_it_compiles_on_two_axes(ranks):
+    ranks(4, _trains, "aot_eager", (2, 2), timeout=170)
+
+
+def _naive():
+    model = swap_class(tricky(), rank_mesh((2,), ("dp",)))
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever the tracer says
+        _compiled(model, "eager")(token_batch(1)[0])
+    return type(caught.value).__module__
+
+
+def test_swapped_classes_do_not(ranks):
+    ranks(2, _naive, timeout=120)
+
+
+def _two_uses():
+    """One function, parameters that are pending on other axes: each use has its own program."""
+    mesh = rank_mesh((2, 2), ("a", "b"))
+    function = _compiled(torch.nn.functional.linear, "aot_eager")
+    x = torch.ones(3, 4)
+    for axes in (("a",), ("b",), ("a", "b")):
+        layer = parallelize_replicate(torch.nn.Linear(4, 2), mesh[axes])
+        function(x, layer.weight, layer.bias).sum().backward()
+        layout = layer.weight.grad.layout
+        assert layout.axes == axes
+        assert all(p == sw.Partial("sum") for p in layout.placements)
+        assert (layer.weight.grad.full_tensor() == 3 * 2 ** len(axes)).all()
+
+
+def test_a_compiled_function_tells_uses_on_other_axes_apart(ranks):
+    ranks(4, _two_uses, timeout=120)
