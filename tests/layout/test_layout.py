@@ -20,6 +20,7 @@ from shardwright.placement import (
     ZigZag,
 )
 from tests.generators import distributed, numbered
+from tests.placement.user_placements import LogSumExp
 
 MESH = MeshShape(("dp", "tp"), (3, 2))
 BOOLS = torch.ones(3) > 0
@@ -38,6 +39,8 @@ def test_order_matters_only_where_two_partitions_touch_one_dim():
     assert make(pendings, (7,)) != make(pendings, (7,), order=("tp", "dp"))
     sums = [Partial(), Partial()]
     assert make(sums, (7,)) == make(sums, (7,), order=("tp", "dp"))
+    own = [LogSumExp(2), LogSumExp(2)]  # nobody said that it commutes with itself
+    assert make(own, (7,)) != make(own, (7,), order=("tp", "dp"))
 
 
 def test_the_strided_form_is_tp_first_only_where_sizes_divide():

@@ -26,34 +26,39 @@ class Applied:
     axis: int
     size: int
     placement: Placement
+    partition: Partition | None  # the placement, if it decides which elements a coord holds
+    pending: Pending | None  # the placement, if it reduces
     ndim: int
 
-    def _partition(self, ndim: int) -> Partition | None:
-        """The placement, if it changes which elements a tensor of `ndim` dims has."""
-        return self.placement if isinstance(self.placement, Partition) and ndim == self.ndim else None
+    def _cuts(self, ndim: int) -> Partition | None:
+        return self.partition if ndim == self.ndim else None
 
     def local_shape(self, shape: Shape, coord: int) -> Shape:
         """Shape after this step."""
-        partition = self._partition(len(shape))
+        partition = self._cuts(len(shape))
         return shape if partition is None else partition.local_shape(shape, self.size, coord)
 
-    def within(self, region: Region, coord: int) -> Region:
-        """What a coord holds after this step of what the earlier ones left, in logical indices."""
-        partition = self._partition(len(region.local_shape))
-        return region if partition is None else partition.within(region, self.size, coord)
+    def region(self, shape: Shape, before: Region | None, coord: int) -> Region | None:
+        """What a coord holds after this step, in logical indices; `before`: None for the whole tensor."""
+        partition = self._cuts(len(shape) if before is None else len(before.local_shape))
+        if partition is None:
+            return before
+        if before is None:
+            return partition.region(shape, self.size, coord)
+        return partition.within(before, self.size, coord)
 
     def split(self, x: Tensor, coord: int) -> Tensor:
         """The local tensor of a coord."""
-        if isinstance(self.placement, Pending):
-            return self.placement.embed(x, self.size, coord)
-        partition = self._partition(x.dim())
+        if self.pending is not None:
+            return self.pending.embed(x, self.size, coord)
+        partition = self._cuts(x.dim())
         return x if partition is None else partition.split(x, self.size, coord)
 
     def join(self, parts: Sequence[Tensor], shape: Shape) -> Tensor:
         """The tensor of this shape from those of all coords (of one coord for Replicate)."""
-        if isinstance(self.placement, Pending):
-            return self.placement.combine(parts)
-        partition = self._partition(len(shape))
+        if self.pending is not None:
+            return self.pending.combine(parts)
+        partition = self._cuts(len(shape))
         return parts[0] if partition is None else partition.join(parts, shape)
 
 
@@ -68,10 +73,11 @@ def applied_placements(
     now = {dim: dim for dim in range(ndim)}
     steps = []
     for axis in order:
-        placement = placements[axis]
+        placement, partition = placements[axis], None
         if isinstance(placement, Partition):
-            placement = placement.on_dims(now)
-            group = placement.flat_group()
+            placement = partition = placement.on_dims(now)
+            group = partition.flat_group()
             now = {dim: group[-1] if at in group else at for dim, at in now.items()}
-        steps.append(Applied(axis, sizes[axis], placement, ndim))
+        pending = placement if isinstance(placement, Pending) else None
+        steps.append(Applied(axis, sizes[axis], placement, partition, pending, ndim))
     return tuple(steps)

@@ -175,10 +175,11 @@ class Layout:
         return known
 
     def _compose(self, coords: Coords) -> Region:
-        region = Region.whole(self.shape)
+        region: Region | None = None
         for step in self._applied:
-            region = step.within(region, coords[step.axis])
-        return region
+            if step.partition is not None:
+                region = step.region(self.shape, region, coords[step.axis])
+        return Region.whole(self.shape) if region is None else region
 
     # ------------------------------------------------------------------------------------- variations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwright.errors import LayoutError
-from shardwright.placement.base import Partition
+from shardwright.placement.base import Partition, Pending
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,8 +35,8 @@ def order_indices(order: Sequence[str] | None, mesh: MeshShape) -> Order:
 def conflicts(placements: Sequence[Placement], sizes: Sequence[int], shape: Shape) -> set[tuple[int, int]]:
     """Pairs of axes whose order matters, as (smaller, larger).
 
-    Two partitions that touch a common dim, and two different pendings. A pending reduces elementwise, so it
-    commutes with every partition.
+    Two partitions that touch a common dim, and two pendings that are different or have no name. A pending
+    reduces elementwise, so it commutes with every partition.
     """
     touched = [
         frozenset(p.touched_dims(shape, n)) if isinstance(p, Partition) else frozenset()
@@ -46,12 +46,15 @@ def conflicts(placements: Sequence[Placement], sizes: Sequence[int], shape: Shap
         (a, b)
         for b in range(len(placements))
         for a in range(b)
-        if touched[a] & touched[b] or _different_pendings(placements[a], placements[b])
+        if touched[a] & touched[b] or _in_order(placements[a], placements[b])
     }
 
 
-def _different_pendings(first: Placement, second: Placement) -> bool:
-    return first.is_pending and second.is_pending and first != second
+def _in_order(first: Placement, second: Placement) -> bool:
+    """Two pendings that may not be swapped: all but two of one named or linear reduction."""
+    if not isinstance(first, Pending) or not isinstance(second, Pending):
+        return False
+    return first != second or not (first.reduce_op or first.linear)
 
 
 def canonical(order: Order, pairs: set[tuple[int, int]]) -> Order:

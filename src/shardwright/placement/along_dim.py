@@ -43,10 +43,12 @@ class AlongDim(Partition):
         """The runs of `dim` through those of a product of runs; the other dims stay."""
         if region.runs is None:
             return super().within(region, n, coord)
-        dim = check_dim(self.dim, len(region.runs), self.text())
-        inner = self.runs(region.local_shape[dim], n, coord)
-        of_dim = compose(region.runs[dim], inner)
-        return Region.from_runs((*region.runs[:dim], of_dim, *region.runs[dim + 1 :]))
+        dim, shape = self.dim, list(region.local_shape)
+        inner = self.runs(shape[dim], n, coord)
+        shape[dim] = total(inner)
+        runs = list(region.runs)
+        runs[dim] = compose(runs[dim], inner)
+        return Region.from_runs(tuple(runs), tuple(shape))
 
     def local_shape(self, shape: Shape, n: int, coord: int) -> Shape:
         """`shape` with the length of `dim` on this coord."""

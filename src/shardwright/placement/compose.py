@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from itertools import accumulate, product
 from math import prod
+from operator import add
 from typing import TYPE_CHECKING
 
 from shardwright.placement.region import Box, Region, flat_boxes
@@ -25,6 +26,8 @@ def compose_regions(outer: Region, inner: Region) -> Region:
         return Region((), inner.local_shape)
     if inner.runs is not None and outer.runs is not None:
         return Region.from_runs(tuple(map(compose, outer.runs, inner.runs)))
+    if outer.runs is not None and len(outer.boxes) == 1:
+        return Region((_end(outer.boxes[0], box, 0) for box in inner.boxes), inner.local_shape)
     split = _split_point(outer, inner)
     head, inside = _heads(outer, split), _heads(inner, split)
     ends = list(accumulate(box.numel for box in head))
@@ -61,8 +64,7 @@ def _heads(region: Region, split: int) -> list[Box]:
 
 def _end(outer: Box, inner: Box, split: int) -> Box:
     """The dims from `split` on: the inner interval moved by the outer offset."""
-    offset = tuple(map(sum, zip(outer.offset[split:], inner.offset[split:], strict=True)))
-    return Box(offset, inner.size[split:])
+    return Box(tuple(map(add, outer.offset[split:], inner.offset[split:])), inner.size[split:])
 
 
 def _flat_intervals(boxes: list[Box], shape: Shape) -> Iterator[tuple[int, int]]:
@@ -101,7 +103,7 @@ def _flat_part(boxes: list[Box], ends: list[int], low: int, high: int) -> Iterat
         begin = ends[first] - box.numel
         stop = min(high, ends[first])
         for part in flat_boxes(box.size, low - begin, stop - begin):
-            yield Box(tuple(map(sum, zip(part.offset, box.offset, strict=True))), part.size)
+            yield Box(tuple(map(add, part.offset, box.offset)), part.size)
         low, first = stop, first + 1
 
 

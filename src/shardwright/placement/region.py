@@ -58,12 +58,12 @@ class Region:
         self.runs = _runs_of_box(self._boxes, self.local_shape)
 
     @classmethod
-    def from_runs(cls, runs: tuple[Runs, ...]) -> Region:
+    def from_runs(cls, runs: tuple[Runs, ...], local_shape: Shape | None = None) -> Region:
         """The product of one list of runs per dim; the local shape is their lengths."""
         self = cls.__new__(cls)
         self._boxes = None
         self.runs = runs
-        self.local_shape = tuple(total(of_dim) for of_dim in runs)
+        self.local_shape = tuple(map(total, runs)) if local_shape is None else local_shape
         return self
 
     @classmethod

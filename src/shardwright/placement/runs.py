@@ -41,6 +41,8 @@ def periodic(offset: int, size: int, stride: int, count: int) -> Runs:
 
 def total(runs: Runs) -> int:
     """How many indices the runs name."""
+    if len(runs) == 1:
+        return runs[0].size * runs[0].repeat
     return sum(run.size * run.repeat for run in runs)
 
 
@@ -86,7 +88,7 @@ def compose(outer: Runs, inner: Runs) -> Runs:
     """
     if len(outer) == 1 and outer[0].repeat == 1:
         shift = outer[0].offset
-        return tuple(Run(run.offset + shift, run.size, run.stride, run.repeat) for run in inner)
+        return tuple([Run(run.offset + shift, run.size, run.stride, run.repeat) for run in inner])
     out: list[Run] = []
     for run in inner:
         _through(outer, run, out)
