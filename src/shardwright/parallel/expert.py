@@ -40,9 +40,8 @@ class ShardMoESparseExpertsParallel(ParallelStyle):
             return module
         axes = axis_names(device_mesh)
         placements = tuple(Shard(0) if axis == self.shard_dim_name else Replicate() for axis in axes)
-        replicated = tuple(axis for axis in axes if axis != self.shard_dim_name)
         _take_over(module.experts)
-        place_parameters(module.experts, device_mesh, placements, replicated)
+        place_parameters(module.experts, device_mesh, placements, axes)
         place_parameters(
             module.router,
             device_mesh,

@@ -199,5 +199,5 @@ def _layouts(managed: FsdpParameter, before: _Before, mesh: DeviceMesh, axis: st
     order = (*before.spec.layout.order_names, axis)
     value = Layout(both, {**old, axis: cut}, before.shape, dtype=dtype, order=order)
     summed = before.spec.use.summed if before.spec.use is not None else ()
-    pending = {name: Partial("sum") if name in summed else p for name, p in old.items()}
+    pending = {name: Partial("sum") if name in summed and p.is_replicated else p for name, p in old.items()}
     return value, Layout(both, {**pending, axis: cut}, before.shape, dtype=dtype, order=order)

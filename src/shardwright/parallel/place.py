@@ -43,7 +43,7 @@ def place_parameters(
 
     Args:
         placements: one per axis of `mesh`.
-        summed: axes of `mesh` on which the ranks' gradients are still to be added.
+        summed: axes of `mesh` on which the ranks compute different terms of the loss.
     Raises: ParallelError: an axis of `mesh` places the parameter already. Nothing has been changed then.
     Cost: a broadcast of each parameter over each axis (none with `src_data_rank=None`).
     """

@@ -39,7 +39,7 @@ class ToLocalParallel(ParallelStyle):
         grads = _per_axis(self.grad_placement, axes, "grad_placement")
         for axis, value, grad in zip(axes, values, grads, strict=True):
             _check(axis, value, grad)
-        summed = tuple(axis for axis, grad in zip(axes, grads, strict=True) if grad.is_pending)
+        summed = tuple(axis for axis, grad in zip(axes, grads, strict=True) if not grad.is_replicated)
         place_parameters(module, device_mesh, values, summed)
         return module
 

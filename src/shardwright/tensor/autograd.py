@@ -88,7 +88,7 @@ class Redistribute(torch.autograd.Function):
         local = move_local(x, target, reason="redistribute")
         if local is x._local_tensor:
             local = local.view_as(local)
-        return wrap(local, spec_of(target, mesh))
+        return wrap(local, spec_of(target, mesh, x._spec.use))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None]:

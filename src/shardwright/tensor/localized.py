@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwright.comm.record import record_decision
+from shardwright.placement.base import Replicate
 from shardwright.tensor.autograd import Localize, apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import CLASSES, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 # Functions that take a loss and parameters side by side, and must see the parameters themselves.
@@ -40,7 +42,7 @@ class LocalizedDTensor(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _mixes(args, tuple(kwargs.values())) and not _keeps_parameter(func, args):
+        if _mixes((*args, *kwargs.values())) and not _keeps_parameter(func, args):
             args = tuple(_localized(a) for a in args)
             kwargs = {name: _localized(value) for name, value in kwargs.items()}
             return func(*args, **kwargs)
@@ -60,38 +62,26 @@ def compute_view(x: DTensor) -> torch.Tensor:
     return apply(Localize, x)
 
 
-def _mixes(args: Sequence[Any], more: Sequence[Any]) -> bool:
-    """Is a tensor among the arguments that is not itself a localized parameter?"""
-    for value in (*args, *more):
-        if isinstance(value, list | tuple):
-            if _mixes(value, ()):
-                return True
-        elif _is_foreign(value, args, more):
-            return True
-    return False
+def _mixes(values: Sequence[Any]) -> bool:
+    """Is a tensor among the arguments that is not on the parameter's mesh?
+
+    Its gradient and its optimizer state are on it, and computing with them is an op on logical tensors.
+    """
+    tensors = list(_tensors_in(values))
+    parameter = next((t for t in tensors if isinstance(t, LocalizedDTensor)), None)
+    return parameter is not None and any(_is_foreign(t, parameter) for t in tensors)
 
 
-def _is_foreign(value: Any, args: Sequence[Any], more: Sequence[Any]) -> bool:
-    """A tensor that is not on the parameter's mesh; its gradient and its optimizer state are."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, LocalizedDTensor):
-        return False
-    return not isinstance(value, DTensor) or not _on_same_mesh(value, args, more)
-
-
-def _on_same_mesh(other: DTensor, args: Sequence[Any], more: Sequence[Any]) -> bool:
-    parameter = _first_localized((*args, *more))
-    return parameter is not None and other.device_mesh == parameter.device_mesh
-
-
-def _first_localized(values: Sequence[Any]) -> LocalizedDTensor | None:
+def _tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
     for value in values:
-        if isinstance(value, LocalizedDTensor):
-            return value
-        if isinstance(value, list | tuple):
-            found = _first_localized(value)
-            if found is not None:
-                return found
-    return None
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def _is_foreign(value: torch.Tensor, parameter: LocalizedDTensor) -> bool:
+    return not isinstance(value, DTensor) or value.device_mesh != parameter.device_mesh
 
 
 def _keeps_parameter(func: Any, args: tuple[Any, ...]) -> bool:
@@ -121,10 +111,23 @@ _CHANGING = frozenset(
 
 def _localized(value: Any) -> Any:
     if isinstance(value, LocalizedDTensor):
-        return compute_view(value)
+        return compute_view(_without_pending(value))
     if isinstance(value, list | tuple):
         return type(value)(_localized(v) for v in value)
     return value
+
+
+def _without_pending(x: DTensor) -> DTensor:
+    """What a reduction over a cut parameter left unfinished is finished first: a term is not the value."""
+    use = x._spec.use
+    pairs = zip(x.layout.axes, x.layout.placements, strict=True)
+    pending = {
+        axis: Replicate() for axis, p in pairs if p.is_pending and use is not None and axis in use.axes
+    }
+    if not pending:
+        return x
+    record_decision("local use", "redistribute: a pending value meets local tensors", str(x.layout))
+    return x.redistribute(pending)
 
 
 def localize(x: DTensor, use: LocalUse) -> DTensor:

@@ -68,7 +68,8 @@ def restore_axes(spec: Spec, grad: torch.Tensor) -> DTensor:
         if axis in inner:
             placements.append(inner[axis])
         else:
-            placements.append(Partial("sum") if axis in use.summed else placement)
+            term = axis in use.summed and not placement.is_partition
+            placements.append(Partial("sum") if term else placement)
     target = with_dtype(layout, local.dtype)
     return wrap(
         local, spec_of(target.with_placements(tuple(placements), order=layout.order_names), spec.mesh)
