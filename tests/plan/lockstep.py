@@ -13,7 +13,7 @@ from shardwright.layout.layout import Layout
 from shardwright.plan.maps import Coords, every_coords
 from shardwright.plan.plan import Plan
 from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Step
-from shardwright.plan.transfer import local_move, members_of, transfer
+from shardwright.plan.transfer import Memory, local_move, members_of, transfer
 
 
 class Lockstep:
@@ -74,6 +74,26 @@ class Lockstep:
         return out
 
 
-def locals_of(layout: Layout, full: Tensor) -> list[Tensor]:
-    """What every rank holds, with uneven terms on Pending axes of sums."""
-    return [layout.split(full, coords).clone() for coords in every_coords(layout.sizes)]
+def held_by_all(layout: Layout, full: Tensor) -> list[Tensor]:
+    """What every rank holds of a tensor, stored as the layout says."""
+    return [
+        in_memory(
+            layout.split(full, coords), Memory(layout.local_shape(coords), layout.local_stride(coords))
+        ).clone()
+        for coords in every_coords(layout.sizes)
+    ]
+
+
+def scattered_terms(layout: Layout, full: Tensor) -> list[Tensor]:
+    """As `held_by_all`, with terms that differ from zero on all ranks of a single sum."""
+    held = held_by_all(layout, full)
+    axes = [axis for axis in layout.order if axis in layout.pending_axes]
+    if len(axes) != 1 or layout.placements[axes[0]].reduce_op != "sum":
+        return held
+    coords = every_coords(layout.sizes)
+    for i, at in enumerate(coords):
+        last = (*at[: axes[0]], layout.sizes[axes[0]] - 1, *at[axes[0] + 1 :])
+        if at != last:
+            held[i] += at[axes[0]] + 1
+            held[coords.index(last)] -= at[axes[0]] + 1
+    return held

@@ -64,7 +64,7 @@ def _joined(x: Tensor, views: Sequence[Strided]) -> Tensor:
     if not views:
         return x.new_empty(0)
     pieces = [view_of(x, view).reshape(-1) for view in views]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
 
 
 def unpack(received: Tensor, x: Tensor, table: Transfer) -> Tensor:

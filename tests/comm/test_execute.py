@@ -1,0 +1,195 @@
+"""Plans on real ranks give what the layouts say, send what the plan says, and can be traced and packed."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardwright.comm import Recorder
+from shardwright.comm.execute import execute, execute_many
+from shardwright.comm.guard import guarded_plans
+from shardwright.errors import PlanError
+from shardwright.layout.layout import Layout
+from shardwright.placement import Owner, Partial, Ragged, Replicate, Shard, ZigZag
+from shardwright.plan import plan_redistribution, redistribution
+from tests.plan.kinds import random_pairs, small_integers
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+
+
+def mesh_of(sizes):
+    return init_device_mesh("cpu", sizes, mesh_dim_names=tuple(f"a{i}" for i in range(len(sizes))))
+
+
+def bytes_of_all(seen) -> int:
+    total = torch.tensor(seen.bytes)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def random_redistributions(sizes, count, one_round_bytes):
+    redistribution.ONE_ROUND_BYTES = one_round_bytes
+    redistribution._planned.cache_clear()
+    mesh = mesh_of(sizes)
+    coords = tuple(mesh.get_coordinate())
+    for seed, (source, target) in enumerate(random_pairs(sizes, count, seed=one_round_bytes)):
+        full = small_integers(source.shape, source.dtype, seed).sign() * 6
+        plan = plan_redistribution(source, target)
+        with Recorder() as seen:
+            result = execute(plan, source.split(full, coords), mesh)
+        assert tuple(result.shape) == target.local_shape(coords), str(plan)
+        if not target.pending_axes:
+            assert torch.equal(result, target.split(full, coords)), str(plan)
+        whole = plan_redistribution(target, target.with_placements([R] * len(sizes)))
+        assert torch.equal(execute(whole, result, mesh), full), str(plan)
+        if all(event.op != "all_reduce" for event in seen.collectives):
+            assert bytes_of_all(seen) == plan.total_bytes, str(plan)
+
+
+@pytest.mark.parametrize("one_round_bytes", [0, 65536])
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (2, 3)])
+def test_random_redistributions_on_real_ranks(ranks, sizes, one_round_bytes):
+    ranks(sizes[0] * (sizes[1] if len(sizes) > 1 else 1), random_redistributions, sizes, 25, one_round_bytes)
+
+
+def dtypes_travel():
+    mesh = mesh_of((2, 2))
+    coords = tuple(mesh.get_coordinate())
+    for dtype in (torch.bfloat16, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64):
+        full = torch.arange(42).remainder(5).to(dtype).view(7, 6)
+        for before, after in (((S0, S1), (S1, S0)), ((S0, R), (R, R)), ((ZigZag(0), Owner(1)), (R, S1))):
+            source, target = (Layout(mesh, p, (7, 6), dtype=dtype) for p in (before, after))
+            result = execute(plan_redistribution(source, target), source.split(full, coords), mesh)
+            assert torch.equal(
+                result.view(torch.uint8), target.split(full, coords).contiguous().view(torch.uint8)
+            )
+
+
+def test_every_dtype_travels_bit_for_bit(ranks):
+    ranks(4, dtypes_travel)
+
+
+def large_reduction(sizes):
+    mesh = mesh_of(sizes)
+    layout = Layout(mesh, [P] * len(sizes), (300, 401), dtype=torch.float32)
+    target = layout.with_placements([R] * len(sizes))
+    plan = plan_redistribution(layout, target)
+    local = torch.full((300, 401), float(dist.get_rank() + 1))
+    with Recorder() as seen:
+        result = execute(plan, local, mesh)
+    n = dist.get_world_size()
+    assert torch.equal(result, torch.full((300, 401), n * (n + 1) / 2))
+    return [event.op for event in seen.collectives], plan.total_bytes / plan.lower_bound
+
+
+def test_a_large_sum_takes_the_fewest_bytes_that_one_or_two_rounds_allow(ranks):
+    assert ranks(2, large_reduction, (2,))[0] == (["all_to_all"], 1.0)  # two terms: each rank needs the other
+    assert ranks(4, large_reduction, (4,))[0] == (["all_reduce"], 1.0)
+    assert ranks(4, large_reduction, (2, 2))[0] == (["send_recv", "send_recv"], 1.0)
+
+
+def packed():
+    mesh = mesh_of((2, 2))
+    coords = tuple(mesh.get_coordinate())
+    full = [small_integers((4 + 2 * i, 4), torch.float32, i) for i in range(10)]
+    full += [small_integers((4, 4), torch.float64, i) for i in range(3)]
+    for before, after in (
+        ((S0, R), (R, R)),
+        ((S0, S1), (S1, S0)),
+        ((P, R), (S0, R)),
+        ((P, P), (R, R)),
+        ((R, P), (R, R)),
+    ):
+        sources = [Layout(mesh, before, x.shape, dtype=x.dtype) for x in full]
+        targets = [Layout(mesh, after, x.shape, dtype=x.dtype) for x in full]
+        plans = [plan_redistribution(a, b) for a, b in zip(sources, targets, strict=True)]
+        held = [layout.split(x, coords) for layout, x in zip(sources, full, strict=True)]
+        with Recorder() as seen:
+            results = execute_many(plans, held, mesh)
+        assert len(seen.collectives) == len({(plan.form, plan.source.dtype) for plan in plans}) == 2
+        for result, layout, x in zip(results, targets, full, strict=True):
+            assert torch.equal(result, layout.split(x, coords))
+
+
+def test_many_tensors_share_one_collective_per_form_and_dtype(ranks):
+    ranks(4, packed)
+
+
+def traced(sizes):
+    mesh = mesh_of(sizes)
+    coords = tuple(mesh.get_coordinate())
+    full = torch.arange(42.0).view(7, 6)
+    kinds = [(S0,), (S1,), (P,), (R,)] if len(sizes) == 1 else [(S0, S1), (S1, S0), (P, S0), (R, R), (S0, S0)]
+    for before, after in itertools.permutations(kinds, 2):
+        source, target = (Layout(mesh, p, (7, 6), dtype=torch.float32) for p in (before, after))
+        plan = plan_redistribution(source, target)
+        x = source.split(full, coords).clone()
+        graph = make_fx(partial(execute, plan, mesh=mesh), tracing_mode="fake")(x)
+        assert torch.equal(graph(x), execute(plan, x, mesh)), str(plan)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+def test_plans_can_be_traced_into_a_graph(ranks, sizes):
+    ranks(4 if len(sizes) == 2 else 2, traced, sizes)
+
+
+def strange_locals():
+    mesh = mesh_of((2,))
+    coords = tuple(mesh.get_coordinate())
+    full = torch.arange(48.0).view(8, 6)
+    source = Layout(mesh, [S0], (8, 6), dtype=torch.float32)
+    for target in (source.with_placements([S1]), source.with_placements([R])):
+        plan = plan_redistribution(source, target)
+        part = source.split(full, coords)
+        wide = torch.full((4, 20), -1.0)
+        wide[:, 3:9] = part
+        for local in (part, part.t().contiguous().t(), wide[:, 3:9]):
+            before = local.clone()
+            assert torch.equal(execute(plan, local, mesh), target.split(full, coords))
+            assert torch.equal(local, before)
+        with pytest.raises(PlanError, match="is not that of"):
+            execute(plan, torch.zeros(4, 5), mesh)
+
+
+def test_strides_and_offsets_of_a_local_tensor_do_not_matter(ranks):
+    ranks(2, strange_locals)
+
+
+def different_plans():
+    mesh = mesh_of((2,))
+    source = Layout(mesh, [P], (4, 4), dtype=torch.float32)
+    mine = source.with_placements([R if dist.get_rank() else S0])
+    with guarded_plans():
+        execute(plan_redistribution(source, source.with_placements([S1])), torch.ones(4, 4), mesh)
+        try:
+            execute(plan_redistribution(source, mine), torch.ones(4, 4), mesh)
+        except PlanError as error:
+            return str(error)
+    return ""
+
+
+def test_the_guard_names_both_sides_on_every_rank(ranks):
+    for text in ranks(2, different_plans):
+        assert "about to run different redistributions" in text
+        assert "f32[4, 4] {a0: Partial(sum)} -> f32[4@a0, 4]" in text
+        assert "f32[4, 4] {a0: Partial(sum)} -> f32[4, 4]" in text
+
+
+def outside():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a0", "a1"))["a1"]
+    source = Layout(mesh, [Ragged((3, 1), (0,))], (8, 6), dtype=torch.float32)
+    full = torch.arange(48.0).view(8, 6)
+    coords = tuple(mesh.get_coordinate())
+    target = source.with_placements([S1])
+    result = execute(plan_redistribution(source, target), source.split(full, coords), mesh)
+    assert torch.equal(result, target.split(full, coords))
+
+
+def test_a_submesh_redistributes_on_its_own(ranks):
+    ranks(4, outside)
