@@ -150,7 +150,7 @@ def _bytes(bucket_bytes, count, static):
 
 
 def test_small_gradients_travel_together_and_large_ones_alone(ranks):
-    agreement = ("which ranks have which gradients", 5 * 16)
+    agreement = ("which ranks have which gradients", 5 * 4)
     assert ranks(2, _bytes, 10**6, 5, False)[0] == [agreement, ("sum gradients", 5 * 40)]
     assert ranks(2, _bytes, 80, 5, False)[0] == [
         agreement,
@@ -198,7 +198,9 @@ def test_a_transposed_gradient_keeps_its_strides(ranks):
 def _states_differ():
     mesh = _mesh(2)
     parameter = _parameter(mesh, [Replicate()])
-    parameter.grad = _pending(parameter, [SUM if dist.get_rank() else Replicate()])
+    parameter.grad = _pending(parameter, [SUM])
+    if dist.get_rank():
+        parameter.grad = DTensor.from_local(torch.ones(2, 6), mesh, [Shard(0)])
     with pytest.raises(ParallelError) as caught:
         GradientSynchronizer([("w", parameter)]).synchronize()
     return str(caught.value)
@@ -207,8 +209,8 @@ def _states_differ():
 def test_ranks_that_disagree_all_raise(ranks):
     for message in ranks(2, _states_differ, timeout=20):
         assert message == (
-            "gradients of w are still to be summed on some ranks, finished on others; "
-            "run the same backward passes and synchronise on all ranks"
+            "gradients of w have other layouts on some ranks than on their peers; "
+            "run the same backward passes on all ranks"
         )
 
 
@@ -271,6 +273,31 @@ def _torch_class():
 
 def test_torchs_own_class_is_taken_too(ranks):
     assert ranks(2, _torch_class) == [(True, True)] * 2
+
+
+def _term_on_some_ranks(mesh_shape, finished_on):
+    """A sum, then a second term on some ranks only; where there is none the gradient stays finished."""
+    mesh = _mesh(*mesh_shape)
+    parameter = _parameter(mesh, [Replicate()] * mesh.ndim)
+    before = torch.full((4, 6), 5.0)
+    if dist.get_rank() in finished_on:
+        parameter.grad = DTensor.from_local(before, mesh, [Replicate()] * mesh.ndim)
+        mine = torch.zeros(4, 6)
+    else:
+        share = before if dist.get_rank() == 0 else torch.zeros(4, 6)
+        mine = _term((4, 6))
+        parameter.grad = DTensor.from_local(share + mine, mesh, [SUM] * mesh.ndim)
+    GradientSynchronizer([parameter]).synchronize()
+    return parameter.grad.to_local(), before, mine
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("finished_on", [(0,), (3,), (1, 2, 3), (0, 1, 2)])
+def test_a_finished_gradient_beside_new_terms_of_peers_counts_once(ranks, mesh_shape, finished_on):
+    """Some ranks used the parameter in a second backward, others did not."""
+    results = ranks(4, _term_on_some_ranks, mesh_shape, finished_on, timeout=20)
+    expected = results[0][1] + sum(mine for _, _, mine in results)
+    assert all(torch.equal(got, expected) for got, _, _ in results)
 
 
 def _second_backward():

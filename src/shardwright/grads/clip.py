@@ -54,7 +54,7 @@ def clip_grad_norm_(
         NonFiniteNormError: see `error_if_nonfinite`.
         ConfigError: `norm_type` is not above 0.
 
-    Cost: per mesh axis 16 bytes per parameter (to agree), and one all-reduce of 8 bytes per kind of cut.
+    Cost: per mesh axis a few bytes per parameter (to agree), and one all-reduce of 8 bytes per kind of cut.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:

@@ -47,10 +47,10 @@ class GradientSynchronizer:
         """Sum what is pending. Collective over the meshes of the parameters.
 
         Raises:
-            ParallelError: ranks hold one gradient in different states, or a parameter became plain.
+            ParallelError: layouts of one gradient contradict each other, or a parameter became plain.
 
-        Cost: per mesh axis 16 bytes per parameter to agree (none if `static`), then 2(n-1)/n of the bytes of
-        the pending gradients.
+        Cost: per mesh axis a few bytes per parameter to agree (none if `static`), then 2(n-1)/n of the bytes
+        of the pending gradients.
         """
         finish_gradients(self._distributed(), self._bucket_bytes, agreed=self._static)
 

@@ -1,0 +1,95 @@
+"""What has become of a gradient on each rank, and what all ranks make of it together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.comm.functional import reduce_over
+from shardwright.context.submesh import groups_above_one
+from shardwright.errors import ParallelError
+from shardwright.layout.layout import Layout
+from shardwright.placement.partial import Partial
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.wrap import as_ours
+
+SUM = Partial("sum")
+
+
+@dataclass(frozen=True, slots=True)
+class GradientState:
+    """How a gradient relates to its parameter's layout, on this rank or (combined) on some rank.
+
+    missing: there is none.   finished: it has the parameter's layout.   other: it has yet another layout.
+    pending: per mesh axis, whether it is a term of a sum where the parameter is replicated.
+    """
+
+    missing: bool = False
+    finished: bool = False
+    other: bool = False
+    pending: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, gradient: Tensor | None, parameter: DTensor) -> Self:
+        """Return the state on this rank.
+
+        Raises:
+            ParallelError: the gradient is no DTensor on its parameter's mesh.
+        """
+        none = (False,) * parameter.device_mesh.ndim
+        if gradient is None:
+            return cls(missing=True, pending=none)
+        pairs = list(zip(_layout_of(name, gradient, parameter).placements, parameter.placements, strict=True))
+        pending = tuple(have == SUM and want.is_replicate() for have, want in pairs)
+        if any(have != want for (have, want), term in zip(pairs, pending, strict=True) if not term):
+            return cls(other=True, pending=none)
+        return cls(finished=not any(pending), pending=pending)
+
+    @property
+    def exists(self) -> bool:
+        """Return whether there is a gradient (combined: on some rank)."""
+        return self.finished or self.other or any(self.pending)
+
+    @property
+    def is_contradictory(self) -> bool:
+        """Return whether a combined state has no common way to the parameter's layout."""
+        return self.other and (self.missing or self.finished or any(self.pending))
+
+
+def agree(mesh: DeviceMesh, states: Sequence[GradientState], device: torch.device) -> list[GradientState]:
+    """Return, for each gradient, what is true of it on some rank of `mesh`.
+
+    Cost: one all-reduce per axis, of 3 bytes plus one per axis for each gradient.
+    """
+    rows = [(state.missing, state.finished, state.other, *state.pending) for state in states]
+    flags = torch.tensor(rows, dtype=torch.uint8, device=device)
+    for axis, group in groups_above_one(mesh):
+        flags = reduce_over(flags, "max", group, axis=axis, reason="which ranks have which gradients")
+    return [_from_row(row) for row in flags.tolist()]
+
+
+def _from_row(row: Sequence[int]) -> GradientState:
+    """Return the state that one row of flags means."""
+    missing, finished, other, *pending = (bool(flag) for flag in row)
+    return GradientState(missing, finished, other, tuple(pending))
+
+
+def _layout_of(name: str, gradient: Tensor, parameter: DTensor) -> Layout:
+    """Return the layout of a gradient, which must live where its parameter does."""
+    if not isinstance(gradient, TorchDTensor):
+        raise ParallelError(
+            f"the gradient of {name} is a plain tensor although the parameter is distributed "
+            f"({parameter.layout}); assign a DTensor on the parameter's mesh"
+        )
+    if gradient.device_mesh != parameter.device_mesh:
+        raise ParallelError(
+            f"the gradient of {name} is on {gradient.device_mesh}, its parameter on "
+            f"{parameter.device_mesh}; redistribute it to the parameter's mesh"
+        )
+    return as_ours(gradient).layout
