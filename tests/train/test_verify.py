@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,34 +34,36 @@ LAST_LINE = re.compile(
 
 def verified(settings: dict[str, Any], fault: str = "") -> tuple[int, str]:
     """Run `--verify` on this rank; the exit code and what it printed."""
+    from shardwright.train.run_folder import RunFolder
     from shardwright.train.runner import degrees, verified_run
 
     config = tiny(verify=True, **settings)
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), planted(fault), degrees(config).build(device="cpu") as context:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(mock.patch.object(RunFolder, "draw"))  # a quarter of a second that proves nothing
+        stack.enter_context(planted(fault))
+        context = stack.enter_context(degrees(config).build(device="cpu"))
         code = verified_run(config, context)
     return code, printed.getvalue()
 
 
 @contextlib.contextmanager
 def planted(fault: str):
-    """Spoil the gradients that a run reduces, as a wrong strategy would."""
-    from shardwright.grads.synchronizer import GradientSynchronizer
+    """Spoil the gradients that a step has reduced, as a wrong strategy would."""
+    from shardwright.train.step import Trainer
 
-    right = GradientSynchronizer.synchronize
+    right = Trainer._backward
 
-    def wrong(self: GradientSynchronizer) -> None:
-        right(self)
-        for name, parameter in self._parameters.items():
-            with torch.no_grad():
+    def wrong(self: Trainer, batch: torch.Tensor) -> torch.Tensor:
+        loss = right(self, batch)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
                 parameter.grad.mul_(FAULTS[fault](name))
+        return loss
 
-    if fault:
-        GradientSynchronizer.synchronize = wrong
-    try:
+    with mock.patch.object(Trainer, "_backward", wrong) if fault else contextlib.nullcontext():
         yield
-    finally:
-        GradientSynchronizer.synchronize = right
 
 
 FAULTS = {
