@@ -166,8 +166,8 @@ def test_a_wrong_rule_is_caught(op: torch._ops.OpOverload, mutant: Formula) -> N
 def test_a_rule_that_takes_interleaved_for_plain_is_caught() -> None:
     """A fused `(2 h)` is not `(h 2)`: cutting it in chunks mixes the halves."""
     op = aten.split.Tensor
+    mixed = formula("a (h 2) -> a h, a h", ints={"split_size": "h"})
     with pytest.raises(RuleCheckError):
-        mixed = formula("a (h 2) -> a h, a h", ints={"split_size": "h"})
         check_rule(op, [(randn(3, 8), 4, 1)], formula=mixed)
 
 
