@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwright.errors import PlacementError
-from shardwright.placement import AlongDim, Box, Partial, Partition, Pending, Region, Shard
+from shardwright.placement import AlongDim, Box, Partial, Partition, Pending, Ragged, Region, Shard
 from shardwright.placement.runs import Run, interval
 from shardwright.testing.check_placement import BrokenLawError, PlacementLaws, check_placement
 
@@ -300,10 +300,30 @@ def test_a_placement_that_refuses_everything_is_not_passed():
         def validate(self, shape, n):
             raise PlacementError("never")
 
-    Never.__qualname__ = "Never"
-    globals()["Never"] = Never  # pickle finds a class by its module
     with pytest.raises(BrokenLawError, match="refuses every shape"):
         check_placement(Never())
+
+
+def test_an_axis_size_that_a_placement_needs_is_found():
+    check_placement(Ragged((1, 0, 2, 1)))
+    with pytest.raises(BrokenLawError, match="refuses every shape"):
+        check_placement(Ragged((1, 0, 2, 1)), axis_sizes=(3,))
+
+
+def test_a_placement_of_matrices_need_not_say_so():
+    """Twenty lines without a check of the shape: numbers of dims that it cannot take are left out."""
+
+    @dataclass(frozen=True)
+    class Columns(Partition):
+        def region(self, shape, n, coord):
+            rows, columns = shape
+            mine = range(coord, columns, n)
+            boxes = [Box((row, column), (1, 1)) for row in range(rows) for column in mine]
+            return Region(boxes, (rows, len(mine)))
+
+    check_placement(Columns())
+    with pytest.raises(BrokenLawError, match="refuses every shape"):
+        check_placement(Rows(), axis_sizes=())
 
 
 class TestLawsAsAClass(PlacementLaws):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardwright.placement.region import Shape
 
 AXIS_SIZES = (1, 2, 3, 5)
+_LARGEST_AXIS = 32
 _SIZES_1D = (0, 1, 2, 3, 4, 5, 7, 8, 12, 13, 24)
 _SIZES_2D = (0, 1, 2, 3, 5, 8)
 _SIZES_3D = (0, 1, 2, 3)
@@ -45,24 +46,37 @@ def shapes() -> Iterator[Shape]:
     return iter(sorted(found, key=lambda shape: (prod(shape) > 0, prod(shape), len(shape), shape)))
 
 
-def check_placement(placement: Placement, *, axis_sizes: Sequence[int] = AXIS_SIZES) -> None:
+def check_placement(placement: Placement, *, axis_sizes: Sequence[int] | None = None) -> None:
     """Check every law of a placement on all small shapes and axis sizes that it accepts.
 
     Partition: the regions cover, are disjoint, lie inside, fill the local shape; split and join; the dims it
     says it cuts; alone and before and after a `Shard` on another axis. Pending: combine(embed(x)) == x,
     elementwise. All: a frozen value that pickles.
-    Args: axis_sizes: more of them where the placement needs a certain size; sizes it refuses are skipped.
+    Args: axis_sizes: default 1, 2, 3, 5, or else those up to 32 that the placement accepts. Shapes and sizes
+        that `validate` refuses are skipped, and so are numbers of dims for which every `region` raises.
     Raises: BrokenLawError: with the smallest counterexample, or when no shape and axis is accepted.
     """
-    _report(placement, "as a value", is_a_value(placement))
+    _check_value(placement)
     checked = as_placement(placement)
-    cases = [case for case in _cases(axis_sizes) if _accepts(checked, *case)]
+    cases = _accepted(checked, AXIS_SIZES if axis_sizes is None else axis_sizes)
+    if not cases and axis_sizes is None:
+        cases = _accepted(checked, range(1, _LARGEST_AXIS + 1))
     if not cases:
-        raise BrokenLawError(f"{checked!r} refuses every shape on axes of sizes {tuple(axis_sizes)}")
+        raise BrokenLawError(
+            f"{_name(checked)} refuses every shape on axes of sizes {axis_sizes or AXIS_SIZES}"
+        )
     for shape, n in cases:
         _check_alone(checked, shape, n)
     if isinstance(checked, Partition):
         _check_composed(checked, cases)
+
+
+def _check_value(placement: Placement) -> None:
+    try:
+        broken = is_a_value(placement)
+    except Exception as error:
+        raise BrokenLawError(f"{_name(placement)} (as a value): {type(error).__name__}: {error}") from error
+    _report(placement, "as a value", broken)
 
 
 def _cases(axis_sizes: Sequence[int]) -> Iterator[tuple[Shape, int]]:
@@ -76,6 +90,34 @@ def _accepts(placement: Placement, shape: Shape, n: int) -> bool:
     except PlacementError:
         return False
     return True
+
+
+def _accepted(placement: Placement, axis_sizes: Sequence[int]) -> list[tuple[Shape, int]]:
+    """The cases that the placement does not refuse.
+
+    Without the numbers of dims for which every shape raises: a placement of matrices is for matrices.
+    """
+    cases = [case for case in _cases(axis_sizes) if _accepts(placement, *case)]
+    if not isinstance(placement, Partition):
+        return cases
+    known: set[int] = set()
+    for shape, n in cases:
+        if len(shape) not in known and _has_region(placement, shape, n):
+            known.add(len(shape))
+    return [case for case in cases if len(case[0]) in known]
+
+
+def _has_region(placement: Partition, shape: Shape, n: int) -> bool:
+    try:
+        _resolved(placement, shape).region(shape, n, 0)
+    except Exception:  # noqa: BLE001 - a user's method: whatever it raises, it has no region here
+        return False
+    return True
+
+
+def _resolved(placement: P, shape: Shape) -> P:
+    resolved: P = placement.resolved(len(shape))  # type: ignore[assignment]
+    return resolved
 
 
 def _check_alone(placement: Placement, shape: Shape, n: int) -> None:
@@ -163,7 +205,7 @@ class PlacementLaws:
     """
 
     placements: ClassVar[tuple[Placement, ...]] = ()
-    axis_sizes: ClassVar[tuple[int, ...]] = AXIS_SIZES
+    axis_sizes: ClassVar[tuple[int, ...] | None] = None
 
     def test_placements_are_named(self) -> None:
         """There is something to check."""

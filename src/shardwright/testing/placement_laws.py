@@ -236,7 +236,10 @@ def is_a_value(p: Placement) -> str | None:
     """Frozen, hashable, equal to its copies, pickled by import, with a gradient's placement."""
     if type(p).__hash__ is None:
         return f"{type(p).__name__} cannot be hashed: declare it with @dataclass(frozen=True)"
-    for made, words in ((copy.deepcopy(p), "its deep copy"), (pickle.loads(pickle.dumps(p)), "its pickle")):
+    copies = {"its deep copy": copy.deepcopy(p)}
+    if "<locals>" not in type(p).__qualname__:  # a class inside a function cannot be imported by anybody
+        copies["its pickle"] = pickle.loads(pickle.dumps(p))
+    for words, made in copies.items():
         if made != p or hash(made) != hash(p) or repr(made) != repr(p):
             return f"{words} is {made!r}, which is not equal to {p!r}"
     if not isinstance(p.dual(), Placement):
