@@ -69,8 +69,10 @@ def test_all_wrong_fields_are_named_at_once():
 
 def test_an_empty_file_and_an_empty_folder_are_refused(tmp_path):
     (tmp_path / "empty.txt").touch()
-    assert "is empty" in refusal(data=tmp_path / "empty.txt")
-    assert "holds no file with text" in refusal(data=tmp_path)
+    assert "holds no text" in refusal(data=tmp_path / "empty.txt")
+    assert "holds no text" in refusal(data=tmp_path)
+    (tmp_path / "empty.txt").write_text("short")
+    assert "5 bytes of text are too few" in refusal(data=tmp_path)
 
 
 def test_settings_are_frozen():

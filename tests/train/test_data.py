@@ -46,7 +46,7 @@ def test_the_held_out_part_is_not_trained_on(tmp_path):
     text = b"".join(number.to_bytes(4, "big") for number in range(2**24, 2**24 + 20_000))
     (tmp_path / "numbers.txt").write_bytes(text.replace(b"\0", b"\1"))
     corpus = load_corpus(tmp_path / "numbers.txt", 32)
-    assert len(corpus.train) + len(corpus.held_out) == len(text)
+    assert len(corpus.train) + len(corpus.held_out) == len(text) + 1
     assert len(corpus.held_out) * 19 <= len(corpus.train) <= len(corpus.held_out) * 21
     trained = bytes(corpus.train.tolist())
     for window in corpus.held_out_windows(10, range(10), 32):
@@ -65,7 +65,7 @@ def test_a_folder_is_read_in_one_order_and_binary_files_are_left_out(tmp_path):
 
 def test_too_little_text_is_refused_with_what_is_needed(tmp_path):
     (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(ConfigError, match=r"9 bytes of text are too few .* at least 20640 bytes"):
+    with pytest.raises(ConfigError, match=r"10 bytes of text are too few .* at least 20,640 bytes"):
         load_corpus(tmp_path / "short.txt", 128)
 
 
@@ -73,3 +73,11 @@ def test_the_default_corpus_is_the_standard_library():
     corpus = load_corpus(None, 128)
     assert len(corpus.train) > 5_000_000
     assert b"import " in bytes(corpus.train[:100_000].tolist())
+
+
+def test_a_corpus_that_is_cut_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardwright.train.data.MOST_BYTES", 2**20)
+    (tmp_path / "long.txt").write_bytes(b"text" * 2**19)
+    corpus = load_corpus(tmp_path / "long.txt", 8)
+    assert corpus.source == f"the first 1 MiB of {tmp_path / 'long.txt'}"
+    assert len(corpus.train) + len(corpus.held_out) == 2**20

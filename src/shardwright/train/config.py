@@ -47,7 +47,7 @@ class TrainConfig(BaseModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    sample_length: Annotated[int, Field(ge=0)] = 400
+    sample_length: Annotated[int, Field(ge=0)] = 200
     data: Path | None = None
 
     # model
@@ -161,7 +161,7 @@ class TrainConfig(BaseModel):
             raise ConfigError("--resume needs the folder of the run to go on with: add --out FOLDER")
         if self.verify and self.steps < 1:
             raise ConfigError("--verify has nothing to compare at --steps 0: choose --steps of at least 1")
-        _check_text_source(self.data)
+        check_text(self.data, self.seq_len)
         if self.device == "cuda":
             self._check_cuda()
 
@@ -180,15 +180,34 @@ def _fact(error: Any) -> str:
     return f"{name} {error['input']!r} cannot be used: {message[:1].lower()}{message[1:]}"
 
 
-def _check_text_source(path: Path | None) -> None:
+def least_text(seq_len: int) -> int:
+    """How many bytes of text are enough for windows of `seq_len` in both parts of a corpus."""
+    return 160 * (seq_len + 1)
+
+
+def check_text(path: Path | None, seq_len: int) -> None:
+    """Refuse a `--data` that cannot be enough, by file sizes alone; None is the default corpus.
+
+    Raises: ConfigError: nothing there, or too little for `seq_len`.
+    """
     if path is None:
         return
     if not path.exists():
         raise ConfigError(f"--data {path} does not exist: name a text file or a folder of text files")
-    if path.is_file() and path.stat().st_size == 0:
-        raise ConfigError(f"--data {path} is empty: name a text file with something in it")
-    if path.is_dir() and not any(p.is_file() and p.stat().st_size for p in path.rglob("*")):
-        raise ConfigError(f"--data {path} holds no file with text in it: name a file or a folder of text")
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    if size == 0:
+        raise ConfigError(f"--data {path} holds no text: name a file or a folder with text in it")
+    if size < least_text(seq_len):
+        raise too_little(f"--data {path}", size, seq_len)
+
+
+def too_little(source: str, size: int, seq_len: int) -> ConfigError:
+    """The error for a corpus that is too small."""
+    return ConfigError(
+        f"{source}: {size:,} bytes of text are too few for windows of --seq-len {seq_len} with a part held "
+        f"out: give at least {least_text(seq_len):,} bytes with --data, or a smaller --seq-len"
+    )
 
 
 def _divisors(n: int) -> str:

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwright.errors import ConfigError
+from shardwright.train.config import least_text, too_little
 
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
 MOST_BYTES = 64 * 2**20
@@ -50,23 +50,31 @@ def load_corpus(path: Path | None, seq_len: int) -> Corpus:
     """The corpus at `path`: a file, or all text files below a folder; by default the standard library.
 
     One twentieth is held out: the last part of each of 8 equal stretches, so that it covers the whole corpus.
-    Raises: ConfigError: no text there, or too little for one window in each part.
+    Raises: ConfigError: too little text for windows of this length in both parts.
     """
-    text = b"\n".join(_read(path))[:MOST_BYTES]
+    text = _read_all(path)
     source = str(path) if path else "the standard library's sources"
-    need = STRETCHES * HELD_OUT_SHARE * (seq_len + 1)
-    if len(text) < need:
-        raise ConfigError(
-            f"{source}: {len(text)} bytes of text are too few for windows of --seq-len {seq_len} with a part "
-            f"held out: give at least {need} bytes with --data, or a smaller --seq-len"
-        )
-    train, held_out = _hold_out(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    if len(text) < least_text(seq_len):
+        raise too_little(source, len(text), seq_len)
+    if len(text) > MOST_BYTES:
+        text, source = text[:MOST_BYTES], f"the first {MOST_BYTES >> 20} MiB of {source}"
+    train, held_out = _hold_out(torch.frombuffer(text, dtype=torch.uint8))
     return Corpus(train, held_out, source)
 
 
 def share(total: int, parts: int, index: int) -> range:
     """The rows that part `index` of `parts` takes of `total`: contiguous, and none when there are too few."""
     return range(total * index // parts, total * (index + 1) // parts)
+
+
+def _read_all(path: Path | None) -> bytearray:
+    """The files one after another, a line break between them; no further than what is used."""
+    text = bytearray()
+    for content in _read(path):
+        text += content + b"\n"
+        if len(text) > MOST_BYTES:
+            break
+    return text
 
 
 def _read(path: Path | None) -> Iterator[bytes]:

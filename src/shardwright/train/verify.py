@@ -126,7 +126,10 @@ class Verifier:
         routing = routing_differences(exact.scores, run.choices)
         if largest_gap(routing) > TIE_GAP:
             self.findings.broken.append(f"{where}: routing differs where it is no tie: {_text(routing)}")
-        elif not wrong:
+        elif wrong:
+            differing = _text(self._routing(run)) or "none"
+            self.findings.broken.append(f"{where}: routing decisions unlike one device's: {differing}")
+        else:
             self._expected_norm = exact.norm
             largest = max(large.values(), default=0.0)
             share = max(errors[name] / allowed[name] for name in errors)
@@ -136,9 +139,13 @@ class Verifier:
                 f"float64 to within {share:.0%} of what float32 resolves"
             )
 
+    def _routing(self, run: Snapshot) -> list[RoutingDifferences]:
+        """Where the run's tokens went elsewhere than the reference's, each at its own weights."""
+        return routing_differences(self._expected.scores, run.choices) if self._expected else []
+
     def _cause(self, run: Snapshot, reference: ReferenceRun) -> str:
         drift = largest_difference(run.weights, reference.weights())
-        elsewhere = routing_differences(self._expected.scores if self._expected else [], run.choices)
+        elsewhere = self._routing(run)
         ties = f", routing ties were decided otherwise ({_text(elsewhere)})" if elsewhere else ""
         return f"rounding has moved weights by up to {drift:.2g}{ties}"
 
