@@ -76,14 +76,27 @@ def layout_table(
 
 
 def _row(name: str, value: Any, rank: int | None) -> Row:
-    layout = value if isinstance(value, Layout) else getattr(value, "layout", None)
-    if not isinstance(layout, Layout):
+    layout = _layout_of(value)
+    if layout is None:
         shape, size = tuple(value.shape), prod(value.shape) * value.dtype.itemsize
         return Row(name, shape, f"{dtype_name(value.dtype)}{list(shape)}", "plain", shape, size, size)
     local = layout.local_shape(layout.coords_of(layout.ranks[0] if rank is None else rank))
     mesh = ", ".join(f"{axis}={size}" for axis, size in zip(layout.axes, layout.sizes, strict=True))
     held, whole = prod(local) * layout.itemsize, layout.numel * layout.itemsize
     return Row(name, layout.shape, str(layout), mesh, local, held, whole)
+
+
+def _layout_of(value: Any) -> Layout | None:
+    """Its layout; that of torch's own DTensor from mesh and placements; None for a plain tensor."""
+    if isinstance(value, Layout):
+        return value
+    layout = getattr(value, "layout", None)
+    if isinstance(layout, Layout):
+        return layout
+    mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", None)
+    if mesh is None or placements is None:
+        return None
+    return Layout(mesh, placements, value.shape, dtype=value.dtype, stride=value.stride())
 
 
 def _shape(shape: tuple[int, ...]) -> str:
