@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
+from shardwright.errors import LayoutError
 from shardwright.explain import layout_table, visualize
 from shardwright.explain.holders import holders_of, ranks_text
 from shardwright.explain.picture import Picture
@@ -96,6 +97,11 @@ def test_a_large_picture_says_what_it_leaves_out():
 
     text = Picture(make([BlockCyclic(0, 1), Replicate()], (100,))).text
     assert "not shown: 68 more on dim 0" in text
+
+
+def test_a_plain_tensor_cannot_be_drawn():
+    with pytest.raises(LayoutError, match="plain Tensor has no layout"):
+        visualize(torch.zeros(2))
 
 
 def test_ranks_are_named_in_ranges():

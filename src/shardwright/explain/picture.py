@@ -10,14 +10,17 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.errors import LayoutError
 from shardwright.explain.console import render
 from shardwright.explain.holders import Holders, holders_of, ranks_text
 from shardwright.explain.palette import color_of
+from shardwright.explain.subject import layout_of
 from shardwright.explain.svg import draw, draw_lines
-from shardwright.layout.layout import Layout
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from shardwright.layout.layout import Layout
 
 _SPANS = 32  # per dim: more do not fit a terminal, and are counted instead
 
@@ -63,8 +66,12 @@ def visualize(x: Any) -> Picture:
     """Print who holds what of a layout or of anything that has one, and return the picture.
 
     One or two dims: a grid of blocks with their ranks; more: a table of the ranks. No communication.
+    Raises: LayoutError: a plain tensor.
     """
-    picture = Picture(x if isinstance(x, Layout) else x.layout)
+    layout = layout_of(x)
+    if layout is None:
+        raise LayoutError(f"a plain {type(x).__name__} has no layout to draw; distribute it first")
+    picture = Picture(layout)
     Console().print(picture)
     return picture
 

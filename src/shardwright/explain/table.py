@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from shardwright.explain.console import render
+from shardwright.explain.subject import layout_of
 from shardwright.layout.dtypes import dtype_name
-from shardwright.layout.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -76,7 +76,7 @@ def layout_table(
 
 
 def _row(name: str, value: Any, rank: int | None) -> Row:
-    layout = _layout_of(value)
+    layout = layout_of(value)
     if layout is None:
         shape, size = tuple(value.shape), prod(value.shape) * value.dtype.itemsize
         return Row(name, shape, f"{dtype_name(value.dtype)}{list(shape)}", "plain", shape, size, size)
@@ -84,19 +84,6 @@ def _row(name: str, value: Any, rank: int | None) -> Row:
     mesh = ", ".join(f"{axis}={size}" for axis, size in zip(layout.axes, layout.sizes, strict=True))
     held, whole = prod(local) * layout.itemsize, layout.numel * layout.itemsize
     return Row(name, layout.shape, str(layout), mesh, local, held, whole)
-
-
-def _layout_of(value: Any) -> Layout | None:
-    """Its layout; that of torch's own DTensor from mesh and placements; None for a plain tensor."""
-    if isinstance(value, Layout):
-        return value
-    layout = getattr(value, "layout", None)
-    if isinstance(layout, Layout):
-        return layout
-    mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", None)
-    if mesh is None or placements is None:
-        return None
-    return Layout(mesh, placements, value.shape, dtype=value.dtype, stride=value.stride())
 
 
 def _shape(shape: tuple[int, ...]) -> str:
