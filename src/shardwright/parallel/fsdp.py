@@ -17,7 +17,7 @@ from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.parallel.meshes import is_other_view, named_axes
 from shardwright.parallel.place import local_plain, place_parameters
-from shardwright.parallel.swap import Slot, put_all, slots_of
+from shardwright.parallel.swap import Slot, put_all, slots_of, unchanged_on_error
 from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
 from shardwright.placement.shard import Shard
@@ -62,15 +62,21 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, **fully_shard_kwargs: 
             f"parallelize_fsdp takes one or two axes, got {axes}; "
             f"place {axes[1]!r} with parallelize_replicate first"
         )
+    if isinstance(module, FSDPModule):
+        raise ParallelError(
+            f"parallelize_fsdp: axis {axes[-1]!r} places this module already: {type(module).__name__} is a "
+            "sharded unit; apply a strategy once per parameter and axis"
+        )
     shard_mesh = mesh[axes[-1]]
     ignored = set(fully_shard_kwargs.pop("ignored_params", None) or ())
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
     others = {s.get() for s in slots if _elsewhere(s.get(), mesh)}
     _refuse_twice(slots, axes, others | ignored)
-    if len(axes) == 2:
-        _replicate_first(module, mesh[axes[0]], others | ignored)
-        slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
-    _shard(module, shard_mesh, slots, others | ignored, fully_shard_kwargs)
+    with unchanged_on_error(module):
+        if len(axes) == 2:
+            _replicate_first(module, mesh[axes[0]], others | ignored)
+            slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
+        _shard(module, shard_mesh, slots, others | ignored, fully_shard_kwargs)
     return module
 
 
@@ -126,14 +132,9 @@ def _shard(
         if old not in ignored and old not in plain:
             new = nn.Parameter(local_plain(old).contiguous(), requires_grad=old.requires_grad)
             plain[old], before[new] = new, _describe(old)
-    back = {new: old for old, new in plain.items()}
     where = {(slot.owner, slot.name): slot.get() for slot in slots if slot.get() in plain}
     put_all(slots, plain)
-    try:
-        fully_shard(module, mesh=mesh, ignored_params=ignored or None, **kwargs)
-    except BaseException:
-        put_all(slots, back)
-        raise
+    fully_shard(module, mesh=mesh, ignored_params=ignored or None, **kwargs)
     _sum_gradients(module)
     follow_dtype(module)
     for managed in fsdp_parameters(module):

@@ -11,6 +11,7 @@ from shardwright.errors import ParallelError
 from shardwright.parallel.fsdp import parallelize_fsdp
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.replicate import parallelize_replicate
+from shardwright.parallel.swap import unchanged_on_error
 
 
 def parallelize_hsdp(
@@ -29,6 +30,7 @@ def parallelize_hsdp(
     if shard_dim not in axes:
         raise ParallelError(f"parallelize_hsdp: the mesh has no axis {shard_dim!r}; its axes are {axes}")
     others = tuple(axis for axis in axes if axis != shard_dim)
-    if others:
-        parallelize_replicate(module, mesh[others])
-    return parallelize_fsdp(module, mesh[shard_dim], **fully_shard_kwargs)
+    with unchanged_on_error(module):
+        if others:
+            parallelize_replicate(module, mesh[others])
+        return parallelize_fsdp(module, mesh[shard_dim], **fully_shard_kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,18 @@ def slots_of(module: nn.Module) -> Iterator[Slot]:
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 yield Slot(owner, name, f"{prefix}.{name}" if prefix else name)
+
+
+@contextmanager
+def unchanged_on_error(module: nn.Module) -> Iterator[None]:
+    """On an error within the block, every parameter that stood in the module stands there again."""
+    before = [(slot, slot.get()) for slot in slots_of(module)]
+    try:
+        yield
+    except BaseException:
+        for slot, parameter in before:
+            slot.put(parameter)
+        raise
 
 
 def replace_parameters(

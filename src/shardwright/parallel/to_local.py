@@ -60,7 +60,7 @@ def _check(axis: str, value: Placement, grad: Placement) -> None:
     )
     if value.is_pending or not fits:
         raise ParallelError(
-            f"ToLocalParallel: axis {axis!r}: a local gradient of placement {grad} cannot belong to a "
-            f"parameter of placement {value}: use Partial('sum') or Replicate() for a replicated one, "
+            f"ToLocalParallel: axis {axis!r}: a local gradient of placement {grad!r} cannot belong to a "
+            f"parameter of placement {value!r}: use Partial('sum') or Replicate() for a replicated one, "
             "its own placement for a cut one"
         )
