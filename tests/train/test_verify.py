@@ -24,6 +24,8 @@ MESHES = {
     "tp 2": {"world": 2, "tp": 2},
     "tp + fsdp + ep": {"world": 4, "tp": 2, "ep": 2},
     "cp_replicate + fsdp": {"world": 4, "cp_replicate": 2, "ep": 2},
+    "tp + replicate": {"world": 4, "tp": 2, "dp_replicate": 2},
+    "three ranks": {"world": 3},
     "one device": {"world": 1},
 }
 BATCHES = {"even": 4, "uneven": 5, "fewer than ranks": 1}
