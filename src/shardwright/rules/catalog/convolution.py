@@ -46,7 +46,6 @@ def convolution_backward(call: Call) -> Formula | None:
 _POOLS = {
     "max_pool2d_with_indices": 2,
     "max_pool3d_with_indices": 3,
-    "avg_pool1d": 1,
     "avg_pool2d": 2,
     "avg_pool3d": 3,
     "_adaptive_avg_pool2d": 2,

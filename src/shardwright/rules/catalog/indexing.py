@@ -11,7 +11,6 @@ from shardwright.rules.catalog.labels import join
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule, rule
 
-rule("aten::take_along_dim", "...[dim:_], ...[dim:j] -> ...[dim:j]", hom="self: *", prefix=("*",))
 rule("aten::gather", "...[dim:_], ...[dim:j] -> ...[dim:j]", hom="self: *", prefix=("*",))
 
 

@@ -8,7 +8,7 @@ from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule
 
 
-@register_rule("aten::cat", "aten::concat")
+@register_rule("aten::cat")
 def cat(call: Call) -> Formula:
     """Legacy empty operands of shape (0,) take no part."""
     tensors = [operand for operand in call.flat_operands if not operand.out]

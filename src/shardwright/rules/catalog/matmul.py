@@ -34,14 +34,12 @@ rule(
 )
 rule("aten::addmv", "m?, m k, k -> m", reduce="sum", hom=("self+mat: sum->sum", "self+vec: sum->sum"))
 rule("aten::addr", "m? n?, m, n -> m n", hom=("self+vec1: sum->sum", "self+vec2: sum->sum"))
-rule("aten::ger", "m, n -> m n", hom=("self: sum->sum", "vec2: sum->sum"))
 rule(
     "aten::linear",
     "... k, n k, n -> ... n",
     reduce="sum",
     hom=("input+bias: sum->sum", "weight+bias: sum->sum"),
 )
-rule("aten::kron", "-, - -> -")
 
 
 @register_rule("aten::_grouped_mm")

@@ -20,40 +20,33 @@ _SAME = ("self: *",)
 
 # No fact about pending values: parts of a sum may leave the domain, or the op is not linear in anything.
 NO_FACT = """
-    abs absolute acos acosh angle arccos arcsin arctan asin atan2 atanh bitwise_and bitwise_left_shift
-    bitwise_not bitwise_or bitwise_right_shift bitwise_xor copysign cos cosh deg2rad digamma erfc erfcx
-    erfinv float_power fmax fmin fmod frac gcd heaviside hypot i0 igamma igammac isfinite isinf isnan
-    isneginf isposinf lcm ldexp lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not
-    logical_or logical_xor logit nan_to_num nextafter polygamma pow rad2deg reciprocal remainder rsqrt
-    sgn signbit silu sin sinc sqrt square tan xlogy mish gelu hardswish celu selu prelu _prelu_kernel
-    softshrink hardshrink special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
-    special_ndtri special_xlog1py special_zeta special_bessel_j0 special_bessel_j1 special_bessel_y0
-    special_bessel_y1 special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
-    special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
-    special_spherical_bessel_j0 special_airy_ai complex polar eq ne floor_divide true_divide mvlgamma
-    __and__ __or__ __xor__ __lshift__ __rshift__ special_ndtr
-    bernoulli exponential uniform normal cauchy geometric log_normal random
-    _fused_moving_avg_obs_fq_helper fake_quantize_per_tensor_affine_cachemask
+    __and__ __lshift__ __or__ __rshift__ __xor__ _prelu_kernel abs acos acosh angle asin atan2 atanh
+    bernoulli bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor cauchy
+    celu complex copysign cos cosh deg2rad digamma eq erfc erfinv exponential floor_divide fmax fmin fmod
+    frac gcd gelu geometric hardshrink hardswish heaviside hypot i0 igamma igammac isfinite isinf isnan
+    isneginf isposinf lcm ldexp lgamma log log10 log1p log2 log_normal logaddexp logaddexp2 logical_and
+    logical_not logical_or logical_xor logit mish mvlgamma nan_to_num ne nextafter normal polar polygamma
+    pow rad2deg random reciprocal remainder rsqrt sgn signbit silu sin sinc softshrink special_airy_ai
+    special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx
+    special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0
+    special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
+    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0
+    special_xlog1py special_zeta sqrt tan uniform xlogy
 """
 # Increasing on all of the reals, so the largest part has the largest value.
 MONOTONE = """
-    exp exp2 expm1 tanh relu relu6 sigmoid atan asinh sinh erf floor ceil trunc round fix
-    leaky_relu elu hardtanh hardsigmoid softplus log_sigmoid clamp clamp_min clamp_max sign threshold
-    special_expit
+    asinh atan ceil clamp clamp_max clamp_min elu erf exp exp2 expm1 floor hardsigmoid hardtanh leaky_relu
+    relu round sigmoid sign sinh softplus tanh threshold trunc
 """
-LINEAR = "positive mul_scalar real imag conj _conj _conj_physical conj_physical resolve_conj resolve_neg"
+LINEAR = "_conj _conj_physical conj_physical"
 # The result holds the values unchanged.
-IDENTITY = """
-    clone detach alias lift lift_fresh contiguous _neg_view view_as_real_copy
-"""
+IDENTITY = "alias clone detach lift lift_fresh"
 # name -> facts
 FACTS: dict[str, tuple[str, ...]] = {
     "add": _ADDS,
     "sub": (*_ADDS, "other: max->min, min->max"),
-    "subtract": _ADDS,
     "rsub": ("self+other: sum->sum", "self: avg->avg, max->min, min->max"),
     "mul": ("self: sum->sum", "other: sum->sum", "self+other: product->product"),
-    "multiply": ("self: sum->sum", "other: sum->sum"),
     "neg": ("self: sum->sum, max->min, min->max",),
     "maximum": ("self+other: max->max", "self: max->max", "other: max->max"),
     "minimum": ("self+other: min->min", "self: min->min", "other: min->min"),
@@ -69,10 +62,10 @@ FACTS: dict[str, tuple[str, ...]] = {
 }
 # Gradients are linear in the gradient that comes in.
 BACKWARDS = """
-    silu_backward gelu_backward sigmoid_backward tanh_backward threshold_backward softplus_backward
-    elu_backward leaky_relu_backward hardtanh_backward hardsigmoid_backward hardswish_backward mish_backward
-    logit_backward softshrink_backward hardshrink_backward log_sigmoid_backward native_dropout_backward
-    glu_jvp _prelu_kernel_backward
+    elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward
+    hardtanh_backward leaky_relu_backward log_sigmoid_backward logit_backward mish_backward
+    native_dropout_backward sigmoid_backward silu_backward softplus_backward softshrink_backward
+    tanh_backward threshold_backward
 """
 
 
@@ -87,18 +80,16 @@ _rows(LINEAR, _LINEAR)
 _rows(IDENTITY, _SAME)
 for _name, _facts in FACTS.items():
     _rows([_name], _facts)
-for _name in BACKWARDS.split():
-    _linear_in = "grad_output: sum->sum" if _name != "glu_jvp" else "dx: sum->sum"
-    if _name != "_prelu_kernel_backward":
-        rule(f"aten::{_name}", _TEXT, hom=(_linear_in,) if _name != "glu_jvp" else (), elementwise=True)
+_rows(BACKWARDS, ("grad_output: sum->sum",))
 rule("aten::_prelu_kernel_backward", "*... -> ..., ...", hom="grad_output: sum->sum", elementwise=True)
 rule("aten::log_sigmoid_forward", "*... -> ..., ...", elementwise=True)
 rule("aten::frexp", "*... -> ..., ...", elementwise=True)
-rule("aten::isin.Tensor_Tensor", "..., - -> ...", elementwise=False)
+rule("aten::_neg_view", _TEXT, hom="self: sum->sum, max->min, min->max", elementwise=True)
+rule("aten::isin.Tensor_Tensor", "..., - -> ...")
 rule("aten::bucketize.Tensor", "..., - -> ...")
 
 
-@register_rule("aten::div", "aten::divide")
+@register_rule("aten::div")
 def divide(call: Call) -> Formula:
     """Linear in the dividend, unless the quotient is rounded."""
     rounded = call.bound.get("rounding_mode") is not None
@@ -116,7 +107,7 @@ def masked_fill(call: Call) -> Formula:
     return formula(_TEXT, hom=facts, elementwise=True)
 
 
-@register_rule("aten::_to_copy", "aten::to")
+@register_rule("aten::_to_copy")
 def cast(call: Call) -> Formula:
     """A cast that loses digits is not linear; any cast between real numbers keeps the order."""
     return formula(_TEXT, hom=_cast_facts("self", call.arg("self").dtype, _dtype_of(call)), elementwise=True)

@@ -5,5 +5,4 @@ from __future__ import annotations
 from shardwright.rules.rule import rule
 
 rule("aten::native_dropout", "*... -> ..., ...", elementwise=True)
-rule("aten::dropout", "*... -> ...", elementwise=True)
 rule("aten::rrelu_with_noise", "*... -> ...", elementwise=True)

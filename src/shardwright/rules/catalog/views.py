@@ -24,15 +24,14 @@ def _result_shape(call: Call) -> tuple[int, ...]:
     return () if result is None else result.shape
 
 
-@register_rule("aten::view", "aten::_unsafe_view", "aten::reshape", "aten::_reshape_alias")
+@register_rule("aten::view", "aten::_unsafe_view", "aten::_reshape_alias")
 def view(call: Call) -> Formula | None:
     """Dims split and merged by their common factors. A view as another dtype is none of these."""
-    if "size" not in call.bound and "shape" not in call.bound:
+    if "size" not in call.bound:
         return None
     text = reshape_formula(_shape(call), _result_shape(call))
-    argument = "size" if "size" in call.bound else "shape"
     strides = ("stride",) if "stride" in call.bound else ()
-    return formula(text, hom=_KEEP, shapes={argument: "@0"}, strides=strides)
+    return formula(text, hom=_KEEP, shapes={"size": "@0"}, strides=strides)
 
 
 @register_rule("aten::view_as_real")
@@ -42,7 +41,6 @@ def view_as_real(call: Call) -> Formula:  # noqa: ARG001  every call alike
 
 
 rule("aten::view_as_complex", "... _ -> ...", hom="self: sum->sum")
-rule("aten::expand_copy", "... -> ...", hom=_KEEP, shapes={"size": "@0"})
 
 
 @register_rule("aten::expand")
@@ -65,7 +63,7 @@ def permute(call: Call) -> Formula:
     return formula(join([labels], [[labels[dim] for dim in call.arg("dims")]]), hom=_KEEP)
 
 
-@register_rule("aten::transpose", "aten::swapaxes", "aten::swapdims")
+@register_rule("aten::transpose")
 def transpose(call: Call) -> Formula:
     """Two labels change places."""
     left = letters(len(_shape(call)))
@@ -76,7 +74,7 @@ def transpose(call: Call) -> Formula:
     return formula(join([left], [right]), hom=_KEEP)
 
 
-@register_rule("aten::t", "aten::numpy_T", "aten::mT", "aten::adjoint")
+@register_rule("aten::t")
 def transpose_last(call: Call) -> Formula:
     """The last two labels change places; one dim stays."""
     labels = letters(len(_shape(call)))
@@ -145,7 +143,7 @@ def diagonal(call: Call) -> Formula:
     return formula(join([items], [[*rest, "_"]]), hom=_KEEP)
 
 
-@register_rule("aten::split.Tensor", "aten::split_with_sizes", "aten::unsafe_split", "aten::unsafe_chunk")
+@register_rule("aten::split.Tensor", "aten::split_with_sizes", "aten::unsafe_split")
 def split(call: Call) -> Formula:
     """Parts of a dim. Equal parts of a dim that is cut inside each part (`(3 h)`) are cut like `h`."""
     shape = _shape(call)
