@@ -118,6 +118,24 @@ def reduced():
         all_reduce(x, "max", group).sum().backward()
 
 
+def with_nan():
+    rank, group = dist.get_rank(), dist.group.WORLD
+    nan = float("nan")
+    everybody = torch.tensor(
+        [[1.0, nan, 3.0, -2.0, 0.5], [nan, 2.0, 4.0, -1.0, 0.5], [5.0, 1.0, nan, 7.0, 0.5]]
+    )
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        stacked = everybody.to(dtype)
+        for op, expected in (("max", stacked.amax(0)), ("min", stacked.amin(0)), ("sum", stacked.sum(0))):
+            assert torch.equal(all_reduce(stacked[rank], op, group).nan_to_num(99), expected.nan_to_num(99))
+    assert all_reduce(torch.tensor(nan if rank == 1 else 0.0), "max", group).isnan()
+    assert all_reduce(torch.empty(0, 3), "max", group).shape == (0, 3)
+
+
+def test_not_a_number_survives_every_reduction(ranks):
+    ranks(3, with_nan)
+
+
 def test_reductions_are_those_of_the_stacked_tensors(ranks):
     ranks(3, reduced)
 

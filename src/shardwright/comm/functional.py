@@ -82,9 +82,21 @@ def reduce_over(x: Tensor, op: str, group: ProcessGroup, *, axis: str = "", reas
 
 
 def _all_reduce(x: Tensor, op: str, group: ProcessGroup) -> Tensor:
+    if op in ("max", "min") and x.is_floating_point():
+        return _extreme(x, op, group)
     native = "sum" if op == "avg" else op
     reduced: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), native, group.group_name))
     return reduced.div_(group.size()) if op == "avg" else reduced
+
+
+def _extreme(x: Tensor, op: str, group: ProcessGroup) -> Tensor:
+    """Max or min in which NaN wins, as in `torch.maximum`; the backends' own drops it. Sends what they do."""
+    n = group.size()
+    part = -(-x.numel() // n)
+    padded = torch.nn.functional.pad(x.reshape(-1), (0, n * part - x.numel()))
+    terms = _all_to_all(padded, [part] * n, [part] * n, group).view(n, part)
+    finished = terms.amax(0) if op == "max" else terms.amin(0)
+    return _all_gather(finished, [part] * n, group)[: x.numel()].view(x.shape)
 
 
 def gather_rows(
