@@ -257,6 +257,7 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path, how):
                 return os.getpid()
 
             def sleep():
+                open(f"asleep-{os.getpid()}", "w").close()
                 time.sleep(100)
 
             if __name__ == "__main__":
@@ -266,16 +267,24 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path, how):
         """)
     )
     with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=tmp_path,
     ) as owner:
         lines = [owner.stdout.readline() for _ in range(3)]
         children = [int(word) for word in lines[-1].split()]
         assert len(children) == 2
-        assert all(psutil.pid_exists(child) for child in children)
+        wait_until(lambda: all((tmp_path / f"asleep-{child}").exists() for child in children))
         owner.send_signal(how)
-        owner.wait(20)
-    deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(child) for child in children):
+        owner.wait(60)
+    wait_until(lambda: not any(psutil.pid_exists(child) for child in children))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
