@@ -46,7 +46,7 @@ def check_ping() -> Ping | str:
     try:
         with tempfile.TemporaryDirectory() as folder:
             settings = PingSettings(Path(folder) / "ping.json", time.monotonic())
-            code = launch(settings, ping_rank, advice="")
+            code = launch(settings, ping_rank, advice=str)
             if code:
                 return f"failed with exit code {code}"
             return Ping(**json.loads(settings.result.read_text(encoding="utf-8")))

@@ -95,11 +95,12 @@ def run(settings: dict[str, Any]) -> int:
 
     config = TrainConfig.parse(**settings).check(given_ranks())
 
-    from shardwright.train.launch_checks import check_start
-
-    check_start(config)
-
     from shardwright.train.launch import launch
+    from shardwright.train.launch_checks import check_devices, check_start, how_to_go_on
     from shardwright.train.runner import main_rank
 
-    return launch(config, main_rank)
+    folder = check_start(config)
+    if given_ranks() is None:
+        check_devices(config)
+        config = config.model_copy(update={"out": folder})
+    return launch(config, main_rank, advice=lambda: how_to_go_on(folder))

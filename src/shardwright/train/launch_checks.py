@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwright.checkpoint import choose, read_manifest
-from shardwright.errors import CheckpointError
+import torch
+
+from shardwright.checkpoint import choose, list_checkpoints, read_manifest
+from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.model import ModelShape
 from shardwright.train.run_folder import choose_folder
 
@@ -15,15 +17,34 @@ if TYPE_CHECKING:
     from shardwright.train.config import TrainConfig
 
 
-def check_start(config: TrainConfig) -> None:
-    """Look at the folder of the run, and at the checkpoint that it would go on from.
+def check_start(config: TrainConfig) -> Path:
+    """Look at the folder of the run, and at the checkpoint that it would go on from; returns the folder.
 
-    Raises: ConfigError: the folder cannot be used. CheckpointError: there is nothing to resume from, or it is
-    a checkpoint of another model.
+    Raises: ConfigError: the folder or the devices cannot be used. CheckpointError: there is nothing to resume
+    from, or it is a checkpoint of another model.
     """
     folder = choose_folder(config)
     if config.resume is not None:
         _check_same_model(choose(folder, config.resume).path, config)
+    return folder
+
+
+def check_devices(config: TrainConfig) -> None:
+    """Whether each of the ranks that are started here gets a device of its own. Raises: ConfigError: no."""
+    devices = torch.cuda.device_count()
+    if config.device == "cuda" and (config.world or 1) > devices:
+        raise ConfigError(
+            f"--world {config.world} needs as many CUDA devices, and this machine has {devices}: "
+            f"use --world {devices}, or start with torchrun on several machines"
+        )
+
+
+def how_to_go_on(folder: Path) -> str:
+    """What to do after a failure of the run in this folder."""
+    committed = list_checkpoints(folder).committed
+    if committed:
+        return f"Go on from {committed[0].name}: the same command with --resume --out {folder}."
+    return f"No checkpoint was finished yet: start again, in another folder than {folder}."
 
 
 def _check_same_model(path: Path, config: TrainConfig) -> None:

@@ -75,7 +75,7 @@ _watch: ContextVar[Watch | None] = ContextVar("shardwright_watch", default=None)
 
 
 def install(watch: Watch) -> None:
-    """Make `watch` the one that the functions of this module use in this process."""
+    """Make `watch` the one that the functions of this module use in this thread, the one of the loop."""
     _watch.set(watch)
 
 

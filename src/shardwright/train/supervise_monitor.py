@@ -120,12 +120,12 @@ class Monitor:
             self._wait(POLL_SECONDS)
             if self.interrupts > 1:
                 return Verdict(aborted=True)
-            if any(one.cause() for one in self.handles):
+            if self._causes():
                 return self._name_first_cause()
             silent = self._silent()
             if silent:
                 return self._name_silent(silent)
-        return self._name_first_cause() if any(one.cause() for one in self.handles) else self._returned()
+        return self._name_first_cause() if self._causes() else self._returned()
 
     def end_all(self) -> None:
         """Kill what still runs and wait until nothing is left."""
@@ -149,10 +149,16 @@ class Monitor:
 
     def _name_first_cause(self) -> Verdict:
         deadline = time.monotonic() + SETTLE_SECONDS
-        while time.monotonic() < deadline and not all(one.ended for one in self.handles):
+        while not self._is_settled() and time.monotonic() < deadline:
             self._wait(POLL_SECONDS)
-        causes = [cause for one in self.handles if (cause := one.cause()) is not None]
-        return Verdict(cause=first_cause(causes), step=self._last_step())
+        return Verdict(cause=first_cause(self._causes()), step=self._last_step())
+
+    def _is_settled(self) -> bool:
+        """Whether nothing that is still to come could be the first cause: a signal is, or all have ended."""
+        return any(one.by_signal for one in self._causes()) or all(one.ended for one in self.handles)
+
+    def _causes(self) -> list[Cause]:
+        return [cause for one in self.handles if (cause := one.cause()) is not None]
 
     def _last_step(self) -> int | None:
         steps = [self.board.step(r) for r in range(self.board.world) if self.board.beats(r)]
