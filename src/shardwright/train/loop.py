@@ -13,7 +13,7 @@ from shardwright.checkpoint.save import save
 from shardwright.explain.table import layout_table
 from shardwright.train import supervise
 from shardwright.train.agreement import from_first_rank
-from shardwright.train.data import load_corpus
+from shardwright.train.data import Corpus, load_corpus
 from shardwright.train.gather import full_parameters
 from shardwright.train.metrics import StepRecord, load_entropy
 from shardwright.train.model import Decoder, ModelShape, count_parameters
@@ -31,13 +31,19 @@ if TYPE_CHECKING:
     from shardwright.train.config import TrainConfig
 
 
-def run(config: TrainConfig, context: DistributedContext, observers: Iterable[Observer] = ()) -> int:
+def run(
+    config: TrainConfig,
+    context: DistributedContext,
+    observers: Iterable[Observer] = (),
+    corpus: Corpus | None = None,
+) -> int:
     """Train as `config` says, on every rank of `context` at once.
 
+    Args: observers: look at each step. corpus: the text of `config`, where the caller has loaded it already.
     Returns: the exit code: 0, or 128 + signal when a rank was asked to stop (the step is finished and saved).
     Raises: ShardwrightError, the same on every rank: a setting, a folder or a checkpoint cannot be used.
     """
-    return TrainingRun(config, context, open_folder(config, context), observers).run()
+    return TrainingRun(config, context, open_folder(config, context), observers, corpus).run()
 
 
 def open_folder(config: TrainConfig, context: DistributedContext) -> RunFolder:
@@ -54,9 +60,10 @@ class TrainingRun:
         context: DistributedContext,
         folder: RunFolder,
         observers: Iterable[Observer] = (),
+        corpus: Corpus | None = None,
     ) -> None:
         self.config, self.context, self.folder = config, context, folder
-        corpus = load_corpus(config.data, config.seq_len)
+        corpus = corpus or load_corpus(config.data, config.seq_len)
         model = build_model(config, context)
         self.trainer = Trainer(config, context, corpus, model, make_optimizer(model, config))
         self.trainer.observers.extend(observers)

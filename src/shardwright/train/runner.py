@@ -10,7 +10,7 @@ from shardwright.context.process import world_size_of_launch
 from shardwright.train import supervise
 from shardwright.train.agreement import from_first_rank
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import load_corpus
+from shardwright.train.data import Corpus, load_corpus
 from shardwright.train.loop import run
 from shardwright.train.optim import Kind, make_optimizer
 from shardwright.train.parallelize import build_model
@@ -50,10 +50,11 @@ def verified_run(config: TrainConfig, context: DistributedContext) -> int:
     Returns: 0, 1 if a bound is broken, or 128 + signal after a stop, which ends the comparison.
     """
     findings = Findings()
+    corpus = load_corpus(config.data, config.seq_len)
     with supervise.long_operation():
-        code = run(config, context, [_verifier(config, context, findings, "adamw")])
+        code = run(config, context, [_verifier(config, context, corpus, findings, "adamw")], corpus)
         if code == 0:
-            _run_sgd(config, context, findings)
+            _run_sgd(config, context, corpus, findings)
     if code:
         return code
     if context.is_main:
@@ -69,18 +70,18 @@ def report(findings: Findings) -> None:
     sys.stdout.flush()
 
 
-def _run_sgd(config: TrainConfig, context: DistributedContext, findings: Findings) -> None:
+def _run_sgd(config: TrainConfig, context: DistributedContext, corpus: Corpus, findings: Findings) -> None:
     """The same steps with plain SGD and no clipping: a wrong scale, which AdamW hides, shows there."""
     model = build_model(config, context)
-    corpus = load_corpus(config.data, config.seq_len)
     trainer = Trainer(config, context, corpus, model, make_optimizer(model, config, "sgd"), "sgd")
-    trainer.observers.append(_verifier(config, context, findings, "sgd"))
+    trainer.observers.append(_verifier(config, context, corpus, findings, "sgd"))
     for step in range(1, config.steps + 1):
         trainer.step(step)
 
 
-def _verifier(config: TrainConfig, context: DistributedContext, findings: Findings, kind: Kind) -> Verifier:
+def _verifier(
+    config: TrainConfig, context: DistributedContext, corpus: Corpus, findings: Findings, kind: Kind
+) -> Verifier:
     if not context.is_main:
         return Verifier(findings, None, kind)
-    corpus = load_corpus(config.data, config.seq_len)
     return Verifier(findings, ReferenceRun(config, corpus, kind, context.device), kind)
