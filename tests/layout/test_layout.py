@@ -99,6 +99,16 @@ def test_negative_dims_and_mappings_are_resolved():
     assert make({"dp": Shard(-2)}, (6, 4)).placements == (Shard(0), Replicate())
 
 
+def test_torch_is_told_that_the_tensor_is_dense():
+    """Code of torch asks `x.layout == torch.strided`, and `x.layout` of a DTensor is its layout."""
+    layout = make({}, (3,))
+    assert layout == torch.strided
+    assert torch.strided == layout
+    assert layout != torch.sparse_coo
+    assert layout in (torch.sparse_csr, torch.strided)
+    assert layout != "f32[3]"
+
+
 def test_torchs_placements_are_accepted():
     from torch.distributed.tensor import Replicate as TorchReplicate
     from torch.distributed.tensor import Shard as TorchShard

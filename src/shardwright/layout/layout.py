@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shardwright.errors import LayoutError
 from shardwright.layout.applied import applied_placements
 from shardwright.layout.mesh_shape import Coords, as_mesh_shape
@@ -22,7 +24,6 @@ from shardwright.placement.region import Region, Shape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor
 
     from shardwright.layout.mesh_shape import MeshShape
@@ -239,10 +240,16 @@ class Layout:
     # ------------------------------------------------------------------------------------------ object
 
     def __eq__(self, other: object) -> bool:
-        """Equal: the same tensor, laid out in the same way on the same ranks."""
+        """Equal: the same tensor, laid out in the same way on the same ranks.
+
+        Also equal to `torch.strided`: `x.layout` hides the attribute of that name of plain tensors, which
+        torch's Python code compares with it (`torch.norm` does) to tell dense tensors from sparse ones.
+        """
         if self is other:
             return True
-        return isinstance(other, Layout) and self._hash == other._hash and self._key() == other._key()
+        if isinstance(other, Layout):
+            return self._hash == other._hash and self._key() == other._key()
+        return other is torch.strided
 
     def __hash__(self) -> int:
         return self._hash
