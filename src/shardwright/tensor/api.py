@@ -55,13 +55,15 @@ def distribute_tensor(
     full = tensor.detach().to(mesh.device_type)
     if src_data_rank is not None:
         full = _from_source(full, mesh, src_data_rank)
-    local = layout.split(full, coords)
-    if (
-        local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        and local.numel() < full.numel()
-    ):
-        local = local.clone()  # a part must not keep the whole alive
+    local = own_part(full, layout, coords)
     return wrap(local.detach(), spec_of(layout, mesh), requires_grad=tensor.requires_grad)
+
+
+def own_part(full: torch.Tensor, layout: Layout, coords: tuple[int, ...]) -> torch.Tensor:
+    """The part of `full` that belongs on these coords: dense, and not keeping the whole alive."""
+    local = layout.split(full, coords)
+    shares = local.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+    return local.clone() if shares and local.numel() < full.numel() else local
 
 
 def _from_source(full: torch.Tensor, mesh: DeviceMesh, source: int) -> torch.Tensor:

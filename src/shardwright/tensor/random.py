@@ -14,6 +14,7 @@ import torch
 
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
+from shardwright.tensor.api import own_part
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local import replicated
 from shardwright.tensor.spec import Spec, coords_of, spec_of, with_dtype
@@ -72,6 +73,6 @@ def _whole(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _part(whole: torch.Tensor, layout: Layout, like: DTensor) -> DTensor:
     coords = coords_of(like.device_mesh)
-    local = whole.new_empty(0) if coords is None else layout.split(whole, coords)
+    local = whole.new_empty(0) if coords is None else own_part(whole, layout, coords)
     spec: Spec = spec_of(layout, like.device_mesh, like._spec.use)
     return wrap(local, spec)
