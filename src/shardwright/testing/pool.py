@@ -44,8 +44,12 @@ class RankPool:
 
     def start(self) -> None:
         """Start the zygote without waiting for it; otherwise the first call does."""
+        self._started()
+
+    def _started(self) -> Zygote:
         if self._zygote is None:
             self._zygote = Zygote(self._preload)
+        return self._zygote
 
     def run(
         self,
@@ -104,13 +108,12 @@ class RankPool:
         self.close()
 
     def _take(self, n: int, *, fresh: bool) -> World:
-        self.start()
-        assert self._zygote is not None  # noqa: S101 - for the type checker
+        zygote = self._started()
         world = None if fresh else self._worlds.pop(n, None)
         if world is not None and not world.alive:
             self._retire(world)
             world = None
-        return world if world is not None else self._zygote.fork(n)
+        return world if world is not None else zygote.fork(n)
 
     def _keep(self, n: int, world: World) -> None:
         self._worlds[n] = world
