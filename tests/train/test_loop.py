@@ -146,3 +146,27 @@ def test_resume_of_another_model_is_refused(ranks, settings):
     assert ranks(2, trained, base) == [0, 0]
     found = ranks(2, trained, base | {"experts": 8, "resume": "newest"})
     assert "another model" in found[0]
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(ranks, settings):
+    settings |= {"world": 2, "dp_replicate": 1, "steps": 6, "checkpoint_every": 2}
+    assert ranks(2, trained, settings) == [0, 0]
+    expected = losses(settings["out"])
+    damaged = settings["out"] / "checkpoints" / "step-00000006"
+    next(damaged.glob("*.distcp")).unlink()
+    assert ranks(2, trained, settings | {"resume": "step-00000002"}) == [0, 0]
+    names = {path.name for path in (settings["out"] / "checkpoints").iterdir()}
+    assert names == {f"{kind}step-{step:08d}" for kind in ("", "discarded-") for step in (2, 4, 6)} - {
+        "discarded-step-00000002"
+    }
+    assert losses(settings["out"]) == expected
+
+
+def test_a_damaged_newest_checkpoint_is_skipped_and_written_anew(ranks, settings):
+    settings |= {"world": 2, "dp_replicate": 1, "steps": 4, "checkpoint_every": 2}
+    assert ranks(2, trained, settings) == [0, 0]
+    folder = settings["out"] / "checkpoints"
+    (folder / "step-00000004" / "manifest.json").unlink()
+    assert ranks(2, trained, settings | {"resume": "newest"}) == [0, 0]
+    assert (folder / "step-00000004" / "manifest.json").exists()
+    assert len(losses(settings["out"])) == 4

@@ -20,7 +20,7 @@ from shardwright.train.model import Decoder, ModelShape, count_parameters
 from shardwright.train.optim import make_optimizer
 from shardwright.train.parallelize import build_model
 from shardwright.train.progress import Display
-from shardwright.train.run_folder import LAYOUTS, SAMPLE, RunFolder, choose_folder
+from shardwright.train.run_folder import LAYOUTS, SAMPLE, RunFolder, choose_folder, set_aside
 from shardwright.train.sample import write_text
 from shardwright.train.step import Observer, StepResult, Trainer
 
@@ -73,7 +73,7 @@ class TrainingRun:
         """Train until the last step or a stop, and leave the folder complete."""
         display = Display(self.config.steps, self.config.experts, quiet=not self.context.is_main)
         done = self._resume(display) if self.config.resume else 0
-        self.folder.open(self.config, done)
+        from_first_rank(self.context, lambda: self.folder.open(self.config, done))
         self.folder.write(LAYOUTS, layout_table(self.trainer.model.named_parameters()).text)
         with contextlib.closing(self.folder), display:
             display.start(done, self._headline())
@@ -89,8 +89,11 @@ class TrainingRun:
         for skipped in choice.skipped:
             display.say(f"resume: {skipped}")
         loaded = load(choice.path, model=self.trainer.model, optimizer=self.trainer.optimizer)
-        display.say(f"resume: {choice.path.name}, {loaded.step} of {config.steps} steps done")
-        return loaded.step or 0
+        done = loaded.step or 0
+        display.say(f"resume: {choice.path.name}, {done} of {config.steps} steps done")
+        for name in from_first_rank(self.context, lambda: set_aside(self.folder.path, done)):
+            display.say(f"resume: {name} is of later steps, which are trained anew: now discarded-{name}")
+        return done
 
     def _headline(self) -> str:
         config, model, corpus = self.config, self.trainer.model, self.trainer.corpus

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import datetime
 from pathlib import Path
 
+from shardwright.checkpoint.files import PARTIAL
+from shardwright.checkpoint.folder import step_of
 from shardwright.errors import ConfigError
 from shardwright.train.config import TrainConfig
 from shardwright.train.metrics import MetricsFile, StepRecord, read_metrics
@@ -37,6 +40,25 @@ def choose_folder(config: TrainConfig) -> Path:
     return path
 
 
+def set_aside(out: Path, done: int) -> list[str]:
+    """Rename the checkpoints of later steps than `done`, which a run that goes on from there will write anew.
+
+    Returns: their names. They stay on the disk as `discarded-...`, where no `--resume` looks.
+    """
+    folder = out / "checkpoints"
+    later = [
+        path for path in sorted(folder.glob("step-*")) if step_of(path) > done and path.suffix != PARTIAL
+    ]
+    for path in later:
+        path.rename(_unused(folder / f"discarded-{path.name}"))
+    return [path.name for path in later]
+
+
+def _unused(path: Path) -> Path:
+    tries = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([path], tries) if not one.exists())
+
+
 class RunFolder:
     """What one rank keeps of a run. Only the first rank writes; on the others the calls do nothing."""
 
@@ -45,7 +67,10 @@ class RunFolder:
         self._metrics: MetricsFile | None = None
 
     def open(self, config: TrainConfig, done: int) -> None:
-        """Begin a run, or go on with one that has `done` steps behind it."""
+        """Begin a run, or go on with one that has `done` steps behind it.
+
+        Raises: CheckpointError: the metrics do not reach as far as the checkpoint.
+        """
         if not self.writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)

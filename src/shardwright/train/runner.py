@@ -21,6 +21,8 @@ from shardwright.train.verify import Findings, Verifier
 if TYPE_CHECKING:
     from shardwright.context.context import DistributedContext
 
+SHOWN = 20  # facts of one kind
+
 
 def main_rank(config: TrainConfig) -> int:
     """Train, or train and verify, on this rank of the world that the environment describes.
@@ -64,10 +66,14 @@ def verified_run(config: TrainConfig, context: DistributedContext) -> int:
 
 def report(findings: Findings) -> None:
     """Print reasons, broken bounds and, last, the one line that sums them up."""
-    lines = [*(f"verify: rounding: {reason}" for reason in findings.reasons)]
-    lines += [f"verify: BROKEN: {fact}" for fact in findings.broken]
+    lines = _first("rounding", findings.reasons) + _first("BROKEN", findings.broken)
     sys.stdout.write("\n".join([*lines, findings.last_line()]) + "\n")
     sys.stdout.flush()
+
+
+def _first(kind: str, facts: list[str]) -> list[str]:
+    more = [f"verify: {kind}: and {len(facts) - SHOWN} more"] if len(facts) > SHOWN else []
+    return [f"verify: {kind}: {fact}" for fact in facts[:SHOWN]] + more
 
 
 def _run_sgd(config: TrainConfig, context: DistributedContext, corpus: Corpus, findings: Findings) -> None:
