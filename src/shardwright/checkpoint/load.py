@@ -45,7 +45,7 @@ class _Staged:
     extra: Any
 
 
-def load(path: Path | str, *, model: nn.Module, optimizer: Optimizer | None = None) -> Loaded:
+def load(path: Path | str, model: nn.Module, optimizer: Optimizer | None = None) -> Loaded:
     """Load a checkpoint into a model, and an optimizer, whose layouts may differ from those that were saved.
 
     A collective over the world. Every byte is checked, then everything is read into new tensors, and only

@@ -37,9 +37,9 @@ class _Part:
 
 def save(
     path: Path | str,
-    *,
     model: nn.Module,
     optimizer: Optimizer | None = None,
+    *,
     extra: Any = None,
     step: int | None = None,
     config: Mapping[str, Any] | None = None,

@@ -81,12 +81,7 @@ def _backends() -> Iterator[Finding]:
 
 def _cores() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = os.environ.get("OMP_NUM_THREADS")
-    fact = f"{cores} usable, OMP_NUM_THREADS {threads or 'not set (ranks get one thread each)'}"
-    many = threads is not None and threads.isdecimal() and int(threads) > cores
-    yield Finding(
-        "cores", fact, "more threads than cores in every rank: unset OMP_NUM_THREADS" if many else ""
-    )
+    yield Finding("cores", f"{cores} usable: that many ranks run at full speed, with one thread each")
 
 
 def _memory() -> Iterator[Finding]:

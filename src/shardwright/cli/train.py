@@ -87,7 +87,7 @@ def run(settings: dict[str, Any]) -> int:
 
     Raises: ShardwrightError: one line for the person who gave the settings.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; ranks inherit it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy makes threads that a fork would lose
 
     # Here: --help must not wait for these imports, and a wrong setting not for torch's.
     from shardwright.train.config import TrainConfig

@@ -160,7 +160,6 @@ def serve_store(listener: socket.socket) -> dist.TCPStore:
 
 
 def _rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
     wanted = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -169,7 +168,7 @@ def _rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher serves the store, so no rank is special
-        "OMP_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": "1",
     }
     interface = _loopback_interface()
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -193,7 +192,7 @@ def _rank_main(seat: _Seat[C]) -> None:
     watch = supervise.Watch(seat.board, seat.rank, seat.reports)
     supervise.guard(watch, seat.lifeline, seat.launcher)
     supervise.install(watch)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(1)
     code = _run_target(seat.target, seat.config, watch)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
