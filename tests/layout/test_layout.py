@@ -109,6 +109,11 @@ def test_torch_is_told_that_the_tensor_is_dense():
     assert layout != "f32[3]"
 
 
+def test_a_layout_is_frozen():
+    with pytest.raises(AttributeError, match=r"Layout.shape: layouts are frozen"):
+        make({}, (3,)).shape = (4,)
+
+
 def test_torchs_placements_are_accepted():
     from torch.distributed.tensor import Replicate as TorchReplicate
     from torch.distributed.tensor import Shard as TorchShard

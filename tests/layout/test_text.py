@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -80,13 +82,16 @@ def test_partition_spec_is_the_tensors_view():
     assert to_partition_spec(layout({"dp": Shard(0), "tp": Shard(1)})) == ("dp", "tp")
     both = layout({"dp": Shard(0), "tp": Shard(0)}, order=("tp", "dp"))
     assert to_partition_spec(both) == (("tp", "dp"), None)
-    placements, order = from_partition_spec(MESH, (("tp", "dp"), None))
-    assert layout(placements, order=order) == both
-    assert from_partition_spec(MESH, ("dp", None, ("cp", "tp"))) == (
-        (Shard(0), Shard(2), Shard(2)),
-        None,
-    )
-    assert from_partition_spec(MESH, ()) == ((Replicate(),) * 3, None)
+    placements = from_partition_spec(MESH, (("tp", "dp"), None))
+    assert placements == (Shard(0), Replicate(), Shard(0))
+    assert placements.order == ("tp", "dp")
+    assert layout(placements) == both
+    assert layout(pickle.loads(pickle.dumps(placements))) == both
+    assert layout(placements, order=("dp", "tp")) != both
+    left_to_right = from_partition_spec(MESH, ("dp", None, ("cp", "tp")))
+    assert left_to_right == (Shard(0), Shard(2), Shard(2))
+    assert left_to_right.order is None
+    assert from_partition_spec(MESH, ()) == (Replicate(),) * 3
 
 
 def test_partition_spec_says_what_it_cannot_say():

@@ -2,12 +2,14 @@
 
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
+from shardwright.layout.order import OrderedPlacements
 from shardwright.layout.partition_spec import from_partition_spec, to_partition_spec
 from shardwright.layout.strided import same_regions, to_ordered, to_strided
 
 __all__ = [
     "Layout",
     "MeshShape",
+    "OrderedPlacements",
     "from_partition_spec",
     "same_regions",
     "to_ordered",

@@ -6,6 +6,7 @@ Not a DTensor (no data), not a process group (no communicator): it can be made a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardwright.layout.applied import Applied
     from shardwright.layout.mesh_shape import MeshShape
 
     Placements = Mapping[str, Any] | Sequence[Any]
@@ -61,6 +63,10 @@ class Layout:
     stride: Shape
     dtype: torch.dtype
     order: tuple[int, ...]
+    _hash: int
+    _applied: tuple[Applied, ...]
+    _shapes: dict[Coords, Shape]
+    _regions: dict[Coords, Region]
 
     def __init__(
         self,
@@ -72,16 +78,19 @@ class Layout:
         stride: Sequence[int] | None = None,
         order: Sequence[str] | None = None,
     ) -> None:
-        self.mesh_shape = as_mesh_shape(mesh)
-        self.shape = tuple(shape)
-        self.dtype = dtype
-        self.stride = contiguous_stride(self.shape) if stride is None else tuple(stride)
-        self.placements = self._resolved(_one_per_axis(placements, self.mesh_shape))
-        self.order = self._canonical(order_indices(order, self.mesh_shape))
-        self._hash = hash(self._key())
-        self._applied = applied_placements(self.placements, self.sizes, self.order, len(self.shape))
-        self._shapes: dict[Coords, Shape] = {}
-        self._regions: dict[Coords, Region] = {}
+        if order is None:
+            order = getattr(placements, "order", None)  # of OrderedPlacements
+        put = partial(object.__setattr__, self)
+        put("mesh_shape", as_mesh_shape(mesh))
+        put("shape", tuple(shape))
+        put("dtype", dtype)
+        put("stride", contiguous_stride(self.shape) if stride is None else tuple(stride))
+        put("placements", self._resolved(_one_per_axis(placements, self.mesh_shape)))
+        put("order", self._canonical(order_indices(order, self.mesh_shape)))
+        put("_hash", hash(self._key()))
+        put("_applied", applied_placements(self.placements, self.sizes, self.order, len(self.shape)))
+        put("_shapes", {})
+        put("_regions", {})
 
     def _resolved(self, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
         if len(self.stride) != len(self.shape):
@@ -253,6 +262,9 @@ class Layout:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"Layout.{name}: layouts are frozen; use with_placements or with_shape")
 
     def __str__(self) -> str:
         return format_layout(self)

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from shardwright.errors import LayoutError
 from shardwright.placement.base import Partition, Pending
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from shardwright.layout.mesh_shape import MeshShape
     from shardwright.placement.base import Placement
     from shardwright.placement.region import Shape
 
 Order = tuple[int, ...]
+
+
+class OrderedPlacements(tuple["Placement", ...]):  # noqa: SLOT001 - a tuple cannot have slots of its own
+    """One placement per axis, and the `order` of application (axis names; None: left to right).
+
+    Usable wherever placements are; a layout that is given no order of its own takes this one.
+    """
+
+    order: tuple[str, ...] | None
+
+    def __new__(cls, placements: Iterable[Placement], order: Sequence[str] | None) -> Self:
+        """A tuple of the placements that remembers the order."""
+        self = super().__new__(cls, tuple(placements))
+        self.order = None if order is None else tuple(order)
+        return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return tuple(self), self.order
 
 
 def order_indices(order: Sequence[str] | None, mesh: MeshShape) -> Order:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import LayoutError
 from shardwright.layout.mesh_shape import as_mesh_shape
+from shardwright.layout.order import OrderedPlacements
 from shardwright.layout.text import plain_cut
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
@@ -43,10 +44,8 @@ def _entry(names: list[str]) -> Entry:
     return names[0] if len(names) == 1 else tuple(names)
 
 
-def from_partition_spec(
-    mesh: Any, spec: Sequence[Entry]
-) -> tuple[tuple[Placement, ...], tuple[str, ...] | None]:
-    """One placement per axis, and the order of application (None: left to right).
+def from_partition_spec(mesh: Any, spec: Sequence[Entry]) -> OrderedPlacements:
+    """One placement per axis, with the order of application as `.order` (None: left to right).
 
     Raises: LayoutError: an axis is named twice. MeshError: an axis does not exist.
     """
@@ -60,7 +59,7 @@ def from_partition_spec(
             placements[shape.axis_index(name)] = Shard(dim)
             order.append(name)
     left_to_right = all(_ascending(shape.axes, _axis_names(entry)) for entry in spec)
-    return tuple(placements), None if left_to_right else tuple(order)
+    return OrderedPlacements(placements, None if left_to_right else order)
 
 
 def _axis_names(entry: Entry) -> tuple[str, ...]:
