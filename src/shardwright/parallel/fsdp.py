@@ -21,6 +21,7 @@ from shardwright.parallel.swap import Slot, put_all, slots_of, unchanged_on_erro
 from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
 from shardwright.placement.shard import Shard
+from shardwright.tensor.autograd import as_term
 from shardwright.tensor.module import carry_over
 from shardwright.tensor.spec import Spec, spec_of, with_dtype
 from shardwright.tensor.use import kept_spec
@@ -168,14 +169,7 @@ def _relabel(managed: FsdpParameter, before: _Before, mesh: DeviceMesh) -> None:
         wrap(managed.local, spec_of(value, both)), requires_grad=managed.parameter.requires_grad
     )
     new._fully_sharded = axis  # type: ignore[attr-defined]
-    managed.adopt(new, make_grad, partial(_as_term, layout=grad), inner, _wrap_inner)
-
-
-def _as_term(gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A gradient that was summed already as a term of the next sum: no communication."""
-    if not isinstance(gradient, TorchDTensor) or tuple(gradient.placements) == layout.placements:
-        return gradient
-    return as_ours(gradient).redistribute(placements=layout.placements, order=layout.order_names)
+    managed.adopt(new, make_grad, partial(as_term, layout=grad), inner, _wrap_inner)
 
 
 def _inner_spec(spec: Spec) -> Spec | None:

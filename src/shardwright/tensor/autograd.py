@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.placement.base import Pending
 from shardwright.tensor.move import move_local
 from shardwright.tensor.spec import spec_of, with_dtype
 from shardwright.tensor.use import kept_spec, restore_axes
-from shardwright.tensor.wrap import wrap
+from shardwright.tensor.wrap import as_ours, wrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,6 +110,7 @@ class Localize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:
         ctx.spec = x._spec
+        ctx.leaf = weakref.ref(x) if x.is_leaf else None
         ctx.set_materialize_grads(False)
         local = x._local_tensor.view_as(x._local_tensor)
         inner = kept_spec(x._spec)
@@ -115,4 +118,21 @@ class Localize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
-        return None if grad is None else restore_axes(ctx.spec, grad)
+        if grad is None:
+            return None
+        term = restore_axes(ctx.spec, grad)
+        leaf = None if ctx.leaf is None else ctx.leaf()
+        if leaf is not None and leaf.grad is not None:
+            leaf.grad = as_term(leaf.grad, term.layout)
+        return term
+
+
+def as_term(gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A gradient that was summed already, as a term of the next sum: no communication.
+
+    torch adds the next backward's term in place. Into a finished value that would be a reduction inside the
+    backward, which a rank that does not use the parameter never joins.
+    """
+    if not isinstance(gradient, TorchDTensor) or tuple(gradient.placements) == layout.placements:
+        return gradient
+    return as_ours(gradient).redistribute(placements=layout.placements, order=layout.order_names)
