@@ -79,7 +79,7 @@ def _misbehave(how: str) -> None:
         a_place_to_hang()
     if how == "long operation":
         with long_operation():
-            time.sleep(2.5)
+            time.sleep(3)
 
 
 def a_place_to_hang() -> None:
