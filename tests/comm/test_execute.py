@@ -139,6 +139,26 @@ def test_plans_can_be_traced_into_a_graph(ranks, sizes):
     ranks(4 if len(sizes) == 2 else 2, traced, sizes)
 
 
+def in_pieces():
+    mesh = mesh_of((2, 2))
+    coords = tuple(mesh.get_coordinate())
+    full = small_integers((64, 32), torch.float32)
+    for before, after in (((S0, S1), (S1, S0)), ((S0, S0), (R, R)), ((P, S0), (S1, R)), ((P, P), (R, R))):
+        source, target = (Layout(mesh, p, full.shape, dtype=full.dtype) for p in (before, after))
+        whole = plan_redistribution(source, target)
+        plan = plan_redistribution(source, target, max_extra_bytes=whole.peak_bytes * 3 // 4)
+        assert plan.peak_bytes <= whole.peak_bytes * 3 // 4
+        with Recorder() as seen:
+            result = execute(plan, source.split(full, coords), mesh)
+        assert torch.equal(result, target.split(full, coords))
+        assert bytes_of_all(seen) == plan.total_bytes
+        assert "pieces to save memory" in plan.reason
+
+
+def test_a_cap_on_memory_runs_the_plan_in_pieces(ranks):
+    ranks(4, in_pieces)
+
+
 def strange_locals():
     mesh = mesh_of((2,))
     coords = tuple(mesh.get_coordinate())

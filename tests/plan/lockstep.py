@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.local_steps import combine, embed, place, take
-from shardwright.comm.packing import in_memory, pack, pack_once, unpack
+from shardwright.comm.packing import in_memory, move, new_tensor, pack, pack_once, unpack
 from shardwright.layout.layout import Layout
 from shardwright.plan.maps import Coords, every_coords
 from shardwright.plan.plan import Plan
-from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Step
-from shardwright.plan.transfer import Memory, local_move, members_of, transfer
+from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Step
+from shardwright.plan.transfer import Memory, local_move, members_of, memory_of, transfer
 
 
 class Lockstep:
@@ -25,15 +25,27 @@ class Lockstep:
         self.bytes_sent = 0
 
     def run(self, locals_of: Sequence[Tensor]) -> list[Tensor]:
-        held = dict(zip(self.coords, locals_of, strict=True))
-        for step in self.plan.steps:
-            held = self._step(step, held)
+        held = self._steps(self.plan.steps, dict(zip(self.coords, locals_of, strict=True)))
         return [held[coords] for coords in self.coords]
+
+    def _steps(self, steps: Sequence[Step], held: dict[Coords, Tensor]) -> dict[Coords, Tensor]:
+        for step in steps:
+            held = self._step(step, held)
+        return held
+
+    def _pieces(self, step: Pieces, held: dict[Coords, Tensor]) -> dict[Coords, Tensor]:
+        out = {coords: new_tensor(x, memory_of(step.target, coords)) for coords, x in held.items()}
+        for steps, slab in zip(step.parts, step.slabs, strict=True):
+            for coords, done in self._steps(steps, dict(held)).items():
+                move(done, out[coords], local_move(LocalMove(slab, step.target), coords).views)
+        return out
 
     def _step(self, step: Step, held: dict[Coords, Tensor]) -> dict[Coords, Tensor]:
         sizes = self.plan.source.sizes
         if isinstance(step, Exchange):
             return self._exchange(step, held)
+        if isinstance(step, Pieces):
+            return self._pieces(step, held)
         if isinstance(step, AllReduce):
             return self._all_reduce(step, held)
         if isinstance(step, LocalMove):

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.plan import plan_redistribution
 from shardwright.plan.maps import every_coords
@@ -58,3 +59,22 @@ def test_without_terms_the_bytes_are_the_least_possible(pair):
         return
     plan = plan_redistribution(source, target)
     assert plan.total_bytes == plan.lower_bound, str(plan)
+
+
+@LAW
+@given(layout_pairs(), st.floats(0, 1))
+def test_in_pieces_the_value_and_the_bytes_are_the_same_and_the_memory_is_less(pair, share):
+    source, target = pair
+    full = numbered(source)
+    whole = plan_redistribution(source, target)
+    cap = int(share * whole.peak_bytes)
+    try:
+        plan = plan_redistribution(source, target, max_extra_bytes=cap)
+    except PlanError:  # not even the smallest pieces fit
+        return
+    assert plan.peak_bytes <= cap
+    run = Lockstep(plan)
+    results = run.run(held_by_all(source, full))
+    assert torch.equal(target.join(results), full), str(plan)
+    assert run.bytes_sent == plan.total_bytes >= plan.lower_bound, str(plan)
+    assert plan.rounds <= 2

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from shardwright.comm.guard import check_same_plan, guarding
-from shardwright.comm.run_step import run_step
+from shardwright.comm.runner import Runner
 from shardwright.errors import PlanError
 from shardwright.plan.by_axis import crosses_several_axes, plans_by_axis
 from shardwright.plan.maps import Coords
@@ -73,10 +73,7 @@ def execute_together(
     if crosses_several_axes(first) and _is_traced(locals_[0]):
         return _by_axis(plans, locals_, mesh, reason)
     why = f"{reason}: {first.reason}" if reason else first.reason
-    held = list(locals_)
-    for index in range(len(first.steps)):
-        held = run_step(index, plans, held, mesh, coords, why)
-    return held
+    return Runner(plans, mesh, coords, why).run(locals_)
 
 
 def _by_axis(plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh, reason: str) -> list[Tensor]:

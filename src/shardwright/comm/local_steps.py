@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from math import prod
 
-import torch
 from torch import Tensor
 
-from shardwright.comm.packing import in_memory, move
+from shardwright.comm.packing import in_memory, move, new_tensor
 from shardwright.plan.maps import Coords
 from shardwright.plan.pending import AxisPending
 from shardwright.plan.steps import Combine, Embed, Place
@@ -19,7 +18,7 @@ def take(x: Tensor, moved: Move) -> Tensor:
     x = in_memory(x, moved.source)
     if moved.nothing:
         return x
-    out = torch.empty_strided(moved.target.shape, moved.target.stride, dtype=x.dtype, device=x.device)
+    out = new_tensor(x, moved.target)
     move(x, out, moved.views)
     return out
 
@@ -35,9 +34,7 @@ def combine(terms: Tensor, step: Combine, sizes: tuple[int, ...]) -> Tensor:
 
 def place(x: Tensor, step: Place, moved: Move, sizes: tuple[int, ...]) -> Tensor:
     """The own part in a tensor that is the identity of the Pendings elsewhere."""
-    wanted = moved.target
-    empty = torch.empty_strided(wanted.shape, wanted.stride, dtype=x.dtype, device=x.device)
-    out = _identity(empty, step.pendings)
+    out = _identity(new_tensor(x, moved.target), step.pendings)
     # An average divides by the size of the axis, whatever the other ranks hold.
     scale = prod(sizes[axis] for axis, pending in step.pendings if pending.reduce_op == "avg")
     x = in_memory(x, moved.source)

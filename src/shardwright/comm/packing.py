@@ -18,7 +18,12 @@ def in_memory(x: Tensor, memory: Memory) -> Tensor:
     """
     if _lies_so(x, memory):
         return x
-    return torch.empty_strided(memory.shape, memory.stride, dtype=x.dtype, device=x.device).copy_(x)
+    return new_tensor(x, memory).copy_(x)
+
+
+def new_tensor(like: Tensor, memory: Memory) -> Tensor:
+    """An uninitialised tensor that lies as `memory` says."""
+    return torch.empty_strided(memory.shape, memory.stride, dtype=like.dtype, device=like.device)
 
 
 def _lies_so(x: Tensor, memory: Memory) -> bool:
@@ -71,7 +76,7 @@ def unpack(received: Tensor, x: Tensor, table: Transfer) -> Tensor:
     """The result from what arrived, member by member in one flat buffer, and from what `x` holds already."""
     if table.receive_whole:
         return shaped(received, table.target)
-    out = torch.empty_strided(table.target.shape, table.target.stride, dtype=x.dtype, device=x.device)
+    out = new_tensor(x, table.target)
     move(x, out, table.keep)
     position = 0
     for view in (view for views in table.receive for view in views):

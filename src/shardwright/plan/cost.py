@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 
+from shardwright.layout.layout import Layout
 from shardwright.plan.grid import numel, shared
 from shardwright.plan.maps import Coords, Map, every_coords
-from shardwright.plan.steps import AllReduce, Exchange
+from shardwright.plan.steps import AllReduce, Exchange, LocalMove, Pieces, Place, Step
 from shardwright.plan.transfer import members_of
 
 
@@ -91,3 +92,32 @@ def _exchange_traffic(step: Exchange) -> dict[Coords, tuple[int, int]]:
             sent[peer] += amount
             got[coords] += amount
     return {coords: (sent[coords], got[coords]) for coords in ranks}
+
+
+def held(step: Step, result: Layout) -> int:
+    """The most elements that one rank holds in a step beside its input: what it makes, and buffers."""
+    if isinstance(step, Pieces):
+        inside = max(held(inner, result) for part in step.parts for inner in part)
+        return inside + _largest(step.target)
+    if isinstance(step, AllReduce):
+        return _largest(step.map)
+    if isinstance(step, Exchange):
+        return _held_by_exchange(step)
+    if isinstance(step, LocalMove | Place):
+        return _largest(step.target)
+    return 2 * max(prod(result.local_shape(coords)) for coords in every_coords(result.sizes))
+
+
+def _largest(which: Map) -> int:
+    return max(numel(which.cell(coords)) for coords in every_coords(_only(which.sizes, which.cut)))
+
+
+def _held_by_exchange(step: Exchange) -> int:
+    """The result and both buffers (the own part may travel through them), or the terms while they combine."""
+    most = 0
+    for coords, (sent, got) in traffic(step).items():
+        wanted = step.target.cell(coords)
+        own = shared(step.source.cell(coords), wanted)
+        combining = 2 * numel(wanted) if step.terms else 0
+        most = max(most, step.term_count * numel(wanted) + max(sent + max(got, own), combining))
+    return most

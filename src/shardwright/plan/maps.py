@@ -2,7 +2,8 @@
 
 A layout is a map (`LayoutMap`). A redistribution may go through maps that are no layouts: an element's
 coordinate on one axis taken from the target, on another from the source, on a third from an even cut
-(`MixedMap`). A map knows nothing of Pending: axes that do not cut leave an element's coordinate free.
+(`MixedMap`); or a part of the elements only (`SlabMap`). A map knows nothing of Pending: axes that do not
+cut leave an element's coordinate free.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class MixedMap:
     """
 
     source: LayoutMap
-    target: LayoutMap
+    target: Map
     from_source: frozenset[int]
     free: tuple[int, ...]
     _cells: dict[Coords, Cell] = field(default_factory=dict, repr=False)
@@ -125,7 +126,43 @@ class MixedMap:
         return cells
 
 
-Map = LayoutMap | MixedMap
+@dataclass(frozen=True, eq=False)
+class SlabMap:
+    """The elements of a map inside a box; a local tensor is flat, its boxes one after the other."""
+
+    base: LayoutMap | MixedMap
+    slab: Box
+    _cells: dict[Coords, Cell] = field(default_factory=dict, repr=False)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Lengths of the mesh axes."""
+        return self.base.sizes
+
+    @property
+    def cut(self) -> frozenset[int]:
+        """Those of the whole map."""
+        return self.base.cut
+
+    def cell(self, coords: Coords) -> Cell:
+        """The boxes of these coordinates inside the slab, one after the other in memory."""
+        key = _only(coords, self.cut)
+        cell = self._cells.get(key)
+        if cell is None:
+            inside = shared_boxes(self.base.cell(key), flat_cell((self.slab,)))
+            cell = self._cells[key] = flat_cell(tuple(inside))
+        return cell
+
+    def local_shape(self, coords: Coords) -> tuple[int, ...]:
+        """One dim: the number of elements held."""
+        return (numel(self.cell(coords)),)
+
+    def local_stride(self, coords: Coords) -> tuple[int, ...]:  # noqa: ARG002 - always flat
+        """One."""
+        return (1,)
+
+
+Map = LayoutMap | MixedMap | SlabMap
 
 
 def _only(coords: Coords, axes: frozenset[int]) -> Coords:
@@ -147,12 +184,18 @@ def _part_of(box: Box, part: int, parts: int) -> Box:
 
 def unchanged_axes(source: Map, target: Map) -> frozenset[int]:
     """Axes on which every element provably keeps its coordinate; others may keep it too."""
+    if isinstance(target, SlabMap):
+        return target.cut if target is _goal(source) else unchanged_axes(source, target.base)
     if isinstance(target, MixedMap) and target.source is source:
-        taken = target.from_source
-        return taken | _same_cuts(target.source, target.target)
-    if isinstance(source, MixedMap):
-        return target.cut if target is source.target else frozenset()
-    return _same_cuts(source, target) if isinstance(target, LayoutMap) else frozenset()
+        return target.from_source | unchanged_axes(source, target.target)
+    if isinstance(source, LayoutMap) and isinstance(target, LayoutMap):
+        return _same_cuts(source, target)
+    return target.cut if target is _goal(source) else frozenset()
+
+
+def _goal(source: Map) -> Map | None:
+    """The map whose coordinates a mixed map has already."""
+    return source.target if isinstance(source, MixedMap) else None
 
 
 def _same_cuts(source: LayoutMap, target: LayoutMap) -> frozenset[int]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 
 from shardwright.layout.layout import Layout
-from shardwright.plan.cost import all_reduced, exchanged, traffic
-from shardwright.plan.grid import numel
+from shardwright.plan.cost import all_reduced, exchanged, held, traffic
 from shardwright.plan.maps import every_coords
-from shardwright.plan.steps import AllReduce, Exchange, Step
+from shardwright.plan.steps import AllReduce, Exchange, Step, moves_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,22 +57,11 @@ class Plan:
     @cached_property
     def peak_bytes(self) -> int:
         """The most bytes that one rank holds beside its source: the results of a step and its buffers."""
-        return self.source.itemsize * max((self._held(step) for step in self.steps), default=0)
+        return self.source.itemsize * max((held(step, self.target) for step in self.steps), default=0)
 
     @property
     def _moves(self) -> list[Exchange | AllReduce]:
-        return [step for step in self.steps if isinstance(step, Exchange | AllReduce)]
-
-    def _held(self, step: Step) -> int:
-        ranks = every_coords(self.source.sizes)
-        if isinstance(step, AllReduce):
-            return max(numel(step.map.cell(coords)) for coords in ranks)
-        if isinstance(step, Exchange):
-            moved = traffic(step)
-            return max(
-                step.term_count * numel(step.target.cell(coords)) + sum(moved[coords]) for coords in ranks
-            )
-        return max(prod(self.target.local_shape(coords)) for coords in ranks)
+        return moves_of(self.steps)
 
     def __str__(self) -> str:
         head = (

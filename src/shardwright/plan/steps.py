@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from shardwright.plan.maps import Map
+from shardwright.plan.maps import Map, SlabMap
 from shardwright.plan.pending import AxisPending
 
 
@@ -140,7 +140,44 @@ class Embed:
         return "local: embed as " + ", ".join(f"{p} of {axes[a]}" for a, p in self.pendings)
 
 
-Step = LocalMove | Exchange | AllReduce | Combine | Place | Embed
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """The same steps for one slab of the tensor after the other, so that only one slab's buffers are held.
+
+    parts: the steps of each slab, which end in its map of `slabs`. target: where all slabs together belong.
+    """
+
+    parts: tuple[tuple[Step, ...], ...]
+    slabs: tuple[SlabMap, ...]
+    target: Map
+
+    @property
+    def rounds(self) -> int:
+        """Those of one slab: pieces are no rounds."""
+        return sum(step.rounds for step in self.parts[0])
+
+    def describe(self, axes: tuple[str, ...]) -> str:
+        """One line for `str(plan)`."""
+        return f"in {len(self.parts)} pieces: " + "; ".join(step.describe(axes) for step in self.parts[0])
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Its own: a tensor that is moved in pieces to save memory is not packed with others."""
+        return (type(self), id(self))
+
+
+Step = LocalMove | Exchange | AllReduce | Combine | Place | Embed | Pieces
+
+
+def moves_of(steps: tuple[Step, ...]) -> list[Exchange | AllReduce]:
+    """The steps in which elements cross between ranks, those of every piece included."""
+    moves: list[Exchange | AllReduce] = []
+    for step in steps:
+        if isinstance(step, Pieces):
+            moves += [move for part in step.parts for move in moves_of(part)]
+        elif isinstance(step, Exchange | AllReduce):
+            moves.append(step)
+    return moves
 
 
 def _names(which: tuple[int, ...], axes: tuple[str, ...]) -> str:

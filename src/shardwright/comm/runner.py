@@ -1,0 +1,149 @@
+"""The steps of plans of one form: local work tensor by tensor, collectives once for all tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.comm import functional
+from shardwright.comm.local_steps import combine, embed, place, take
+from shardwright.comm.packing import (
+    flat_memory,
+    in_memory,
+    move,
+    new_tensor,
+    pack,
+    pack_once,
+    shaped,
+    unpack,
+)
+from shardwright.comm.wires import GroupWire, PeerWire, wire_for
+from shardwright.plan.maps import Coords
+from shardwright.plan.plan import Plan
+from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Place, Step
+from shardwright.plan.transfer import Move, Transfer, local_move, memory_of, transfer
+
+# Where a step stands in its plan: (index), or (index, piece, index in the piece).
+Key = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """One run of plans of one form on this rank. why: what the record says about its collectives."""
+
+    plans: Sequence[Plan]
+    mesh: DeviceMesh
+    coords: Coords
+    why: str
+
+    def run(self, local_tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All steps; one local tensor per plan."""
+        return self._steps((), [plan.steps for plan in self.plans], list(local_tensors))
+
+    def _steps(self, key: Key, steps_of: Sequence[tuple[Step, ...]], held: list[Tensor]) -> list[Tensor]:
+        for index in range(len(steps_of[0])):
+            held = self._step((*key, index), [steps[index] for steps in steps_of], held)
+        return held
+
+    def _step(self, key: Key, steps: Sequence[Step], held: list[Tensor]) -> list[Tensor]:
+        if isinstance(steps[0], Exchange):
+            return self._exchange(key, cast("Sequence[Exchange]", steps), held)
+        if isinstance(steps[0], AllReduce):
+            return self._all_reduce(cast("Sequence[AllReduce]", steps), held)
+        if isinstance(steps[0], Pieces):
+            return [self._pieces(key, steps[0], held[0])]
+        return [
+            self._alone(key, step, plan, x) for step, plan, x in zip(steps, self.plans, held, strict=True)
+        ]
+
+    # --------------------------------------------------------------------------- without communication
+
+    def _alone(self, key: Key, step: Step, plan: Plan, x: Tensor) -> Tensor:
+        sizes = plan.source.sizes
+        if isinstance(step, LocalMove):
+            return take(x, self._move(key, plan, step))
+        if isinstance(step, Place):
+            return place(x, step, self._move(key, plan, step), sizes)
+        if isinstance(step, Combine):
+            return combine(x, step, sizes)
+        return embed(x, cast("Embed", step), self.coords, sizes)
+
+    def _move(self, key: Key, plan: Plan, step: LocalMove | Place) -> Move:
+        """What this rank copies in a local step, made once per plan."""
+        known = plan.for_rank.get((self.coords, key))
+        if not isinstance(known, Move):
+            known = plan.for_rank[self.coords, key] = local_move(step, self.coords)
+        return known
+
+    def _pieces(self, key: Key, step: Pieces, x: Tensor) -> Tensor:
+        out = new_tensor(x, memory_of(step.target, self.coords))
+        for piece, (steps, slab) in enumerate(zip(step.parts, step.slabs, strict=True)):
+            done = self._steps((*key, piece), [steps], [x])[0]
+            moved = self._move((*key, piece), self.plans[0], LocalMove(slab, step.target))
+            move(in_memory(done, moved.source), out, moved.views)
+        return out
+
+    # ------------------------------------------------------------------------------ with communication
+
+    def _all_reduce(self, steps: Sequence[AllReduce], held: list[Tensor]) -> list[Tensor]:
+        memories = [memory_of(step.map, self.coords) for step in steps]
+        flats = [flat_memory(in_memory(x, memory), memory) for x, memory in zip(held, memories, strict=True)]
+        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+        group, axis = self.mesh.get_group(steps[0].axis), self.plans[0].source.axes[steps[0].axis]
+        reduced = functional.reduce_over(flat, steps[0].op, group, axis=axis, reason=self.why)
+        pieces = reduced.split([memory.numel for memory in memories])
+        return [shaped(piece, memory) for piece, memory in zip(pieces, memories, strict=True)]
+
+    def _exchange(self, key: Key, steps: Sequence[Exchange], held: list[Tensor]) -> list[Tensor]:
+        wire = wire_for(steps[0], self.plans[0], self.mesh, self.coords)
+        tables = [
+            self._table(key, plan, step, wire.members) for plan, step in zip(self.plans, steps, strict=True)
+        ]
+        held = [in_memory(x, table.source) for x, table in zip(held, tables, strict=True)]
+        if steps[0].gather and isinstance(wire, GroupWire):
+            arrived = _gathered(wire, tables, held, wire.members.index(self.coords), self.why)
+        else:
+            arrived = _exchanged(wire, tables, held, self.why)
+        return [unpack(buffer, x, table) for buffer, x, table in zip(arrived, held, tables, strict=True)]
+
+    def _table(self, key: Key, plan: Plan, step: Exchange, members: tuple[Coords, ...]) -> Transfer:
+        """This rank's side of an exchange, made once per plan."""
+        known = plan.for_rank.get((self.coords, key))
+        if isinstance(known, Transfer) and known.members == members:
+            return known
+        made = plan.for_rank[self.coords, key] = transfer(step, self.coords, members)
+        return made
+
+
+def _gathered(
+    wire: GroupWire, tables: Sequence[Transfer], held: Sequence[Tensor], own: int, why: str
+) -> list[Tensor]:
+    """What every member's whole tensors are, one buffer per tensor."""
+    buffers = [pack_once(x, table, own) for x, table in zip(held, tables, strict=True)]
+    if len(buffers) == 1:
+        return [wire.gather(buffers[0], why)]
+    received = wire.gather(torch.cat(buffers), why).view(len(wire.members), -1)
+    return [piece.reshape(-1) for piece in received.split([buffer.numel() for buffer in buffers], dim=1)]
+
+
+def _exchanged(
+    wire: GroupWire | PeerWire, tables: Sequence[Transfer], held: Sequence[Tensor], why: str
+) -> list[Tensor]:
+    """What arrives for each tensor, one buffer per tensor; on the wire they share a message per member."""
+    buffers = [pack(x, table) for x, table in zip(held, tables, strict=True)]
+    if len(wire.members) == 1:
+        return buffers
+    if len(buffers) == 1:
+        return [wire.exchange(buffers[0], tables[0].receive_counts, tables[0].send_counts, why)]
+    outgoing = [b.split(table.send_counts) for b, table in zip(buffers, tables, strict=True)]
+    packed = torch.cat([piece for of_member in zip(*outgoing, strict=True) for piece in of_member])
+    counts_in = list(zip(*(table.receive_counts for table in tables), strict=True))
+    counts_out = zip(*(table.send_counts for table in tables), strict=True)
+    received = wire.exchange(packed, [sum(c) for c in counts_in], [sum(c) for c in counts_out], why)
+    pieces = received.split([count for of_member in counts_in for count in of_member])
+    return [torch.cat(pieces[i :: len(tables)]) for i in range(len(tables))]
