@@ -45,6 +45,21 @@ def test_attributes_are_set_once():
         PermutedRows(1).seed = 2
 
 
+class Slotted(Partition):
+    __slots__ = ("seed",)
+
+    def __init__(self, seed):
+        self.seed = seed
+
+
+def test_attributes_in_slots_are_attributes():
+    placement = Slotted(1)
+    assert placement == pickle.loads(pickle.dumps(placement)) != Slotted(2)
+    assert repr(placement) == "Slotted(seed=1)"
+    with pytest.raises(AttributeError, match="frozen"):
+        placement.seed = 2
+
+
 def test_dims_that_are_cut_follow_from_the_regions():
     assert PermutedRows(3).cut_dims((5, 4), 2) == (0,)
     assert PermutedRows(3).cut_dims((5, 4), 1) == (0,)  # permuted: not usable as if it were logical

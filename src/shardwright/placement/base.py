@@ -60,11 +60,12 @@ class Placement(TorchPlacement):
         return repr(self)
 
     def _state(self) -> dict[str, Any]:
+        """The attributes, those in slots first."""
         slots = (name for cls in type(self).__mro__ for name in cls.__dict__.get("__slots__", ()))
-        return {**{name: getattr(self, name) for name in slots}, **self.__dict__}
+        return {**{name: getattr(self, name) for name in slots if hasattr(self, name)}, **self.__dict__}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__:
+        if name in self._state():
             raise AttributeError(f"{type(self).__name__}.{name}: placements are frozen")
         super().__setattr__(name, value)
 
