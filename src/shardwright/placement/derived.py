@@ -113,7 +113,7 @@ def _whole_dims(region: Region, shape: Shape) -> set[int]:
 
 def _aligned_dims(box: Box, start: int, local: Shape) -> set[int]:
     """The dims on which the elements of a box, stored from local position `start`, keep their index."""
-    first, last = _unravel(start, local), _unravel(start + box.numel - 1, local)
+    first, last = unravel(start, local), unravel(start + box.numel - 1, local)
     fixed = 0
     while fixed < len(local) and first[fixed] == last[fixed] and box.size[fixed] == 1:
         fixed += 1
@@ -127,7 +127,8 @@ def _aligned_dims(box: Box, start: int, local: Shape) -> set[int]:
     return {dim for dim in boxed if first[dim] == box.offset[dim]}
 
 
-def _unravel(position: int, shape: Shape) -> Shape:
+def unravel(position: int, shape: Shape) -> Shape:
+    """The index at a position of the row-major flattening."""
     index = []
     for size in reversed(shape):
         position, digit = divmod(position, size)

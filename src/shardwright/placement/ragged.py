@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
 from shardwright.placement.base import Partition
-from shardwright.placement.derived import check_dim
+from shardwright.placement.derived import check_dim, unravel
 from shardwright.placement.region import Box, Region, flat_boxes
 from shardwright.placement.runs import interval
 
@@ -60,7 +60,7 @@ class Ragged(Partition):
         outer = [dim for dim in range(flat) if dim not in self.dims]
         boxes = []
         for position in range(prod(shape[dim] for dim in outer)):
-            index = _unravel(position, tuple(shape[dim] for dim in outer))
+            index = unravel(position, tuple(shape[dim] for dim in outer))
             for cell in cells:
                 offset, size = [0] * len(shape), list(shape)
                 for dim, at in zip(outer, index, strict=True):
@@ -118,11 +118,3 @@ class Ragged(Partition):
         return f"Ragged({self.units}, {self.dims})"
 
     __repr__ = text
-
-
-def _unravel(position: int, shape: Shape) -> Shape:
-    index = []
-    for size in reversed(shape):
-        position, digit = divmod(position, size)
-        index.append(digit)
-    return tuple(reversed(index))
