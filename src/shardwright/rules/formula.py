@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwright.errors import RuleError
+from shardwright.rules.monoid import pending_of
 
 Pairs = tuple[tuple[str, str], ...]
 
@@ -80,6 +81,9 @@ def formula(
     facts = (hom,) if isinstance(hom, str) else tuple(hom)
     for fact in facts:
         parse_hom(fact)
+    for name in reduce if isinstance(reduce, tuple) else (reduce,):
+        if name is not None:
+            pending_of(name)
     return Formula(
         text,
         reduce=reduce,
@@ -109,5 +113,7 @@ def parse_hom(text: str) -> tuple[Hom, ...]:
     for part in maps.split(","):
         source, _, target = (piece.strip() for piece in part.partition("->"))
         found.append(Hom(args, source, target or source))
+        for name in {found[-1].source, found[-1].target} - {"*"}:
+            pending_of(name)
     linear = [Hom(hom.args, "avg", "avg") for hom in found if (hom.source, hom.target) == ("sum", "sum")]
     return tuple(dict.fromkeys(found + linear))

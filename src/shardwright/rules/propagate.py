@@ -126,7 +126,7 @@ def decide(
     return Decision(
         inputs=inputs,
         outputs=_aliased(equation, inputs, outputs),
-        reason=_reason(call, layouts[0], equation, choice, rewrites),
+        reason=_reason(layouts[0], equation, choice, rewrites),
         cost_bytes=choice.price.bytes,
         overrides=tuple(_overrides(equation, layouts[0].sizes, order, choice, outputs)),
         runs_empty=equation.formula.elementwise,
@@ -170,13 +170,11 @@ def _aliased(
     return tuple(found)
 
 
-def _reason(
-    call: Call, layout: Layout, equation: Equation, choice: Choice, rewrites: tuple[int, ...]
-) -> str:
+def _reason(layout: Layout, equation: Equation, choice: Choice, rewrites: tuple[int, ...]) -> str:
     axes = "; ".join(
         f"{axis}: {candidate.text}" for axis, candidate in zip(layout.axes, choice.candidates, strict=True)
     )
-    text = f"{call.op.name()} [{equation.formula.text}] {axes}"
+    text = f"[{equation.formula.text}] {axes}"
     if rewrites:
         names = ", ".join(equation.operands[operand].name for operand in rewrites)
         text += f"; {names} is written but cannot keep its layout"
@@ -200,7 +198,7 @@ def _fallback(call: Call, layouts: tuple[Layout, ...], problems: list[str]) -> D
     return Decision(
         inputs=whole,
         outputs=outputs,
-        reason=f"{call.op.name()}: {why}; every operand is made whole",
+        reason=f"{why}; every operand is made whole",
         fallback=True,
         cost_bytes=cost,
         rewrites=tuple(

@@ -16,7 +16,7 @@ from shardwright.rules.formula import Formula
 
 Maker = Callable[[Call], "Formula | str | None"]
 Rewrite = Callable[..., Any]
-OpName = str | torch._ops.OpOverload
+OpName = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -150,8 +150,10 @@ def op_key(op: OpName) -> str:
     """The name under which rules for `op` are kept. Raises: RuleError: not an op or a qualified name."""
     if isinstance(op, torch._ops.OpOverload):
         return f"{op._schema.name}.{op._schema.overload_name or 'default'}"
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return str(op._qualified_op_name)
     if "::" not in str(op):
-        raise RuleError(f"{op!r} names no op; write 'ns::name', 'ns::name.overload', or pass an OpOverload")
+        raise RuleError(f"{op!r} names no op; write 'ns::name', 'ns::name.overload', or pass the op itself")
     return op
 
 

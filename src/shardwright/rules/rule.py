@@ -36,7 +36,7 @@ def rule(  # noqa: PLR0913  the facts of the notation, one keyword each
     `rule("aten::mm", "m k, k n -> m n", reduce="sum", hom=("self: sum->sum", "mat2: sum->sum"))`.
 
     Args:
-        op: `ns::name` for all overloads, `ns::name.overload`, or an OpOverload.
+        op: `ns::name` (or `torch.ops.ns.name`) for all overloads, `ns::name.overload` for one.
         text: the notation; an integer in a group is an uncut outer factor (`"b s (2 h) -> b s h"`).
         reduce: the reduction over labels that a result lacks (sum, max, min, product, any, all).
         hom: pending values that the op keeps pending, as `"arg + arg: sum->sum"`.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
@@ -24,7 +25,7 @@ from shardwright.rules.formula import Formula
 from shardwright.rules.lists import split_call
 from shardwright.rules.price import Price
 from shardwright.rules.propagate import decide
-from shardwright.rules.registry import is_per_element, registry
+from shardwright.rules.registry import is_per_element, op_key, registry
 from shardwright.rules.search import Choice
 from shardwright.testing.rule_cases import Case, cases
 from shardwright.testing.simulate import RuleCheckError, Sample, Whole, in_double, run_whole, simulate
@@ -54,8 +55,8 @@ class RuleReport:
 
 
 def check_rule(
-    op: torch._ops.OpOverload | str,
-    samples: Iterable[Sample | tuple[Any, ...]],
+    op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str,
+    samples: Iterable[Sample | tuple[Any, ...] | Tensor],
     *,
     formula: Formula | None = None,
     worlds: Sequence[int] = WORLDS,
@@ -64,9 +65,10 @@ def check_rule(
     """Check every rule of an op on sample calls, or one formula before it is registered.
 
     Args:
-        op: an OpOverload, or `ns::name.overload` (`ns::name`: its only or default overload).
-        samples: calls, as `Sample` or tuples of positional arguments. Give sizes that do not divide and
-            values of both signs; with all sizes equal and then all different a wrong label shows best.
+        op: an overload, or `ns::name.overload` (`ns::name`, `torch.ops.ns.name`: the only or default one).
+        samples: calls, as `Sample`, tuples of positional arguments, or a single tensor. Give sizes that do
+            not divide and values of both signs; with all sizes equal and then all different a wrong label
+            shows best.
         formula: check this one instead of the registered rules.
         worlds: sizes of the mesh axis to try.
         seed: of the random parts.
@@ -79,19 +81,25 @@ def check_rule(
     report = RuleReport()
     generator = torch.Generator().manual_seed(seed)
     for sample in samples:
-        entry = sample if isinstance(sample, Sample) else Sample(tuple(sample))
-        report += _check_sample(overload, entry, formula, worlds, generator)
+        report += _check_sample(overload, as_sample(sample), formula, worlds, generator)
     untested = not report.cut and any(n > 1 for n in worlds)
     if untested and (report.checks or not report.without_formula):
         raise RuleCheckError(f"{overload.name()}: no sample was ever cut, so nothing was tested")
     return report
 
 
-def resolve(op: torch._ops.OpOverload | str) -> torch._ops.OpOverload:
+def as_sample(given: Sample | tuple[Any, ...] | Tensor) -> Sample:
+    """A call as a `Sample`."""
+    if isinstance(given, Sample):
+        return given
+    return Sample((given,)) if isinstance(given, Tensor) else Sample(tuple(given))
+
+
+def resolve(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str) -> torch._ops.OpOverload:
     """The overload that a name means. Raises: RuleError: there is none, or several."""
     if isinstance(op, torch._ops.OpOverload):
         return op
-    namespace, _, name = op.partition("::")
+    namespace, _, name = op_key(op).partition("::")
     packet_name, _, overload = name.partition(".")
     try:
         packet = getattr(getattr(torch.ops, namespace), packet_name)

@@ -22,21 +22,23 @@ _SAME = ("self: *",)
 NO_FACT = """
     __and__ __lshift__ __or__ __rshift__ __xor__ _prelu_kernel abs acos acosh angle asin atan2 atanh
     bernoulli bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor cauchy
-    celu complex copysign cos cosh deg2rad digamma eq erfc erfinv exponential floor_divide fmax fmin fmod
-    frac gcd gelu geometric hardshrink hardswish heaviside hypot i0 igamma igammac isfinite isinf isnan
-    isneginf isposinf lcm ldexp lgamma log log10 log1p log2 log_normal logaddexp logaddexp2 logical_and
-    logical_not logical_or logical_xor logit mish mvlgamma nan_to_num ne nextafter normal polar polygamma
-    pow rad2deg random reciprocal remainder rsqrt sgn signbit silu sin sinc softshrink special_airy_ai
-    special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx
-    special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0
-    special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
-    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0
-    special_xlog1py special_zeta sqrt tan uniform xlogy
+    celu complex copysign cos cosh deg2rad digamma elu eq erfc erfinv exponential floor_divide fmax fmin
+    fmod frac gcd ge gelu geometric gt hardshrink hardsigmoid hardswish heaviside hypot i0 igamma igammac
+    isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu lgamma log log10 log1p log2 log_normal
+    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt mish mvlgamma nan_to_num
+    ne nextafter normal polar polygamma pow rad2deg random reciprocal remainder rsqrt sgn sign signbit
+    silu sin sinc softplus softshrink special_airy_ai special_bessel_j0 special_bessel_j1
+    special_bessel_y0 special_bessel_y1 special_entr special_erfcx special_i0e special_i1 special_i1e
+    special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+    special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0
+    special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_xlog1py special_zeta sqrt tan
+    threshold uniform xlogy
 """
-# Increasing on all of the reals, so the largest part has the largest value.
+# Increasing on all of the reals and keeping nan, so the largest part has the largest value. Not here: what is
+# monotone only for some parameters (leaky_relu, threshold), what swallows nan (sign, comparisons).
 MONOTONE = """
-    asinh atan ceil clamp clamp_max clamp_min elu erf exp exp2 expm1 floor hardsigmoid hardtanh leaky_relu
-    relu round sigmoid sign sinh softplus tanh threshold trunc
+    asinh atan ceil clamp clamp_max clamp_min erf exp exp2 expm1 floor hardtanh relu round sigmoid sinh
+    tanh trunc
 """
 LINEAR = "_conj _conj_physical conj_physical"
 # The result holds the values unchanged.
@@ -44,8 +46,8 @@ IDENTITY = "alias clone detach lift lift_fresh"
 # name -> facts
 FACTS: dict[str, tuple[str, ...]] = {
     "add": _ADDS,
-    "sub": (*_ADDS, "other: max->min, min->max"),
-    "rsub": ("self+other: sum->sum", "self: avg->avg, max->min, min->max"),
+    "sub": _ADDS,
+    "rsub": ("self+other: sum->sum", "self: avg->avg"),
     "mul": ("self: sum->sum", "other: sum->sum", "self+other: product->product"),
     "neg": ("self: sum->sum, max->min, min->max",),
     "maximum": ("self+other: max->max", "self: max->max", "other: max->max"),
@@ -54,10 +56,6 @@ FACTS: dict[str, tuple[str, ...]] = {
     "addcmul": ("self+tensor1: sum->sum", "self+tensor2: sum->sum"),
     "addcdiv": ("self+tensor1: sum->sum",),
     "lerp": ("self+end: sum->sum",),
-    "ge": ("self: max->any, min->all",),
-    "gt": ("self: max->any, min->all",),
-    "le": ("self: min->any, max->all",),
-    "lt": ("self: min->any, max->all",),
     "zero": ("self: *",),
 }
 # Gradients are linear in the gradient that comes in.
