@@ -222,7 +222,7 @@ def dims_of(value: object, rank: int) -> tuple[int, ...]:
     """The dims that a `dim` argument names, none negative; None and an empty list name all of them."""
     if rank == 0:
         return ()
-    if value is None or value == ():
+    if value is None or value in ((), []):
         return tuple(range(rank))
     if isinstance(value, int):
         return (value % rank,)

@@ -23,8 +23,10 @@ def index_select(call: Call) -> Formula | None:
 
 
 @register_rule("aten::scatter", "aten::scatter_reduce")
-def scatter(call: Call) -> Formula:
+def scatter(call: Call) -> Formula | None:
     """Values go to places along the dim. With a reduction they meet what is there."""
+    if len(call.arg("index").shape) != len(call.arg("self").shape):
+        return None
     patterns = ["...[dim:d!]", "...[dim:j!]"]
     if isinstance(call.bound.get("src"), TensorInfo):
         patterns.append("...[dim:j!]" if call.arg("src").shape == call.arg("index").shape else "...[dim:_]")
@@ -34,8 +36,10 @@ def scatter(call: Call) -> Formula:
 
 
 @register_rule("aten::scatter_add")
-def scatter_add(call: Call) -> Formula:
+def scatter_add(call: Call) -> Formula | None:
     """A sum over the index: cut along it, every coord holds terms."""
+    if len(call.arg("index").shape) != len(call.arg("self").shape):
+        return None
     same = call.arg("src").shape == call.arg("index").shape
     source = "...[dim:j]" if same else "...[dim:_]"
     index = "...[dim:j]" if same else "...[dim:_]"
