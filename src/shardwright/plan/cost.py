@@ -14,7 +14,7 @@ from math import prod
 
 from shardwright.layout.layout import Layout
 from shardwright.plan.grid import numel, shared
-from shardwright.plan.maps import Coords, Map, every_coords
+from shardwright.plan.maps import Coords, Map, every_coords, unchanged_axes
 from shardwright.plan.steps import AllReduce, Exchange, LocalMove, Pieces, Place, Step
 from shardwright.plan.transfer import members_of
 
@@ -22,12 +22,13 @@ from shardwright.plan.transfer import members_of
 @lru_cache(maxsize=256)  # one plan asks several times
 def matching(source: Map, target: Map) -> int:
     """M: how many elements are at the same coordinates of all axes that cut in both."""
-    axes = source.cut | target.cut
-    sizes = tuple(size if axis in axes else 1 for axis, size in enumerate(source.sizes))
+    if source.cut & target.cut <= unchanged_axes(source, target):
+        return target.elements
+    sizes = _only(source.sizes, source.cut | target.cut)
     return sum(shared(source.cell(coords), target.cell(coords)) for coords in every_coords(sizes))
 
 
-def lower_bound(source: Map, target: Map, elements: int, reduced: Iterable[int], kept: Iterable[int]) -> int:
+def lower_bound(source: Map, target: Map, reduced: Iterable[int], kept: Iterable[int]) -> int:
     """The fewest elements that can cross between ranks, over all ranks.
 
     Without terms each rank needs what it wants and does not hold: `E t - r M`, r the ranks that hold equal
@@ -41,8 +42,10 @@ def lower_bound(source: Map, target: Map, elements: int, reduced: Iterable[int],
     wanting = _product(sizes, target.cut | kept_axes)
     common = matching(source, target)
     if terms == 1:
-        return copies * (elements * wanting - _product(sizes, source.cut | target.cut | kept_axes) * common)
-    return copies * (elements * (terms - 1 + wanting) - common)
+        return copies * (
+            target.elements * wanting - _product(sizes, source.cut | target.cut | kept_axes) * common
+        )
+    return copies * (target.elements * (terms - 1 + wanting) - common)
 
 
 def _product(sizes: tuple[int, ...], without: frozenset[int]) -> int:
@@ -52,10 +55,8 @@ def _product(sizes: tuple[int, ...], without: frozenset[int]) -> int:
 def exchanged(step: Exchange) -> int:
     """How many elements cross between ranks in an exchange, over all ranks."""
     source, target, sizes = step.source, step.target, step.source.sizes
-    wanted = sum(numel(target.cell(coords)) for coords in every_coords(_only(sizes, target.cut)))
-    copies = _product(sizes, target.cut)
     own = matching(source, target) * _product(sizes, source.cut | target.cut)
-    return step.term_count * wanted * copies - own
+    return step.term_count * target.elements * _product(sizes, target.cut) - own
 
 
 def _only(sizes: tuple[int, ...], axes: frozenset[int]) -> tuple[int, ...]:
@@ -66,8 +67,7 @@ def all_reduced(step: AllReduce) -> int:
     """How many elements cross between ranks in a native all-reduce, over all ranks."""
     moved = step.map
     n = moved.sizes[step.axis]
-    held = sum(numel(moved.cell(coords)) for coords in every_coords(_only(moved.sizes, moved.cut)))
-    return 2 * (n - 1) * held * _product(moved.sizes, moved.cut | {step.axis})
+    return 2 * (n - 1) * moved.elements * _product(moved.sizes, moved.cut | {step.axis})
 
 
 def traffic(step: AllReduce | Exchange) -> dict[Coords, tuple[int, int]]:

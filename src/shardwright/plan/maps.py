@@ -44,6 +44,22 @@ class LayoutMap:
             if placement.is_partition and layout.sizes[axis] > 1
         )
 
+    @property
+    def elements(self) -> int:
+        """How many elements the map places."""
+        return self.layout.numel
+
+    @property
+    def is_even(self) -> bool:
+        """True only if all ranks hold equally many elements: every placement is even on what it is given."""
+        layout = self.layout
+        shapes = layout.shapes_along_order((0,) * len(layout.sizes))
+        return all(
+            cast("Partition", layout.placements[axis]).even(shape, layout.sizes[axis])
+            for axis, shape in zip(layout.order, shapes, strict=False)
+            if axis in self.cut
+        )
+
     def cell(self, coords: Coords) -> Cell:
         """The layout's region at these coordinates."""
         key = _only(coords, self.cut)
@@ -86,6 +102,11 @@ class MixedMap:
     def cut(self) -> frozenset[int]:
         """Axes of both kinds and the free ones."""
         return self.from_source | self.target.cut | frozenset(self.free)
+
+    @property
+    def elements(self) -> int:
+        """How many elements the map places."""
+        return self.target.elements
 
     def cell(self, coords: Coords) -> Cell:
         """The boxes of these coordinates, one after the other in memory."""
@@ -143,6 +164,11 @@ class SlabMap:
     def cut(self) -> frozenset[int]:
         """Those of the whole map."""
         return self.base.cut
+
+    @property
+    def elements(self) -> int:
+        """How many elements the map places."""
+        return self.slab.numel
 
     def cell(self, coords: Coords) -> Cell:
         """The boxes of these coordinates inside the slab, one after the other in memory."""

@@ -19,8 +19,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
 from shardwright.placement.region import Box
 from shardwright.plan.cost import all_reduced, exchanged, lower_bound, matching
-from shardwright.plan.grid import numel
-from shardwright.plan.maps import LayoutMap, Map, MixedMap, SlabMap, every_coords, unchanged_axes
+from shardwright.plan.maps import LayoutMap, Map, MixedMap, SlabMap, unchanged_axes
 from shardwright.plan.pending import AxisPending, commute, pending_change
 from shardwright.plan.plan import Plan
 from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Place, Step
@@ -107,24 +106,24 @@ class _Decision:
 
     def plan(self) -> Plan:
         """All elements at once."""
-        bound = self._bound(self.arrival, self.source.numel)
+        bound = self._bound(self.arrival)
         native = self._native()
-        steps, reason = self._moves(self.arrival, self.source.numel, native)
+        steps, reason = self._moves(self.arrival, native)
         steps = [*steps, *self._finish()]
         return Plan(self.source, self.target, tuple(steps), reason, bound * self.source.itemsize)
 
     def plan_in_pieces(self, count: int) -> Plan:
         """One slab of the longest dim after the other: the same bytes, smaller buffers."""
-        bound = self._bound(self.arrival, self.source.numel)
+        bound = self._bound(self.arrival)
         slabs = [SlabMap(self.arrival, slab) for slab in _slabs(self.source.shape, count)]
-        moves = [self._moves(slab, slab.slab.numel, None) for slab in slabs]
+        moves = [self._moves(slab, None) for slab in slabs]
         pieces = Pieces(tuple(tuple(steps) for steps, _ in moves), tuple(slabs), self.arrival)
         reason = f"in {len(slabs)} pieces to save memory: {moves[0][1]}"
         steps = (pieces, *self._finish())
         return Plan(self.source, self.target, steps, reason, bound * self.source.itemsize)
 
-    def _bound(self, arrival: Map, elements: int) -> int:
-        return lower_bound(self.before, arrival, elements, self.reduced, self.kept)
+    def _bound(self, arrival: Map) -> int:
+        return lower_bound(self.before, arrival, self.reduced, self.kept)
 
     # ------------------------------------------------------------------ Pendings that the target asks for
 
@@ -163,12 +162,12 @@ class _Decision:
 
     # ------------------------------------------------------------------------------ elements that move
 
-    def _moves(self, arrival: Map, elements: int, native: AllReduce | None) -> Moves:
-        """The steps that bring `elements` elements to `arrival`."""
-        if self.reduced and elements:
-            return self._reductions(arrival, elements, native)
+    def _moves(self, arrival: Map, native: AllReduce | None) -> Moves:
+        """The steps that bring the elements of `arrival` there."""
+        if self.reduced and arrival.elements:
+            return self._reductions(arrival, native)
         exchange = _exchange(self.before, arrival)
-        if elements == 0 or exchanged(exchange) == 0:
+        if arrival.elements == 0 or exchanged(exchange) == 0:
             return [LocalMove(self.before, arrival)], _LOCAL
         if self._is_even_gather(exchange):
             return [replace(exchange, gather=True)], _GATHER
@@ -180,15 +179,14 @@ class _Decision:
             return False
         if matching(self.before, exchange.target) != self.source.numel:
             return False
-        sizes = tuple(size if axis in self.before.cut else 1 for axis, size in enumerate(self.sizes))
-        return len({numel(self.before.cell(coords)) for coords in every_coords(sizes)}) == 1
+        return self.before.is_even
 
     # -------------------------------------------------------------------------- terms that are combined
 
-    def _reductions(self, arrival: Map, elements: int, native: AllReduce | None) -> Moves:
+    def _reductions(self, arrival: Map, native: AllReduce | None) -> Moves:
         combine = Combine(self.change.reduced)
         direct = _exchange(self.before, arrival, self.reduced)
-        moved, bound = exchanged(direct), self._bound(arrival, elements)
+        moved, bound = exchanged(direct), self._bound(arrival)
         if moved <= bound:
             return [direct, combine], _TERMS
         if moved * self.source.itemsize <= ONE_ROUND_BYTES * prod(self.sizes):
