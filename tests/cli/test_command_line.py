@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import typer
 
+from shardwright import checkpoint
+from shardwright.cli import train as cli_train
 from shardwright.cli.app import app, main
+from shardwright.train import config
 from shardwright.train.config import TrainConfig
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -84,6 +87,10 @@ def test_the_help_of_train_tells_the_defaults(capsys: pytest.CaptureFixture[str]
         told = said.split(flag)[1].split("--")[0]
         assert f"[default: ({TrainConfig.model_fields[name].default})]" in told
     assert "[default: (the rest of the world)]" in said
+
+
+def test_the_word_for_the_newest_checkpoint_is_one_everywhere() -> None:
+    assert cli_train.NEWEST == config.NEWEST == checkpoint.NEWEST
 
 
 def test_train_has_no_other_flag() -> None:
