@@ -39,16 +39,15 @@ def distribute_tensor(
     """
     mesh = current_mesh(device_mesh)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
-    resolved, _ = resolve_placements(mesh, given, default="replicate")
+    resolved, stated = resolve_placements(mesh, given, default="replicate")
     if isinstance(tensor, TorchDTensor):
         return _already(as_ours(tensor), mesh, resolved)
     if not tensor.is_leaf:
         raise LayoutError(
             "distribute_tensor makes a leaf: the given tensor has a history; use DTensor.from_local"
         )
-    layout = Layout(
-        mesh, resolved, tuple(tensor.shape), dtype=tensor.dtype, stride=tuple(tensor.stride()), order=order
-    )
+    stride, order = tuple(tensor.stride()), order or stated
+    layout = Layout(mesh, resolved, tuple(tensor.shape), dtype=tensor.dtype, stride=stride, order=order)
     coords = coords_of(mesh)
     if coords is None:
         return wrap(tensor.new_empty(0), spec_of(layout, mesh), requires_grad=tensor.requires_grad)

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardwright.errors import LayoutError
+from shardwright.placement.chunks import Chunk, chunks_of
 from shardwright.tensor.spec import coords_of
 
 if TYPE_CHECKING:
     from shardwright.tensor.dtensor import DTensor
 
 
-def _boxes(x: DTensor) -> list[Any]:
-    """The non-empty boxes of this rank's region, in local order. Raises: LayoutError: x is not finished."""
+def _chunks(x: DTensor) -> tuple[Chunk, ...]:
+    """The boxes that this rank holds, with their places in the local tensor.
+
+    Raises: LayoutError: x is not finished.
+    """
     x._raise_if_contains_partial_placements()
     coords = coords_of(x.device_mesh)
-    if coords is None:
-        return []
-    return [box for box in x.layout.region(coords).boxes if 0 not in box.size]
+    return () if coords is None else chunks_of(x.layout.region(coords))
 
 
 def chunk_list(x: DTensor) -> list[ChunkStorageMetadata]:
     """One chunk per box: offsets and sizes in the logical tensor."""
     return [
-        ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.size)) for box in _boxes(x)
+        ChunkStorageMetadata(offsets=torch.Size(c.box.offset), sizes=torch.Size(c.box.size))
+        for c in _chunks(x)
     ]
 
 
@@ -47,26 +49,18 @@ def write_items(x: DTensor, fqn: str) -> list[WriteItem]:
 
 
 def shard_of(x: DTensor, index: MetadataIndex) -> torch.Tensor:
-    """The part of the local tensor that is the box at `index.offset`: a view, so loading writes into it."""
-    boxes = _boxes(x)
-    local = x._local_tensor
+    """The part of the local tensor that is the box at `index.offset`: a view, so loading writes into it.
+
+    Raises: LayoutError: this rank holds no such box, or several and no offset says which.
+    """
+    chunks = _chunks(x)
     if index.offset is None:
-        if len(boxes) == 1:
-            return local.view(boxes[0].size) if local.is_contiguous() else local
-        raise LayoutError(
-            f"{index.fqn}: {x.layout} holds {len(boxes)} boxes on this rank; an offset must say which"
-        )
-    start = 0
-    for box in boxes:
-        if tuple(box.offset) == tuple(index.offset):
-            return _view_of_box(local, boxes, start, box.size)
-        start += math.prod(box.size)
+        if len(chunks) != 1:
+            raise LayoutError(
+                f"{index.fqn}: {x.layout} holds {len(chunks)} boxes on this rank; an offset must say which"
+            )
+        return chunks[0].view(x._local_tensor)
+    for chunk in chunks:
+        if tuple(chunk.box.offset) == tuple(index.offset):
+            return chunk.view(x._local_tensor)
     raise LayoutError(f"{index.fqn}: no box at offset {tuple(index.offset)} on this rank of {x.layout}")
-
-
-def _view_of_box(local: torch.Tensor, boxes: list[Any], start: int, size: tuple[int, ...]) -> torch.Tensor:
-    if len(boxes) == 1 and tuple(local.shape) == tuple(size):
-        return local
-    if not local.is_contiguous():
-        raise LayoutError("a non-contiguous local tensor of several boxes has no view per box")
-    return local.view(-1).narrow(0, start, math.prod(size)).view(size)

@@ -21,8 +21,8 @@ def _layout(
 ) -> Layout:
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
-    resolved, _ = resolve_placements(mesh, given, default="replicate")
-    return Layout(mesh, resolved, shape, dtype=dtype or torch.get_default_dtype())
+    resolved, order = resolve_placements(mesh, given, default="replicate")
+    return Layout(mesh, resolved, shape, dtype=dtype or torch.get_default_dtype(), order=order)
 
 
 def _filled(

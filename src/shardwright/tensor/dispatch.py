@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.rules import registry
-from shardwright.tensor import handlers
+from shardwright.tensor import copied_views, handlers
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.mixing import replicate_plain
 from shardwright.tensor.prepare import NeedsDecomposition, Prepared, prepare
@@ -39,6 +39,8 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping
     route = _routes.get(func)
     if route is None:
         route = _routes[func] = _route_of(func)
+    if copied_views.exist():
+        return copied_views.around(route, func, args, kwargs)
     return route(func, args, kwargs)
 
 
@@ -70,7 +72,10 @@ def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
         _store(frozen, prepared)
     if isinstance(prepared, NeedsDecomposition):
         return prepared.run(args, kwargs)
-    return run(prepared, func, args, kwargs, tensors)
+    out = run(prepared, func, args, kwargs, tensors)
+    if prepared.moves and copied_views.is_view(func):
+        copied_views.remember(out, func, args, kwargs, copied=True)
+    return out
 
 
 def _collect(values: Iterable[Any], tensors: list[Any], key: list[Any]) -> bool:

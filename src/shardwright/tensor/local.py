@@ -43,12 +43,14 @@ def from_local(
     """See `DTensor.from_local`."""
     mesh = current_mesh(mesh)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
-    resolved, _ = resolve_placements(mesh, given, default="error")
+    resolved, order = resolve_placements(mesh, given, default="error")
     if (shape is None) != (stride is None):
         raise LayoutError("pass shape and stride together, or neither")
     layout = _stated(mesh, resolved, local, shape, stride) if shape is not None else None
     if layout is None:
         layout = inferred_layout(local, mesh, resolved)
+    if order is not None:
+        layout = layout.with_placements(resolved, order=order)
     coords = coords_of(mesh)
     if coords is None:
         local = local.new_empty(0, requires_grad=local.requires_grad)

@@ -81,10 +81,11 @@ def _place_by_pattern(module: nn.Module, mesh: DeviceMesh, patterns: ByPattern, 
             _set(module, name, made[id(tensor)])
 
 
-def _placements_for(name: str, patterns: ByPattern, mesh: DeviceMesh) -> tuple[Any, ...]:
+def _placements_for(name: str, patterns: ByPattern, mesh: DeviceMesh) -> PlacementsArgument:
     for pattern, given in patterns.items():
         if fnmatch.fnmatchcase(name, pattern):
-            return resolve_placements(mesh, given, default="replicate")[0]
+            resolve_placements(mesh, given, default="replicate")  # refuses before anything is changed
+            return given
     return (Replicate(),) * mesh.ndim
 
 
@@ -96,7 +97,7 @@ def _check_patterns(patterns: ByPattern, named: Mapping[str, torch.Tensor]) -> N
 
 
 def _distributed(
-    name: str, tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], source: int | None
+    name: str, tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementsArgument, source: int | None
 ) -> torch.Tensor:
     try:
         made = distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=source)

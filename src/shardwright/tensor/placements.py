@@ -39,7 +39,7 @@ def resolve_placements(
             f"{len(placements)} placements for a mesh of {len(names)} axes {names}: give one per axis, "
             "or a mapping {axis name: placement}"
         )
-    return placements, None
+    return placements, getattr(given, "order", None)  # what `from_partition_spec` returns knows its order
 
 
 def _by_name(

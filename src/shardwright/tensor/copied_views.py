@@ -1,0 +1,159 @@
+"""Views whose local result is a copy (a slice of a cut dim, say): writes still travel between view and base.
+
+A view that had to move data does not share the base's local tensor. It remembers its base: a write into it is
+written back, and after a write into the base it is derived again before its next use. Both are what the
+single-device program does, and both cost what deriving the view cost.
+
+Rejected: raising on such writes. `x[2] = 0` and `x[:, 1:3].mul_(2)` are common and have a clear meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwright.comm.record import record_decision
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.move import move_local
+from shardwright.tensor.spec import coords_of
+
+Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+@dataclass(slots=True)
+class _Origin:
+    """How a view came about; `copied`: its local tensor does not alias the base's."""
+
+    base: DTensor
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    index: int | None  # which of several results
+    copied: bool
+    version: int | None
+
+
+_origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def exist() -> bool:
+    """Is any such view alive?"""
+    return bool(_origins.data)
+
+
+@lru_cache(maxsize=4096)
+def is_view(func: torch._ops.OpOverload) -> bool:
+    """Do the op's results alias its first argument, which it does not write?"""
+    infos = [result.alias_info for result in func._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def remember(
+    out: Any, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, copied: bool
+) -> None:
+    """Note that `out` is a view of `args[0]`."""
+    base, *rest = args
+    several = isinstance(out, list | tuple)
+    for index, view in enumerate(out if several else (out,)):
+        if isinstance(view, DTensor) and view not in _origins:
+            where = index if several else None
+            _origins[view] = _Origin(base, func, tuple(rest), kwargs, where, copied, _version(base))
+
+
+def around(route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """One op while such views are alive: stale ones are derived again first, written ones go back after."""
+    for value in tree_leaves((args, dict(kwargs))):
+        if isinstance(value, DTensor):
+            _refresh(value)
+    out = route(func, args, kwargs)
+    if func._schema.is_mutable:
+        for value in _written(func, args, kwargs):
+            _write_back(value)
+    elif is_view(func) and args[0] in _origins:
+        remember(out, func, args, kwargs, copied=False)
+    return out
+
+
+def _version(x: torch.Tensor) -> int | None:
+    """torch's count of writes, shared by a base and its views; None where torch keeps none."""
+    return None if x.is_inference() else x._version
+
+
+def _refresh(view: DTensor) -> None:
+    """Derive the view again if its base was written since."""
+    origin = _origins.get(view)
+    if origin is None:
+        return
+    _refresh(origin.base)
+    version = _version(origin.base)
+    if not origin.copied or (version is not None and version == origin.version):
+        return
+    out = origin.func(origin.base, *origin.args, **origin.kwargs)
+    fresh = out if origin.index is None else out[origin.index]
+    view._local_tensor.copy_(fresh._local_tensor)
+    origin.version = version
+
+
+def _written(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    written = [
+        given[a.name]
+        for a in func._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write and a.name in given
+    ]
+    return [value for value in tree_leaves(written) if isinstance(value, DTensor)]
+
+
+def _write_back(view: torch.Tensor) -> None:
+    """The base gets the values of a view that was written: each rank those that lie in its own part."""
+    origin = _origins.get(view)
+    if origin is None or not isinstance(view, DTensor):
+        return
+    if origin.copied:
+        _overlay(view, origin)
+    _write_back(origin.base)
+
+
+def _overlay(view: DTensor, origin: _Origin) -> None:
+    base = origin.base
+    record_decision(
+        origin.func.name(), "redistribute: a view of a cut dim was written", f"{view.layout} -> {base.layout}"
+    )
+    whole = move_local(view, _finished(view.layout, everywhere=True), reason="write through a view")
+    coords = coords_of(base.device_mesh)
+    if coords is None:
+        return
+    values, touched = _blank(base), _blank(base)
+    _seen(values, origin).copy_(whole)
+    _seen(touched, origin).fill_(1)
+    mask = _finished(base.layout).split(touched, coords) != 0
+    base._local_tensor.copy_(torch.where(mask, base.layout.split(values, coords), base._local_tensor))
+
+
+def _blank(base: DTensor) -> torch.Tensor:
+    layout = base.layout
+    device = base._local_tensor.device
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device).zero_()
+
+
+def _seen(plain: torch.Tensor, origin: _Origin) -> torch.Tensor:
+    """What the view would see of a plain base: torch's own view."""
+    out = origin.func(plain, *origin.args, **origin.kwargs)
+    seen: torch.Tensor = out if origin.index is None else out[origin.index]
+    return seen
+
+
+def _finished(layout: Layout, *, everywhere: bool = False) -> Layout:
+    """Pending axes replicated (every axis if `everywhere`)."""
+    chosen = tuple(Replicate() if everywhere or p.is_pending else p for p in layout.placements)
+    return layout.with_placements(chosen, order=layout.order_names)
