@@ -29,6 +29,7 @@ GRADIENT_BOUND = 1e-5  # of the largest element
 NORM_BOUND = 1e-5  # of the norm
 TIE_GAP = 1e-5  # scores closer than this are a tie that rounding may decide
 EPSILON = 2.0**-23
+SHOWN = 3
 ROUNDING_FACTOR = 8.0  # how much larger than the reference's own rounding the run's may be
 
 
@@ -116,19 +117,17 @@ class Verifier:
         rounded = reference.gradients_at(run.step, run.weights, run.choices, torch.float32)
         allowed = allowed_errors(rounded.by_name, exact.by_name)
         errors = relative_differences(run.gradients, exact.by_name)
-        wrong = [name for name, error in errors.items() if not error <= allowed[name]]
+        wrong = {name: error for name, error in errors.items() if not error <= allowed[name]}
         where = f"{self.name}, step {run.step}"
-        for name in wrong:
-            self.findings.broken.append(
-                f"{where}: the gradient of {name} is off by {errors[name]:.3g} of its largest element at the "
-                f"run's own weights (bound {allowed[name]:.3g})"
-            )
         routing = routing_differences(exact.scores, run.choices)
-        if largest_gap(routing) > TIE_GAP:
+        if wrong:
+            unlike = _text(self._routing(run)) or "none"
+            self.findings.broken.append(
+                f"{where}: {_wrong_text(wrong, allowed, run.gradients, exact.by_name)}; "
+                f"routing decisions unlike one device's: {unlike}"
+            )
+        elif largest_gap(routing) > TIE_GAP:
             self.findings.broken.append(f"{where}: routing differs where it is no tie: {_text(routing)}")
-        elif wrong:
-            differing = _text(self._routing(run)) or "none"
-            self.findings.broken.append(f"{where}: routing decisions unlike one device's: {differing}")
         else:
             self._expected_norm = exact.norm
             largest = max(large.values(), default=0.0)
@@ -204,6 +203,31 @@ def _relative_difference(g: Tensor, g_ref: Tensor) -> float:
     if error == 0.0:
         return 0.0
     return error / scale if scale else float("inf")
+
+
+def _wrong_text(
+    wrong: Mapping[str, float],
+    allowed: Mapping[str, float],
+    run: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+) -> str:
+    """How many gradients are wrong, and how the worst of them differ from the right ones."""
+    worst = sorted(wrong, key=lambda name: -wrong[name])[:SHOWN]
+    facts = [
+        f"{name} by {wrong[name]:.3g} of its largest element (bound {allowed[name]:.2g}), "
+        f"{_multiple(run[name], exact[name]):.6g} times the right one"
+        for name in worst
+    ]
+    more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    return (
+        f"{len(wrong)} of {len(exact)} gradients are off at the run's own weights: {'; '.join(facts)}{more}"
+    )
+
+
+def _multiple(g: Tensor, g_ref: Tensor) -> float:
+    """The number that makes g_ref most like g."""
+    square = float(g_ref.square().sum())
+    return float((g.to(g_ref) * g_ref).sum()) / square if square else float("nan")
 
 
 def _relative(value: float, expected: float) -> float:
