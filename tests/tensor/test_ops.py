@@ -15,7 +15,7 @@ CALLS = [(family, name) for family, table in TABLES.items() for name in table]
 
 
 def _choices(operands):
-    """On one axis all layouts of up to two operands, a sweep of each of more; on two axes a few of all at once."""
+    """On one axis all pairs of layouts, a sweep over more operands; on two axes a few of all at once."""
     per_operand = [layouts_of(x.ndim) for x in operands]
     if mesh().ndim == 2:
         return [[layouts[(i + j) % len(layouts)] for j, layouts in enumerate(per_operand)] for i in (0, 1, 3)]

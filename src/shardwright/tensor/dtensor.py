@@ -46,6 +46,9 @@ class DTensor(TorchDTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor({self.layout}, local={self._local_tensor})"
 
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if spec and self.dim() == 0 else object.__format__(self, spec)
+
     # -- in and out -----------------------------------------------------------------------------------
 
     @staticmethod

@@ -1,0 +1,298 @@
+"""Into, out of and between layouts: values, gradients with torch's conventions, and what is refused."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as theirs
+
+import shardwright as sw
+from shardwright.errors import LayoutError, RuleError
+from shardwright.testing.meshes import rank_mesh
+
+from .cases import close, full, layouts_of, mesh, place, placements_of
+
+SHAPES = [(5, 7), (1, 3), (6, 4), (2, 0), (4,)]
+
+
+def _round_trips():
+    for shape in SHAPES:
+        x = full(*shape)
+        for placements in layouts_of(len(shape), pending=False):
+            d = sw.distribute_tensor(x, mesh(), placements)
+            assert d.shape == x.shape
+            assert d.stride() == x.stride()
+            assert d.placements == placements
+            assert torch.equal(d.full_tensor(), x)
+            local = d.layout.split(x, tuple(mesh().get_coordinate()))
+            assert torch.equal(d.to_local(), local)
+            again = sw.DTensor.from_local(d.to_local(), mesh(), placements, shape=x.shape, stride=x.stride())
+            assert torch.equal(again.full_tensor(), x)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 6])
+def test_what_is_distributed_comes_back_bit_for_bit(ranks, world):
+    ranks(world, _round_trips)
+
+
+def _redistributes():
+    for shape in [(5, 7), (1, 3)]:
+        x = full(*shape)
+        for source, target in itertools.product(layouts_of(len(shape)), repeat=2):
+            if any(p.is_partial() for p in target) and not any(p.is_partial() for p in source):
+                continue
+            d = place(x, source, requires_grad=True)
+            moved = d.redistribute(placements=target)
+            assert moved.placements == target
+            close(moved, x, f"{source} -> {target}")
+            weight = full(*shape, seed=9)
+            (moved * sw.distribute_tensor(weight, mesh())).sum().backward()
+            close(d.grad, weight, f"gradient of {source} -> {target}")
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_redistribution_keeps_values_and_gradients(ranks, world):
+    ranks(world, _redistributes)
+
+
+def _to_pending():
+    x = full(5, 7)
+    d = sw.distribute_tensor(x, mesh(), [sw.Replicate()])
+    for op in ("sum", "avg", "max", "min"):
+        moved = d.redistribute(placements=[sw.Partial(op)])
+        torch.testing.assert_close(moved.full_tensor(), x)
+
+
+def test_a_finished_value_can_become_pending(ranks):
+    ranks(2, _to_pending)
+
+
+def _mappings():
+    grid = mesh()
+    x = full(6, 4)
+    d = sw.distribute_tensor(x, grid, {"tp": sw.Shard(1)})
+    assert d.placements == (sw.Replicate(), sw.Shard(1))
+    e = d.redistribute({"dp": sw.Shard(0)})
+    assert e.placements == (sw.Shard(0), sw.Shard(1))
+    assert torch.equal(e.full_tensor(), x)
+    f = sw.DTensor.from_local(e.to_local(), grid, {"tp": sw.Shard(1), "dp": sw.Shard(0)})
+    assert torch.equal(f.full_tensor(), x)
+    g = sw.distribute_tensor(x, grid, {"dp": sw.Shard(0), "tp": sw.Shard(0)}, order=("tp", "dp"))
+    assert torch.equal(g.full_tensor(), x)
+    assert str(g.layout) == "f32[6@(tp, dp), 4]"
+    h = g.redistribute({"tp": sw.Replicate()})
+    assert torch.equal(h.full_tensor(), x)
+    with sw.init_device_mesh("cpu", (4,), mesh_dim_names=("all",)):
+        assert sw.distribute_tensor(x).placements == (sw.Replicate(),)
+
+
+def test_placements_may_be_named_by_axis(ranks):
+    ranks(4, _mappings)
+
+
+def _orders():
+    """tp first with uneven lengths: the rows of a rank are those that the order says, whatever moves."""
+    grid = mesh()
+    x = full(7, 3)
+    for source in itertools.permutations(("dp", "tp")):
+        d = sw.distribute_tensor(x, grid, [sw.Shard(0), sw.Shard(0)], order=source)
+        assert torch.equal(d.full_tensor(), x)
+        for target in itertools.permutations(("dp", "tp")):
+            moved = d.redistribute(placements=[sw.Shard(0), sw.Shard(0)], order=target)
+            assert moved.layout.order_names == target
+            assert torch.equal(moved.full_tensor(), x)
+            assert torch.equal(moved.to_local(), moved.layout.split(x, tuple(grid.get_coordinate())))
+        assert torch.equal((d * 2 + 1).full_tensor(), x * 2 + 1)
+        assert torch.equal((d.t() * 2).full_tensor(), x.t() * 2)
+
+
+@pytest.mark.parametrize("world", [4, 6])
+def test_the_order_of_application_is_part_of_a_layout(ranks, world):
+    ranks(world, _orders)
+
+
+def _gradients_of_from_local():
+    """torch's conventions: the local gradient has the placements of the value, pending ones finished."""
+    grid = rank_mesh((2,), ("tp",))
+    rank = dist.get_rank()
+    for placement, expected in [
+        (sw.Replicate(), torch.full((2, 3), 3.0)),
+        (sw.Shard(0), torch.full((2, 3), 3.0)),
+        (sw.Partial("sum"), torch.full((2, 3), 3.0)),
+    ]:
+        for kind in (sw.DTensor, theirs.DTensor):
+            local = torch.ones(2, 3, requires_grad=True)
+            d = kind.from_local(local, grid, [placement])
+            (d * 3.0).sum().full_tensor().backward() if kind is theirs.DTensor else (d * 3.0).sum().backward()
+            assert torch.equal(local.grad, expected), (placement, kind)
+    local = torch.ones(2, 3, requires_grad=True)
+    d = sw.DTensor.from_local(local, grid, [sw.Replicate()])
+    out = d.to_local(grad_placements=[sw.Partial("sum")])
+    (out * (rank + 1)).sum().backward()
+    assert torch.equal(local.grad, torch.full((2, 3), 3.0)), "terms 1 and 2 are added for a replicated value"
+    local = torch.ones(2, 3, requires_grad=True)
+    d = sw.DTensor.from_local(local, grid, [sw.Replicate()], grad_placements=[sw.Partial("sum")])
+    d.to_local(grad_placements=[sw.Partial("sum")]).mul(rank + 1).sum().backward()
+    assert torch.equal(local.grad, torch.full((2, 3), rank + 1.0)), "left pending: nothing is added"
+    local = torch.ones(2, 3, requires_grad=True)
+    sw.DTensor.from_local(local, grid, [sw.Replicate()]).to_local().sum().backward()
+    assert torch.equal(local.grad, torch.ones(2, 3)), "a replicated gradient is taken at its word"
+
+
+def test_gradients_of_from_local_and_to_local_follow_torch(ranks):
+    ranks(2, _gradients_of_from_local)
+
+
+def _gradient_of_full_tensor():
+    grid = rank_mesh((2,), ("tp",))
+    for placement in placements_of(2):
+        d = place(full(5, 7), [placement], requires_grad=True)
+        (d.full_tensor() * 2).sum().backward()
+        close(d.grad, torch.full((5, 7), 2.0), str(placement))
+        e = place(full(5, 7), [placement], requires_grad=True)
+        (e.full_tensor(grad_placements=[sw.Partial("sum")]) * 2).sum().backward()
+        close(e.grad, torch.full((5, 7), 4.0), f"{placement}, terms of two ranks")
+    assert grid.size() == 2
+
+
+def test_the_gradient_of_a_full_tensor_is_replicated_unless_said_otherwise(ranks):
+    ranks(2, _gradient_of_full_tensor)
+
+
+def _beside_torchs():
+    """torch's DTensor and ours in one expression, in both orders, with gradients into both."""
+    grid = rank_mesh((2,), ("tp",))
+    x, w = full(5, 7), full(7, 4, seed=1)
+    want_x, want_w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    (want_x @ want_w).square().sum().backward()
+    for p, q in itertools.product(placements_of(2, pending=False), repeat=2):
+        for first, second in ((sw, theirs), (theirs, sw)):
+            dx = first.distribute_tensor(x.clone(), grid, [p]).requires_grad_()
+            dw = second.distribute_tensor(w.clone(), grid, [q]).requires_grad_()
+            out = dx @ dw
+            assert isinstance(out, sw.DTensor)
+            out.square().sum().backward()
+            close(dx.grad, want_x.grad)
+            close(dw.grad, want_w.grad)
+            local = torch.ones(3, 7, requires_grad=True)
+            mixed = theirs.DTensor.from_local(local, grid, [theirs.Shard(0)]) @ sw.distribute_tensor(
+                w, grid, [q]
+            )
+            mixed.sum().backward()
+            close(local.grad, w.sum(1).expand(3, 7))
+
+
+def test_torchs_own_tensors_mix_with_ours(ranks):
+    ranks(2, _beside_torchs)
+
+
+def _factories():
+    grid = mesh()
+    for make, reference in ((sw.zeros, torch.zeros), (sw.ones, torch.ones)):
+        for placements in layouts_of(2):
+            d = make(5, 7, device_mesh=grid, placements=placements)
+            assert isinstance(d, sw.DTensor)
+            assert torch.equal(d.full_tensor(), reference(5, 7)), placements
+            assert make((5, 7), device_mesh=grid, placements={}).placements == (sw.Replicate(),) * grid.ndim
+    d = sw.full((3, 2), 7, device_mesh=grid, placements={"tp": sw.Shard(0)}, requires_grad=False)
+    assert d.dtype == torch.int64
+    assert torch.equal(d.full_tensor(), torch.full((3, 2), 7))
+    assert sw.empty(4, 3, device_mesh=grid, dtype=torch.bfloat16).dtype == torch.bfloat16
+    for make, reference in ((sw.rand, torch.rand), (sw.randn, torch.randn)):
+        for placements in layouts_of(2, pending=False):
+            torch.manual_seed(3)
+            d = make(5, 7, device_mesh=grid, placements=placements, requires_grad=True)
+            after = torch.rand(1)
+            torch.manual_seed(3)
+            assert torch.equal(d.full_tensor(), reference(5, 7))
+            assert torch.equal(after, torch.rand(1)), "the generator stands where one device's stands"
+            assert d.is_leaf
+            assert d.requires_grad
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_factories_make_the_tensors_of_one_device(ranks, world):
+    ranks(world, _factories)
+
+
+def _sources():
+    """Only the source rank's values count; with None every rank's own."""
+    grid = rank_mesh((2,), ("tp",))
+    x = torch.full((4,), float(dist.get_rank()))
+    assert torch.equal(sw.distribute_tensor(x, grid, [sw.Shard(0)]).full_tensor(), torch.zeros(4))
+    one = sw.distribute_tensor(x, grid, [sw.Shard(0)], src_data_rank=1).full_tensor()
+    assert torch.equal(one, torch.ones(4))
+    own = sw.distribute_tensor(x, grid, [sw.Shard(0)], src_data_rank=None).full_tensor()
+    assert torch.equal(own, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    checked = sw.DTensor.from_local(x, grid, [sw.Replicate()], run_check=True)
+    assert torch.equal(checked.to_local(), torch.zeros(4))
+
+
+def test_the_values_are_those_of_the_source_rank(ranks):
+    ranks(2, _sources)
+
+
+def _text(call, kind=LayoutError):
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def _refusals():
+    grid = mesh()
+    x = full(6, 4)
+    d = sw.distribute_tensor(x, grid, {"tp": sw.Shard(0)})
+    other = rank_mesh((4,), ("all",))
+    return {
+        "count": _text(lambda: sw.distribute_tensor(x, grid, [sw.Shard(0)])),
+        "axis": _text(lambda: d.redistribute({"pp": sw.Shard(0)})),
+        "dim": _text(lambda: sw.distribute_tensor(x, grid, {"tp": sw.Shard(2)}), ValueError),
+        "unnamed": _text(lambda: sw.DTensor.from_local(x, grid, {"tp": sw.Shard(0)})),
+        "history": _text(lambda: sw.distribute_tensor(x.clone().requires_grad_() * 2, grid)),
+        "already": _text(lambda: sw.distribute_tensor(d, grid, [sw.Shard(0), sw.Replicate()])),
+        "local shape": _text(
+            lambda: sw.DTensor.from_local(x, grid, [sw.Shard(0), sw.Replicate()], shape=(6, 4), stride=(4, 1))
+        ),
+        "no placements": _text(d.redistribute),
+        "other mesh": _text(lambda: d.redistribute(other, [sw.Replicate()])),
+        "two meshes": _text(lambda: d + sw.distribute_tensor(x, other, [sw.Replicate()]), RuleError),
+        "plain": _text(lambda: d + x, RuleError),
+        "shape alone": _text(lambda: sw.DTensor.from_local(x, grid, [sw.Replicate()] * 2, shape=(6, 4))),
+    }
+
+
+def test_bad_input_is_refused_with_what_and_why(ranks):
+    texts = ranks(4, _refusals)[0]
+    assert texts["count"] == (
+        "1 placements for a mesh of 2 axes ('dp', 'tp'): give one per axis, "
+        "or a mapping {axis name: placement}"
+    )
+    assert texts["axis"] == "the mesh has no axis 'pp'; its axes are ('dp', 'tp')"
+    assert "2" in texts["dim"]
+    assert texts["unnamed"] == "no placement for axis 'dp': every axis of ('dp', 'tp') must be named here"
+    assert "use DTensor.from_local" in texts["history"]
+    assert texts["already"].endswith("use redistribute to move it")
+    assert "local tensor of shape (6, 4)" in texts["local shape"]
+    assert texts["no placements"].startswith("redistribute needs placements")
+    assert "another mesh" in texts["other mesh"]
+    assert "different meshes" in texts["two meshes"]
+    assert "sw.distribute_tensor" in texts["plain"]
+    assert "sw.DTensor.from_local" in texts["plain"]
+    assert "sw.spmd(mesh)" in texts["plain"]
+    assert texts["shape alone"] == "pass shape and stride together, or neither"
+
+
+def _dtypes():
+    """forward_dtype and backward_dtype: cast before each move."""
+    grid = rank_mesh((2,), ("tp",))
+    d = sw.distribute_tensor(full(4, 4), grid, [sw.Shard(0)]).requires_grad_()
+    out = d.redistribute(placements=[sw.Replicate()], forward_dtype=torch.bfloat16)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out.full_tensor(), full(4, 4).bfloat16())
+    out.sum().backward()
+    assert d.grad.dtype == torch.float32
+
+
+def test_a_redistribution_can_cast(ranks):
+    ranks(2, _dtypes)
