@@ -121,3 +121,11 @@ def std_mean(
     """Standard deviation and mean."""
     variance, average = _moments(x, dim, correction, keepdim=keepdim)
     return variance.sqrt(), average
+
+
+@rewrite("aten::allclose.default")
+def allclose(
+    _op: object, x: Tensor, y: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    """Whether every pair of elements is close: each rank compares its own, then all agree."""
+    return bool(torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=equal_nan).all())

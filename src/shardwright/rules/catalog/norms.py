@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwright.rules.call import Call
+from shardwright.rules.catalog.decomposing import take_apart
 from shardwright.rules.catalog.labels import join, letters
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule
@@ -65,29 +66,13 @@ def group_norm_backward(call: Call) -> Formula:
     return formula(text, reduce=(None, "sum", "sum"), hom="grad_out: sum->sum", ints={"N": "n"})
 
 
-@register_rule(
-    "aten::native_batch_norm",
-    "aten::_native_batch_norm_legit",
-    "aten::_native_batch_norm_legit_no_training",
+# Batch statistics are sums over the batch: taken apart, they are right on any part of it.
+take_apart(
+    "aten::native_batch_norm.default",
+    "aten::_native_batch_norm_legit.default",
+    "aten::_native_batch_norm_legit.no_stats",
+    "aten::_native_batch_norm_legit_no_training.default",
+    "aten::_batch_norm_with_update.default",
+    "aten::native_batch_norm_backward.default",
+    "aten::batch_norm_backward.default",
 )
-def batch_norm(call: Call) -> Formula:
-    """Channels may be cut; the batch only when the statistics are given."""
-    training = bool(call.bound.get("training", False))
-    batch = "n!" if training else "n"
-    full = [batch, "c", *["_"] * (len(call.arg("input").shape) - 2)]
-    rest = [["c"] if info is not None and info.shape != (0,) else ["_"] for info in call.results[1:]]
-    given = [name for name in ("weight", "bias", "running_mean", "running_var") if name in call.bound]
-    patterns = [full, *[["c"] for _ in given]]
-    return formula(join(patterns, [full, *rest]))
-
-
-@register_rule("aten::native_batch_norm_backward")
-def batch_norm_backward(call: Call) -> Formula:
-    """Channels may be cut; the batch sums are taken inside the kernel."""
-    full = ["n!", "c", *["_"] * (len(call.arg("input").shape) - 2)]
-    per_channel = ["weight", "running_mean", "running_var", "save_mean", "save_invstd"]
-    patterns = [full, full]
-    for name in per_channel:
-        info = call.bound.get(name)
-        patterns.append(["_"] if info is not None and getattr(info, "shape", None) == (0,) else ["c"])
-    return formula(join(patterns, [full, ["c"], ["c"]]), hom="grad_out: sum->sum")

@@ -1,0 +1,32 @@
+"""Ops that are always taken apart before anything is sharded: their steps have rules, the whole has not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardwright.errors import RuleError
+from shardwright.rules.registry import rewrite
+
+
+@lru_cache(maxsize=256)
+def _decomposition(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    from torch._decomp import decomposition_table  # noqa: PLC0415  half a second that few runs need
+
+    found = decomposition_table.get(op)
+    if found is None:
+        raise RuleError(f"{op.name()}: this version of torch has no decomposition for it")
+    return found
+
+
+def decomposed(op: torch._ops.OpOverload, *args: object, **kwargs: object) -> object:
+    """The op step by step, as torch's own tables take it apart."""
+    return _decomposition(op)(*args, **kwargs)
+
+
+def take_apart(*ops: str) -> None:
+    """Register `decomposed` for these overloads."""
+    rewrite(*ops)(decomposed)
