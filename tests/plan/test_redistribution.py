@@ -144,6 +144,16 @@ def test_several_pendings_combine_right_to_left(before, after, order):
     assert torch.equal(target.join(results), meaning)
 
 
+def test_pendings_that_are_swapped_are_noticed(monkeypatch, fresh_plans):
+    from shardwright.plan import pending
+
+    monkeypatch.setattr(pending, "commute", lambda pendings: True)
+    source, target = layout((2, 3), [P, Partial("max")]), layout((2, 3), [R, Partial("max")])
+    terms = [small_integers((8, 6), torch.float32, i) for i in range(6)]
+    swapped = Lockstep(plan_redistribution(source, target)).run(terms)
+    assert not torch.equal(target.join(swapped), source.join(terms))
+
+
 def test_elements_taken_from_the_wrong_place_are_noticed(monkeypatch):
     right = grid._meet
     monkeypatch.setattr(grid, "_meet", lambda a, b: [(0, target, size) for _, target, size in right(a, b)])
