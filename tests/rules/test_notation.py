@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shardwright.errors import RuleError
-from shardwright.rules.binding import BindingError, bind
+from shardwright.rules.binding import bind
+from shardwright.rules.described import BindingError
 from shardwright.rules.formula import formula, parse_hom
 from shardwright.rules.notation import Fixed, Group, Label, parse
 from tests.rules.calls import aten, call, meta

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 from shardwright.placement.base import Partition, Placement, Replicate
@@ -333,8 +332,8 @@ def after(view: AxisView, candidate: Candidate) -> States:
         return view.states
     label, part = candidate.label, candidate.part
     found: set[Sizes] = set()
-    for sizes, coord in product(view.states, range(view.n)):
-        length = part_lengths(part, sizes[label], view.n)[coord]
-        found.add((*sizes[:label], length, *sizes[label + 1 :]))
+    for sizes in view.states:
+        lengths = set(part_lengths(part, sizes[label], view.n))
+        found |= {(*sizes[:label], length, *sizes[label + 1 :]) for length in lengths}
     return frozenset(found)
 

@@ -5,7 +5,7 @@
               | '-'                          always whole on every rank
               | '()'                         a tensor without dims
     item     := label ['!'] ['?'] | '_' | INT | '(' part+ ')' | '...' ['[' subst (';' subst)* ']']
-    part     := label ['!'] | '_' | INT      outer to inner; an INT is an uncut factor
+    part     := label ['!'] | INT            outer to inner; an INT is an uncut factor
     subst    := ARG ':' (label ['!'] | '_')* the dims that schema argument ARG names; nothing: dropped
 
 A label may be cut, in every operand and result that shows it alike. `!` must be whole; `_` is whole and
@@ -184,7 +184,10 @@ def _items(tokens: _Tokens) -> Iterator[Item]:
 
 def _group(tokens: _Tokens) -> Iterator[Label | Fixed]:
     while not tokens.accept(")"):
-        yield _dim(tokens, optional=False)
+        part = _dim(tokens, optional=False)
+        if isinstance(part, Label) and part.name == "_":
+            raise RuleError(f"rule {tokens.text!r}: a factor needs a name or a size, '_' has neither")
+        yield part
 
 
 def _dim(tokens: _Tokens, *, optional: bool) -> Label | Fixed:

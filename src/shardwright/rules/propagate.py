@@ -10,7 +10,7 @@ from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.layout.order import conflicts
 from shardwright.placement.base import Placement
-from shardwright.rules.binding import BindingError, bind
+from shardwright.rules.binding import bind
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.candidates import REPLICATE
 from shardwright.rules.decision import (
@@ -22,6 +22,7 @@ from shardwright.rules.decision import (
     ResultShape,
     ResultStride,
 )
+from shardwright.rules.described import BindingError
 from shardwright.rules.equation import Dim, Equation
 from shardwright.rules.lists import join_decisions, split_call
 from shardwright.rules.registry import is_per_element, registry

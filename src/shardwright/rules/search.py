@@ -46,15 +46,13 @@ class Search:
     sizes: tuple[int, ...]
     current: tuple[tuple[Placement, ...], ...]
     order: tuple[int, ...]
-    _best: Choice | None = field(default=None, init=False)
+    _found: list[Choice] = field(default_factory=list, init=False)
     _ranked: dict[tuple[int, bool, States], list[Candidate]] = field(default_factory=dict, init=False)
 
     def best(self) -> Choice:
         """The cheapest choice; there is always one, since whole tensors serve every op."""
         self._descend({}, frozenset({self.equation.sizes}), scattered=False)
-        if self._best is None:  # pragma: no cover  the whole candidate is never pruned
-            raise AssertionError("a search without candidates")
-        return self._best
+        return min(self._found, key=lambda choice: choice.price)
 
     def _descend(self, chosen: dict[int, Candidate], states: States, *, scattered: bool) -> None:
         if len(chosen) == len(self.order):
@@ -63,9 +61,9 @@ class Search:
         axis = self.order[len(chosen)]
         view = self._view(axis, states, scattered=scattered)
         for candidate in self._few(axis, view):
-            left = after(view, candidate) if self.equation.grouped or self.equation.formula.even else states
+            left = after(view, candidate)
             self._descend({**chosen, axis: candidate}, left, scattered=scattered or candidate.scattered)
-            if self._best is not None and self._best.price.free:
+            if self._found[-1].price.free:
                 return
 
     def _view(self, axis: int, states: States, *, scattered: bool) -> AxisView:
@@ -127,9 +125,7 @@ class Search:
                 self._rewritten(operand, current[axis], candidate) for axis, candidate in enumerate(chosen)
             )
         work = prod(1 / n for n, candidate in zip(self.sizes, chosen, strict=True) if candidate.divides)
-        price = Price(rewritten, sent, work, moves)
-        if self._best is None or price < self._best.price:
-            self._best = Choice(chosen, price)
+        self._found.append(Choice(chosen, Price(rewritten, sent, work, moves)))
 
 
 def rewritten_operands(

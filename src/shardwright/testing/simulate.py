@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import Coords
-from shardwright.rules.binding import aliases_of
+from shardwright.rules.aliases import aliases_of
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.decision import Decision
 from shardwright.rules.identity import identity_of

@@ -45,8 +45,10 @@ class _Labels:
 
 
 @register_rule(*_FORWARD)
-def attention(call: Call) -> Formula:
+def attention(call: Call) -> Formula | None:
     """Linear in the values. The log of the sums depends on queries and keys alone."""
+    if call.arg("dropout_p"):  # the mask is drawn inside the kernel, for the heads that it sees
+        return None
     labels = _Labels(call)
     operands = [labels.query, labels.key, labels.key]
     for name in ("attn_bias", "attn_mask"):
@@ -69,6 +71,8 @@ def _statistic(info: TensorInfo | None, call: Call, labels: _Labels) -> list[str
 @register_rule(*(f"{name}_backward" for name in _FORWARD))
 def attention_backward(call: Call) -> Formula | None:
     """Linear in the gradient; cut queries give every rank a term of the gradients of keys and values."""
+    if call.arg("dropout_p"):
+        return None
     labels = _Labels(call)
     operands: list[list[str]] = []
     for parameter in call.op._schema.arguments:

@@ -6,7 +6,7 @@ from shardwright.rules.call import Call
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule, rule
 
-LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
+LIKE = "empty_like zeros_like ones_like full_like"
 
 for _name in LIKE.split():
     rule(f"aten::{_name}", "~... -> ...", elementwise=True)

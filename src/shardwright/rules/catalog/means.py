@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shardwright.rules.binding import dims_of
+from shardwright.rules.described import dims_of
 from shardwright.rules.registry import rewrite
 
 _LOW_PRECISION = {torch.float16, torch.bfloat16}

@@ -1,4 +1,7 @@
-"""Elementwise ops: any partition of the elements will do; what they keep of pending values is listed."""
+"""Elementwise ops: any partition of the elements will do; what they keep of pending values is listed.
+
+Random ops are not among them: a part's own draw is not the part of the whole draw.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,17 @@ _SAME = ("self: *",)
 # No fact about pending values: parts of a sum may leave the domain, or the op is not linear in anything.
 NO_FACT = """
     __and__ __lshift__ __or__ __rshift__ __xor__ _prelu_kernel abs acos acosh angle asin atan2 atanh
-    bernoulli bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor cauchy
-    celu complex copysign cos cosh deg2rad digamma elu eq erfc erfinv exponential floor_divide fmax fmin
-    fmod frac gcd ge gelu geometric gt hardshrink hardsigmoid hardswish heaviside hypot i0 igamma igammac
-    isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu lgamma log log10 log1p log2 log_normal
-    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt mish mvlgamma nan_to_num
-    ne nextafter normal polar polygamma pow rad2deg random reciprocal remainder rsqrt sgn sign signbit
-    silu sin sinc softplus softshrink special_airy_ai special_bessel_j0 special_bessel_j1
-    special_bessel_y0 special_bessel_y1 special_entr special_erfcx special_i0e special_i1 special_i1e
-    special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
-    special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0
-    special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_xlog1py special_zeta sqrt tan
-    threshold uniform xlogy
+    bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor celu complex
+    copysign cos cosh deg2rad digamma elu eq erfc erfinv floor_divide fmax fmin fmod frac gcd ge gelu gt
+    hardshrink hardsigmoid hardswish heaviside hypot i0 igamma igammac isfinite isinf isnan isneginf
+    isposinf lcm ldexp le leaky_relu lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
+    logical_not logical_or logical_xor logit lt mish mvlgamma nan_to_num ne nextafter polar polygamma pow
+    rad2deg reciprocal remainder rsqrt sgn sign signbit silu sin sinc softplus softshrink special_airy_ai
+    special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx
+    special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0
+    special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
+    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0
+    special_xlog1py special_zeta sqrt tan threshold xlogy
 """
 # Increasing on all of the reals and keeping nan, so the largest part has the largest value. Not here: what is
 # monotone only for some parameters (leaky_relu, threshold), what swallows nan (sign, comparisons).
