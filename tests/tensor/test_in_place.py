@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import shardwright as sw
+from shardwright.errors import RuleError
 from shardwright.testing.meshes import rank_mesh
 
 from .cases import close, full, layouts_of, mesh, place
@@ -99,6 +100,30 @@ def _through_views(name):
 @pytest.mark.parametrize("name", WRITES)
 def test_a_write_through_a_view_reaches_the_base(ranks, name, world):
     ranks(world, _through_views, name)
+
+
+def _shape_changes():
+    texts = set()
+    for change in (
+        lambda x: x.t_(),
+        lambda x: x.transpose_(0, 1),
+        lambda x: x.unsqueeze_(0),
+        lambda x: x.resize_(2, 2),
+    ):
+        for layout in layouts_of(2):
+            d = place(full(5, 7), layout)
+            with pytest.raises(RuleError, match="changes the shape") as caught:
+                change(d)
+            close(d, full(5, 7))
+            assert d.shape == (5, 7)
+            texts.add(str(caught.value).splitlines()[-1])
+    return texts
+
+
+def test_an_op_that_changes_a_shape_in_place_is_refused(ranks):
+    assert ranks(2, _shape_changes)[0] == {
+        "  fix: use the op that returns a new view, without the underscore"
+    }
 
 
 def _indexed():

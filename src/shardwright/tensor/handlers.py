@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from shardwright.comm.record import record_decision, recording
+from shardwright.errors import RuleError
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.lists import run_on_lists
 from shardwright.tensor.local import replicated
+from shardwright.tensor.modes import refuse_to_gather
 from shardwright.tensor.random import draw
 
 Handler = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -22,6 +24,8 @@ def find(func: torch._ops.OpOverload) -> Handler | None:
     found = _HANDLERS.get(func)
     if found is not None:
         return found
+    if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
+        return refuse_inplace_view
     name = func._schema.name
     if name.startswith(("aten::_foreach_", "aten::_fused_")):
         _HANDLERS[func] = run_on_lists
@@ -29,12 +33,23 @@ def find(func: torch._ops.OpOverload) -> Handler | None:
     return None
 
 
+def refuse_inplace_view(func: torch._ops.OpOverload, args: tuple[Any, ...], _: Mapping[str, Any]) -> Any:
+    """`t_`, `squeeze_`, `resize_` and the like would leave the layout behind. Raises: RuleError: always."""
+    raise RuleError(
+        f"{func.name()}: changes the shape of a distributed tensor in place, which its layout cannot follow\n"
+        f"  self   {args[0].layout}\n"
+        "  fix: use the op that returns a new view, without the underscore"
+    )
+
+
 def item(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`.item()` and friends read the finished logical value, never the local part."""
     x = args[0]
+    why = "the host reads the finished value"
+    refuse_to_gather(func, x, why)
     whole = replicated(x)
     if whole is not x and recording():
-        record_decision(func.name(), "redistribute: the host reads the finished value", str(x.layout))
+        record_decision(func.name(), f"redistribute: {why}", str(x.layout))
     return func(whole._local_tensor, *args[1:], **kwargs)
 
 
@@ -53,6 +68,7 @@ def write_into_plain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
 
     def whole(value: Any) -> Any:
         if isinstance(value, DTensor):
+            refuse_to_gather(func, value, "it is written into a plain tensor")
             return replicated(value)._local_tensor
         if isinstance(value, list | tuple):
             return type(value)(whole(v) for v in value)

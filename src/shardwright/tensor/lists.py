@@ -143,8 +143,16 @@ def _element_by_element(func: torch._ops.OpOverload, args: tuple[Any, ...], kwar
                 as_replicated(a, mesh) if isinstance(a, torch.Tensor) and not isinstance(a, DTensor) else a
                 for a in element_args
             ]
-        out.append(scalar(*element_args, **element_kwargs))
+        out.append(scalar(*_positional(scalar, element_args, element_kwargs), **element_kwargs))
     return out if func._schema.returns else None
+
+
+def _positional(scalar: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The list ops take `value` by position, the ops of one element by name."""
+    if scalar in _NAMED_VALUE and len(args) == 4:
+        kwargs["value"] = args[3]
+        return args[:3]
+    return args
 
 
 def _element(value: Any, index: int, length: int) -> Any:
@@ -153,6 +161,7 @@ def _element(value: Any, index: int, length: int) -> Any:
     return value
 
 
+_NAMED_VALUE = (aten.addcmul, aten.addcmul_, aten.addcdiv, aten.addcdiv_)
 _SCALAR_NAMES = {"norm": "linalg_vector_norm", "maximum": "maximum", "minimum": "minimum"}
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardwright.errors import ImplicitRedistributionError
+from shardwright.placement.base import Replicate
 from shardwright.plan.redistribution import plan_redistribution
 
 if TYPE_CHECKING:
@@ -48,6 +49,20 @@ def refuse_implicit(func: torch._ops.OpOverload, prepared: Prepared, tensors: li
         plan = plan_redistribution(tensors[move.operand].layout, move.target)
         if plan.total_bytes:
             raise ImplicitRedistributionError(_text(func, prepared, tensors, move.operand, plan.total_bytes))
+
+
+def refuse_to_gather(func: torch._ops.OpOverload, x: DTensor, why: str) -> None:
+    """Raise, while `explicit()` is active, for an op that needs the whole value of `x`."""
+    if not _mode.explicit:
+        return
+    whole = x.layout.with_placements((Replicate(),) * len(x.layout.placements))
+    cost = plan_redistribution(x.layout, whole).total_bytes
+    if cost:
+        raise ImplicitRedistributionError(
+            f"{func.name()}: needs an implicit redistribution (explicit mode allows none): {why}\n"
+            f"  operand 0  {x.layout}\n"
+            f"  fix:  operand.full_tensor()     {cost} B over all ranks"
+        )
 
 
 def _text(
