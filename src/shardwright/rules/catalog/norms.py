@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from shardwright.rules.call import Call
 from shardwright.rules.catalog.decomposing import take_apart
 from shardwright.rules.catalog.labels import join, letters
 from shardwright.rules.formula import Formula, formula
+from shardwright.rules.registry import rewrite
 from shardwright.rules.rule import register_rule
 
 
@@ -72,7 +76,22 @@ take_apart(
     "aten::_native_batch_norm_legit.default",
     "aten::_native_batch_norm_legit.no_stats",
     "aten::_native_batch_norm_legit_no_training.default",
-    "aten::_batch_norm_with_update.default",
     "aten::native_batch_norm_backward.default",
     "aten::batch_norm_backward.default",
 )
+
+
+@rewrite("aten::_batch_norm_with_update.default")
+def batch_norm_with_update(
+    _op: object,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Batch norm in training, with the empty reserve that its backward asks for."""
+    out, mean, rstd = torch.native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return out, mean, rstd, x.new_empty((0,), dtype=torch.uint8)
