@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         ones,
         rand,
         randn,
+        redistribute_many,
         spmd,
         zeros,
     )
@@ -81,6 +82,7 @@ _HOME = {
         "ones",
         "rand",
         "randn",
+        "redistribute_many",
         "spmd",
         "zeros",
     ),
@@ -118,6 +120,7 @@ __all__ = [
     "plan_redistribution",
     "rand",
     "randn",
+    "redistribute_many",
     "register_rule",
     "rule",
     "rules_of",

@@ -6,6 +6,7 @@ from shardwright.tensor.dispatch import clear_cache
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local_map import local_map
 from shardwright.tensor.localized import LocalizedDTensor
+from shardwright.tensor.many import redistribute_many
 from shardwright.tensor.modes import explicit
 from shardwright.tensor.module import distribute_module
 from shardwright.tensor.spmd import spmd
@@ -23,6 +24,7 @@ __all__ = [
     "ones",
     "rand",
     "randn",
+    "redistribute_many",
     "spmd",
     "zeros",
 ]
