@@ -207,3 +207,33 @@ def _train(name, kind, steps=3):
 @pytest.mark.parametrize("name", ["replicate", "fsdp 2-D", "replicate, then fsdp"])
 def test_a_few_steps_are_those_of_one_device(ranks, name, kind):
     ranks(STRATEGIES[name].world, _train, name, kind)
+
+
+def _gradient_penalty():
+    """A loss with the norm of a gradient in it: the second derivative is that of one device."""
+    from shardwright.parallel import parallelize_replicate
+    from shardwright.testing.meshes import rank_mesh
+
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    x = torch.randn(6, 4)
+
+    def loss(model, rows):
+        total = model(rows).square().sum() / 6
+        gradients = torch.autograd.grad(total, list(model.parameters()), create_graph=True)
+        return total, gradients
+
+    one = copy.deepcopy(plain)
+    total, gradients = loss(one, x)
+    (total + sum(g.square().sum() for g in gradients)).backward()
+    model = parallelize_replicate(plain, rank_mesh((2,), ("dp",)))
+    total, gradients = loss(model, x.split((4, 2))[dist.get_rank()])
+    penalty = sum(g.square().sum() for g in gradients)
+    assert penalty.requires_grad
+    # a DTensor is one logical value, so its gradient is whole on every rank: no division by the ranks
+    (total + penalty.full_tensor()).backward()
+    check_full_gradients(model, {n: p.grad for n, p in one.named_parameters()})
+
+
+def test_a_gradient_penalty_is_differentiated_twice(ranks):
+    ranks(2, _gradient_penalty)

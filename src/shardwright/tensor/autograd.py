@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from shardwright.layout.layout import Layout
     from shardwright.tensor.dtensor import DTensor
+    from shardwright.tensor.spec import Spec
 
 
 def finished(layout: Layout) -> Layout:
@@ -43,6 +44,11 @@ def apply(function: Any, *args: Any) -> DTensor:
     return cast("DTensor", function.apply(*args))
 
 
+def _differentiated(grad: torch.Tensor) -> bool:
+    """Is this backward recorded for a second one?"""
+    return torch.is_grad_enabled() and grad.requires_grad
+
+
 class FromLocal(torch.autograd.Function):
     """local tensor -> DTensor. Backward: the local part of the gradient in `grad_layout`'s placements."""
 
@@ -59,6 +65,9 @@ class FromLocal(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         target = grad.layout.with_placements(ctx.grad_layout.placements, order=ctx.grad_layout.order_names)
+        if _differentiated(grad):
+            moved = apply(Redistribute, grad, target, grad.device_mesh)
+            return apply(ToLocal, moved, finished(target)), None, None, None
         local = move_local(grad, target, reason="gradient of from_local")
         return local, None, None, None
 
@@ -77,6 +86,9 @@ class ToLocal(torch.autograd.Function):
         if grad is None:
             return None, None
         layout: Layout = ctx.grad_layout
+        if _differentiated(grad):
+            layout = with_dtype(layout, grad.dtype)
+            return apply(FromLocal, grad, layout, ctx.mesh, finished(layout)), None
         return wrap(grad, spec_of(with_dtype(layout, grad.dtype), ctx.mesh)), None
 
 
@@ -97,6 +109,8 @@ class Redistribute(torch.autograd.Function):
         if grad is None:
             return None, None, None
         target = acceptable_gradient(ctx.source, grad.layout)
+        if _differentiated(grad):
+            return apply(Redistribute, grad, target, grad.device_mesh), None, None
         local = move_local(grad, target, reason="gradient of redistribute")
         return wrap(local, spec_of(target, grad.device_mesh)), None, None
 
@@ -120,11 +134,37 @@ class Localize(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None:
             return None
+        if _differentiated(grad):
+            return apply(RestoreAxes, grad, ctx.spec)
         term = restore_axes(ctx.spec, grad)
         leaf = None if ctx.leaf is None else ctx.leaf()
         if leaf is not None and leaf.grad is not None:
             leaf.grad = as_term(leaf.grad, term.layout)
         return term
+
+
+class RestoreAxes(torch.autograd.Function):
+    """The gradient of what a computation saw of a parameter -> the parameter's gradient; see `Localize`."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, spec: Spec) -> torch.Tensor:
+        ctx.inner = kept_spec(spec)
+        ctx.set_materialize_grads(False)
+        term = restore_axes(spec, grad.detach())
+        ctx.layout = term.layout
+        return term
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None]:
+        if grad is None:
+            return None, None
+        target = with_dtype(finished(ctx.layout), grad.dtype)
+        local = move_local(grad, target, reason="second gradient of a parameter")
+        if ctx.inner is None:
+            return local, None
+        left = dict(zip(target.axes, target.placements, strict=True))
+        layout = ctx.inner.layout.with_placements({axis: left[axis] for axis in ctx.inner.layout.axes})
+        return wrap(local, spec_of(layout, ctx.inner.mesh)), None
 
 
 def as_term(gradient: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -181,6 +181,11 @@ class DTensor(TorchDTensor):
     ) -> Any:
         return cls._dispatch(func, args, kwargs or {})
 
+    # -- protocol: pickling ---------------------------------------------------------------------------
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return _rebuild, (self._local_tensor.detach(), self._spec, self.requires_grad, dict(vars(self)))
+
     # -- protocol: torch's distributed checkpoint -------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
@@ -195,6 +200,13 @@ class DTensor(TorchDTensor):
     def _raise_if_contains_partial_placements(self) -> None:
         if any(p.is_pending for p in self.layout.placements):
             raise LayoutError(f"{self.layout} is not finished; redistribute it before saving")
+
+
+def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: dict[str, Any]) -> DTensor:
+    """A pickled DTensor, on the same mesh."""
+    made = wrap(local, spec_of(spec.layout, spec.mesh, spec.use), requires_grad=requires_grad)
+    vars(made).update(attributes)
+    return made
 
 
 def _names(mesh: DeviceMesh, extra: Any) -> tuple[str, ...] | None:
