@@ -8,7 +8,8 @@ from math import prod
 from operator import add
 from typing import TYPE_CHECKING
 
-from shardwright.placement.region import Box, Region, flat_boxes
+from shardwright.placement.flat_region import FlatRegion
+from shardwright.placement.region import Box, Region, flat_boxes, joined
 from shardwright.placement.runs import compose
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ def compose_regions(outer: Region, inner: Region) -> Region:
         return Region((), inner.local_shape)
     if inner.runs is not None and outer.runs is not None:
         return Region.from_runs(tuple(map(compose, outer.runs, inner.runs)))
+    if isinstance(outer, FlatRegion) and (flat := outer.then(inner)) is not None:
+        return flat
     if outer.runs is not None and len(outer.boxes) == 1:
         return Region((_end(outer.boxes[0], box, 0) for box in inner.boxes), inner.local_shape)
     split = _split_point(outer, inner)
@@ -34,8 +37,8 @@ def compose_regions(outer: Region, inner: Region) -> Region:
     intervals = _flat_intervals(inside, outer.local_shape[:split])
     boxes = [box for low, high in intervals for box in _flat_part(head, ends, low, high)]
     end = _end(outer.boxes[0], inner.boxes[0], split)
-    joined = _joined(boxes)
-    return Region((Box(b.offset + end.offset, b.size + end.size) for b in joined), inner.local_shape)
+    kept = (Box(b.offset + end.offset, b.size + end.size) for b in joined(boxes))
+    return Region(kept, inner.local_shape)
 
 
 def _split_point(outer: Region, inner: Region) -> int:
@@ -105,28 +108,3 @@ def _flat_part(boxes: list[Box], ends: list[int], low: int, high: int) -> Iterat
         for part in flat_boxes(box.size, low - begin, stop - begin):
             yield Box(tuple(map(add, part.offset, box.offset)), part.size)
         low, first = stop, first + 1
-
-
-def _joined(boxes: list[Box]) -> list[Box]:
-    """Fewer boxes with the same elements in the same order."""
-    out: list[Box] = []
-    for given in boxes:
-        box = given
-        while out and (joined := _join(out[-1], box)) is not None:
-            out.pop()
-            box = joined
-        out.append(box)
-    return out
-
-
-def _join(first: Box, second: Box) -> Box | None:
-    """One box for two in a row, if row-major order in it is the order of the two."""
-    differ = [d for d, pair in enumerate(zip(first.offset, second.offset, strict=True)) if pair[0] != pair[1]]
-    if len(differ) != 1:
-        return None
-    dim = differ[0]
-    end = first.offset[dim] + first.size[dim]
-    same = first.size[:dim] == second.size[:dim] and first.size[dim + 1 :] == second.size[dim + 1 :]
-    if not same or end != second.offset[dim] or prod(first.size[:dim]) != 1:
-        return None
-    return Box(first.offset, (*first.size[:dim], first.size[dim] + second.size[dim], *first.size[dim + 1 :]))

@@ -120,6 +120,9 @@ def _aligned_dims(box: Box, start: int, local: Shape) -> set[int]:
     tail = len(local)
     while tail > fixed and first[tail - 1] == 0 and box.size[tail - 1] == local[tail - 1]:
         tail -= 1
+    if box.numel == prod(local):  # the whole local tensor: leading dims of equal size keep their index
+        while fixed < tail and box.size[fixed] == local[fixed]:
+            fixed += 1
     single = [dim for dim in range(len(local)) if local[dim] == 1 == box.size[dim]]
     boxed = {*range(fixed), *range(tail, len(local)), *single}
     if tail == fixed + 1 and last[fixed] + 1 - first[fixed] == box.size[fixed]:

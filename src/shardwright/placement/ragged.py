@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardwright.errors import PlacementError
 from shardwright.placement.base import Partition
 from shardwright.placement.derived import check_dim, unravel
+from shardwright.placement.flat_region import FlatRegion
 from shardwright.placement.region import Box, Region, flat_boxes
 from shardwright.placement.runs import interval
 
@@ -48,10 +49,17 @@ class Ragged(Partition):
         """The share of `coord`: an interval of the one dim, or boxes of several."""
         self.validate(shape, n)
         start, stop = self.bounds(self._length(shape), coord)
+        if len(self.dims) > 1 and self.dims[-1] - self.dims[0] == len(self.dims) - 1:
+            return self._neighbours(shape, start, stop)
         if len(self.dims) > 1:
             return Region(self._packed(shape, start, stop), self.local_shape(shape, n, coord))
         kept = (interval(start, stop) if d in self.dims else interval(0, s) for d, s in enumerate(shape))
         return Region.from_runs(tuple(kept))
+
+    def _neighbours(self, shape: Shape, start: int, stop: int) -> Region:
+        first, last = self.dims[0], self.dims[-1]
+        before, after = ([interval(0, size) for size in part] for part in (shape[:first], shape[last + 1 :]))
+        return FlatRegion(shape, first, last, (*before, interval(start, stop), *after))
 
     def _packed(self, shape: Shape, start: int, stop: int) -> list[Box]:
         """Boxes in local order: dims before the flat one walked by index, dims after it whole."""

@@ -131,10 +131,11 @@ def flat_boxes(shape: Shape, low: int, high: int) -> list[Box]:
     """
     if not 0 <= low <= high <= prod(shape):
         raise PlacementError(f"elements [{low}, {high}) are not inside a tensor of shape {shape}")
-    return [Box(*cell) for cell in _flat_cells(shape, low, high)]
+    return [Box(*cell) for cell in flat_cells(shape, low, high)]
 
 
-def _flat_cells(shape: Shape, low: int, high: int) -> list[tuple[Shape, Shape]]:
+def flat_cells(shape: Shape, low: int, high: int) -> list[tuple[Shape, Shape]]:
+    """As `flat_boxes`, each as `(offset, size)`; the interval is not checked."""
     if low >= high:
         return []
     if len(shape) <= 1:
@@ -143,11 +144,36 @@ def _flat_cells(shape: Shape, low: int, high: int) -> list[tuple[Shape, Shape]]:
     rest, zeros = shape[1:], (0,) * (len(shape) - 1)
     (first, head), (last, tail) = divmod(low, inner), divmod(high, inner)
     if first == last:
-        return [((first, *o), (1, *s)) for o, s in _flat_cells(rest, head, tail)]
+        return [((first, *o), (1, *s)) for o, s in flat_cells(rest, head, tail)]
     cells: list[tuple[Shape, Shape]] = []
     if head:
-        cells += [((first, *o), (1, *s)) for o, s in _flat_cells(rest, head, inner)]
+        cells += [((first, *o), (1, *s)) for o, s in flat_cells(rest, head, inner)]
         first += 1
     if last > first:
         cells.append(((first, *zeros), (last - first, *rest)))
-    return cells + [((last, *o), (1, *s)) for o, s in _flat_cells(rest, 0, tail)]
+    return cells + [((last, *o), (1, *s)) for o, s in flat_cells(rest, 0, tail)]
+
+
+def joined(boxes: list[Box]) -> list[Box]:
+    """Fewer boxes with the same elements in the same order."""
+    out: list[Box] = []
+    for given in boxes:
+        box = given
+        while out and (joined := _join(out[-1], box)) is not None:
+            out.pop()
+            box = joined
+        out.append(box)
+    return out
+
+
+def _join(first: Box, second: Box) -> Box | None:
+    """One box for two in a row, if row-major order in it is the order of the two."""
+    differ = [d for d, pair in enumerate(zip(first.offset, second.offset, strict=True)) if pair[0] != pair[1]]
+    if len(differ) != 1:
+        return None
+    dim = differ[0]
+    end = first.offset[dim] + first.size[dim]
+    same = first.size[:dim] == second.size[:dim] and first.size[dim + 1 :] == second.size[dim + 1 :]
+    if not same or end != second.offset[dim] or prod(first.size[:dim]) != 1:
+        return None
+    return Box(first.offset, (*first.size[:dim], first.size[dim] + second.size[dim], *first.size[dim + 1 :]))
