@@ -2,6 +2,7 @@
 #   make train    train a mixture-of-experts language model on 4 local processes
 #   make test     the whole test suite        make lint     ruff, mypy, import-linter
 #   make bench    time beside torch's DTensor make docs     the manual, in docs/_build/html
+#   make laws     the laws of placements and redistribution, a hundred thousand times
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,11 +17,12 @@ RECIPE := pyproject.toml constraints.txt Makefile
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID)
 TRAIN_FLAGS ?=
 PYTEST_FLAGS ?=
+LAWS_FLAGS ?=
 
-.PHONY: help install train test lint bench docs clean
+.PHONY: help install train test laws lint bench docs clean
 
 help:
-	@sed -n '2,4s/^# *//p' Makefile
+	@sed -n '2,5s/^# *//p' Makefile
 
 # torch comes first and alone: no range of another package can then choose a different build of it.
 $(VENV)/.torch: constraints.txt
@@ -49,6 +51,9 @@ train: $(VENV)/.run
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+laws: $(VENV)/.dev
+	$(BIN)/python -m tests.laws $(LAWS_FLAGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ from shardwright.placement.ragged import Ragged
 from shardwright.placement.shard import Shard
 from shardwright.placement.zigzag import ZigZag
 
-# `make laws` asks for 100,000.
+# How often hypothesis tries each law; the full run is `make laws`, see `tests.laws`.
 EXAMPLES = int(os.environ.get("SHARDWRIGHT_LAWS", "100"))
 LAW = settings(max_examples=EXAMPLES, deadline=None)
 
