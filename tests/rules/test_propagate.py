@@ -253,3 +253,10 @@ def test_a_rule_that_does_not_fit_falls_back_and_says_why() -> None:
 )
 def test_the_identity_of_a_reduction(placement, dtype, value) -> None:
     assert identity_of(placement, dtype) == value
+
+
+def test_only_pure_decompositions_stand_in_for_a_rule() -> None:
+    """Not those that draw, write, or make index tensors: replicating the op is right, they would raise."""
+    assert registry_module.fallback_decomposition(aten.dist.default) is not None
+    for op in (aten.normal.Tensor_Tensor, aten.renorm_.default, aten.grid_sampler_2d.default):
+        assert registry_module.fallback_decomposition(op) is None

@@ -186,13 +186,35 @@ def generation() -> int:
     return registry.generation
 
 
+# Their decompositions make index tensors of their own, which would stand plain beside distributed ones.
+_MAKE_INDICES = (
+    "_upsample",
+    "block_diag",
+    "col2im",
+    "diag_embed",
+    "grid_sampler",
+    "im2col",
+    "linalg_cross",
+    "max_unpool",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "reflection_pad",
+    "replication_pad",
+    "upsample",
+)
+
+
 @lru_cache(maxsize=4096)
 def fallback_decomposition(op: torch._ops.OpOverload) -> Rewrite | None:
     """What an op without a rule does in terms of simpler ops, from torch's own tables; None: nothing known.
 
-    In-place and out= forms are left out: their decompositions write into tensors behind a wrapper's back.
+    In-place and out= forms are left out: their decompositions write into tensors behind a wrapper's back. So
+    are random ops, and those whose decompositions make tensors of their own.
     """
     if any(parameter.mutated for parameter in parameters_of(op)):
+        return None
+    name = op._schema.name.partition("::")[2]
+    if torch.Tag.nondeterministic_seeded in op.tags or name.startswith(_MAKE_INDICES):
         return None
     from torch._decomp import decomposition_table  # noqa: PLC0415  half a second that few runs need
 
