@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from shardwright.layout import Layout, MeshShape
+from shardwright.layout.mesh_shape import Coords
 from shardwright.placement import BlockCyclic, Interleaved, Owner, Placement, Ragged, Shard, ZigZag
 
 _SHAPE = (1_000_003, 4096, 128)
@@ -32,13 +33,18 @@ def run() -> None:
         few, many = (_layout(placements, sizes) for sizes in _MESHES.values())
         coords = tuple(size // 2 for size in many.sizes)
         row = (
-            _best(lambda p=placements: _layout(p, (16, 16, 8, 8))),
-            _best(lambda x=many, at=coords: x.shapes_along_order(at)),
-            _best(lambda x=many, at=coords: x._compose(at).boxes),
-            _best(lambda x=many, at=coords: x.region(at)),
-            _best(lambda x=few: x._compose((1, 1, 1, 1)).boxes),
+            _best(partial(_layout, placements, (16, 16, 8, 8))),
+            _best(partial(many.shapes_along_order, coords)),
+            _best(partial(_compose, many, coords)),
+            _best(partial(many.region, coords)),
+            _best(partial(_compose, few, (1, 1, 1, 1))),
         )
         print("{:<36} {:>7.1f} {:>7.1f} {:>8.1f} {:>7.2f} {:>12.1f}".format(name, *row), flush=True)
+
+
+def _compose(layout: Layout, coords: Coords) -> object:
+    """The region with its boxes, nothing remembered."""
+    return layout._compose(coords).boxes
 
 
 def _layout(placements: list[Placement], sizes: tuple[int, ...]) -> Layout:

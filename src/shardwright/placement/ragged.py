@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -117,8 +118,9 @@ class Ragged(Partition):
         """One unit count per coord; dims that the tensor has, ascending."""
         if len(self.units) != n:
             raise PlacementError(f"{self.text()}: {len(self.units)} unit counts for an axis of size {n}")
-        dims = [check_dim(dim, len(shape), self.text()) for dim in self.dims]
-        if dims != sorted(set(dims)):
+        ndim = len(shape)
+        dims = [dim if 0 <= dim < ndim else check_dim(dim, ndim, self.text()) for dim in self.dims]
+        if any(second <= first for first, second in pairwise(dims)):
             raise PlacementError(f"{self.text()}: dims must be distinct and ascending")
 
     def text(self) -> str:

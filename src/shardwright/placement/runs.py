@@ -88,6 +88,8 @@ def compose(outer: Runs, inner: Runs) -> Runs:
     """
     if len(outer) == 1 and outer[0].repeat == 1:
         shift = outer[0].offset
+        if not shift:
+            return inner
         return tuple([Run(run.offset + shift, run.size, run.stride, run.repeat) for run in inner])
     out: list[Run] = []
     for run in inner:
