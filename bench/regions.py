@@ -60,7 +60,7 @@ def _mesh(sizes: tuple[int, ...]) -> MeshShape:
     return MeshShape(("a", "b", "c", "d"), sizes)
 
 
-def _best(function: Callable[[], object], tries: int = 9, calls: int = 100) -> float:
+def _best(function: Callable[[], object], tries: int = 40, calls: int = 25) -> float:
     """Microseconds per call, of this process: neighbours on the machine do not count."""
     times = []
     for _ in range(tries):

@@ -222,6 +222,15 @@ def test_a_flat_group_before_a_cut_of_another_dim_costs_its_boxes_and_no_rows():
     assert best_of(lambda: layout._compose((1, 1)), number=5) < 0.05  # row by row: a second
 
 
+def test_a_flat_group_and_pieces_of_another_dim_are_a_few_runs_and_no_rows():
+    layout = make([Ragged((1, 2, 3), (0, 1)), Interleaved(2, 4)], (100_003, 1001, 64))
+    assert best_of(lambda: layout._compose((1, 1)), number=5) < 0.01  # as boxes: a minute
+    small = make([Ragged((1, 2, 3), (0, 1)), Interleaved(2, 4)], (5, 4, 12))
+    region, x = small.region((1, 1)), numbered(small)
+    held = torch.cat([x[box.slices].reshape(-1) for box in region.boxes])
+    assert torch.equal(held.reshape(region.local_shape), small.split(x, (1, 1)))
+
+
 def test_numbered_parts_of_a_layout_are_as_the_text_says():
     layout = make([ZigZag(0), Shard(1)], (12, 4))
     assert distributed(layout, numbered(layout))[0].tolist() == [[1, 2], [5, 6], [41, 42], [45, 46]]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardwright.errors import PlacementError
 from shardwright.placement.base import Partition
 from shardwright.placement.derived import check_dim
+from shardwright.placement.flat_region import FlatRegion
 from shardwright.placement.region import Region
 from shardwright.placement.runs import Runs, compose, interval, total
 
@@ -41,6 +42,8 @@ class AlongDim(Partition):
 
     def within(self, region: Region, n: int, coord: int) -> Region:
         """The runs of `dim` through those of a product of runs; the other dims stay."""
+        if isinstance(region, FlatRegion) and not region.first <= self.dim < region.last:
+            return region.cut(self.dim, self.runs(region.local_shape[self.dim], n, coord))
         if region.runs is None:
             return super().within(region, n, coord)
         dim, shape = self.dim, list(region.local_shape)

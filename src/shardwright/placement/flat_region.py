@@ -59,6 +59,14 @@ class FlatRegion(Region):
         outer = (*self.folded[: self.first], flat, *self.folded[rest:])
         return self._composed(inner.last, outer, (*inner.folded[: self.first], *inner.folded[inner.first :]))
 
+    def cut(self, dim: int, inner: Runs) -> FlatRegion:
+        """The local indices `inner` of a dim that is not one of the dims of size 1."""
+        at = dim - self.last + self.first if dim >= self.last else dim
+        composed = compose(self.folded[at], inner)
+        return FlatRegion(
+            self.shape, self.first, self.last, (*self.folded[:at], composed, *self.folded[at + 1 :])
+        )
+
     def _composed(self, last: int, outer: tuple[Runs, ...], inner: tuple[Runs, ...]) -> FlatRegion:
         return FlatRegion(self.shape, self.first, last, tuple(map(compose, outer, inner)))
 
