@@ -126,6 +126,7 @@ class Localize(torch.autograd.Function):
         ctx.spec = x._spec
         ctx.leaf = weakref.ref(x) if x.is_leaf else None
         ctx.set_materialize_grads(False)
+        ctx.stride = x._local_tensor.stride()
         local = x._local_tensor.view_as(x._local_tensor)
         inner = kept_spec(x._spec)
         return local if inner is None else wrap(local, inner)
@@ -138,9 +139,21 @@ class Localize(torch.autograd.Function):
             return apply(RestoreAxes, grad, ctx.spec)
         term = restore_axes(ctx.spec, grad)
         leaf = None if ctx.leaf is None else ctx.leaf()
-        if leaf is not None and leaf.grad is not None:
-            leaf.grad = as_term(leaf.grad, term.layout)
+        if leaf is None or leaf.grad is None:
+            return wrap(_own_copy(term._local_tensor, ctx.stride), term._spec)
+        leaf.grad = as_term(leaf.grad, term.layout)
         return term
+
+
+def _own_copy(local: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A part that nobody else holds, laid out like the parameter's.
+
+    torch keeps a first gradient without a copy when nobody else refers to it. It looks at the new wrapper,
+    not at the local tensor inside, which may be another parameter's gradient too (x + a + b), or expanded.
+    """
+    if local.dim() != len(stride):
+        return local.clone()
+    return local.new_empty_strided(local.shape, stride).copy_(local)
 
 
 class RestoreAxes(torch.autograd.Function):
