@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from datetime import datetime
 from pathlib import Path
 
@@ -37,7 +38,21 @@ def choose_folder(config: TrainConfig) -> Path:
         raise ConfigError(
             f"--out {path} does not exist, so there is nothing to --resume: name the run's folder"
         )
+    _refuse_unwritable(path)
     return path
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Try to write where the run will, and leave nothing. Raises: ConfigError: that is impossible."""
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--out {path} cannot be written: {error.strerror or error} at {nearest}; "
+            "name a folder that you may write to"
+        ) from None
 
 
 def set_aside(out: Path, done: int) -> list[str]:
