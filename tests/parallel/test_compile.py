@@ -29,14 +29,14 @@ def _compiled(model, backend):
     return torch.compile(model, fullgraph=True, backend=backend)
 
 
-def _trains(backend, sizes):
-    axes = ("dp_replicate", "cp_replicate")[: len(sizes)]
+def _trains(backend):
+    axes = ("dp",)
     world = dist.get_world_size()
     plain = tricky()
     batch = token_batch(2 * world)
     wanted = one_device_gradients(plain, batch)
     expected = plain(batch[0])
-    model = parallelize_replicate(plain, rank_mesh(sizes, axes))
+    model = parallelize_replicate(plain, rank_mesh((2,), axes))
     tokens, targets = part_of(batch, [2] * world, dist.get_rank())
     compiled = _compiled(model, backend)
     for scale in (1, 2):
@@ -56,7 +56,7 @@ def _trains(backend, sizes):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_replicated_module_compiles_into_one_graph(ranks, backend):
-    ranks(2, _trains, backend, (2,), timeout=170)
+    ranks(2, _trains, backend, timeout=170)
 
 
 def _by_inductor():
@@ -77,10 +77,6 @@ def _by_inductor():
 
 def test_inductors_code_computes_the_same(ranks):
     ranks(2, _by_inductor, timeout=170)
-
-
-def test_it_compiles_on_two_axes(ranks):
-    ranks(4, _trains, "aot_eager", (2, 2), timeout=170)
 
 
 def _naive():
