@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import axis_names
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
+from shardwright.tensor import boundary
 from shardwright.tensor.autograd import ToLocal, apply, finished
 from shardwright.tensor.chunks import chunk_list, shard_of, write_items
 from shardwright.tensor.local import from_local, redistribute, replicated
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
-from shardwright.tensor.spec import Extra, Spec, spec_of
+from shardwright.tensor.spec import Extra, Spec, coords_of, spec_of
 from shardwright.tensor.wrap import CLASSES, wrap
 
 if TYPE_CHECKING:
@@ -159,6 +160,10 @@ class DTensor(TorchDTensor):
         use = extra.use if isinstance(extra, Extra) else None
         return wrap(local, spec_of(layout, mesh, use), requires_grad=requires_grad)
 
+    def _stable_hash_for_caching(self) -> str:
+        """What a compiled program is found by: a traced program is that of one rank's coordinates."""
+        return f"{super()._stable_hash_for_caching()} at {coords_of(self.device_mesh)}"
+
     def __coerce_tangent_metadata__(self) -> DTensor:
         """A compiled backward expects finished gradients of finished values."""
         target = finished(self.layout)
@@ -170,6 +175,16 @@ class DTensor(TorchDTensor):
         if expected_type is not None:
             return None
         return self.redistribute(self.device_mesh, flatten_spec[0])
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return boundary.call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -19,17 +19,14 @@ import torch
 
 from shardwright.comm.record import record_decision
 from shardwright.placement.base import Replicate
+from shardwright.tensor import boundary
 from shardwright.tensor.autograd import Localize, apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import CLASSES, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-
-# Functions that take a loss and parameters side by side, and must see the parameters themselves.
-_AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+    from collections.abc import Sequence
 
 
 class LocalizedDTensor(DTensor):
@@ -46,8 +43,7 @@ class LocalizedDTensor(DTensor):
             args = tuple(_localized(a) for a in args)
             kwargs = {name: _localized(value) for name, value in kwargs.items()}
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return boundary.call(func, args, kwargs)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -67,17 +63,9 @@ def _mixes(values: Sequence[Any]) -> bool:
 
     Its gradient and its optimizer state are on it, and computing with them is an op on logical tensors.
     """
-    tensors = list(_tensors_in(values))
+    tensors = list(boundary.tensors_in(values))
     parameter = next((t for t in tensors if isinstance(t, LocalizedDTensor)), None)
     return parameter is not None and any(_is_foreign(t, parameter) for t in tensors)
-
-
-def _tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors_in(value)
 
 
 def _is_foreign(value: torch.Tensor, parameter: LocalizedDTensor) -> bool:
@@ -86,27 +74,12 @@ def _is_foreign(value: torch.Tensor, parameter: LocalizedDTensor) -> bool:
 
 def _keeps_parameter(func: Any, args: tuple[Any, ...]) -> bool:
     """Functions that act on the parameter itself: autograd's entry points, and what changes it in place."""
-    if func in _AUTOGRAD:
+    if func in boundary.AUTOGRAD:
         return True
     name = getattr(func, "__name__", "")
     if name.startswith(("_foreach_", "_fused_")):
         return True
-    changes = name in _CHANGING or (name.endswith("_") and not name.endswith("__"))
-    return changes and bool(args) and isinstance(args[0], LocalizedDTensor)
-
-
-_CHANGING = frozenset(
-    {
-        "__set__",
-        "__setitem__",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "__ipow__",
-        "__ifloordiv__",
-    }
-)
+    return boundary.writes_first(func) and bool(args) and isinstance(args[0], LocalizedDTensor)
 
 
 def _localized(value: Any) -> Any:

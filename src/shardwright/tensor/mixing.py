@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
+from shardwright.tensor.boundary import helpers_allowed, plain_beside
 from shardwright.tensor.spec import spec_of
-from shardwright.tensor.spmd import inside_spmd
 from shardwright.tensor.wrap import wrap
 
 if TYPE_CHECKING:
@@ -21,18 +21,12 @@ if TYPE_CHECKING:
 def replicate_plain(x: torch.Tensor, mesh: DeviceMesh, func: torch._ops.OpOverload) -> DTensor:
     """The plain tensor as a replicated DTensor, where that is allowed.
 
-    One-element tensors count as replicated, every plain tensor does inside `spmd` and inside the engine's own
-    backward formulas (they make helper tensors, the same on every rank).
+    One-element tensors count as replicated; others where `helpers_allowed` says so.
     Raises: RuleError: any other plain tensor; the text names the ways out.
     """
-    if x.numel() == 1 or inside_spmd() or torch._C._current_graph_task_id() != -1:
+    if x.numel() == 1 or helpers_allowed():
         return as_replicated(x, mesh)
-    raise RuleError(
-        f"{func.name()}: a plain tensor of shape {tuple(x.shape)} beside a DTensor: where does it live?\n"
-        "  fix: sw.distribute_tensor(x, mesh, placements)  if every rank (or rank 0) has the whole tensor\n"
-        "       sw.DTensor.from_local(x, mesh, placements) if each rank has its own part\n"
-        "       with sw.spmd(mesh): ...                    if the block is a single-device program"
-    )
+    raise RuleError(plain_beside(func.name(), x))
 
 
 def as_replicated(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,22 +15,13 @@ from torch.overrides import TorchFunctionMode
 from shardwright.comm.record import source_line
 from shardwright.errors import SpmdError
 from shardwright.placement.base import Replicate
+from shardwright.tensor.boundary import AUTOGRAD, state, writes_first
 from shardwright.tensor.dtensor import DTensor
 
 Check = Literal["first"] | bool
 
 
-class _State(threading.local):
-    depth = 0
-
-
-_state = _State()
 _checked_sites: set[tuple[str, int]] = set()
-
-
-def inside_spmd() -> bool:
-    """Is this thread inside an `spmd` block?"""
-    return _state.depth > 0
 
 
 class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the verb that users write
@@ -58,14 +48,14 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}
 
     def __enter__(self) -> Self:
-        _state.depth += 1
+        state.blocks += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _state.depth -= 1
+        state.blocks -= 1
         if kind is None:
             _checked_sites.add(self._site)
         self._seen.clear()
@@ -76,7 +66,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
     ) -> Any:
         kwargs = kwargs or {}
         if _mixed(args, kwargs) and not _leaves_alone(func):
-            keep = args[0] if _writes_first(func) and args else None
+            keep = args[0] if writes_first(func) and args else None
             args = tuple(a if a is keep else self._replicate(a) for a in args)
             kwargs = {
                 name: value if name == "out" else self._replicate(value) for name, value in kwargs.items()
@@ -132,17 +122,6 @@ def _mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return distributed and plain
 
 
-_ENTRY_POINTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
-
-
 def _leaves_alone(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    return func in _ENTRY_POINTS or name == "__set__" or name.startswith(("_foreach_", "_fused_"))
-
-
-def _writes_first(func: Any) -> bool:
-    """Does the function write into its first argument, which must then stay the object that it is?"""
-    name = getattr(func, "__name__", "")
-    if name in {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}:
-        return True
-    return name.endswith("_") and not name.endswith("__")
+    return func in AUTOGRAD or name == "__set__" or name.startswith(("_foreach_", "_fused_"))

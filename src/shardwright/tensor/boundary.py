@@ -1,0 +1,115 @@
+"""Where the user's program hands tensors to torch: the one place that judges plain tensors beside DTensors.
+
+What the user passes is judged here, under the name that the user called. What torch makes on the way
+(the causal mask of an attention, a window, the grid of an interpolation) is the same on every rank, because
+the program is; further down it counts as replicated.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.errors import RuleError
+
+
+class _State(threading.local):
+    functions = 0
+    blocks = 0
+
+
+state = _State()
+
+# Functions that take a loss and parameters side by side, and must see the parameters themselves.
+AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+
+
+def helpers_allowed() -> bool:
+    """Do plain tensors that an op meets count as replicated here?
+
+    Inside a function of torch (its own helpers), inside `spmd`, in the engine's backward formulas and while a
+    graph is traced.
+    """
+    return bool(
+        state.functions
+        or state.blocks
+        or torch._C._current_graph_task_id() != -1
+        or torch.compiler.is_compiling()
+    )
+
+
+def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch whose arguments hold a DTensor.
+
+    Raises: RuleError: a plain tensor of more than one element among the arguments; it names the ways out.
+    """
+    if torch.compiler.is_compiling():
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if not state.functions and not state.blocks:
+        _refuse_plain(func, args, kwargs)
+    state.functions += 1
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    finally:
+        state.functions -= 1
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, those in lists included."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def _refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for value in tensors_in((*args, *kwargs.values())):
+        if isinstance(value, TorchDTensor) or value.numel() == 1 or _is_written(func, value, args, kwargs):
+            continue
+        if func in AUTOGRAD or getattr(func, "__name__", "") == "__set__":
+            return
+        raise RuleError(plain_beside(getattr(func, "__name__", str(func)), value))
+
+
+def _is_written(func: Any, value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A plain tensor that the function writes into gets the full value."""
+    if any(value is out for out in tensors_in((kwargs.get("out"),))):
+        return True
+    return bool(args) and value is args[0] and writes_first(func)
+
+
+_CHANGING = frozenset(
+    {
+        "__set__",
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ipow__",
+        "__ifloordiv__",
+    }
+)
+
+
+def writes_first(func: Any) -> bool:
+    """Does the function write into its first argument, by torch's rules of naming?"""
+    name = getattr(func, "__name__", "")
+    return name in _CHANGING or (name.endswith("_") and not name.endswith("__"))
+
+
+def plain_beside(name: str, x: torch.Tensor) -> str:
+    """The text of the refusal."""
+    return (
+        f"{name}: a plain tensor of shape {tuple(x.shape)} beside a DTensor: where does it live?\n"
+        "  fix: sw.distribute_tensor(x, mesh, placements)  if every rank (or rank 0) has the whole tensor\n"
+        "       sw.DTensor.from_local(x, mesh, placements) if each rank has its own part\n"
+        "       with sw.spmd(mesh): ...                    if the block is a single-device program"
+    )
