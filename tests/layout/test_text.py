@@ -10,6 +10,7 @@ import torch
 from shardwright.errors import LayoutError, MeshError
 from shardwright.layout import Layout, MeshShape, from_partition_spec, to_partition_spec
 from shardwright.placement import Interleaved, Owner, Partial, Ragged, Replicate, Shard, ZigZag
+from tests.placement.user_placements import Band, Checkerboard, PermutedRows
 
 MESH = MeshShape(("dp", "cp", "tp"), (2, 2, 2))
 
@@ -103,3 +104,15 @@ def test_partition_spec_says_what_it_cannot_say():
         from_partition_spec(MESH, ("dp", "dp"))
     with pytest.raises(MeshError, match="no axis 'pp'"):
         from_partition_spec(MESH, ("pp",))
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product", "norm2", "band", "bor", "bxor"])
+def test_every_reduction_parses_back(op):
+    made = layout({"cp": Partial(op), "tp": Shard(1)})
+    assert Layout.parse(str(made), MESH) == made
+
+
+def test_a_users_placement_parses_back():
+    for placement in (PermutedRows(7), Band(), Checkerboard(2)):
+        made = layout({"cp": placement, "tp": Shard(1)})
+        assert Layout.parse(str(made), MESH) == made
