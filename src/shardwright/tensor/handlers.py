@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from shardwright.comm.record import record_decision, recording
-from shardwright.errors import RuleError
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.lists import run_on_lists
 from shardwright.tensor.local import replicated
 from shardwright.tensor.modes import refuse_to_gather
 from shardwright.tensor.random import draw
+from shardwright.tensor.reshaping import changes_shape_in_place, reshape_in_place
 
 Handler = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
 aten = torch.ops.aten
@@ -24,22 +24,13 @@ def find(func: torch._ops.OpOverload) -> Handler | None:
     found = _HANDLERS.get(func)
     if found is not None:
         return found
-    if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
-        return refuse_inplace_view
+    if changes_shape_in_place(func):
+        return reshape_in_place
     name = func._schema.name
     if name.startswith(("aten::_foreach_", "aten::_fused_")):
         _HANDLERS[func] = run_on_lists
         return run_on_lists
     return None
-
-
-def refuse_inplace_view(func: torch._ops.OpOverload, args: tuple[Any, ...], _: Mapping[str, Any]) -> Any:
-    """`t_`, `squeeze_`, `resize_` and the like would leave the layout behind. Raises: RuleError: always."""
-    raise RuleError(
-        f"{func.name()}: changes the shape of a distributed tensor in place, which its layout cannot follow\n"
-        f"  self   {args[0].layout}\n"
-        "  fix: use the op that returns a new view, without the underscore"
-    )
 
 
 def item(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -6,13 +6,24 @@ from shardwright.rules.call import Call
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule, rule
 
-LIKE = "empty_like zeros_like ones_like full_like"
+LIKE = "zeros_like ones_like full_like"
+# Memory without values is as good for terms as for values; torch copies gradients into it.
+UNFILLED = ("self: sum->sum",)
 
 for _name in LIKE.split():
     rule(f"aten::{_name}", "~... -> ...", elementwise=True)
+rule("aten::empty_like", "... -> ...", hom=UNFILLED, elementwise=True)
 
 
-@register_rule("aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full")
+@register_rule("aten::new_empty")
+def new_unfilled(call: Call) -> Formula:
+    """As `new`; terms of a sum get memory for terms."""
+    if tuple(call.arg("size")) == call.arg("self").shape:
+        return formula("... -> ...", hom=UNFILLED, shapes={"size": "@0"}, elementwise=True)
+    return formula("~ -> -")
+
+
+@register_rule("aten::new_zeros", "aten::new_ones", "aten::new_full")
 def new(call: Call) -> Formula:
     """Of the model's shape: placed like the model. Of another: whole, whatever the model's placement."""
     if tuple(call.arg("size")) == call.arg("self").shape:
@@ -22,7 +33,9 @@ def new(call: Call) -> Formula:
 
 @register_rule("aten::new_empty_strided")
 def new_strided(call: Call) -> Formula:
-    """As `new`, with the local strides."""
+    """As `new_unfilled`, with the local strides."""
     if tuple(call.arg("size")) == call.arg("self").shape:
-        return formula("~... -> ...", shapes={"size": "@0"}, strides=("stride",), elementwise=True)
+        return formula(
+            "... -> ...", hom=UNFILLED, shapes={"size": "@0"}, strides=("stride",), elementwise=True
+        )
     return formula("~ -> -")

@@ -1,0 +1,48 @@
+"""In-place changes of shape: `squeeze_`, `unsqueeze_`, `t_`, `transpose_`, `swapaxes_`, ...
+
+The tensor stays the object that it is and gets the layout and the local tensor of the view that the op
+without the underscore gives; what torch knows of its sizes and strides follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+
+from shardwright.errors import RuleError
+from shardwright.tensor.dtensor import DTensor
+
+
+def changes_shape_in_place(func: torch._ops.OpOverload) -> bool:
+    """Does the op change sizes and strides of its first argument and nothing else?"""
+    return torch.Tag.inplace_view in func.tags and func is not torch.ops.aten.detach_.default
+
+
+def reshape_in_place(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> DTensor:
+    """The first argument, with another shape.
+
+    Raises: RuleError: there is no op without the underscore to take the meaning from.
+    """
+    x: DTensor = args[0]
+    view = _out_of_place(func)(*args, **kwargs)
+    x._local_tensor, x._spec = view._local_tensor, view._spec
+    with no_dispatch():
+        func(*args, **kwargs)
+    return x
+
+
+def _out_of_place(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    namespace, name = func._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"), None)
+    overload = getattr(packet, func._overloadname, None) if packet is not None else None
+    if overload is None or not any(result.alias_info for result in overload._schema.returns):
+        raise RuleError(
+            f"{func.name()}: changes the shape of a DTensor in place, which its layout cannot follow\n"
+            "  fix: use the op that returns a new tensor, without the underscore"
+        )
+    return overload  # type: ignore[no-any-return]

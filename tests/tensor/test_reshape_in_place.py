@@ -1,0 +1,90 @@
+"""`squeeze_`, `t_`, `unsqueeze_` change a DTensor as they change one device's tensor; what uses them works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright.testing import rank_mesh
+
+
+def _in_place() -> None:
+    mesh = rank_mesh((2,), ("dp",))
+    x = torch.randn(3, 1, 4)
+    d = sw.distribute_tensor(x, mesh, [sw.Shard(0)], src_data_rank=None)
+    same = d.squeeze_(1).t_().unsqueeze_(0)
+    wanted = x.squeeze(1).t()[None]
+    assert same is d
+    assert (d.shape, d.stride()) == (wanted.shape, wanted.stride())
+    assert d.placements == (sw.Shard(2),)
+    assert torch.equal(d.full_tensor(), wanted)
+    with pytest.raises(RuntimeError, match="without the underscore"):
+        d.resize_(3)
+
+
+def test_shapes_change_in_place(ranks):
+    ranks(2, _in_place)
+
+
+def _vector_times_matrix(vector, matrix) -> None:
+    mesh = rank_mesh((2,), ("dp",))
+    v, m = torch.randn(5, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    (v @ m).square().sum().backward()
+    left = sw.distribute_tensor(v.detach(), mesh, [vector], src_data_rank=None).requires_grad_()
+    right = sw.distribute_tensor(m.detach(), mesh, [matrix], src_data_rank=None).requires_grad_()
+    (left @ right).square().sum().backward()
+    torch.testing.assert_close(left.grad.full_tensor(), v.grad)
+    torch.testing.assert_close(right.grad.full_tensor(), m.grad)
+
+
+@pytest.mark.parametrize("matrix", [sw.Shard(0), sw.Shard(1), sw.Replicate()], ids=str)
+@pytest.mark.parametrize("vector", [sw.Shard(0), sw.Replicate(), sw.Partial()], ids=str)
+def test_a_vector_times_a_matrix(ranks, vector, matrix):
+    ranks(2, _vector_times_matrix, vector, matrix)
+
+
+def _causal_attention_by_its_formula(placement) -> None:
+    mesh = rank_mesh((2,), ("dp",))
+    plain = [torch.randn(2, 4, 6, 8, requires_grad=True) for _ in range(3)]
+    cut = [
+        sw.distribute_tensor(x.detach(), mesh, [placement], src_data_rank=None).requires_grad_()
+        for x in plain
+    ]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        wanted = torch.nn.functional.scaled_dot_product_attention(*plain, is_causal=True)
+        got = torch.nn.functional.scaled_dot_product_attention(*cut, is_causal=True)
+    wanted.square().sum().backward()
+    got.square().sum().backward()
+    torch.testing.assert_close(got.full_tensor(), wanted)
+    for c, p in zip(cut, plain, strict=True):
+        torch.testing.assert_close(c.grad.full_tensor(), p.grad)
+
+
+@pytest.mark.parametrize("placement", [sw.Shard(0), sw.Shard(1), sw.Shard(2), sw.Partial()], ids=str)
+def test_the_causal_mask_that_torch_makes_counts_as_replicated(ranks, placement):
+    ranks(2, _causal_attention_by_its_formula, placement)
+
+
+def _sum_of_two_parameters() -> None:
+    from shardwright.parallel import parallelize_replicate
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return (self.a + self.b) * x
+
+    model = parallelize_replicate(Two(), rank_mesh((2,), ("dp",)))
+    with sw.trace() as trace:
+        model(torch.arange(3.0)).sum().backward()
+    assert not trace.collectives
+    for p in model.parameters():
+        assert p.grad.placements == (sw.Partial(),)
+        assert torch.equal(p.grad.full_tensor(), 2 * torch.arange(3.0))
+
+
+def test_a_gradient_that_two_parameters_share_stays_pending_for_both(ranks):
+    ranks(2, _sum_of_two_parameters)
