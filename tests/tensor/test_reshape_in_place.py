@@ -1,4 +1,4 @@
-"""`squeeze_`, `t_`, `unsqueeze_` change a DTensor as they change one device's tensor; what uses them works."""
+"""`squeeze_`, `t_`, `unsqueeze_` change a DTensor as they change a plain tensor; what uses them works."""
 
 from __future__ import annotations
 

@@ -37,12 +37,18 @@ def reshape_in_place(
 
 
 def _out_of_place(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """The overload that returns a view and takes the same arguments; its name may be another (`.int`)."""
     namespace, name = func._schema.name.split("::")
     packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"), None)
-    overload = getattr(packet, func._overloadname, None) if packet is not None else None
-    if overload is None or not any(result.alias_info for result in overload._schema.returns):
-        raise RuleError(
-            f"{func.name()}: changes the shape of a DTensor in place, which its layout cannot follow\n"
-            "  fix: use the op that returns a new tensor, without the underscore"
-        )
-    return overload  # type: ignore[no-any-return]
+    for overload in packet.overloads() if packet is not None else ():
+        found: torch._ops.OpOverload = getattr(packet, overload)
+        if _arguments(found) == _arguments(func) and any(r.alias_info for r in found._schema.returns):
+            return found
+    raise RuleError(
+        f"{func.name()}: changes the shape of a DTensor in place, which its layout cannot follow\n"
+        "  fix: use the op that returns a new tensor, without the underscore"
+    )
+
+
+def _arguments(func: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in func._schema.arguments]
