@@ -50,6 +50,8 @@ def test_a_world_other_than_torchruns_is_refused():
         ({"verify": True, "resume": "newest", "out": "x"}, "--verify trains from the first step"),
         ({"resume": "newest"}, "add --out"),
         ({"data": "/no/such/file"}, "--data /no/such/file does not exist"),
+        ({"data": ""}, "--data '' cannot be used"),
+        ({"out": ""}, "--out '' cannot be used"),
         ({"steps": -1}, "--steps -1 cannot be used"),
         ({"world": 0}, "--world 0 cannot be used"),
         ({"lr": float("nan")}, "--lr nan cannot be used"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -53,11 +52,11 @@ def train(  # noqa: PLR0913  one parameter for each flag
     device: Annotated[str | None, _help("cpu or cuda.")] = None,
     seed: Annotated[Number, _help("Decides the first values and every batch.")] = None,
     data: Annotated[
-        Path | None,
+        str | None,
         _help("A file or a folder of text.", "the sources of Python's standard library"),
     ] = None,
     out: Annotated[
-        Path | None,
+        str | None,
         _help("Where metrics, curve, layouts, sample and checkpoints go.", "a new folder in runs/"),
     ] = None,
     resume: Annotated[

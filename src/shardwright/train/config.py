@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from shardwright.errors import ConfigError
 
@@ -64,6 +64,14 @@ class TrainConfig(BaseModel):
     checkpoint_every: Annotated[int, Field(ge=0)] = 100
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     verify: bool = False
+
+    @field_validator("data", "out", mode="before")
+    @classmethod
+    def _named(cls, path: Any) -> Any:
+        """An empty path is a shell variable that was never set, not the working folder."""
+        if path == "":
+            raise ValueError("it is empty: name a path, or leave the flag out")
+        return path
 
     @classmethod
     def parse(cls, **settings: Any) -> Self:
@@ -176,7 +184,7 @@ def _fact(error: Any) -> str:
     name = "--" + "-".join(str(part).replace("_", "-") for part in error["loc"][:1])
     if error["type"] == "extra_forbidden":
         return f"{name} is not a setting of train: see shardwright train --help"
-    message = str(error["msg"])
+    message = str(error["msg"]).removeprefix("Value error, ")
     return f"{name} {error['input']!r} cannot be used: {message[:1].lower()}{message[1:]}"
 
 

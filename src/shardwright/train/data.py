@@ -55,7 +55,7 @@ def load_corpus(path: Path | None, seq_len: int) -> Corpus:
     text = _read_all(path)
     source = str(path) if path else "the standard library's sources"
     if len(text) < least_text(seq_len):
-        raise too_little(source, len(text), seq_len)
+        raise too_little(f"--data {source}" if path else source, len(text), seq_len)
     if len(text) > MOST_BYTES:
         text, source = text[:MOST_BYTES], f"the first {MOST_BYTES >> 20} MiB of {source}"
     train, held_out = _hold_out(torch.frombuffer(text, dtype=torch.uint8))
