@@ -3,6 +3,7 @@
 #   make test     the whole test suite        make lint     ruff, mypy, import-linter
 #   make bench    time beside torch's DTensor make docs     the manual, in docs/_build/html
 #   make laws     the laws of placements and redistribution, a hundred thousand times
+#   make verify   every mesh of the training command beside one device, at full size
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -19,10 +20,10 @@ TRAIN_FLAGS ?=
 PYTEST_FLAGS ?=
 LAWS_FLAGS ?=
 
-.PHONY: help install train test laws lint bench docs clean
+.PHONY: help install train test laws verify lint bench docs clean
 
 help:
-	@sed -n '2,5s/^# *//p' Makefile
+	@sed -n '2,6s/^# *//p' Makefile
 
 # torch comes first and alone: no range of another package can then choose a different build of it.
 $(VENV)/.torch: constraints.txt
@@ -54,6 +55,9 @@ test: $(VENV)/.dev
 
 laws: $(VENV)/.dev
 	$(BIN)/python -m tests.laws $(LAWS_FLAGS)
+
+verify: $(VENV)/.dev
+	$(BIN)/python -m bench.verify_matrix $(VERIFY)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import torch
 
 from shardwright.errors import LayoutError, MeshError
 from shardwright.layout import Layout, MeshShape, from_partition_spec, to_partition_spec
+from shardwright.layout.text import parse_placement
 from shardwright.placement import Interleaved, Owner, Partial, Ragged, Replicate, Shard, ZigZag
 from tests.placement.user_placements import Band, Checkerboard, PermutedRows
 
@@ -116,3 +117,10 @@ def test_a_users_placement_parses_back():
     for placement in (PermutedRows(7), Band(), Checkerboard(2)):
         made = layout({"cp": placement, "tp": Shard(1)})
         assert Layout.parse(str(made), MESH) == made
+
+
+def test_a_name_that_two_classes_share_is_refused():
+    both = [type("Twice", (Band,), {"__module__": module, "__qualname__": "Twice"}) for module in ("a", "b")]
+    assert len(both) == 2
+    with pytest.raises(LayoutError, match=r"'Twice' may be a\.Twice or b\.Twice: give them different names"):
+        parse_placement("Twice()")

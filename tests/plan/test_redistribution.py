@@ -197,7 +197,7 @@ def test_a_pending_of_the_user_is_gathered_and_combined():
     assert all(torch.equal(result, torch.stack(terms).median(dim=0).values) for result in results)
 
 
-class Checkerboard(Partition):
+class ChessTiles(Partition):
     """Every n-th diagonal: boxes of one element, the lower rows first."""
 
     def region(self, shape, n, coord):
@@ -207,7 +207,7 @@ class Checkerboard(Partition):
 
 @pytest.mark.parametrize("order", [("a0", "a1"), ("a1", "a0")])
 def test_a_partition_of_the_user_goes_to_and_from_every_other(order):
-    board = layout((2, 3), [R, Checkerboard()], (5, 4))
+    board = layout((2, 3), [R, ChessTiles()], (5, 4))
     full = small_integers((5, 4), torch.float32)
     for placements in ([S0, S1], [R, R], [P, S0], [S1, R], [Interleaved(0, 2), P], [S0, S0]):
         other = layout((2, 3), placements, (5, 4), order=order)

@@ -166,7 +166,8 @@ def _parse_braces(text: str, whole: str) -> list[tuple[str, Placement]]:
 def parse_placement(text: str) -> Placement:
     """The placement that a call such as `Interleaved(0, 2)` or `Partial(sum)` names; no code is run.
 
-    Raises: LayoutError: no imported placement class has this name, or an argument is not a literal.
+    Raises: LayoutError: no imported placement class has this name, or several have, or an argument is not a
+        literal.
     """
     try:
         name, arguments, named = _call(ast.parse(text, mode="eval").body)
@@ -191,7 +192,10 @@ def _class_named(name: str) -> type[Placement]:
     found = [cls for cls in _subclasses(Placement) if cls.__name__ == name]
     if not found:
         raise LayoutError(f"no placement class is called {name!r}; import the module that defines it first")
-    return found[-1]
+    homes = sorted({f"{cls.__module__}.{cls.__qualname__}" for cls in found})
+    if len(homes) > 1:
+        raise LayoutError(f"{name!r} may be {' or '.join(homes)}: give them different names")
+    return found[-1]  # the newest, where one class was defined anew
 
 
 def _subclasses(cls: type[Placement]) -> list[type[Placement]]:

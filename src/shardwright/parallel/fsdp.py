@@ -52,8 +52,8 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, **fully_shard_kwargs: 
         mesh: one axis (shard) or two (replicate, shard).
         fully_shard_kwargs: passed on: `reshard_after_forward`, `mp_policy`, `offload_policy`,
             `ignored_params`, `shard_placement_fn`.
-    Raises: ParallelError: another number of axes, or an axis that places a parameter already; nothing has
-        been changed then.
+    Raises: ParallelError: another number of axes, an axis that places a parameter already, a parameter
+        without dims; nothing has been changed then.
     Cost: per step an all-gather per unit in forward and backward, and a reduce-scatter of its gradients.
     Source: torch's `fully_shard`.
     """
@@ -73,6 +73,7 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, **fully_shard_kwargs: 
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
     others = {s.get() for s in slots if _elsewhere(s.get(), mesh)}
     _refuse_twice(slots, axes, others | ignored)
+    _refuse_scalars(slots, others | ignored)
     with unchanged_on_error(module):
         if len(axes) == 2:
             _replicate_first(module, mesh[axes[0]], others | ignored)
@@ -104,6 +105,15 @@ def _refuse_twice(slots: list[Slot], axes: tuple[str, ...], ignored: set[nn.Para
             raise ParallelError(
                 f"{slot.path}: axis {twice[0]!r} places this parameter already "
                 f"({as_ours(parameter).layout}); apply a strategy once per parameter and axis"
+            )
+
+
+def _refuse_scalars(slots: list[Slot], ignored: set[nn.Parameter]) -> None:
+    for slot in slots:
+        if slot.get().ndim == 0 and slot.get() not in ignored:
+            raise ParallelError(
+                f"{slot.path}: fully_shard cannot cut a parameter without dims; give it the shape (1,), or "
+                "pass it in ignored_params and place it with parallelize_replicate"
             )
 
 
