@@ -22,8 +22,7 @@ from shardwright.placement.base import Replicate
 from shardwright.tensor import boundary
 from shardwright.tensor.autograd import Localize, apply
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.spec import LocalUse, spec_of
-from shardwright.tensor.wrap import CLASSES, wrap
+from shardwright.tensor.wrap import CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,11 +100,6 @@ def _without_pending(x: DTensor) -> DTensor:
         return x
     record_decision("local use", "redistribute: a pending value meets local tensors", str(x.layout))
     return x.redistribute(pending)
-
-
-def localize(x: DTensor, use: LocalUse) -> DTensor:
-    """The same DTensor with a way of use: shares the local tensor, detached from autograd."""
-    return wrap(x._local_tensor.detach(), spec_of(x.layout, x.device_mesh, use))
 
 
 CLASSES[True] = LocalizedDTensor

@@ -31,7 +31,7 @@ def result_infos(
         meta_args, meta_kwargs = tree_map_only(DTensor, _meta, (args, dict(kwargs)))
         if "device" in meta_kwargs:
             meta_kwargs["device"] = torch.device("meta")
-        try:
+        try:  # NotImplementedError is how torch says that an op has no kernel without data
             out = func(*meta_args, **meta_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
             raise DataDependentError(func.name()) from error
