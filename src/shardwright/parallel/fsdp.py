@@ -17,6 +17,7 @@ from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.parallel.meshes import is_other_view, named_axes
 from shardwright.parallel.place import local_plain, place_parameters
+from shardwright.parallel.sharded_traffic import record_sharded_traffic
 from shardwright.parallel.swap import Slot, put_all, slots_of, unchanged_on_error
 from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
@@ -147,6 +148,7 @@ def _shard(
     put_all(slots, plain)
     fully_shard(module, mesh=mesh, ignored_params=ignored or None, **kwargs)
     _sum_gradients(module)
+    record_sharded_traffic(module, axis_names(mesh)[0])
     follow_dtype(module)
     for managed in fsdp_parameters(module):
         old = where[(managed.owner, managed.name)]

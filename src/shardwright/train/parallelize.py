@@ -17,7 +17,6 @@ from shardwright.placement.shard import Shard
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.module import distribute_module
 from shardwright.train.model import Attention, Decoder, ModelShape, init_weights
-from shardwright.train.sharded_traffic import record_sharded_traffic
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +61,6 @@ def parallelize(model: Decoder, config: TrainConfig, context: DistributedContext
     sharding = submesh(dense, ("dp_replicate", "dp_cp_shard") if hybrid else "dp_cp_shard")
     for module in (*model.blocks, model):
         parallelize_fsdp(module, sharding)
-    record_sharded_traffic(model, "dp_cp_shard")
 
 
 def _cut_heads(attention: nn.Module, tp: DeviceMesh) -> None:

@@ -49,12 +49,11 @@ class RecordedReduceScatter(DefaultReduceScatter):
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
-def record_sharded_traffic(module: nn.Module, axis: str) -> None:
-    """Record what every sharded unit inside `module` sends over `axis` from now on."""
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_custom_all_gather(RecordedAllGather(axis))
-            unit.set_custom_reduce_scatter(RecordedReduceScatter(axis))
+def record_sharded_traffic(unit: nn.Module, axis: str) -> None:
+    """Record what a sharded unit sends over `axis` from now on. A user's own hooks, set later, replace it."""
+    if isinstance(unit, FSDPModule):
+        unit.set_custom_all_gather(RecordedAllGather(axis))
+        unit.set_custom_reduce_scatter(RecordedReduceScatter(axis))
 
 
 def _record(op: str, axis: str, x: Tensor, group: dist.ProcessGroup, sent: int) -> None:
