@@ -9,6 +9,7 @@ from shardwright.tensor.localized import LocalizedDTensor
 from shardwright.tensor.many import redistribute_many
 from shardwright.tensor.modes import explicit
 from shardwright.tensor.module import distribute_module
+from shardwright.tensor.random_mode import random_mode
 from shardwright.tensor.spmd import spmd
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "ones",
     "rand",
     "randn",
+    "random_mode",
     "redistribute_many",
     "spmd",
     "zeros",

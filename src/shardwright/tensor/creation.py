@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
+from shardwright.tensor import counter_draws, random_mode
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local import current_mesh
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
@@ -139,6 +140,9 @@ def _drawn(
 ) -> DTensor:
     mesh = current_mesh(device_mesh)
     layout = _layout(size, dtype, mesh, placements)
+    if random_mode.is_counter() and layout.dtype.is_floating_point:
+        made = counter_draws.standard(layout, mesh, normal=draw is torch.randn)
+        return cast(DTensor, made.requires_grad_(requires_grad))
     whole = draw(layout.shape, dtype=layout.dtype, device=mesh.device_type)
     coords = coords_of(mesh)
     local = whole.new_empty(0) if coords is None else layout.split(whole, coords).clone()

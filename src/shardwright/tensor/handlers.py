@@ -12,7 +12,7 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.lists import run_on_lists
 from shardwright.tensor.local import replicated
 from shardwright.tensor.modes import refuse_to_gather
-from shardwright.tensor.random import draw
+from shardwright.tensor.random import draw, is_random
 from shardwright.tensor.reshaping import changes_shape_in_place, reshape_in_place
 
 Handler = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -26,6 +26,8 @@ def find(func: torch._ops.OpOverload) -> Handler | None:
         return found
     if changes_shape_in_place(func):
         return reshape_in_place
+    if is_random(func):
+        return draw
     name = func._schema.name
     if name.startswith(("aten::_foreach_", "aten::_fused_")):
         _HANDLERS[func] = run_on_lists
@@ -73,25 +75,3 @@ _HANDLERS: dict[torch._ops.OpOverload, Handler] = {
     aten.is_nonzero.default: item,
     aten.equal.default: equal,
 }
-_RANDOM = (
-    aten.native_dropout.default,
-    aten.bernoulli_.float,
-    aten.bernoulli_.Tensor,
-    aten.bernoulli.default,
-    aten.bernoulli.p,
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.exponential_.default,
-    aten.log_normal_.default,
-    aten.cauchy_.default,
-    aten.geometric_.default,
-    aten.random_.default,
-    aten.random_.to,
-    getattr(aten.random_, "from"),
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.randint_like.default,
-    aten.randint_like.low_dtype,
-    aten.multinomial.default,
-)
-_HANDLERS.update(dict.fromkeys(_RANDOM, draw))
