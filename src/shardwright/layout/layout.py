@@ -150,6 +150,11 @@ class Layout:
         """Positions of the axes that are still to be reduced."""
         return tuple(axis for axis, p in enumerate(self.placements) if p.is_pending)
 
+    @property
+    def applied(self) -> tuple[Applied, ...]:
+        """The placements in order of application, their dims counted in the tensor that each one sees."""
+        return self._applied
+
     def coords_of(self, rank: int) -> Coords:
         """The coord of a rank on every axis."""
         return self.mesh_shape.coords_of(rank)

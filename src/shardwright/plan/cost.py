@@ -12,20 +12,31 @@ from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 
+import numpy as np
+
 from shardwright.layout.layout import Layout
-from shardwright.plan.grid import numel, shared
-from shardwright.plan.maps import Coords, Map, every_coords, unchanged_axes
+from shardwright.plan.lines import Ints, meet
+from shardwright.plan.maps import Map, every_coords
 from shardwright.plan.steps import AllReduce, Exchange, LocalMove, Pieces, Place, Step
-from shardwright.plan.transfer import members_of
+
+
+def shared_counts(source: Map, target: Map, tied: frozenset[int] | None = None) -> Ints:
+    """How many elements the source's coordinate and the target's share: one dim per axis of the mesh.
+
+    The two are the same coordinate on the axes `tied` (None: on all), else the target's counts for all its
+    values together. A dim is 1 long where the axis makes no difference.
+    """
+    counts = np.ones((1,) * len(source.sizes), dtype=np.int64)
+    for mine, theirs in zip(source.lines, target.lines, strict=True):
+        wanted = frozenset(theirs.at) if tied is None else tied & frozenset(theirs.at)
+        counts = counts * meet(mine, theirs).count(frozenset(mine.at), wanted, source.sizes)
+    return counts
 
 
 @lru_cache(maxsize=256)  # one plan asks several times
 def matching(source: Map, target: Map) -> int:
     """M: how many elements are at the same coordinates of all axes that cut in both."""
-    if source.cut & target.cut <= unchanged_axes(source, target):
-        return target.elements
-    sizes = _only(source.sizes, source.cut | target.cut)
-    return sum(shared(source.cell(coords), target.cell(coords)) for coords in every_coords(sizes))
+    return int(shared_counts(source, target).sum())
 
 
 def lower_bound(source: Map, target: Map, reduced: Iterable[int], kept: Iterable[int]) -> int:
@@ -59,10 +70,6 @@ def exchanged(step: Exchange) -> int:
     return step.term_count * target.elements * _product(sizes, target.cut) - own
 
 
-def _only(sizes: tuple[int, ...], axes: frozenset[int]) -> tuple[int, ...]:
-    return tuple(size if axis in axes else 1 for axis, size in enumerate(sizes))
-
-
 def all_reduced(step: AllReduce) -> int:
     """How many elements cross between ranks in a native all-reduce, over all ranks."""
     moved = step.map
@@ -70,54 +77,39 @@ def all_reduced(step: AllReduce) -> int:
     return 2 * (n - 1) * moved.elements * _product(moved.sizes, moved.cut | {step.axis})
 
 
-def traffic(step: AllReduce | Exchange) -> dict[Coords, tuple[int, int]]:
-    """Elements that each rank sends and receives."""
+def traffic(step: AllReduce | Exchange) -> tuple[Ints, Ints]:
+    """Elements that each rank sends and receives: one dim per axis, 1 long where all are alike."""
     if isinstance(step, AllReduce):
         n = step.map.sizes[step.axis]
-        moved = {
-            coords: -(-2 * (n - 1) * numel(step.map.cell(coords)) // n)
-            for coords in every_coords(step.map.sizes)
-        }
-        return {coords: (amount, amount) for coords, amount in moved.items()}
-    return _exchange_traffic(step)
-
-
-def _exchange_traffic(step: Exchange) -> dict[Coords, tuple[int, int]]:
-    ranks = every_coords(step.source.sizes)
-    sent, got = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
-    for coords in ranks:
-        wanted = step.target.cell(coords)
-        for peer in members_of(step, coords):
-            amount = shared(step.source.cell(peer), wanted) if peer != coords else 0
-            sent[peer] += amount
-            got[coords] += amount
-    return {coords: (sent[coords], got[coords]) for coords in ranks}
+        moved = -(-2 * (n - 1) * step.map.counts // n)
+        return moved, moved
+    source, target, sizes = step.source, step.target, step.source.sizes
+    own = shared_counts(source, target)
+    every_peer = prod(sizes[axis] for axis in step.axes if axis not in target.cut)
+    tied = frozenset(range(len(sizes))) - frozenset(step.axes)
+    sent = every_peer * shared_counts(source, target, tied) - own
+    return sent, step.term_count * target.counts - own
 
 
 def held(step: Step, result: Layout) -> int:
     """The most elements that one rank holds in a step beside its input: what it makes, and buffers."""
     if isinstance(step, Pieces):
-        inside = max(held(inner, result) for part in step.parts for inner in part)
-        return inside + _largest(step.target)
+        inside = max(held(inner, result) for inner in step.largest)
+        return inside + int(step.target.counts.max())
     if isinstance(step, AllReduce):
-        return _largest(step.map)
+        return int(step.map.counts.max())
     if isinstance(step, Exchange):
         return _held_by_exchange(step)
     if isinstance(step, LocalMove | Place):
-        return _largest(step.target)
+        return int(step.target.counts.max())
     return 2 * max(prod(result.local_shape(coords)) for coords in every_coords(result.sizes))
-
-
-def _largest(which: Map) -> int:
-    return max(numel(which.cell(coords)) for coords in every_coords(_only(which.sizes, which.cut)))
 
 
 def _held_by_exchange(step: Exchange) -> int:
     """The result and both buffers (the own part may travel through them), or the terms while they combine."""
-    most = 0
-    for coords, (sent, got) in traffic(step).items():
-        wanted = step.target.cell(coords)
-        own = shared(step.source.cell(coords), wanted)
-        combining = 2 * numel(wanted) if step.terms else 0
-        most = max(most, step.term_count * numel(wanted) + max(sent + max(got, own), combining))
-    return most
+    sent, got = traffic(step)
+    own, wanted = shared_counts(step.source, step.target), step.target.counts
+    buffers = sent + np.maximum(got, own)
+    if step.terms:
+        buffers = np.maximum(buffers, 2 * wanted)
+    return int((step.term_count * wanted + buffers).max())

@@ -4,35 +4,69 @@ A layout is a map (`LayoutMap`). A redistribution may go through maps that are n
 coordinate on one axis taken from the target, on another from the source, on a third from an even cut
 (`MixedMap`); or a part of the elements only (`SlabMap`). A map knows nothing of Pending: axes that do not
 cut leave an element's coordinate free.
+
+Every map has one line per group of dims (`plan.lines`); an element's coordinates are those of its lines.
+The two sides of a redistribution have the same groups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import prod
 from typing import cast
 
+import numpy as np
+
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition
 from shardwright.placement.region import Box
-from shardwright.plan.grid import Cell, cell_of, flat_cell, numel, row_major, shared_boxes
+from shardwright.plan.grid import Cell, Grid, Interval, cell_of, flat_cell, numel, row_major
+from shardwright.plan.lines import Group, Ints, Line, groups_of, line_of, meet
+from shardwright.plan.parts import cut_evenly, mixed, part_of_shared, shared
 
 Coords = tuple[int, ...]
 
 
+class _Lines:
+    """What follows from the lines of a map."""
+
+    sizes: tuple[int, ...]
+    lines: tuple[Line, ...]
+
+    @cached_property
+    def is_product(self) -> bool:
+        """True if every line is one dim: what a rank holds is then a product of index lists."""
+        return all(len(line.group) == 1 for line in self.lines)
+
+    @cached_property
+    def counts(self) -> Ints:
+        """How many elements each coordinate holds: one dim per axis, 1 long on axes that make no difference."""
+        counts = np.ones((1,) * len(self.sizes), dtype=np.int64)
+        for line in self.lines:
+            counts = counts * meet(line, line).count(frozenset(line.at), frozenset(), self.sizes)
+        return counts
+
+
 @dataclass(frozen=True, eq=False)
-class LayoutMap:
-    """The map of a layout, its Pending axes counted as Replicate."""
+class LayoutMap(_Lines):
+    """The map of a layout, its Pending axes counted as Replicate. groups: of its lines, at least its own."""
 
     layout: Layout
+    groups: tuple[Group, ...] = ()
     _cells: dict[Coords, Cell] = field(default_factory=dict, repr=False)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
         """Lengths of the mesh axes."""
         return self.layout.sizes
+
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:  # type: ignore[override]
+        """One line per group of dims."""
+        return tuple(line_of(self.layout, group) for group in self.groups or groups_of((self.layout,)))
 
     @cached_property
     def cut(self) -> frozenset[int]:
@@ -79,12 +113,53 @@ class LayoutMap:
         return self.layout.local_stride(coords)
 
 
-@dataclass(frozen=True, eq=False)
-class MixedMap:
-    """A map made of two layouts' maps; a local tensor is flat, its boxes one after the other.
+class _OwnMemory(_Lines):
+    """A map whose local tensors are its own: a row-major product, or flat boxes one after the other."""
 
-    An element's coordinate is the source's on the axes `from_source`, the target's on every axis that the
-    target cuts; the cells that result are cut evenly over the axes `free`.
+    _cells: dict[Coords, Cell]
+
+    @property
+    def cut(self) -> frozenset[int]:
+        """The axes that make a difference."""
+        raise NotImplementedError
+
+    def cell(self, coords: Coords) -> Cell:
+        """What these coordinates hold."""
+        key = _only(coords, self.cut)
+        cell = self._cells.get(key)
+        if cell is None:
+            cell = self._cells[key] = self._product(key) if self.is_product else flat_cell(self._boxes(key))
+        return cell
+
+    def _product(self, coords: Coords) -> Cell:
+        dims = tuple(_intervals(line, coords) for line in self.lines)
+        shape = tuple(sum(piece.size for piece in of_dim) for of_dim in dims)
+        return (Grid(dims, 0, row_major(shape)),) if prod(shape) else ()
+
+    def _boxes(self, coords: Coords) -> tuple[Box, ...]:
+        held = [line.held_by(coords) for line in self.lines]
+        sides = [
+            list(zip(line.low[mask].tolist(), line.size[mask].tolist(), strict=True))
+            for line, mask in zip(self.lines, held, strict=True)
+        ]
+        dims = [dim for line in self.lines for dim in line.group]
+        return tuple(_box(cell, dims) for cell in product(*sides))
+
+    def local_shape(self, coords: Coords) -> tuple[int, ...]:
+        """One length per dim; the number of elements where boxes lie one after the other."""
+        if not self.is_product:
+            return (numel(self.cell(coords)),)
+        return tuple(int(line.volume[line.held_by(coords)].sum()) for line in self.lines)
+
+    def local_stride(self, coords: Coords) -> tuple[int, ...]:
+        """Row-major."""
+        return row_major(self.local_shape(coords))
+
+
+@dataclass(frozen=True, eq=False)
+class MixedMap(_OwnMemory):
+    """A map made of two maps: an element's coordinate is the source's on the axes `from_source`, the target's
+    on every axis that the target cuts; what results is cut evenly over the axes `free`.
     """
 
     source: LayoutMap
@@ -94,12 +169,12 @@ class MixedMap:
     _cells: dict[Coords, Cell] = field(default_factory=dict, repr=False)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
         """Lengths of the mesh axes."""
         return self.target.sizes
 
     @cached_property
-    def cut(self) -> frozenset[int]:
+    def cut(self) -> frozenset[int]:  # type: ignore[override]
         """Axes of both kinds and the free ones."""
         return self.from_source | self.target.cut | frozenset(self.free)
 
@@ -108,55 +183,32 @@ class MixedMap:
         """How many elements the map places."""
         return self.target.elements
 
-    def cell(self, coords: Coords) -> Cell:
-        """The boxes of these coordinates, one after the other in memory."""
-        key = _only(coords, self.cut)
-        cell = self._cells.get(key)
-        if cell is None:
-            cell = self._cells[key] = flat_cell(tuple(self._share(key)))
-        return cell
-
-    def local_shape(self, coords: Coords) -> tuple[int, ...]:
-        """One dim: the number of elements held."""
-        return (numel(self.cell(coords)),)
-
-    def local_stride(self, coords: Coords) -> tuple[int, ...]:  # noqa: ARG002 - always flat
-        """One."""
-        return (1,)
-
-    def _share(self, coords: Coords) -> list[Box]:
-        """This coordinate's part of every box that it shares with those that differ on the free axes."""
-        boxes = [
-            box for cell in self._source_cells(coords) for box in shared_boxes(cell, self.target.cell(coords))
-        ]
-        parts = prod(self.sizes[axis] for axis in self.free)
-        part = 0
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:  # type: ignore[override]
+        """Those of the target with the source's coordinates on some axes, and the even cuts."""
+        pairs = zip(self.source.lines, self.target.lines, strict=True)
+        lines = [mixed(meet(mine, theirs), self.from_source) for mine, theirs in pairs]
         for axis in self.free:
-            part = part * self.sizes[axis] + coords[axis]
-        return [share for box in boxes if (share := _part_of(box, part, parts)).numel]
-
-    def _source_cells(self, coords: Coords) -> list[Cell]:
-        """The source's cells on every coordinate of the axes that only the source cuts."""
-        spread = sorted(self.source.cut - self.from_source)
-        cells: list[Cell] = []
-        for values in product(*(range(self.sizes[axis]) for axis in spread)):
-            at = list(coords)
-            for axis, value in zip(spread, values, strict=True):
-                at[axis] = value
-            cells.append(self.source.cell(tuple(at)))
-        return cells
+            if self.sizes[axis] > 1:
+                at = _roomiest(lines, self.sizes[axis])
+                lines[at] = cut_evenly(lines[at], axis, self.sizes[axis])
+        return tuple(lines)
 
 
 @dataclass(frozen=True, eq=False)
-class SlabMap:
-    """The elements of a map inside a box; a local tensor is flat, its boxes one after the other."""
+class SlabMap(_OwnMemory):
+    """Part `index` of `count` of a map's elements: of everything that one rank of `source` sends to one rank
+    of `base`, an equal part.
+    """
 
+    source: LayoutMap
     base: LayoutMap | MixedMap
-    slab: Box
+    count: int
+    index: int
     _cells: dict[Coords, Cell] = field(default_factory=dict, repr=False)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
         """Lengths of the mesh axes."""
         return self.base.sizes
 
@@ -165,30 +217,45 @@ class SlabMap:
         """Those of the whole map."""
         return self.base.cut
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """How many elements the map places."""
-        return self.slab.numel
+        return prod(int(line.volume.sum()) for line in self.lines)
 
-    def cell(self, coords: Coords) -> Cell:
-        """The boxes of these coordinates inside the slab, one after the other in memory."""
-        key = _only(coords, self.cut)
-        cell = self._cells.get(key)
-        if cell is None:
-            inside = shared_boxes(self.base.cell(key), flat_cell((self.slab,)))
-            cell = self._cells[key] = flat_cell(tuple(inside))
-        return cell
-
-    def local_shape(self, coords: Coords) -> tuple[int, ...]:
-        """One dim: the number of elements held."""
-        return (numel(self.cell(coords)),)
-
-    def local_stride(self, coords: Coords) -> tuple[int, ...]:  # noqa: ARG002 - always flat
-        """One."""
-        return (1,)
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:  # type: ignore[override]
+        """Those of the whole map, one of them cut down."""
+        lines = list(self.base.lines)
+        pairs = [shared(meet(mine, theirs)) for mine, theirs in zip(self.source.lines, lines, strict=True)]
+        at = _roomiest(pairs, self.count)
+        lines[at] = part_of_shared(pairs[at], self.count, self.index)
+        return tuple(lines)
 
 
 Map = LayoutMap | MixedMap | SlabMap
+
+
+def _roomiest(lines: Sequence[Line], parts: int) -> int:
+    """The line to cut in so many parts: the first whose pieces of one rank are long enough, or the longest.
+
+    Cutting an outer dim leaves longer stretches of memory than cutting an inner one.
+    """
+    room = [_least_length(line) for line in lines]
+    for at, length in enumerate(room):
+        if len(lines[at].group) == 1 and (length >= 16 * parts or (length and length % parts == 0)):
+            return at
+    return room.index(max(room))
+
+
+def _least_length(line: Line) -> int:
+    """The shortest local dim of a rank that holds anything (of a group of dims: the longest side of a box)."""
+    if not len(line.low):
+        return 0
+    if line.position is None:
+        return int(line.size.max(axis=1).min())
+    ends = line.position + line.size[:, 0]
+    last = np.append(line.position[1:] == 0, True)
+    return int(ends[last].min())
 
 
 def _only(coords: Coords, axes: frozenset[int]) -> Coords:
@@ -196,58 +263,28 @@ def _only(coords: Coords, axes: frozenset[int]) -> Coords:
     return tuple(coord if axis in axes else 0 for axis, coord in enumerate(coords))
 
 
-def _part_of(box: Box, part: int, parts: int) -> Box:
-    """One of `parts` even slices of a box along its longest dim (a 0-d box goes to the first)."""
-    if parts == 1:
-        return box
-    if not box.size:
-        return box if part == 0 else Box((0,), (0,))
-    dim = box.size.index(max(box.size))
-    low, high = box.size[dim] * part // parts, box.size[dim] * (part + 1) // parts
-    offset = (*box.offset[:dim], box.offset[dim] + low, *box.offset[dim + 1 :])
-    return Box(offset, (*box.size[:dim], high - low, *box.size[dim + 1 :]))
+def _intervals(line: Line, coords: Coords) -> tuple[Interval, ...]:
+    mask = line.held_by(coords)
+    columns = (line.low[mask, 0], line.size[mask, 0], cast("Ints", line.position)[mask])
+    return tuple(Interval(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _box(cell: tuple[tuple[list[int], list[int]], ...], dims: list[int]) -> Box:
+    lows, sizes = ([value for side in cell for value in side[i]] for i in (0, 1))
+    if not dims:
+        return Box((), ())
+    place = sorted(range(len(dims)), key=dims.__getitem__)
+    return Box(tuple(lows[i] for i in place), tuple(sizes[i] for i in place))
 
 
 def unchanged_axes(source: Map, target: Map) -> frozenset[int]:
-    """Axes on which every element provably keeps its coordinate; others may keep it too."""
-    if isinstance(target, SlabMap):
-        return target.cut if target is _goal(source) else unchanged_axes(source, target.base)
-    if isinstance(target, MixedMap) and target.source is source:
-        return target.from_source | unchanged_axes(source, target.target)
-    if isinstance(source, LayoutMap) and isinstance(target, LayoutMap):
-        return _same_cuts(source, target)
-    return target.cut if target is _goal(source) else frozenset()
-
-
-def _goal(source: Map) -> Map | None:
-    """The map whose coordinates a mixed map has already."""
-    return source.target if isinstance(source, MixedMap) else None
-
-
-def _same_cuts(source: LayoutMap, target: LayoutMap) -> frozenset[int]:
-    """Axes with one placement in both, and before it the same placements on the dims that it touches."""
+    """The axes that cut in both and on which every element keeps its coordinate."""
     return frozenset(
-        axis for axis in source.cut & target.cut if _history(source, axis) == _history(target, axis)
+        axis
+        for mine, theirs in zip(source.lines, target.lines, strict=True)
+        for axis in mine.axes
+        if axis in theirs.at and meet(mine, theirs).agree_on(axis)
     )
-
-
-def _history(which: LayoutMap, axis: int) -> list[tuple[int, object]]:
-    """The placements that decide an axis' coordinate of an element, its own first."""
-    layout = which.layout
-    earlier = layout.order[: layout.order.index(axis)]
-    dims = _touched(layout, axis)
-    history: list[tuple[int, object]] = [(axis, layout.placements[axis])]
-    for other in reversed(earlier):
-        touched = _touched(layout, other) if other in which.cut else frozenset()
-        if touched & dims:
-            history.append((other, layout.placements[other]))
-            dims |= touched
-    return history
-
-
-def _touched(layout: Layout, axis: int) -> frozenset[int]:
-    placement = cast("Partition", layout.placements[axis])
-    return frozenset(placement.touched_dims(layout.shape, layout.sizes[axis]))
 
 
 def every_coords(sizes: tuple[int, ...]) -> list[Coords]:

@@ -7,7 +7,6 @@ from functools import cached_property
 
 from shardwright.layout.layout import Layout
 from shardwright.plan.cost import all_reduced, exchanged, held, traffic
-from shardwright.plan.maps import every_coords
 from shardwright.plan.steps import AllReduce, Exchange, Step, moves_of
 
 
@@ -16,7 +15,7 @@ class Plan:
     """How tensors of layout `source` become tensors of layout `target`. Not bound to ranks or data.
 
     reason: in one line, why these steps. lower_bound: the fewest bytes that could cross between ranks, over
-    all ranks. The byte counts are computed when first asked for, in time that grows with the number of ranks.
+    all ranks. The other byte counts are computed when first asked for.
     """
 
     source: Layout
@@ -38,30 +37,23 @@ class Plan:
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes that cross between ranks, over all ranks."""
+        """Bytes that cross between ranks, over all ranks. Pieces move what the whole would."""
         return self.source.itemsize * sum(
-            exchanged(step) if isinstance(step, Exchange) else all_reduced(step) for step in self._moves
+            exchanged(step) if isinstance(step, Exchange) else all_reduced(step)
+            for step in moves_of(self.steps, in_pieces=False)
         )
 
     @cached_property
     def max_bytes(self) -> int:
         """The most bytes that one rank sends, or receives, over all steps."""
-        sent = dict.fromkeys(every_coords(self.source.sizes), 0)
-        got = dict(sent)
-        for step in self._moves:
-            for coords, (out, back) in traffic(step).items():
-                sent[coords] += out
-                got[coords] += back
-        return self.source.itemsize * max([*sent.values(), *got.values()], default=0)
+        both = [traffic(step) for step in moves_of(self.steps)]
+        most = max((int(sum(moved).max()) for moved in zip(*both, strict=True)), default=0)
+        return self.source.itemsize * most
 
     @cached_property
     def peak_bytes(self) -> int:
         """The most bytes that one rank holds beside its source: the results of a step and its buffers."""
         return self.source.itemsize * max((held(step, self.target) for step in self.steps), default=0)
-
-    @property
-    def _moves(self) -> list[Exchange | AllReduce]:
-        return moves_of(self.steps)
 
     def __str__(self) -> str:
         head = (

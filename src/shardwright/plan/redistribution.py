@@ -17,8 +17,8 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
-from shardwright.placement.region import Box
 from shardwright.plan.cost import all_reduced, exchanged, lower_bound, matching
+from shardwright.plan.lines import groups_of
 from shardwright.plan.maps import LayoutMap, Map, MixedMap, SlabMap, unchanged_axes
 from shardwright.plan.pending import AxisPending, commute, pending_change
 from shardwright.plan.plan import Plan
@@ -27,6 +27,8 @@ from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMov
 # Below this many bytes per rank one round with more bytes beats two rounds with fewer (gloo and NCCL alike:
 # a round costs tens of microseconds to milliseconds, these bytes a few microseconds).
 ONE_ROUND_BYTES = 64 * 1024
+# More pieces than this would cost more time than the memory is worth.
+MOST_PIECES = 1024
 
 Moves = tuple[list[Step], str]
 
@@ -68,15 +70,15 @@ def _planned(source: Layout, target: Layout) -> Plan:
 @lru_cache(maxsize=1024)
 def _planned_in_pieces(source: Layout, target: Layout, max_extra_bytes: int) -> Plan:
     decision = _Decision(source, target)
-    longest = max((*source.shape, 1))
-    counts = [2**i for i in range(1, longest.bit_length()) if 2**i < longest] + [longest]
-    for count in counts:
+    for count in decision.piece_counts():
         plan = decision.plan_in_pieces(count)
         if plan.peak_bytes <= max_extra_bytes:
             return plan
+    result_bytes = int(decision.after.counts.max()) * source.itemsize
     raise PlanError(
-        f"{source} -> {target} needs {plan.peak_bytes} B beside the source even in {longest} pieces, "
-        f"more than the {max_extra_bytes} B allowed"
+        f"{source} -> {target} cannot be done with {max_extra_bytes} B beside the source: in {count} pieces, "
+        f"the most that it can be cut in, it needs {plan.peak_bytes} B (the result is "
+        f"{result_bytes} B of them); pass max_extra_bytes={plan.peak_bytes} or more"
     )
 
 
@@ -100,27 +102,37 @@ class _Decision:
         self.change = pending_change(source, target)
         self.reduced = tuple(axis for axis, _ in self.change.reduced)
         self.kept = tuple(axis for axis, _ in self.change.kept)
-        self.before, self.after = LayoutMap(source), LayoutMap(target)
+        groups = groups_of((source, target))
+        self.before, self.after = LayoutMap(source, groups), LayoutMap(target, groups)
         self.padded = self._padded()
         self.arrival = self._arrival()
 
     def plan(self) -> Plan:
         """All elements at once."""
-        bound = self._bound(self.arrival)
-        native = self._native()
-        steps, reason = self._moves(self.arrival, native)
-        steps = [*steps, *self._finish()]
-        return Plan(self.source, self.target, tuple(steps), reason, bound * self.source.itemsize)
+        steps, reason = self._moves(self.arrival, self._native())
+        return self._plan((*steps, *self._finish()), reason)
+
+    def piece_counts(self) -> list[int]:
+        """In how many pieces it may be cut, ascending."""
+        longest = max((*self.source.shape, 2))
+        counts = [2**i for i in range(1, longest.bit_length()) if 2**i < longest] + [longest]
+        return [count for count in counts if count <= MOST_PIECES] or counts[:1]
 
     def plan_in_pieces(self, count: int) -> Plan:
-        """One slab of the longest dim after the other: the same bytes, smaller buffers."""
-        bound = self._bound(self.arrival)
-        slabs = [SlabMap(self.arrival, slab) for slab in _slabs(self.source.shape, count)]
-        moves = [self._moves(slab, None) for slab in slabs]
-        pieces = Pieces(tuple(tuple(steps) for steps, _ in moves), tuple(slabs), self.arrival)
-        reason = f"in {len(slabs)} pieces to save memory: {moves[0][1]}"
-        steps = (pieces, *self._finish())
-        return Plan(self.source, self.target, steps, reason, bound * self.source.itemsize)
+        """One equal part of every message after the other: the same bytes, smaller buffers."""
+        whole, reason = self._moves(self.arrival, None)
+        in_one_round = reason == _SMALL
+
+        def part(index: int) -> tuple[tuple[Step, ...], SlabMap]:
+            slab = SlabMap(self.before, self.arrival, count, index)
+            return tuple(self._moves(slab, None, in_one_round=in_one_round)[0]), slab
+
+        pieces = Pieces(tuple(whole), count, part, self.arrival)
+        return self._plan((pieces, *self._finish()), f"in {count} pieces to save memory: {reason}")
+
+    def _plan(self, steps: tuple[Step, ...], reason: str) -> Plan:
+        bound = self._bound(self.arrival) * self.source.itemsize
+        return Plan(self.source, self.target, steps, reason, bound)
 
     def _bound(self, arrival: Map) -> int:
         return lower_bound(self.before, arrival, self.reduced, self.kept)
@@ -162,10 +174,10 @@ class _Decision:
 
     # ------------------------------------------------------------------------------ elements that move
 
-    def _moves(self, arrival: Map, native: AllReduce | None) -> Moves:
-        """The steps that bring the elements of `arrival` there."""
+    def _moves(self, arrival: Map, native: AllReduce | None, *, in_one_round: bool | None = None) -> Moves:
+        """The steps that bring the elements of `arrival` there; None: in one round where that is cheap."""
         if self.reduced and arrival.elements:
-            return self._reductions(arrival, native)
+            return self._reductions(arrival, native, in_one_round)
         exchange = _exchange(self.before, arrival)
         if arrival.elements == 0 or exchanged(exchange) == 0:
             return [LocalMove(self.before, arrival)], _LOCAL
@@ -183,13 +195,15 @@ class _Decision:
 
     # -------------------------------------------------------------------------- terms that are combined
 
-    def _reductions(self, arrival: Map, native: AllReduce | None) -> Moves:
+    def _reductions(self, arrival: Map, native: AllReduce | None, in_one_round: bool | None) -> Moves:
         combine = Combine(self.change.reduced)
         direct = _exchange(self.before, arrival, self.reduced)
         moved, bound = exchanged(direct), self._bound(arrival)
         if moved <= bound:
             return [direct, combine], _TERMS
-        if moved * self.source.itemsize <= ONE_ROUND_BYTES * prod(self.sizes):
+        if in_one_round is None:
+            in_one_round = moved * self.source.itemsize <= ONE_ROUND_BYTES * prod(self.sizes)
+        if in_one_round:
             return [direct, combine], _SMALL
         if native is None:
             return self._two_rounds(arrival, combine), _TWO_ROUNDS
@@ -211,19 +225,6 @@ class _Decision:
         free = tuple(axis for axis in range(len(self.sizes)) if axis not in taken)
         middle = MixedMap(self.before, arrival, self.before.cut - arrival.cut, free)
         return [_exchange(self.before, middle, self.reduced), combine, _exchange(middle, arrival)]
-
-
-def _slabs(shape: tuple[int, ...], count: int) -> list[Box]:
-    """The tensor cut into `count` even slabs along its longest dim."""
-    if not shape:
-        return [Box((), ())]
-    dim = shape.index(max(shape))
-    slabs = []
-    for i in range(count):
-        low, high = shape[dim] * i // count, shape[dim] * (i + 1) // count
-        offset = tuple(low if d == dim else 0 for d in range(len(shape)))
-        slabs.append(Box(offset, (*shape[:dim], high - low, *shape[dim + 1 :])))
-    return slabs
 
 
 def _reduces_natively(pending: Pending, dtype: torch.dtype) -> bool:

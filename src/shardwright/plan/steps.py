@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from shardwright.plan.maps import Map, SlabMap
@@ -142,23 +144,44 @@ class Embed:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The same steps for one slab of the tensor after the other, so that only one slab's buffers are held.
+    """The same steps for one part of the tensor after the other, so that only one part's buffers are held.
 
-    parts: the steps of each slab, which end in its map of `slabs`. target: where all slabs together belong.
+    whole: the steps as they would be for all elements at once. count: how many parts. make: the steps of a
+    part, which end in the map of this part. target: where all parts together belong.
     """
 
-    parts: tuple[tuple[Step, ...], ...]
-    slabs: tuple[SlabMap, ...]
+    whole: tuple[Step, ...]
+    count: int
+    make: Callable[[int], tuple[tuple[Step, ...], SlabMap]]
     target: Map
+
+    @cached_property
+    def _made(self) -> list[tuple[tuple[Step, ...], SlabMap]]:
+        return [self.make(part) for part in range(self.count)]
+
+    @property
+    def parts(self) -> tuple[tuple[Step, ...], ...]:
+        """The steps of each part. Made when first asked for: to decide on a count, the largest will do."""
+        return tuple(steps for steps, _ in self._made)
+
+    @property
+    def slabs(self) -> tuple[SlabMap, ...]:
+        """Where the elements of each part belong."""
+        return tuple(slab for _, slab in self._made)
+
+    @cached_property
+    def largest(self) -> tuple[Step, ...]:
+        """The steps of the last part: for no rank is another one larger."""
+        return self.make(self.count - 1)[0]
 
     @property
     def rounds(self) -> int:
-        """Those of one slab: pieces are no rounds."""
-        return sum(step.rounds for step in self.parts[0])
+        """Those of one part: pieces are no rounds."""
+        return sum(step.rounds for step in self.whole)
 
     def describe(self, axes: tuple[str, ...]) -> str:
         """One line for `str(plan)`."""
-        return f"in {len(self.parts)} pieces: " + "; ".join(step.describe(axes) for step in self.parts[0])
+        return f"in {self.count} pieces: " + "; ".join(step.describe(axes) for step in self.whole)
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -169,12 +192,13 @@ class Pieces:
 Step = LocalMove | Exchange | AllReduce | Combine | Place | Embed | Pieces
 
 
-def moves_of(steps: tuple[Step, ...]) -> list[Exchange | AllReduce]:
-    """The steps in which elements cross between ranks, those of every piece included."""
+def moves_of(steps: tuple[Step, ...], *, in_pieces: bool = True) -> list[Exchange | AllReduce]:
+    """The steps in which elements cross between ranks: of every piece, or as if all went at once."""
     moves: list[Exchange | AllReduce] = []
     for step in steps:
         if isinstance(step, Pieces):
-            moves += [move for part in step.parts for move in moves_of(part)]
+            for part in step.parts if in_pieces else (step.whole,):
+                moves += moves_of(part)
         elif isinstance(step, Exchange | AllReduce):
             moves.append(step)
     return moves

@@ -1,0 +1,338 @@
+"""Lines: the coordinates of every index of a dim, for all ranks of a mesh in one table.
+
+A line is a list of pieces `[low, low + size)`; a piece has one coordinate on every axis that cuts the dim,
+and a position in the local dim of the ranks that hold it. Its cost is the number of pieces, whatever the
+number of ranks: nothing here walks over ranks or elements. Dims that a placement flattens into one share a
+line, whose pieces are boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Partition, Replicate
+from shardwright.placement.region import Region
+from shardwright.placement.runs import Run, intervals
+
+Ints = npt.NDArray[np.int64]
+Group = tuple[int, ...]
+# One axis that cuts a dim: its position in the mesh, its size, and the partition that it applies.
+Cut = tuple[int, int, Partition]
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """The pieces of a group of dims, those of one holder together and in local order.
+
+    low, size: one row per piece, one column per dim. at: per axis that cuts the group, each piece's
+    coordinate. position: where a piece starts in the holder's local dim; None for a group of several dims.
+    """
+
+    group: Group
+    low: Ints
+    size: Ints
+    at: Mapping[int, Ints]
+    position: Ints | None
+
+    @cached_property
+    def axes(self) -> tuple[int, ...]:
+        """The axes that cut these dims, ascending."""
+        return tuple(sorted(self.at))
+
+    @cached_property
+    def volume(self) -> Ints:
+        """Elements of each piece."""
+        return self.size[:, 0] if self.size.shape[1] == 1 else self.size.prod(axis=1)
+
+    @cached_property
+    def by_low(self) -> tuple[Ints, Ints]:
+        """For one dim: the order of the pieces by index, and their first indices in this order."""
+        order = np.argsort(self.low[:, 0], kind="stable")
+        return order, self.low[order, 0]
+
+    def held_by(self, coords: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Which pieces a coordinate of the mesh holds."""
+        mask = np.ones(len(self.low), dtype=bool)
+        for axis, at in self.at.items():
+            mask &= at == coords[axis]
+        return mask
+
+
+def groups_of(layouts: Iterable[Layout]) -> tuple[Group, ...]:
+    """The dims, grouped where one placement of any of the layouts acts on several at once."""
+    parents: dict[int, int] = {}
+    ndim = 0
+    for layout in layouts:
+        ndim = len(layout.shape)
+        for step in layout.applied:
+            if step.partition is not None:
+                dims = step.partition.touched_dims(layout.shape, step.size)
+                for dim in dims[1:]:
+                    parents[_root(parents, dim)] = _root(parents, dims[0])
+    if not ndim:
+        return ((),)
+    if not parents:
+        return tuple((dim,) for dim in range(ndim))
+    grouped: dict[int, list[int]] = {}
+    for dim in range(ndim):
+        grouped.setdefault(_root(parents, dim), []).append(dim)
+    return tuple(sorted(tuple(dims) for dims in grouped.values()))
+
+
+def _root(parents: Mapping[int, int], dim: int) -> int:
+    while parents.get(dim, dim) != dim:
+        dim = parents[dim]
+    return dim
+
+
+def line_of(layout: Layout, group: Group) -> Line:
+    """The line of a group of dims of a layout."""
+    cuts = tuple(
+        (step.axis, step.size, step.partition)
+        for step in layout.applied
+        if step.partition is not None and _belongs(step.partition, layout, step.size, group)
+    )
+    if len(group) == 1:
+        return _dim_line(layout.shape[group[0]], group[0], len(layout.shape), cuts)
+    return _group_line(layout, group, tuple(axis for axis, _, _ in cuts))
+
+
+def _belongs(partition: Partition, layout: Layout, n: int, group: Group) -> bool:
+    # A group is closed: a placement that touches one of its dims belongs to it.
+    touched = tuple(partition.touched_dims(layout.shape, n)) or (0,)
+    return not group or touched[0] in group
+
+
+# --------------------------------------------------------------------------------------------- one dim
+
+
+@lru_cache(maxsize=1024)
+def _dim_line(length: int, dim: int, ndim: int, cuts: tuple[Cut, ...]) -> Line:
+    """The line of one dim after these cuts, the first one first."""
+    if not cuts:
+        whole = np.array([[length]] if length else np.zeros((0, 1)), dtype=np.int64)
+        zeros = np.zeros_like(whole)
+        return Line((dim,), zeros, whole, {}, zeros[:, 0])
+    return _refined(_dim_line(length, dim, ndim, cuts[:-1]), dim, ndim, cuts[-1])
+
+
+@lru_cache(maxsize=4096)
+def _shares(partition: Partition, dim: int, ndim: int, length: int, n: int) -> Ints:
+    """Who holds which local indices of a dim: rows (start, size, coord, position), by start."""
+    shape = tuple(length if d == dim else 1 for d in range(ndim))
+    rows: list[Ints] = []
+    for coord in range(n):
+        found = _intervals(partition.region(shape, n, coord), dim)
+        if len(found):
+            position = np.cumsum(found[:, 1]) - found[:, 1]
+            rows.append(np.column_stack([found, np.full(len(found), coord), position]))
+    if not rows:
+        return np.zeros((0, 4), dtype=np.int64)
+    table: Ints = np.concatenate(rows).astype(np.int64)
+    return table[np.argsort(table[:, 0], kind="stable")]
+
+
+def _intervals(region: Region, dim: int) -> Ints:
+    """Offset and size of the intervals of a dim, in local order."""
+    if not region.numel:
+        return np.zeros((0, 2), dtype=np.int64)
+    if region.runs is None:
+        return np.array([(box.offset[dim], box.size[dim]) for box in region.boxes], dtype=np.int64)
+    return np.concatenate([_of_run(run) for run in region.runs[dim]])
+
+
+def _of_run(run: Run) -> Ints:
+    if run.repeat == 1:
+        return np.array([(run.offset, run.size)], dtype=np.int64)
+    offsets = run.offset + run.stride * np.arange(run.repeat, dtype=np.int64)
+    return np.column_stack([offsets, np.full(run.repeat, run.size)])
+
+
+def _refined(line: Line, dim: int, ndim: int, cut: Cut) -> Line:
+    """The line after one more cut, for all holders at once.
+
+    All local dims are laid end to end; the pieces, and the shares of each local dim, cut this one long line.
+    """
+    axis, n, partition = cut
+    holder = _holders(line)
+    lengths = np.bincount(holder, weights=line.volume).astype(np.int64) if len(holder) else np.zeros(0, int)
+    base = np.cumsum(lengths) - lengths
+    starts = base[holder] + line.position
+    shares = _laid_out(partition, dim, ndim, n, lengths, base)
+    at_cut = np.union1d(starts, shares[:, 0])
+    sizes = np.diff(np.append(at_cut, lengths.sum()))
+    piece = np.searchsorted(starts, at_cut, side="right") - 1
+    share = np.searchsorted(shares[:, 0], at_cut, side="right") - 1
+    low = line.low[piece, 0] + at_cut - starts[piece]
+    position = shares[share, 3] + at_cut - shares[share, 0]
+    coord = shares[share, 2]
+    order = np.lexsort((position, holder[piece] * n + coord))
+    at = {known: values[piece[order]] for known, values in line.at.items()}
+    if n > 1:
+        at[axis] = coord[order]
+    return joined_pieces(Line(line.group, low[order, None], sizes[order, None], at, position[order]))
+
+
+def _holders(line: Line) -> Ints:
+    """The number of each piece's holder, counted in the order of the pieces."""
+    if not len(line.low):
+        return np.zeros(0, dtype=np.int64)
+    first = np.zeros(len(line.low), dtype=bool)
+    for at in line.at.values():
+        first[1:] |= at[1:] != at[:-1]
+    return np.cumsum(first)
+
+
+def _laid_out(partition: Partition, dim: int, ndim: int, n: int, lengths: Ints, base: Ints) -> Ints:
+    """The shares of every local dim, where it lies in the long line."""
+    rows: list[Ints] = []
+    different = np.unique(lengths)
+    for length in different.tolist():
+        shares = _shares(partition, dim, ndim, length, n)
+        bases = base[lengths == length] if len(different) > 1 else base
+        laid = np.tile(shares, (len(bases), 1))
+        laid[:, 0] += np.repeat(bases, len(shares))
+        rows.append(laid)
+    if len(rows) == 1:
+        return rows[0]
+    table = np.concatenate(rows) if rows else np.zeros((0, 4), dtype=np.int64)
+    return table[np.argsort(table[:, 0], kind="stable")]
+
+
+def joined_pieces(line: Line) -> Line:
+    """Pieces that follow each other in the dim and in the same local dim become one."""
+    low, size = line.low[:, 0], line.size[:, 0]
+    if len(low) < 2 or line.position is None:
+        return line
+    first = np.ones(len(low), dtype=bool)
+    first[1:] = (low[1:] != low[:-1] + size[:-1]) | (line.position[1:] != line.position[:-1] + size[:-1])
+    for at in line.at.values():
+        first[1:] |= at[1:] != at[:-1]
+    if first.all():
+        return line
+    starts = np.flatnonzero(first)
+    at = {axis: values[starts] for axis, values in line.at.items()}
+    return Line(line.group, line.low[starts], np.add.reduceat(line.size, starts), at, line.position[starts])
+
+
+# ---------------------------------------------------------------------------------- several dims in one
+
+
+def _group_line(layout: Layout, group: Group, axes: tuple[int, ...]) -> Line:
+    """The boxes of dims that some placement flattens, coordinate by coordinate of the axes that cut them."""
+    alone = [p if axis in axes else Replicate() for axis, p in enumerate(layout.placements)]
+    shape = tuple(size if dim in group else 1 for dim, size in enumerate(layout.shape))
+    part = Layout(layout.mesh_shape, alone, shape, dtype=layout.dtype, order=layout.order_names)
+    wide = tuple(axis for axis in axes if layout.sizes[axis] > 1)
+    rows: list[Any] = []
+    for coords in product(*(range(size if axis in wide else 1) for axis, size in enumerate(layout.sizes))):
+        rows += [(*box, [coords[axis] for axis in wide]) for box in _boxes(part.region(coords), group)]
+    width = max(len(group), 1)
+    low, size = (np.array([row[i] for row in rows], dtype=np.int64).reshape(len(rows), width) for i in (0, 1))
+    coord = np.array([row[2] for row in rows], dtype=np.int64).reshape(len(rows), len(wide))
+    return Line(group, low, size, {axis: coord[:, i] for i, axis in enumerate(wide)}, None)
+
+
+def _boxes(region: Region, group: Group) -> list[tuple[list[int], list[int]]]:
+    """Offset and size of a region on the dims of a group; their order is not that of memory."""
+    if not region.numel:
+        return []
+    if not group:
+        return [([0], [1])]
+    if region.runs is not None:
+        cells = product(*(list(intervals(region.runs[dim])) for dim in group))
+        return [([low for low, _ in cell], [size for _, size in cell]) for cell in cells]
+    return [([box.offset[dim] for dim in group], [box.size[dim] for dim in group]) for box in region.boxes]
+
+
+# -------------------------------------------------------------------------------------- what lines share
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """The pieces that two lines of one group share: rows of the one, rows of the other, and the shared box."""
+
+    source: Line
+    target: Line
+    of_source: Ints
+    of_target: Ints
+    low: Ints
+    size: Ints
+
+    @cached_property
+    def volume(self) -> Ints:
+        """Elements of each shared piece."""
+        return self.size[:, 0] if self.size.shape[1] == 1 else self.size.prod(axis=1)
+
+    def agree_on(self, axis: int) -> bool:
+        """True if every element has the same coordinate of an axis in both lines."""
+        mine, theirs = self.source.at[axis][self.of_source], self.target.at[axis][self.of_target]
+        return bool((mine == theirs).all())
+
+    def count(self, source_axes: frozenset[int], target_axes: frozenset[int], sizes: Sequence[int]) -> Ints:
+        """How many elements have these coordinates: one dim per axis, 1 long where the axis does not matter.
+
+        Axes in both are asked to agree.
+        """
+        index = np.zeros(len(self.of_source), dtype=np.int64)
+        shape = [1] * len(sizes)
+        keep = None
+        for axis, size in enumerate(sizes):
+            coord = self._coord(axis, source_axes, target_axes)
+            if coord is None:
+                continue
+            index, shape[axis] = index * size + coord, size
+            if axis in source_axes and axis in target_axes:
+                if axis in self.source.at and axis in self.target.at:
+                    same = coord == self.target.at[axis][self.of_target]
+                    keep = same if keep is None else keep & same
+        volume = self.volume
+        if keep is not None:
+            index, volume = index[keep], volume[keep]
+        total = int(np.prod(shape))
+        return np.bincount(index, weights=volume, minlength=total).astype(np.int64).reshape(shape)
+
+    def _coord(self, axis: int, source_axes: frozenset[int], target_axes: frozenset[int]) -> Ints | None:
+        if axis in source_axes and axis in self.source.at:
+            return self.source.at[axis][self.of_source]
+        if axis in target_axes and axis in self.target.at:
+            return self.target.at[axis][self.of_target]
+        return None
+
+
+@lru_cache(maxsize=1024)
+def meet(source: Line, target: Line) -> Meeting:
+    """What two lines of one group share."""
+    if len(source.group) != 1:
+        return _meet_boxes(source, target)
+    (order_s, low_s), (order_t, low_t) = source.by_low, target.by_low
+    end_s, end_t = low_s + source.size[order_s, 0], low_t + target.size[order_t, 0]
+    cuts = np.unique(np.concatenate([low_s, low_t, end_s, end_t]))
+    if not len(low_s) or not len(low_t):
+        cuts = cuts[:0]
+    i, j = (np.searchsorted(low, cuts[:-1], side="right") - 1 for low in (low_s, low_t))
+    inside = (i >= 0) & (j >= 0) & (cuts[:-1] < end_s[i]) & (cuts[:-1] < end_t[j])
+    low, size = cuts[:-1][inside, None], np.diff(cuts)[inside, None]
+    return Meeting(source, target, order_s[i[inside]], order_t[j[inside]], low, size)
+
+
+def _meet_boxes(source: Line, target: Line) -> Meeting:
+    """All pairs of boxes that intersect, found a few rows of the target at a time."""
+    rows = max(1, 1_000_000 // max(len(source.low), 1))
+    found: list[tuple[Ints, Ints, Ints, Ints]] = []
+    for first in range(0, max(len(target.low), 1), rows):
+        low_t, size_t = target.low[first : first + rows, None], target.size[first : first + rows, None]
+        low = np.maximum(source.low[None], low_t)
+        size = np.minimum((source.low + source.size)[None], low_t + size_t) - low
+        j, i = np.nonzero((size > 0).all(axis=2))
+        found.append((i, j + first, low[j, i], size[j, i]))
+    i, j, low, size = (np.concatenate(column) for column in zip(*found, strict=True))
+    return Meeting(source, target, i, j, low, size)
