@@ -15,8 +15,9 @@ from math import prod
 import numpy as np
 
 from shardwright.layout.layout import Layout
-from shardwright.plan.lines import Ints, meet
+from shardwright.plan.lines import Ints
 from shardwright.plan.maps import Map, every_coords
+from shardwright.plan.meeting import meet
 from shardwright.plan.steps import AllReduce, Exchange, LocalMove, Pieces, Place, Step
 
 

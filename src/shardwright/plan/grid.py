@@ -150,7 +150,7 @@ def _overlap(source: Grid, target: Grid) -> Overlap | None:
         common = _common(mine, theirs)
         if not common:
             return None
-        dims.append(_stretches(common))
+        dims.append(stretches(common))
     return Overlap(source, target, tuple(dims))
 
 
@@ -180,7 +180,7 @@ def _meet(source: Interval, target: Interval) -> list[tuple[int, int, int]]:
     return [(source.position + low - source.offset, target.position + low - target.offset, high - low)]
 
 
-def _stretches(common: list[tuple[int, int, int]]) -> tuple[Stretch, ...]:
+def stretches(common: list[tuple[int, int, int]]) -> tuple[Stretch, ...]:
     """Join pieces of one size whose positions advance regularly on both sides."""
     out: list[Stretch] = []
     for source, target, size in common:

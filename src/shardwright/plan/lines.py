@@ -219,8 +219,9 @@ def joined_pieces(line: Line) -> Line:
     if first.all():
         return line
     starts = np.flatnonzero(first)
-    at = {axis: values[starts] for axis, values in line.at.items()}
-    return Line(line.group, line.low[starts], np.add.reduceat(line.size, starts), at, line.position[starts])
+    merged = {axis: values[starts] for axis, values in line.at.items()}
+    sizes = np.add.reduceat(line.size, starts)
+    return Line(line.group, line.low[starts], sizes, merged, line.position[starts])
 
 
 # ---------------------------------------------------------------------------------- several dims in one
@@ -251,88 +252,3 @@ def _boxes(region: Region, group: Group) -> list[tuple[list[int], list[int]]]:
         cells = product(*(list(intervals(region.runs[dim])) for dim in group))
         return [([low for low, _ in cell], [size for _, size in cell]) for cell in cells]
     return [([box.offset[dim] for dim in group], [box.size[dim] for dim in group]) for box in region.boxes]
-
-
-# -------------------------------------------------------------------------------------- what lines share
-
-
-@dataclass(frozen=True, eq=False)
-class Meeting:
-    """The pieces that two lines of one group share: rows of the one, rows of the other, and the shared box."""
-
-    source: Line
-    target: Line
-    of_source: Ints
-    of_target: Ints
-    low: Ints
-    size: Ints
-
-    @cached_property
-    def volume(self) -> Ints:
-        """Elements of each shared piece."""
-        return self.size[:, 0] if self.size.shape[1] == 1 else self.size.prod(axis=1)
-
-    def agree_on(self, axis: int) -> bool:
-        """True if every element has the same coordinate of an axis in both lines."""
-        mine, theirs = self.source.at[axis][self.of_source], self.target.at[axis][self.of_target]
-        return bool((mine == theirs).all())
-
-    def count(self, source_axes: frozenset[int], target_axes: frozenset[int], sizes: Sequence[int]) -> Ints:
-        """How many elements have these coordinates: one dim per axis, 1 long where the axis does not matter.
-
-        Axes in both are asked to agree.
-        """
-        index = np.zeros(len(self.of_source), dtype=np.int64)
-        shape = [1] * len(sizes)
-        keep = None
-        for axis, size in enumerate(sizes):
-            coord = self._coord(axis, source_axes, target_axes)
-            if coord is None:
-                continue
-            index, shape[axis] = index * size + coord, size
-            if axis in source_axes and axis in target_axes:
-                if axis in self.source.at and axis in self.target.at:
-                    same = coord == self.target.at[axis][self.of_target]
-                    keep = same if keep is None else keep & same
-        volume = self.volume
-        if keep is not None:
-            index, volume = index[keep], volume[keep]
-        total = int(np.prod(shape))
-        return np.bincount(index, weights=volume, minlength=total).astype(np.int64).reshape(shape)
-
-    def _coord(self, axis: int, source_axes: frozenset[int], target_axes: frozenset[int]) -> Ints | None:
-        if axis in source_axes and axis in self.source.at:
-            return self.source.at[axis][self.of_source]
-        if axis in target_axes and axis in self.target.at:
-            return self.target.at[axis][self.of_target]
-        return None
-
-
-@lru_cache(maxsize=1024)
-def meet(source: Line, target: Line) -> Meeting:
-    """What two lines of one group share."""
-    if len(source.group) != 1:
-        return _meet_boxes(source, target)
-    (order_s, low_s), (order_t, low_t) = source.by_low, target.by_low
-    end_s, end_t = low_s + source.size[order_s, 0], low_t + target.size[order_t, 0]
-    cuts = np.unique(np.concatenate([low_s, low_t, end_s, end_t]))
-    if not len(low_s) or not len(low_t):
-        cuts = cuts[:0]
-    i, j = (np.searchsorted(low, cuts[:-1], side="right") - 1 for low in (low_s, low_t))
-    inside = (i >= 0) & (j >= 0) & (cuts[:-1] < end_s[i]) & (cuts[:-1] < end_t[j])
-    low, size = cuts[:-1][inside, None], np.diff(cuts)[inside, None]
-    return Meeting(source, target, order_s[i[inside]], order_t[j[inside]], low, size)
-
-
-def _meet_boxes(source: Line, target: Line) -> Meeting:
-    """All pairs of boxes that intersect, found a few rows of the target at a time."""
-    rows = max(1, 1_000_000 // max(len(source.low), 1))
-    found: list[tuple[Ints, Ints, Ints, Ints]] = []
-    for first in range(0, max(len(target.low), 1), rows):
-        low_t, size_t = target.low[first : first + rows, None], target.size[first : first + rows, None]
-        low = np.maximum(source.low[None], low_t)
-        size = np.minimum((source.low + source.size)[None], low_t + size_t) - low
-        j, i = np.nonzero((size > 0).all(axis=2))
-        found.append((i, j + first, low[j, i], size[j, i]))
-    i, j, low, size = (np.concatenate(column) for column in zip(*found, strict=True))
-    return Meeting(source, target, i, j, low, size)

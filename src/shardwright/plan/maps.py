@@ -24,7 +24,8 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition
 from shardwright.placement.region import Box
 from shardwright.plan.grid import Cell, Grid, Interval, cell_of, flat_cell, numel, row_major
-from shardwright.plan.lines import Group, Ints, Line, groups_of, line_of, meet
+from shardwright.plan.lines import Group, Ints, Line, groups_of, line_of
+from shardwright.plan.meeting import meet
 from shardwright.plan.parts import cut_evenly, mixed, part_of_shared, shared
 
 Coords = tuple[int, ...]
@@ -43,7 +44,7 @@ class _Lines:
 
     @cached_property
     def counts(self) -> Ints:
-        """How many elements each coordinate holds: one dim per axis, 1 long on axes that make no difference."""
+        """How many elements each coordinate holds: one dim per axis, 1 long where it makes no difference."""
         counts = np.ones((1,) * len(self.sizes), dtype=np.int64)
         for line in self.lines:
             counts = counts * meet(line, line).count(frozenset(line.at), frozenset(), self.sizes)
@@ -158,8 +159,10 @@ class _OwnMemory(_Lines):
 
 @dataclass(frozen=True, eq=False)
 class MixedMap(_OwnMemory):
-    """A map made of two maps: an element's coordinate is the source's on the axes `from_source`, the target's
-    on every axis that the target cuts; what results is cut evenly over the axes `free`.
+    """A map made of two maps.
+
+    An element's coordinate is the source's on the axes `from_source`, the target's on every axis that the
+    target cuts; what results is cut evenly over the axes `free`.
     """
 
     source: LayoutMap
@@ -174,7 +177,7 @@ class MixedMap(_OwnMemory):
         return self.target.sizes
 
     @cached_property
-    def cut(self) -> frozenset[int]:  # type: ignore[override]
+    def cut(self) -> frozenset[int]:
         """Axes of both kinds and the free ones."""
         return self.from_source | self.target.cut | frozenset(self.free)
 
@@ -197,8 +200,9 @@ class MixedMap(_OwnMemory):
 
 @dataclass(frozen=True, eq=False)
 class SlabMap(_OwnMemory):
-    """Part `index` of `count` of a map's elements: of everything that one rank of `source` sends to one rank
-    of `base`, an equal part.
+    """Part `index` of `count` of a map's elements.
+
+    Of everything that one rank of `source` has for one rank of `base`, an equal part.
     """
 
     source: LayoutMap
@@ -248,7 +252,7 @@ def _roomiest(lines: Sequence[Line], parts: int) -> int:
 
 
 def _least_length(line: Line) -> int:
-    """The shortest local dim of a rank that holds anything (of a group of dims: the longest side of a box)."""
+    """The shortest local dim of a rank that holds anything; of a group of dims, the longest side of a box."""
     if not len(line.low):
         return 0
     if line.position is None:

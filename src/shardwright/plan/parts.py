@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardwright.plan.lines import Group, Ints, Line, Meeting, joined_pieces
+from shardwright.plan.lines import Group, Ints, Line, joined_pieces
+from shardwright.plan.meeting import Meeting
 
 
 def mixed(meeting: Meeting, from_source: frozenset[int]) -> Line:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from shardwright.layout.layout import Layout
 from shardwright.plan.cost import all_reduced, exchanged, held, traffic
-from shardwright.plan.steps import AllReduce, Exchange, Step, moves_of
+from shardwright.plan.steps import Exchange, Step, moves_of
 
 
 @dataclass(frozen=True, eq=False)

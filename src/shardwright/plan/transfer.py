@@ -9,6 +9,7 @@ from math import prod
 
 from shardwright.plan.grid import overlaps
 from shardwright.plan.maps import Coords, Map
+from shardwright.plan.peers import shared_with_peers
 from shardwright.plan.steps import Exchange, LocalMove, Place
 from shardwright.plan.strided import Strided, covers_in_order, paired_views, source_views, target_views
 
@@ -76,15 +77,13 @@ def members_of(step: Exchange, coords: Coords) -> tuple[Coords, ...]:
 
 def transfer(step: Exchange, coords: Coords, members: Sequence[Coords]) -> Transfer:
     """The side of the rank at `coords`; `members` in the order of the wire."""
-    source, target = step.source, step.target
-    mine, wanted = source.cell(coords), target.cell(coords)
+    source = step.source
     result = _result(step, coords)
     keep, send, receive = [], [], []
-    for peer in members:
-        incoming = overlaps(source.cell(peer), wanted)
+    for peer, incoming, outgoing in zip(members, *shared_with_peers(step, coords, members), strict=True):
         shift = _term(step, peer) * (result.numel // step.term_count)
         receive.append(tuple(target_views(incoming, shift)))
-        send.append(tuple(source_views(overlaps(mine, target.cell(peer)))))
+        send.append(tuple(source_views(outgoing)))
         if peer == coords:
             keep = [(a, b._replace(start=b.start + shift)) for a, b in paired_views(incoming)]
     whole = covers_in_order([view for views in receive for view in views], result.numel)
