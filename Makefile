@@ -3,6 +3,7 @@
 #   make test     the whole test suite        make lint     ruff, mypy, import-linter
 #   make bench    time beside torch's DTensor make docs     the manual, in docs/_build/html
 #   make laws     the laws of placements and redistribution, a hundred thousand times
+#   make ops      every operator of torch's database on distributed tensors beside one device
 #   make verify   every mesh of the training command beside one device, at full size
 
 SHELL := /bin/bash
@@ -19,11 +20,12 @@ RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID)
 TRAIN_FLAGS ?=
 PYTEST_FLAGS ?=
 LAWS_FLAGS ?=
+OPS_FLAGS ?= --all
 
-.PHONY: help install train test laws verify lint bench docs clean
+.PHONY: help install train test laws ops verify lint bench docs clean
 
 help:
-	@sed -n '2,6s/^# *//p' Makefile
+	@sed -n '2,7s/^# *//p' Makefile
 
 # torch comes first and alone: no range of another package can then choose a different build of it.
 $(VENV)/.torch: constraints.txt
@@ -55,6 +57,9 @@ test: $(VENV)/.dev
 
 laws: $(VENV)/.dev
 	$(BIN)/python -m tests.laws $(LAWS_FLAGS)
+
+ops: $(VENV)/.dev
+	$(BIN)/python -m tests.ops $(OPS_FLAGS)
 
 verify: $(VENV)/.dev
 	$(BIN)/python -m bench.verify_matrix $(VERIFY)

@@ -1,0 +1,69 @@
+"""The operators of torch's own test database, and which of their sample inputs are used."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves
+
+from tests.ops.excluded import EXCLUDED
+
+_LOOKED_AT = 80  # sample inputs of one operator and dtype among which the distinct ones are chosen
+SEED = 11
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def operators() -> dict[str, Any]:
+    """Every OpInfo that is not excluded, by its full name (`nn.functional.gelu`, `div.floor_rounding`)."""
+    return {info.full_name: info for info in op_db if info.full_name not in EXCLUDED}
+
+
+def dtypes_of(info: Any, wanted: tuple[torch.dtype, ...]) -> list[torch.dtype]:
+    """The wanted dtypes that the operator takes on the CPU; its simplest one if it takes none of them."""
+    supported = info.supported_dtypes("cpu")
+    chosen = [dtype for dtype in wanted if dtype in supported]
+    return chosen or sorted(supported, key=lambda dtype: (dtype.itemsize, str(dtype)))[-1:]
+
+
+def seed() -> None:
+    """The state from which samples, references and random operators start."""
+    random.seed(SEED)
+    np.random.seed(SEED)  # noqa: NPY002 - what torch's samples draw from
+    torch.manual_seed(SEED)
+
+
+def samples_of(info: Any, dtype: torch.dtype, count: int) -> list[tuple[int, Any]]:
+    """Up to `count` sample inputs with distinct shapes, spread over what the operator offers.
+
+    Returns: (index in the operator's own list, sample), in its order.
+    """
+    seed()
+    grad = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+    offered = list(islice(info.sample_inputs("cpu", dtype, requires_grad=grad), _LOOKED_AT))
+    return [(index, offered[index]) for index in _chosen([_shapes(sample) for sample in offered], count)]
+
+
+def _chosen(shapes: list[Shapes], count: int) -> list[int]:
+    """The input with most elements, then one of each shape evenly over the list, then others."""
+    first_of: dict[Shapes, int] = {}
+    for index, key in enumerate(shapes):
+        first_of.setdefault(key, index)
+    if not shapes:
+        return []
+    largest = max(range(len(shapes)), key=lambda i: sum(map(prod, shapes[i])))
+    distinct = [index for index in first_of.values() if shapes[index] != shapes[largest]]
+    some = min(count - 1, len(distinct))
+    taken = dict.fromkeys([largest, *(distinct[(i * len(distinct)) // some] for i in range(some))])
+    others = [index for index in range(len(shapes)) if index not in taken]
+    return sorted([*taken, *others][:count])
+
+
+def _shapes(sample: Any) -> Shapes:
+    leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
+    return tuple(tuple(x.shape) for x in leaves if isinstance(x, torch.Tensor))

@@ -1,0 +1,50 @@
+"""A stated sample of the operator database on real ranks; `make ops` runs all of it."""
+
+from __future__ import annotations
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+
+from tests.ops.__main__ import main
+from tests.ops.cases import CRASH, ERROR, OK, WRONG, Options
+from tests.ops.compare import difference
+from tests.ops.database import operators
+from tests.ops.excluded import EXCLUDED
+from tests.ops.sample import chosen
+from tests.ops.sweep import sweep
+
+
+def test_fewer_than_two_percent_of_the_operators_are_excluded_each_for_a_reason():
+    assert set(EXCLUDED) <= {info.full_name for info in op_db}
+    assert all(EXCLUDED.values())
+    assert len(EXCLUDED) < 0.02 * len(op_db)
+
+
+def test_a_sample_of_operators_gives_the_single_device_answer(capsys):
+    """Every placement on the inputs, one input of each dtype, forward and backward, two ranks."""
+    names = ",".join(chosen(operators()))
+    status = main(["--ops", names, "--samples", "1", "--mesh", "2"])
+    assert status == 0, capsys.readouterr().out
+
+
+def test_results_that_differ_are_told_apart():
+    x = torch.arange(6.0).reshape(2, 3)
+    assert not difference((x, [1, None]), (x + 1e-6, [1, None]))
+    assert "for tuple" in difference([x], (x,))
+    assert "shape" in difference(x, x[:1])
+    assert "dtype" in difference(x, x.double())
+    assert "2.0 for 3.0 at (0, 2)" in difference(x, x + torch.tensor([0.0, 0, 1]))
+    assert difference(torch.tensor([1]), torch.tensor([2]))
+    assert not difference(torch.tensor(float("nan")), torch.tensor(float("nan")))
+
+
+PLANTED = {"nn.functional.relu": WRONG, "cos": ERROR, "sin": ERROR, "tan": CRASH}
+
+
+def test_planted_faults_are_found_and_cost_one_case_each():
+    """A wrong value, an error on all ranks, on one rank only, a dead rank: named, and the rest goes on."""
+    options = Options(kinds=("Shard(0)", "Replicate"), dtypes=("float32",), samples=1, backward=False)
+    preload = ("torch.testing._internal.common_methods_invocations", "tests.ops.faults")
+    for name, records in sweep(list(PLANTED), [options], jobs=1, preload=preload):
+        assert {record.verdict for record in records if record.case.kind == "Shard(0)"} == {PLANTED[name]}
+        assert {record.verdict for record in records if record.case.kind == "Replicate"} == {OK}
