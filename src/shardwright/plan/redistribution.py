@@ -142,15 +142,13 @@ class _Decision:
     def _padded(self) -> tuple[AxisPending, ...]:
         """Pendings that are made by padding the part that a rank has, instead of fetching the rest.
 
-        Padding for one and embedding for another is right only if they commute.
+        Only one coordinate of such an axis needs an element. Where every rank has all that it wants, an embed
+        is simpler. Padding for one and embedding for another is right only if they commute.
         """
         made = self.change.made
-        if not commute(made):
+        if not commute(made) or not self._bound(self.after):
             return ()
-        parted = self.before.cut.union(axis for axis in self.reduced if self.sizes[axis] > 1)
-        return tuple(
-            (axis, pending) for axis, pending in made if axis in parted and self._has_identity(pending)
-        )
+        return tuple((axis, pending) for axis, pending in made if self._has_identity(pending))
 
     def _has_identity(self, pending: Pending) -> bool:
         return pending.identity(torch.empty((), dtype=self.source.dtype)) is not None
