@@ -40,10 +40,8 @@ class BrokenByteLawError(Exception):
 
 def kinds(n: int) -> list[Placement]:
     """The placements of the law, for an axis of size n."""
-    units = (*range(1, n), n + 1)
-    return [
-        Replicate(), Shard(0), Shard(1), Partial(), Interleaved(0, 2), Ragged(units, (0,)), Owner(n - 1), ZigZag(0),
-    ]  # fmt: skip
+    uneven = Ragged((*range(1, n), n + 1), (0,))
+    return [Replicate(), Shard(0), Shard(1), Partial(), Interleaved(0, 2), uneven, Owner(n - 1), ZigZag(0)]
 
 
 def all_layouts(sizes: tuple[int, ...], shape: tuple[int, ...]) -> list[Layout]:
@@ -58,7 +56,7 @@ def all_layouts(sizes: tuple[int, ...], shape: tuple[int, ...]) -> list[Layout]:
 
 @dataclass
 class Holdings:
-    """Who holds each element under each layout: sets of ranks as bits, per class of elements that are alike."""
+    """Who holds each element under each layout: ranks as bits, for each class of elements that are alike."""
 
     sizes: tuple[int, ...]
     layouts: list[Layout]
@@ -76,10 +74,14 @@ class Holdings:
         distinct = np.stack(list(found.values()))
         # Elements that no layout tells apart are counted together: equal columns have equal hashes.
         mix = np.random.default_rng(0).integers(1, 2**63, size=len(distinct), dtype=np.uint64) | np.uint64(1)
-        hashes = sum((row.astype(np.uint64) + np.uint64(7)) ** 3 * k for row, k in zip(distinct, mix, strict=True))
+        hashes = sum(
+            (row.astype(np.uint64) + np.uint64(7)) ** 3 * k for row, k in zip(distinct, mix, strict=True)
+        )
         _, first, weights = np.unique(hashes, return_index=True, return_counts=True)
         compact = dict(zip(found, distinct[:, first], strict=True))
-        masks = [compact[tuple(Replicate() if p.is_pending else p for p in one.placements)] for one in layouts]
+        masks = [
+            compact[tuple(Replicate() if p.is_pending else p for p in one.placements)] for one in layouts
+        ]
         return cls(layouts[0].sizes, layouts, np.stack(masks), weights)
 
     def least(self, index: int) -> np.ndarray:
@@ -241,7 +243,7 @@ def main() -> int:
                 return 1
             whole.add(tally)
             print(
-                f"mesh {sizes} shape {shape}: {sum(tally.pairs.values())} pairs hold, {tally.run} of them run, "
+                f"mesh {sizes} shape {shape}: {sum(tally.pairs.values())} pairs hold, {tally.run} were run, "
                 f"in {time.monotonic() - before:.0f} s",
                 flush=True,
             )
