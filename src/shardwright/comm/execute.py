@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
+from shardwright.comm.between import run_between
 from shardwright.comm.guard import check_same_plan, guarding
 from shardwright.comm.runner import Runner
 from shardwright.errors import PlanError
+from shardwright.plan.between_plan import PlanBetween
 from shardwright.plan.by_axis import crosses_several_axes, plans_by_axis
 from shardwright.plan.maps import Coords
 from shardwright.plan.plan import Plan
@@ -19,13 +22,14 @@ from shardwright.plan.plan import Plan
 def execute(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = "") -> Tensor:
     """The local tensor in the plan's target layout, from the one in its source layout. No autograd.
 
-    Every rank of the mesh calls it; a rank outside does nothing and gets `local` back. The result may be
+    Every rank of the mesh calls it (between two meshes: of both); a rank outside does nothing and gets
+    `local` back. The result may be
     `local` itself when nothing changes; `local` is never written.
 
     Args:
         plan: from `plan_redistribution`, equal on all ranks.
         local: this rank's local tensor; it may be empty or strided in any way.
-        mesh: the mesh of the plan's layouts.
+        mesh: the mesh of the plan's layouts (between two meshes: the source's; it is not used).
         reason: what the record says about each collective, before the plan's own reason.
 
     Raises:
@@ -62,8 +66,10 @@ def execute_together(
     """Run plans of one form and dtype step by step, each collective once for all of them."""
     if guarding():
         for plan in plans:
-            check_same_plan(plan, mesh)
+            check_same_plan(plan)
     first = plans[0]
+    if isinstance(first, PlanBetween):
+        return _between(plans, locals_, reason)
     position = mesh.get_coordinate() if first.steps else None
     if position is None:
         return list(locals_)
@@ -74,6 +80,17 @@ def execute_together(
         return _by_axis(plans, locals_, mesh, reason)
     why = f"{reason}: {first.reason}" if reason else first.reason
     return Runner(plans, mesh, coords, why).run(locals_)
+
+
+def _between(plans: Sequence[Plan], locals_: Sequence[Tensor], reason: str) -> list[Tensor]:
+    first = plans[0]
+    if any(_is_traced(local) for local in locals_):
+        raise PlanError(
+            f"{first.source!r} -> {first.target!r}: a traced graph cannot hold messages between two meshes; "
+            "redistribute before the compiled function"
+        )
+    why = f"{reason}: {first.reason}" if reason else first.reason
+    return run_between(cast("Sequence[PlanBetween]", plans), locals_, why)
 
 
 def _by_axis(plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh, reason: str) -> list[Tensor]:

@@ -15,12 +15,10 @@ import torch.distributed as dist
 
 from shardwright.comm.wires import PeerWire
 from shardwright.errors import PlanError
-from shardwright.plan.maps import every_coords
 from shardwright.plan.plan import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
 
 _BYTES = 1024
 _guards = 0
@@ -45,17 +43,17 @@ def guarding() -> bool:
     return _guards > 0
 
 
-def check_same_plan(plan: Plan, mesh: DeviceMesh) -> None:
-    """Compare this plan with those of the mesh's other ranks.
+def check_same_plan(plan: Plan) -> None:
+    """Compare this plan with those of the other ranks of its mesh, or of its two meshes.
 
     At every run: comparing only new plans would miss a rank that repeats an old one.
 
     Raises: PlanError: another rank is about to run another plan.
     """
-    if mesh.get_coordinate() is None:
+    ranks = tuple(dict.fromkeys((*plan.source.ranks, *plan.target.ranks)))
+    if dist.get_rank() not in ranks:
         return
-    ranks = plan.source.ranks
-    wire = PeerWire(tuple(every_coords(plan.source.sizes)), ranks, "all")
+    wire = PeerWire(tuple((rank,) for rank in ranks), ranks, "all")
     mine = _as_tensor(_text(plan))
     n = len(ranks)
     theirs = wire.exchange(mine.repeat(n), [_BYTES] * n, [_BYTES] * n, "hang guard").view(n, _BYTES)
@@ -72,7 +70,9 @@ def _compare(mine: Tensor, theirs: Tensor, ranks: tuple[int, ...]) -> None:
 
 
 def _text(plan: Plan) -> str:
-    return f"{plan.source} -> {plan.target}"
+    if plan.source.mesh_shape == plan.target.mesh_shape:
+        return f"{plan.source} -> {plan.target}"
+    return " -> ".join(f"{layout} on ranks {layout.ranks}" for layout in (plan.source, plan.target))
 
 
 def _as_tensor(text: str) -> Tensor:

@@ -36,13 +36,24 @@ def pending_change(source: Layout, target: Layout) -> PendingChange:
     before, after = _pendings(source), _pendings(target)
     kept = _kept(before, after)
     made = tuple(item for item in after if item not in kept)
-    for axis, placement in made:
-        if not placement.can_be_target:
-            raise PlanError(
-                f"{placement} on axis {target.axes[axis]!r} cannot be a target: it has no embed; "
-                "redistribute to Replicate or a Partition instead"
-            )
+    for axis, _ in made:
+        refuse_target(target, axis)
     return PendingChange(kept, tuple(item for item in before if item not in kept), made)
+
+
+def has_embed(placement: Pending) -> bool:
+    """True when terms can be made from a finished value."""
+    return placement.can_be_target and type(placement).embed is not Pending.embed
+
+
+def refuse_target(target: Layout, axis: int) -> None:
+    """Raise PlanError if the Pending on this axis cannot be made from a finished value."""
+    placement = cast("Pending", target.placements[axis])
+    if not has_embed(placement):
+        raise PlanError(
+            f"{placement} on axis {target.axes[axis]!r} cannot be a target: it has no embed; "
+            "redistribute to Replicate or a Partition instead"
+        )
 
 
 def commute(pendings: tuple[AxisPending, ...]) -> bool:

@@ -17,6 +17,7 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
+from shardwright.plan.between import plan_between, plan_between_in_pieces
 from shardwright.plan.cost import all_reduced, exchanged, lower_bound, matching
 from shardwright.plan.lines import groups_of
 from shardwright.plan.maps import LayoutMap, Map, MixedMap, SlabMap, unchanged_axes
@@ -46,11 +47,11 @@ def plan_redistribution(source: Layout, target: Layout, *, max_extra_bytes: int 
 
     Args:
         source: what the tensor has.
-        target: what it shall have; on the same mesh, with the same shape and dtype.
+        target: what it shall have, with the same shape and dtype; on the same mesh or on another one.
         max_extra_bytes: the most that `peak_bytes` may be; a plan that needs more is run in pieces.
 
     Raises:
-        PlanError: the meshes, shapes or dtypes differ, a Pending of the target cannot be made, or even the
+        PlanError: the shapes or dtypes differ, a Pending of the target cannot be made, or even the
             smallest pieces need more memory than `max_extra_bytes`.
     """
     plan = _planned(source, target)
@@ -64,11 +65,15 @@ def _planned(source: Layout, target: Layout) -> Plan:
     _check(source, target)
     if source == target:
         return Plan(source, target, (), "nothing changes", 0)
+    if source.mesh_shape != target.mesh_shape:
+        return plan_between(source, target)
     return _Decision(source, target).plan()
 
 
 @lru_cache(maxsize=1024)
 def _planned_in_pieces(source: Layout, target: Layout, max_extra_bytes: int) -> Plan:
+    if source.mesh_shape != target.mesh_shape:
+        return plan_between_in_pieces(source, target, max_extra_bytes)
     decision = _Decision(source, target)
     for count in decision.piece_counts():
         plan = decision.plan_in_pieces(count)
@@ -86,7 +91,6 @@ def _check(source: Layout, target: Layout) -> None:
     for name, mine, theirs in (
         ("shape", source.shape, target.shape),
         ("dtype", source.dtype, target.dtype),
-        ("mesh", source.mesh_shape, target.mesh_shape),
     ):
         if mine != theirs:
             raise PlanError(

@@ -1,0 +1,69 @@
+"""What one rank does to its tensors between messages: results with its own elements in place, terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shardwright.comm.packing import in_memory, move, new_tensor, view_of
+from shardwright.errors import PlacementError
+from shardwright.plan.between_steps import Finish, Term
+from shardwright.plan.carry import Carry, Side
+from shardwright.plan.strided import Strided
+
+
+def carried(x: Tensor, side: Side, step: Carry) -> Tensor:
+    """The result with what `x` holds of it, and room for what arrives; `x` itself if that is all of it."""
+    if side.nothing:
+        return x
+    out = new_tensor(x, side.target)
+    if step.fill is not None and out.numel():
+        filled = step.fill.identity(out)
+        out = out if filled is None else in_memory(filled, side.target)
+    move(x, out, side.keep)
+    return out
+
+
+def fitted(x: Tensor, step: Carry, rank: int) -> Tensor:
+    """The result of a step once everything arrived.
+
+    Raises: PlacementError: terms cannot be made of these values.
+    """
+    if step.fill is None or step.stacked or rank not in step.target.place_of:
+        return x
+    if not step.fill.in_domain(x):
+        raise PlacementError(f"{step.fill} has no meaning for these values of {x.dtype}")
+    return x if step.scale == 1 else x.mul_(step.scale)
+
+
+def combined(x: Tensor, step: Finish, rank: int) -> Tensor:
+    """The finished value from its terms, the last Pending first:  [q1 * q2 .., ...] -> [...].
+
+    A rank that holds nothing calls no kernel.
+    """
+    if step.source.memory(rank).numel == 0:
+        return x[0]
+    parts = list(x.unbind(0))
+    for pending, n in reversed(step.pendings):
+        parts = [pending.combine(parts[i : i + n]) for i in range(0, len(parts), n)]
+    return parts[0]
+
+
+def embedded(x: Tensor, step: Term, rank: int) -> Tensor:
+    """This rank's term of every Pending, the first one first."""
+    for (pending, n), coord in zip(step.pendings, step.coords(rank), strict=False):
+        x = pending.embed(x, n, coord)
+    return x
+
+
+PerPeer = tuple[tuple[int, tuple[Strided, ...]], ...]
+
+
+def flat_views(tensors: Sequence[Tensor], sides: Sequence[PerPeer]) -> dict[int, list[Tensor]]:
+    """For every peer the views of all tensors that go into, or come out of, one message with it; in order."""
+    views: dict[int, list[Tensor]] = {}
+    for x, side in zip(tensors, sides, strict=True):
+        for peer, strided in side:
+            views.setdefault(peer, []).extend(view_of(x, view) for view in strided)
+    return views

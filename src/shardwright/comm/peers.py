@@ -1,0 +1,83 @@
+"""One batch of messages between this rank and others, on the default group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.comm.record import record_collective, recording
+from shardwright.comm.wire import as_bytes, moves_natively
+
+# Keeps these messages apart from the user's own untagged ones and from those inside one mesh.
+_TAG = 53188
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    """Per peer the views that make up the message to it, and those that the message from it fills."""
+
+    outgoing: dict[int, list[Tensor]]
+    incoming: dict[int, list[Tensor]]
+
+
+def exchange(mail: Mail, like: Tensor, *, axis: str, reason: str) -> None:
+    """Send and receive everything; one message per pair of ranks and direction, all of them at once.
+
+    A message that is one stretch of memory is sent from there and received there; others are packed.
+    """
+    outgoing = {peer: _packed(views) for peer, views in sorted(mail.outgoing.items())}
+    if recording() and (mail.outgoing or mail.incoming):
+        record_collective(
+            "send_recv",
+            axis=axis,
+            bytes_sent=sum(message.nbytes for message in outgoing.values()),
+            reason=reason,
+            shape=(sum(message.numel() for message in outgoing.values()),),
+            dtype=like.dtype,
+        )
+    incoming = {peer: _room(views) for peer, views in sorted(mail.incoming.items())}
+    operations = [
+        dist.P2POp(function, _on_the_wire(message), peer, tag=_TAG)
+        for function, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
+        for peer, message in messages.items()
+    ]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    for peer, message in incoming.items():
+        _unpack(message, mail.incoming[peer])
+
+
+def _packed(views: Sequence[Tensor]) -> Tensor:
+    if len(views) == 1 and views[0].is_contiguous():
+        return views[0].view(-1)
+    message = _room(views)
+    position = 0
+    for view in views:
+        message[position : position + view.numel()].view(view.shape).copy_(view)
+        position += view.numel()
+    return message
+
+
+def _room(views: Sequence[Tensor]) -> Tensor:
+    """Where a message arrives: its place in the result if that is one stretch of memory."""
+    if len(views) == 1 and views[0].is_contiguous():
+        return views[0].view(-1)
+    return torch.empty(sum(prod(view.shape) for view in views), dtype=views[0].dtype, device=views[0].device)
+
+
+def _unpack(message: Tensor, views: Sequence[Tensor]) -> None:
+    if message.data_ptr() == views[0].data_ptr():
+        return
+    position = 0
+    for view in views:
+        view.copy_(message[position : position + view.numel()].view(view.shape))
+        position += view.numel()
+
+
+def _on_the_wire(message: Tensor) -> Tensor:
+    return message if moves_natively(message.dtype) else as_bytes(message)

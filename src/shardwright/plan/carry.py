@@ -1,0 +1,274 @@
+"""The step that moves elements between ranks of two meshes, and who sends what to whom in it.
+
+A rank that holds an element keeps it. All others get it from a rank that holds it, and those who hold the
+same cell send equal shares of what is missing elsewhere: no rank of them sends everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+from shardwright.placement.base import Pending
+from shardwright.plan.grid import Overlap, overlaps
+from shardwright.plan.rank_map import Part, Place, RankMap
+from shardwright.plan.shares import Counts, cut_overlaps, shared_counts
+from shardwright.plan.strided import Strided, paired_views, source_views, target_views
+from shardwright.plan.transfer import Memory
+
+# Smaller pieces are not cut: a message more costs more than these bytes.
+_CUT_BYTES = 64 * 1024
+
+
+class Wanted(Enum):
+    """Who wants an element, or a term of it.
+
+    EVERY: each rank that the target names. ONE: of each group of ranks whose locals will be reduced, one.
+    SAME: of each group, the rank at the term's own place.
+    """
+
+    EVERY = "every"
+    ONE = "one"
+    SAME = "same"
+
+
+class Delivery(NamedTuple):
+    """Elements number `low` to `high` of what the source part of `sender` shares with `target_part`."""
+
+    sender: int
+    receiver: int
+    target_part: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One rank's side: views to send and to fill, per peer, in rank order; and (from, to) views of its own.
+
+    nothing: the result is the source as it is.
+    """
+
+    source: Memory
+    target: Memory
+    sends: tuple[tuple[int, tuple[Strided, ...]], ...]
+    receives: tuple[tuple[int, tuple[Strided, ...]], ...]
+    keep: tuple[tuple[Strided, Strided], ...]
+    nothing: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Carry:
+    """Bring elements, or terms of them, from the ranks of one map to those of another.
+
+    stacked: the result has a leading dim with one entry per term. fill: the Pending whose identity is in the
+    result wherever nothing arrives. scale: what elements are multiplied with on arrival.
+    """
+
+    source: RankMap
+    target: RankMap
+    itemsize: int
+    wanted: Wanted = Wanted.EVERY
+    stacked: bool = False
+    fill: Pending | None = None
+    scale: int = 1
+    _deliveries: dict[tuple[int, int], list[Delivery]] = field(default_factory=dict, repr=False)
+
+    @property
+    def rounds(self) -> int:
+        """One, unless nothing crosses."""
+        return 1 if self.moved else 0
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Steps of equal form can share messages."""
+        return (type(self),)
+
+    def describe(self, axes: tuple[str, ...]) -> str:  # noqa: ARG002 - ranks take part, not axes
+        """One line for `str(plan)`."""
+        what = "the terms" if self.stacked else "the missing elements"
+        if not self.moved:
+            return f"local: place {what.replace('missing ', '')} that each rank holds"
+        senders = sum(1 for sent, _ in self.traffic.values() if sent)
+        receivers = sum(1 for _, got in self.traffic.values() if got)
+        return f"{what} from {senders} to {receivers} ranks, in messages between pairs"
+
+    # ----------------------------------------------------------------------------------------- counts
+
+    @cached_property
+    def counts(self) -> Counts:
+        """How many elements each part of the source shares with each part of the target."""
+        return shared_counts(
+            [part.cell for part in self.source.parts], [part.cell for part in self.target.parts]
+        )
+
+    @cached_property
+    def moved(self) -> int:
+        """How many elements cross between ranks."""
+        return sum(
+            wanted.high - wanted.low for part, term in self._sources() for wanted in self._wants(part, term)
+        )
+
+    @cached_property
+    def traffic(self) -> dict[int, tuple[int, int]]:
+        """Elements that each rank sends and receives."""
+        sent = dict.fromkeys(sorted({*self.source.place_of, *self.target.place_of}), 0)
+        got = dict(sent)
+        for part, term in self._sources():
+            for delivery in self.deliveries(part, term):
+                amount = self._amount(part, delivery)
+                sent[delivery.sender] += amount
+                got[delivery.receiver] += amount
+        return {rank: (sent[rank], got[rank]) for rank in sent}
+
+    def held(self, rank: int) -> int:
+        """Elements that a rank holds in this step beside its source: the result, and the messages."""
+        sent, got = self.traffic.get(rank, (0, 0))
+        return self.copies * self.target.memory(rank).numel + sent + got
+
+    @property
+    def copies(self) -> int:
+        """How many entries the leading dim of the result has."""
+        return self.source.terms if self.stacked else 1
+
+    def _amount(self, part: int, delivery: Delivery) -> int:
+        whole = int(self.counts[part, delivery.target_part])
+        if delivery.high - delivery.low == whole:
+            return whole
+        return sum(overlap.numel for overlap in self._overlaps(part, delivery))
+
+    def _overlaps(self, part: int, delivery: Delivery) -> list[Overlap]:
+        source, target = self.source.parts[part], self.target.parts[delivery.target_part]
+        return cut_overlaps(overlaps(source.cell, target.cell), delivery.low, delivery.high)
+
+    def _sources(self) -> list[tuple[int, int]]:
+        return [
+            (index, term)
+            for index, part in enumerate(self.source.parts)
+            for term in range(len(part.groups[0]))
+        ]
+
+    # ------------------------------------------------------------------------------------ who wants what
+
+    def _wants(self, part: int, term: int) -> list[Delivery]:
+        """What others want of one term of a part, in the order of their ranks; the senders are open."""
+        holders = frozenset(self.source.parts[part].holders(term))
+        wants = [
+            Delivery(-1, receiver, index, low, high)
+            for index, target in enumerate(self.target.parts)
+            if (count := int(self.counts[part, index]))
+            for receiver, low, high in self._receivers(target, holders, term, count)
+        ]
+        return sorted(wants, key=lambda want: want.receiver)
+
+    def _receivers(
+        self, target: Part, holders: frozenset[int], term: int, count: int
+    ) -> Iterator[tuple[int, int, int]]:
+        for group in target.groups:
+            if self.wanted is Wanted.ONE:
+                if holders.isdisjoint(group):
+                    yield from self._spread(group, term, count)
+                continue
+            for rank in group if self.wanted is Wanted.EVERY else (group[term],):
+                if rank not in holders:
+                    yield rank, 0, count
+
+    def _spread(self, group: tuple[int, ...], term: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Any rank of the group will do: all of them a share, or one the whole if that is small."""
+        n = len(group)
+        if count * self.itemsize < _CUT_BYTES:
+            yield group[term % n], 0, count
+            return
+        for member, rank in enumerate(group):
+            low, high = count * member // n, count * (member + 1) // n
+            if low < high:
+                yield rank, low, high
+
+    def _keeps(self, rank: int, place: Place, target: Place) -> bool:
+        """Whether a rank that holds elements and is named by the target puts its own in the result."""
+        if self.wanted is Wanted.EVERY:
+            return True
+        if self.wanted is Wanted.SAME:
+            return place.term == target.term
+        holders = self.source.parts[place.part].holders(place.term)
+        group = self.target.parts[target.part].groups[target.group]
+        return next(member for member in group if member in holders) == rank
+
+    # ------------------------------------------------------------------------------------ who sends it
+
+    def deliveries(self, part: int, term: int) -> list[Delivery]:
+        """All messages of one term of a part; each holder sends an equal share."""
+        known = self._deliveries.get((part, term))
+        if known is None:
+            wants, holders = self._wants(part, term), self.source.parts[part].holders(term)
+            known = self._deliveries[part, term] = list(self._shared_out(wants, holders))
+        return known
+
+    def _shared_out(self, wants: list[Delivery], holders: tuple[int, ...]) -> Iterator[Delivery]:
+        total = sum(want.high - want.low for want in wants)
+        position = 0
+        for want in wants:
+            size = want.high - want.low
+            cuts = [min(max(total * i // len(holders) - position, 0), size) for i in range(len(holders))]
+            cuts.append(size)
+            if size * self.itemsize < _CUT_BYTES:
+                cuts = [0 if 2 * cut < size or cut == 0 else size for cut in cuts]
+                cuts[-1] = size
+            for sender, low, high in zip(holders, cuts[:-1], cuts[1:], strict=True):
+                if low < high:
+                    yield want._replace(sender=sender, low=want.low + low, high=want.low + high)
+            position += size
+
+    # ----------------------------------------------------------------------------------- one rank's side
+
+    def side(self, rank: int) -> Side:
+        """What one rank does."""
+        place = self.source.place_of.get(rank)
+        goal = self.target.place_of.get(rank)
+        memory = self.target.memory(rank)
+        keep = self._kept(rank, place, goal)
+        held = self.source.memory(rank)
+        result = (
+            Memory((self.copies, *memory.shape), (memory.numel, *memory.stride)) if self.stacked else memory
+        )
+        receives = self._receives(rank, goal) if goal is not None else ()
+        same = self.fill is None and held == result and all(a == b for a, b in keep)
+        return Side(
+            source=held,
+            target=result,
+            sends=self._sends(rank, place) if place is not None else (),
+            receives=receives,
+            keep=keep,
+            nothing=same and not receives and sum(a.numel for a, _ in keep) == result.numel,
+        )
+
+    def _kept(
+        self, rank: int, place: Place | None, goal: Place | None
+    ) -> tuple[tuple[Strided, Strided], ...]:
+        if place is None or goal is None or not self._keeps(rank, place, goal):
+            return ()
+        found = overlaps(self.source.parts[place.part].cell, self.target.parts[goal.part].cell)
+        shift = self._shift(rank, place.term)
+        return tuple((a, b._replace(start=b.start + shift)) for a, b in paired_views(found))
+
+    def _sends(self, rank: int, place: Place) -> tuple[tuple[int, tuple[Strided, ...]], ...]:
+        mine = [d for d in self.deliveries(place.part, place.term) if d.sender == rank]
+        views = {d.receiver: tuple(source_views(self._overlaps(place.part, d))) for d in mine}
+        return tuple((peer, views[peer]) for peer in sorted(views) if views[peer])
+
+    def _receives(self, rank: int, goal: Place) -> tuple[tuple[int, tuple[Strided, ...]], ...]:
+        views: dict[int, tuple[Strided, ...]] = {}
+        for part, term in self._sources():
+            if not self.counts[part, goal.part]:
+                continue
+            for delivery in self.deliveries(part, term):
+                if delivery.receiver == rank:
+                    found = self._overlaps(part, delivery)
+                    views[delivery.sender] = tuple(target_views(found, self._shift(rank, term)))
+        return tuple((peer, views[peer]) for peer in sorted(views) if views[peer])
+
+    def _shift(self, rank: int, term: int) -> int:
+        return term * self.target.memory(rank).numel if self.stacked else 0
