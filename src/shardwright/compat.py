@@ -26,6 +26,11 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(names) if names is not None else tuple(f"axis{i}" for i in range(mesh.ndim))
 
 
+def root_ranks(mesh: DeviceMesh) -> frozenset[int]:
+    """The ranks of the mesh that this one is a slice of; its own if it is none."""
+    return frozenset(mesh._get_root_mesh().mesh.flatten().tolist())
+
+
 def shard_order_axes(spec: DTensorSpec) -> tuple[tuple[TorchPlacement, ...], tuple[str, ...] | None]:
     """Placements and order of application that a spec of torch means.
 

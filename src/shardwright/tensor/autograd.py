@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.placement.base import Pending
+from shardwright.tensor.between import acceptable_between
 from shardwright.tensor.move import move_local
 from shardwright.tensor.spec import spec_of, with_dtype
 from shardwright.tensor.use import kept_spec, restore_axes
@@ -32,6 +33,8 @@ def acceptable_gradient(source: Layout, gradient: Layout) -> Layout:
 
     A replicated value takes a pending sum as well as a finished gradient, whichever it already is.
     """
+    if source.mesh_shape != gradient.mesh_shape:
+        return acceptable_between(source, gradient)
     chosen = []
     for want, have in zip(source.placements, gradient.placements, strict=True):
         keep = want.is_replicated and isinstance(have, Pending) and have.linear
@@ -93,16 +96,16 @@ class ToLocal(torch.autograd.Function):
 
 
 class Redistribute(torch.autograd.Function):
-    """DTensor -> DTensor of another layout. Backward: from the layout that the gradient has."""
+    """DTensor -> DTensor of another layout, on `mesh`. Backward: from the layout that the gradient has."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: Layout, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.source = x.layout
+        ctx.source, ctx.mesh = x.layout, x.device_mesh
         ctx.set_materialize_grads(False)
         local = move_local(x, target, reason="redistribute")
         if local is x._local_tensor:
             local = local.view_as(local)
-        return wrap(local, spec_of(target, mesh, x._spec.use))
+        return wrap(local, spec_of(target, mesh, x._spec.use if mesh == x.device_mesh else None))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
@@ -110,9 +113,9 @@ class Redistribute(torch.autograd.Function):
             return None, None, None
         target = acceptable_gradient(ctx.source, grad.layout)
         if _differentiated(grad):
-            return apply(Redistribute, grad, target, grad.device_mesh), None, None
+            return apply(Redistribute, grad, target, ctx.mesh), None, None
         local = move_local(grad, target, reason="gradient of redistribute")
-        return wrap(local, spec_of(target, grad.device_mesh)), None, None
+        return wrap(local, spec_of(target, ctx.mesh)), None, None
 
 
 class Localize(torch.autograd.Function):

@@ -117,12 +117,16 @@ class DTensor(TorchDTensor):
         """The same values in another layout, differentiable.
 
         Args:
-            device_mesh: the tensor's own mesh, or already the placements as a mapping.
-            placements: one per axis, or `{axis name: placement}`; axes not named stay as they are.
+            device_mesh: the tensor's own mesh or another one, or already the placements as a mapping. To
+                another mesh every rank of both calls, also one that holds nothing of `self` (there it is a
+                DTensor with an empty local part).
+            placements: one per axis, or `{axis name: placement}`; axes not named stay as they are (on
+                another mesh: as on the axis of this name, Replicate if there was none).
             async_op: accepted for torch's signature; the result is complete when it is returned.
             forward_dtype, backward_dtype: cast before moving, and the gradient before it moves back.
             order: axes in order of application, if not left to right.
-        Raises: LayoutError: unknown axis, wrong count, another mesh. PlanError: no way to the target.
+        Raises: LayoutError: unknown axis, wrong count, a mesh of other devices. PlanError: no way to the
+            target.
         Cost: `plan_redistribution(x.layout, target).total_bytes` over all ranks.
         """
         return redistribute(

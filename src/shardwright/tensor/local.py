@@ -13,6 +13,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.tensor.autograd import FromLocal, Redistribute, apply, finished
+from shardwright.tensor.between import layout_on
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.spec import coords_of
 
@@ -127,19 +128,14 @@ def redistribute(
     """See `DTensor.redistribute`."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         mesh, placements = None, mesh
-    if isinstance(mesh, DeviceMesh) and mesh != x.device_mesh:
-        raise LayoutError(
-            f"{x.layout} lives on another mesh; redistribution between meshes is not available yet"
-        )
     if placements is None:
         raise LayoutError("redistribute needs placements: one per axis, or {axis name: placement}")
-    resolved, kept_order = resolve_placements(x.device_mesh, placements, default="layout", x=x)
+    home = mesh if isinstance(mesh, DeviceMesh) else x.device_mesh
     if forward_dtype is not None and forward_dtype != x.dtype:
         x = cast("DTensor", x.to(forward_dtype))
     if backward_dtype is not None:
         x = apply(_CastGradient, x, backward_dtype)
-    target = x.layout.with_placements(resolved, order=order if order is not None else kept_order)
-    return apply(Redistribute, x, target, x.device_mesh)
+    return apply(Redistribute, x, layout_on(x, home, placements, order), home)
 
 
 class _CastGradient(torch.autograd.Function):

@@ -27,7 +27,8 @@ def resolve_placements(
 
     Args:
         given: one per axis, or `{axis name: placement}`.
-        default: what an axis gets that a mapping does not name: Replicate, `x`'s own placement, or an error.
+        default: what an axis gets that a mapping does not name: Replicate, `x`'s placement on the axis of
+            this name (Replicate if it has none), or an error.
     Raises: LayoutError: a wrong count, an axis that the mesh does not have, an axis not named.
     """
     names = axis_names(mesh)
@@ -54,7 +55,8 @@ def _by_name(
     own = dict(zip(x.layout.axes, x.layout.placements, strict=True)) if x is not None else {}
     keep = default == "layout" and x is not None
     filled: list[Placement] = [
-        as_placement(given[name]) if name in given else (own[name] if keep else Replicate()) for name in names
+        as_placement(given[name]) if name in given else (own.get(name, Replicate()) if keep else Replicate())
+        for name in names
     ]
-    order = x.layout.order_names if keep and x is not None else None
+    order = tuple(name for name in x.layout.order_names if name in names) if keep and x is not None else None
     return tuple(filled), order

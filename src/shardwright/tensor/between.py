@@ -1,0 +1,92 @@
+"""From one mesh to another: which layout a tensor gets there, and which its gradient gets back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwright.compat import root_ranks
+from shardwright.errors import LayoutError
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Pending
+from shardwright.plan.redistribution import plan_redistribution
+from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwright.tensor.dtensor import DTensor
+
+
+def layout_on(
+    x: DTensor, mesh: DeviceMesh, given: PlacementsArgument, order: Sequence[str] | None = None
+) -> Layout:
+    """The layout that `x` gets on a mesh, its own or another one.
+
+    Args:
+        given: one placement per axis, or a mapping; axes that it does not name keep the placement that `x`
+            has on an axis of that name, and replicate if `x` has none.
+    Raises: LayoutError: a wrong count or axis; between meshes: two types of device, or a slice of a larger
+        mesh, which is another one on every rank.
+    """
+    if mesh == x.device_mesh:
+        resolved, kept = resolve_placements(mesh, given, default="layout", x=x)
+        return x.layout.with_placements(resolved, order=order if order is not None else kept)
+    _check_meshes(x, mesh)
+    resolved, kept = resolve_placements(mesh, given, default="layout", x=x)
+    old = x.layout
+    order = order if order is not None else kept
+    return Layout(mesh, resolved, old.shape, dtype=old.dtype, stride=old.stride, order=order)
+
+
+def _check_meshes(x: DTensor, mesh: DeviceMesh) -> None:
+    home = x.device_mesh
+    if home.device_type != mesh.device_type:
+        raise LayoutError(
+            f"{x.layout} lives on a mesh of {home.device_type} devices and cannot be redistributed to one of "
+            f"{mesh.device_type} devices: copy it to the other device on its own mesh first"
+        )
+    if _ranks(home) == _ranks(mesh):
+        return
+    for which in (home, mesh):
+        if root_ranks(which) != _ranks(which):
+            raise LayoutError(
+                f"{x.layout} cannot go from a mesh of ranks {sorted(_ranks(home))} to one of ranks "
+                f"{sorted(_ranks(mesh))}: one of them is a slice of a larger mesh, so that ranks disagree about "
+                "who takes part; make both with DeviceMesh or init_device_mesh"
+            )
+
+
+def _ranks(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
+
+
+def acceptable_between(source: Layout, gradient: Layout) -> Layout:
+    """The cheapest layout, on the mesh of a value, for its gradient that lives on another mesh.
+
+    A replicated value takes a sum that is still pending as well, if the gradient is one and that moves less.
+    """
+    finished = _on(source, gradient, {})
+    pending = {placement for placement in gradient.placements if isinstance(placement, Pending)}
+    if len(pending) != 1:
+        return finished
+    (term,) = pending
+    free = [name for name, p in zip(source.axes, source.placements, strict=True) if p.is_replicated]
+    if not free or not term.linear:
+        return finished
+    pended = _on(source, gradient, dict.fromkeys(free, term))
+    costs = [plan_redistribution(gradient, layout).total_bytes for layout in (finished, pended)]
+    return pended if costs[1] < costs[0] else finished
+
+
+def _on(source: Layout, gradient: Layout, changed: dict[str, Pending]) -> Layout:
+    placements = [changed.get(name, p.dual()) for name, p in zip(source.axes, source.placements, strict=True)]
+    return Layout(
+        source.mesh_shape,
+        placements,
+        gradient.shape,
+        dtype=gradient.dtype,
+        stride=gradient.stride,
+        order=source.order_names,
+    )
