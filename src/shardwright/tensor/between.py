@@ -53,7 +53,7 @@ def _check_meshes(x: DTensor, mesh: DeviceMesh) -> None:
         if root_ranks(which) != _ranks(which):
             raise LayoutError(
                 f"{x.layout} cannot go from a mesh of ranks {sorted(_ranks(home))} to one of ranks "
-                f"{sorted(_ranks(mesh))}: one of them is a slice of a larger mesh, so that ranks disagree about "
+                f"{sorted(_ranks(mesh))}: one of them is a slice of a larger mesh, so ranks disagree about "
                 "who takes part; make both with DeviceMesh or init_device_mesh"
             )
 
