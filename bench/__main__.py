@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_NAMES = ("op_overhead", "random_draws", "redistribution", "regions")
+_NAMES = ("op_overhead", "planning", "random_draws", "redistribution", "regions")
 
 
 def main(names: list[str]) -> int:

@@ -126,8 +126,7 @@ def test_what_peers_share_is_what_their_cells_share(pair):
     step = Exchange(before, after, tuple(range(len(sizes))))
     me = tuple(size // 2 for size in sizes)
     members = members_of(step, me)
-    incoming, outgoing = shared_with_peers(step, me, members)
-    for peer, arriving, leaving in zip(members, incoming, outgoing, strict=True):
+    for peer, (arriving, leaving) in zip(members, shared_with_peers(step, me, members), strict=True):
         assert target_views(arriving) == target_views(overlaps(before.cell(peer), after.cell(me)))
         assert source_views(leaving) == source_views(overlaps(before.cell(me), after.cell(peer)))
 

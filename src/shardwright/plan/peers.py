@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import cast
 
@@ -21,7 +21,7 @@ _Side = tuple[tuple[int, ...], dict[Coords, tuple[Stretch, ...]]]
 
 def shared_with_peers(
     step: Exchange, coords: Coords, members: Sequence[Coords]
-) -> tuple[list[Overlaps], list[Overlaps]]:
+) -> Iterator[tuple[Overlaps, Overlaps]]:
     """For each member: what it has of what this rank wants, and what it wants of what this rank has.
 
     Members differ from this rank on axes of the step only. Only this rank's side of an overlap has the memory
@@ -30,20 +30,17 @@ def shared_with_peers(
     source, target = step.source, step.target
     if not (source.is_product and target.is_product):
         mine, wanted = source.cell(coords), target.cell(coords)
-        return (
-            [overlaps(source.cell(peer), wanted) for peer in members],
-            [overlaps(mine, target.cell(peer)) for peer in members],
-        )
+        for peer in members:
+            yield overlaps(source.cell(peer), wanted), overlaps(mine, target.cell(peer))
+        return
     crossed = frozenset(step.axes)
     incoming, outgoing = [], []
     for meeting in _meetings(source, target):
         incoming.append(_side(meeting, coords, crossed, of_peer=meeting.source.axes))
         outgoing.append(_side(meeting, coords, crossed, of_peer=meeting.target.axes))
     here, there = _grid(source, coords), _grid(target, coords)
-    return (
-        [_overlaps(incoming, peer, here, there) for peer in members],
-        [_overlaps(outgoing, peer, here, there) for peer in members],
-    )
+    for peer in members:
+        yield _overlaps(incoming, peer, here, there), _overlaps(outgoing, peer, here, there)
 
 
 def _meetings(source: Map, target: Map) -> list[Meeting]:

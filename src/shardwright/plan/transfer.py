@@ -80,7 +80,8 @@ def transfer(step: Exchange, coords: Coords, members: Sequence[Coords]) -> Trans
     source = step.source
     result = _result(step, coords)
     keep, send, receive = [], [], []
-    for peer, incoming, outgoing in zip(members, *shared_with_peers(step, coords, members), strict=True):
+    shared = shared_with_peers(step, coords, members)
+    for peer, (incoming, outgoing) in zip(members, shared, strict=True):
         shift = _term(step, peer) * (result.numel // step.term_count)
         receive.append(tuple(target_views(incoming, shift)))
         send.append(tuple(source_views(outgoing)))

@@ -96,9 +96,7 @@ def lower(flat: Partition, outer: int, size: int, inner: int, n: int) -> Partiti
     return None
 
 
-def _lowered(
-    flat: Partition, size: int, inner: int, n: int, held: list[Runs]
-) -> Iterator[Partition]:
+def _lowered(flat: Partition, size: int, inner: int, n: int, held: list[Runs]) -> Iterator[Partition]:
     yield Shard(0)
     yield flat
     lengths = [total(runs) for runs in held]

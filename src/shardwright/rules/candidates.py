@@ -278,9 +278,7 @@ def _everywhere(view: AxisView, slot: Slot, label: int, part: Partition) -> Plac
     return found.pop() if len(found) == 1 else None
 
 
-def _cut_fits(
-    view: AxisView, label: int, part: Partition, outputs: Sequence[Placement | None]
-) -> bool:
+def _cut_fits(view: AxisView, label: int, part: Partition, outputs: Sequence[Placement | None]) -> bool:
     """Whether the parts are as the rule needs them: of equal size, or at least none empty.
 
     A coord without elements runs no kernel; a result that every coord must have whole would be missing there.
@@ -336,4 +334,3 @@ def after(view: AxisView, candidate: Candidate) -> States:
         lengths = set(part_lengths(part, sizes[label], view.n))
         found |= {(*sizes[:label], length, *sizes[label + 1 :]) for length in lengths}
     return frozenset(found)
-

@@ -70,9 +70,7 @@ def _drop_optional(items: tuple[Item, ...], tensor: Described) -> tuple[Item, ..
     return tuple(kept)
 
 
-def _substituted(
-    substs: tuple[Subst, ...], call: Call, rank: int, count: int, name: str
-) -> tuple[Item, ...]:
+def _substituted(substs: tuple[Subst, ...], call: Call, rank: int, count: int, name: str) -> tuple[Item, ...]:
     """The dims of `...[ARG: labels]`: free labels of a tensor of `rank` dims, some replaced or dropped."""
     replaced: dict[int, Label | None] = {}
     for subst in substs:

@@ -52,9 +52,7 @@ def _element(call: Call, lists: list[str], index: int, *, with_result: bool) -> 
         value = call.arg(parameter.name)
         values[parameter.name] = (value[index],) if parameter.name in lists else _hashable(value)
     results: tuple[TensorInfo | None, ...] = (call.results[index],) if with_result else ()
-    operands = tuple(
-        i for i, operand in enumerate(call.flat_operands) if operand.position in {None, index}
-    )
+    operands = tuple(i for i, operand in enumerate(call.flat_operands) if operand.position in {None, index})
     part = Call(call.op, tuple(values.values()), (), results)
     return ElementCall(part, operands, (index,) if with_result else ())
 
@@ -63,9 +61,7 @@ def _hashable(value: object) -> object:
     return tuple(_hashable(v) for v in value) if isinstance(value, list | tuple) else value
 
 
-def join_decisions(
-    call: Call, parts: Sequence[ElementCall], decisions: Sequence[Decision]
-) -> Decision:
+def join_decisions(call: Call, parts: Sequence[ElementCall], decisions: Sequence[Decision]) -> Decision:
     """The decision for the whole call. Raises: RuleError: elements disagree on an operand they share."""
     inputs: dict[int, Layout] = {}
     outputs: list[Layout | None] = [None] * len(call.results)

@@ -252,6 +252,4 @@ def _label_sizes(
 
 
 def _local_dim(dim: Dim, labels: list[LabelSize]) -> LocalInt:
-    return LocalInt(
-        tuple(labels[f.label] if f.label >= 0 else LabelSize(f.size) for f in dim.factors)
-    )
+    return LocalInt(tuple(labels[f.label] if f.label >= 0 else LabelSize(f.size) for f in dim.factors))

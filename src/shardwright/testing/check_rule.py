@@ -157,9 +157,7 @@ def _in_domain(case: Case, whole: Whole) -> bool:
     return all(not isinstance(placement, Pending) or placement.in_domain(x) for placement, x in pairs)
 
 
-def _check_case(
-    whole: Whole, equation: Equation, n: int, case: Case, generator: torch.Generator
-) -> bool:
+def _check_case(whole: Whole, equation: Equation, n: int, case: Case, generator: torch.Generator) -> bool:
     """Run one candidate on n simulated ranks. Returns: whether something was cut or pending."""
     mesh = MeshShape(("x",), (n,))
     layouts = tuple(

@@ -141,9 +141,7 @@ class RankPool:
         _show_output(world)
         return [outcome for _, outcome in sorted(outcomes.items()) if outcome is not None]
 
-    def _raise_failure(
-        self, world: World, outcomes: dict[int, Outcome | None], failed: list[int]
-    ) -> None:
+    def _raise_failure(self, world: World, outcomes: dict[int, Outcome | None], failed: list[int]) -> None:
         # A dead rank explains its peers, who only lost a connection; else the first to fail does.
         rank = next((rank for rank in failed if outcomes[rank] is None), failed[0])
         outcome = outcomes[rank]

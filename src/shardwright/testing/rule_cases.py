@@ -124,9 +124,7 @@ def _pending_cases(equation: Equation, call: Call, n: int, hom: BoundHom) -> Ite
         source = pending_of(name)
         if not all(_speaks_of(source, call.operands[i].dtype) for i in hom.operands):
             continue
-        current = tuple(
-            source if i in hom.operands else REPLICATE for i in range(len(equation.operands))
-        )
+        current = tuple(source if i in hom.operands else REPLICATE for i in range(len(equation.operands)))
         for candidate in candidates(_view(equation, call, n, current)):
             if candidate.label is None and all(candidate.inputs[i] == source for i in hom.operands):
                 yield Case(candidate)
@@ -196,4 +194,3 @@ def _random_owner(x: Tensor, n: int, generator: torch.Generator, *, sign: int) -
         return [torch.where(owner == coord, x, other) for coord in range(n)]
     offset = [torch.randint(0, 4, x.shape, generator=generator).to(x.dtype) * sign for _ in range(n)]
     return [torch.where(owner == coord, x, x + offset[coord]) for coord in range(n)]
-

@@ -120,4 +120,3 @@ def _indexed(own: list[str], dims: list[int], looked_up: list[str]) -> list[str]
     if dims != list(range(dims[0], dims[-1] + 1)):
         return [*looked_up, *kept]
     return [*own[: dims[0]], *looked_up, *own[dims[-1] + 1 :]]
-

@@ -35,9 +35,7 @@ def _empty_formula(source: tuple[int, ...], target: tuple[int, ...]) -> str:
     return f"{' '.join(left) or '()'} -> {' '.join(right) or '()'}"
 
 
-def _runs(
-    source: tuple[int, ...], target: tuple[int, ...]
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _runs(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The shortest runs of dims with the same number of elements on both sides, in order."""
     runs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     i = j = 0
