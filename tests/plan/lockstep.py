@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwright.comm.local_steps import combine, embed, place, take
+from shardwright.comm.local_steps import embed, place, take
 from shardwright.comm.packing import in_memory, move, new_tensor, pack, pack_once, unpack
+from shardwright.comm.terms import stacked
 from shardwright.layout.layout import Layout
 from shardwright.plan.maps import Coords, every_coords
 from shardwright.plan.plan import Plan
@@ -51,7 +52,7 @@ class Lockstep:
         if isinstance(step, LocalMove):
             return {coords: take(x, local_move(step, coords)) for coords, x in held.items()}
         if isinstance(step, Combine):
-            return {coords: combine(x, step, sizes) for coords, x in held.items()}
+            return {coords: stacked(x).combined(step, sizes) for coords, x in held.items()}
         if isinstance(step, Embed):
             return {coords: embed(x, step, coords, sizes) for coords, x in held.items()}
         return {coords: place(x, step, local_move(step, coords), sizes) for coords, x in held.items()}

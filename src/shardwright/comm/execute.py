@@ -7,11 +7,11 @@ from typing import cast
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Parameter
 
 from shardwright.comm.between import run_between
 from shardwright.comm.guard import check_same_plan, guarding
 from shardwright.comm.runner import Runner
+from shardwright.comm.traced import is_traced
 from shardwright.errors import PlanError
 from shardwright.plan.between_plan import PlanBetween
 from shardwright.plan.by_axis import crosses_several_axes, plans_by_axis
@@ -76,7 +76,7 @@ def execute_together(
     coords = tuple(position)
     for plan, local in zip(plans, locals_, strict=True):
         _check(plan, local, coords)
-    if crosses_several_axes(first) and _is_traced(locals_[0]):
+    if crosses_several_axes(first) and is_traced(locals_[0]):
         return _by_axis(plans, locals_, mesh, reason)
     why = f"{reason}: {first.reason}" if reason else first.reason
     return Runner(plans, mesh, coords, why).run(locals_)
@@ -84,7 +84,7 @@ def execute_together(
 
 def _between(plans: Sequence[Plan], locals_: Sequence[Tensor], reason: str) -> list[Tensor]:
     first = plans[0]
-    if any(_is_traced(local) for local in locals_):
+    if any(is_traced(local) for local in locals_):
         raise PlanError(
             f"{first.source!r} -> {first.target!r}: a traced graph cannot hold messages between two meshes; "
             "redistribute before the compiled function"
@@ -101,11 +101,6 @@ def _by_axis(plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh,
             local = execute(single, local, mesh, reason=f"{reason}: one axis at a time, in a traced graph")
         results.append(local)
     return results
-
-
-def _is_traced(x: Tensor) -> bool:
-    """True for the fake and functional tensors of a trace, which cannot be sent between pairs of ranks."""
-    return type(x) not in (Tensor, Parameter)
 
 
 def _check(plan: Plan, local: Tensor, coords: Coords) -> None:

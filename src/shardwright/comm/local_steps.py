@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwright.comm.packing import in_memory, move, new_tensor
 from shardwright.plan.maps import Coords
 from shardwright.plan.pending import AxisPending
-from shardwright.plan.steps import Combine, Embed, Place
+from shardwright.plan.steps import Embed, Place
 from shardwright.plan.transfer import Move
 
 
@@ -21,15 +21,6 @@ def take(x: Tensor, moved: Move) -> Tensor:
     out = new_tensor(x, moved.target)
     move(x, out, moved.views)
     return out
-
-
-def combine(terms: Tensor, step: Combine, sizes: tuple[int, ...]) -> Tensor:
-    """The finished value from its terms, the last Pending first:  [q1 * q2 .., ...] -> [...]."""
-    parts = list(terms.unbind(0))
-    for axis, pending in reversed(step.pendings):
-        n = sizes[axis]
-        parts = [pending.combine(parts[i : i + n]) for i in range(0, len(parts), n)]
-    return parts[0]
 
 
 def place(x: Tensor, step: Place, moved: Move, sizes: tuple[int, ...]) -> Tensor:

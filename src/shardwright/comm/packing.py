@@ -55,21 +55,26 @@ def pack(x: Tensor, table: Transfer) -> Tensor:
     """The elements to send, member by member, flat; no copy when they are all of `x` in order."""
     if table.send_whole:
         return flat_memory(x, table.source)
-    return _joined(x, [view for views in table.send for view in views])
+    return joined(x, [view for views in table.send for view in views])
 
 
 def pack_once(x: Tensor, table: Transfer, member: int) -> Tensor:
     """As `pack`, for one member only."""
     if table.send_whole:
         return flat_memory(x, table.source)
-    return _joined(x, table.send[member])
+    return joined(x, table.send[member])
 
 
-def _joined(x: Tensor, views: Sequence[Strided]) -> Tensor:
-    if not views:
-        return x.new_empty(0)
-    pieces = [view_of(x, view).reshape(-1) for view in views]
-    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
+def joined(x: Tensor, views: Sequence[Strided]) -> Tensor:
+    """The elements of some views, one after the other, flat; each is copied once."""
+    if len(views) == 1:
+        return view_of(x, views[0]).reshape(-1).contiguous()
+    out = x.new_empty(sum(view.numel for view in views))
+    position = 0
+    for view in views:
+        out[position : position + view.numel].view(view.size).copy_(view_of(x, view))
+        position += view.numel
+    return out
 
 
 def unpack(received: Tensor, x: Tensor, table: Transfer) -> Tensor:
@@ -78,12 +83,17 @@ def unpack(received: Tensor, x: Tensor, table: Transfer) -> Tensor:
         return shaped(received, table.target)
     out = new_tensor(x, table.target)
     move(x, out, table.keep)
+    copy_in(received, out, [view for views in table.receive for view in views])
+    return out
+
+
+def copy_in(flat: Tensor, out: Tensor, views: Sequence[Strided]) -> None:
+    """The reverse of `joined`: write flat elements to views of `out`."""
     position = 0
-    for view in (view for views in table.receive for view in views):
-        piece = received[position : position + view.numel]
+    for view in views:
+        piece = flat[position : position + view.numel]
         view_of(out, view).copy_(piece.view(view.size))
         position += view.numel
-    return out
 
 
 def move(x: Tensor, out: Tensor, pairs: Sequence[tuple[Strided, Strided]]) -> None:

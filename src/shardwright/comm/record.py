@@ -15,9 +15,10 @@ from typing import Self
 
 import torch
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_STANDARD = str(Path(threading.__file__).resolve().parent)
+# Not resolved: code objects name files as they were imported, through a link if there is one.
+_PACKAGE = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_STANDARD = str(Path(threading.__file__).parent)
 
 _active: tuple[Recorder, ...] = ()
 _lock = threading.Lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import cast
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm import functional
-from shardwright.comm.local_steps import combine, embed, place, take
+from shardwright.comm.local_steps import embed, place, take
+from shardwright.comm.messages import Arriving, mail_of, send_mail
 from shardwright.comm.packing import (
     flat_memory,
     in_memory,
@@ -22,11 +24,20 @@ from shardwright.comm.packing import (
     shaped,
     unpack,
 )
-from shardwright.comm.wires import GroupWire, PeerWire, wire_for
+from shardwright.comm.terms import Terms, stacked
+from shardwright.comm.traced import is_traced
+from shardwright.comm.wires import GroupWire, PeerWire, peers_of, wire_for
+from shardwright.plan.cost import exchanged
 from shardwright.plan.maps import Coords
 from shardwright.plan.plan import Plan
 from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Place, Step
 from shardwright.plan.transfer import Move, Transfer, local_move, memory_of, transfer
+
+# From this many bytes per rank on, gloo's messages between pairs of ranks are faster than its collectives:
+# those need packed buffers, and repeat what several ranks want. Below, one has the steadier latency.
+STRAIGHT_BYTES = 256 * 1024
+
+Held = Tensor | Terms
 
 # Where a step stands in its plan: (index), or (index, piece, index in the piece).
 Key = tuple[int, ...]
@@ -43,22 +54,28 @@ class Runner:
 
     def run(self, local_tensors: Sequence[Tensor]) -> list[Tensor]:
         """All steps; one local tensor per plan."""
-        return self._steps((), [plan.steps for plan in self.plans], list(local_tensors))
+        return self._steps((), [plan.steps for plan in self.plans], local_tensors)
 
-    def _steps(self, key: Key, steps_of: Sequence[tuple[Step, ...]], held: list[Tensor]) -> list[Tensor]:
+    def _steps(
+        self, key: Key, steps_of: Sequence[tuple[Step, ...]], local_tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        held: list[Held] = list(local_tensors)
         for index in range(len(steps_of[0])):
             held = self._step((*key, index), [steps[index] for steps in steps_of], held)
-        return held
+        return cast("list[Tensor]", held)
 
-    def _step(self, key: Key, steps: Sequence[Step], held: list[Tensor]) -> list[Tensor]:
+    def _step(self, key: Key, steps: Sequence[Step], held: list[Held]) -> list[Held]:
+        if isinstance(steps[0], Combine):
+            return [self._combine(cast("Combine", s), x) for s, x in zip(steps, held, strict=True)]
+        whole = cast("list[Tensor]", held)  # every step but a combination gets tensors
         if isinstance(steps[0], Exchange):
-            return self._exchange(key, cast("Sequence[Exchange]", steps), held)
+            return self._exchange(key, cast("Sequence[Exchange]", steps), whole)
         if isinstance(steps[0], AllReduce):
-            return self._all_reduce(cast("Sequence[AllReduce]", steps), held)
+            return self._all_reduce(cast("Sequence[AllReduce]", steps), whole)
         if isinstance(steps[0], Pieces):
-            return [self._pieces(key, steps[0], held[0])]
+            return [self._pieces(key, steps[0], whole[0])]
         return [
-            self._alone(key, step, plan, x) for step, plan, x in zip(steps, self.plans, held, strict=True)
+            self._alone(key, step, plan, x) for step, plan, x in zip(steps, self.plans, whole, strict=True)
         ]
 
     # --------------------------------------------------------------------------- without communication
@@ -69,9 +86,11 @@ class Runner:
             return take(x, self._move(key, plan, step))
         if isinstance(step, Place):
             return place(x, step, self._move(key, plan, step), sizes)
-        if isinstance(step, Combine):
-            return combine(x, step, sizes)
         return embed(x, cast("Embed", step), self.coords, sizes)
+
+    def _combine(self, step: Combine, x: Held) -> Tensor:
+        terms = x if isinstance(x, Terms) else stacked(x)
+        return terms.combined(step, self.plans[0].source.sizes)
 
     def _move(self, key: Key, plan: Plan, step: LocalMove | Place) -> Move:
         """What this rank copies in a local step, made once per plan."""
@@ -90,7 +109,7 @@ class Runner:
 
     # ------------------------------------------------------------------------------ with communication
 
-    def _all_reduce(self, steps: Sequence[AllReduce], held: list[Tensor]) -> list[Tensor]:
+    def _all_reduce(self, steps: Sequence[AllReduce], held: list[Tensor]) -> list[Held]:
         memories = [memory_of(step.map, self.coords) for step in steps]
         flats = [flat_memory(in_memory(x, memory), memory) for x, memory in zip(held, memories, strict=True)]
         flat = flats[0] if len(flats) == 1 else torch.cat(flats)
@@ -99,7 +118,9 @@ class Runner:
         pieces = reduced.split([memory.numel for memory in memories])
         return [shaped(piece, memory) for piece, memory in zip(pieces, memories, strict=True)]
 
-    def _exchange(self, key: Key, steps: Sequence[Exchange], held: list[Tensor]) -> list[Tensor]:
+    def _exchange(self, key: Key, steps: Sequence[Exchange], held: list[Tensor]) -> list[Held]:
+        if len(steps) == 1 and self._goes_straight(key, steps[0], held[0]):
+            return [self._straight(key, steps[0], held[0]).wait()]
         wire = wire_for(steps[0], self.plans[0], self.mesh, self.coords)
         tables = [
             self._table(key, plan, step, wire.members) for plan, step in zip(self.plans, steps, strict=True)
@@ -110,6 +131,29 @@ class Runner:
         else:
             arrived = _exchanged(wire, tables, held, self.why)
         return [unpack(buffer, x, table) for buffer, x, table in zip(arrived, held, tables, strict=True)]
+
+    def _goes_straight(self, key: Key, step: Exchange, x: Tensor) -> bool:
+        """Messages between pairs of ranks, without the group of an axis? All ranks decide alike."""
+        if len(step.axes) != 1:
+            return len(step.axes) > 1
+        if is_traced(x) or x.device.type != "cpu":
+            return False
+        plan = self.plans[0]
+        moved = plan.for_rank.get(key)
+        if not isinstance(moved, int):
+            moved = plan.for_rank[key] = exchanged(step) * x.element_size() // prod(step.source.sizes)
+        return moved >= STRAIGHT_BYTES
+
+    def _straight(self, key: Key, step: Exchange, x: Tensor) -> Arriving:
+        plan = self.plans[0]
+        known = plan.for_rank.get((self.coords, key, "mail"))
+        if not isinstance(known, tuple):
+            wire = peers_of(step, plan, self.coords)
+            table = self._table(key, plan, step, wire.members)
+            known = wire, table, mail_of(table, wire.members.index(self.coords))
+            plan.for_rank[self.coords, key, "mail"] = known
+        wire, table, mail = known
+        return send_mail(wire, in_memory(x, table.source), mail, self.why)
 
     def _table(self, key: Key, plan: Plan, step: Exchange, members: tuple[Coords, ...]) -> Transfer:
         """This rank's side of an exchange, made once per plan."""

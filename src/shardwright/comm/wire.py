@@ -32,6 +32,11 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
+def bits(run: Tensor) -> Tensor:
+    """A flat contiguous tensor as the backends can move it in place: itself, or its memory as uint8."""
+    return run if run.dtype in NATIVE else run.view(torch.uint8)
+
+
 def carrier(dtype: torch.dtype, op: str) -> torch.dtype:
     """The dtype in which values of `dtype` are reduced: itself, or a wider one.
 

@@ -24,7 +24,7 @@ from shardwright.plan.steps import Exchange
 from shardwright.plan.transfer import members_of
 
 # Keeps our messages apart from the user's own untagged ones (gloo; NCCL orders them by issue).
-_TAG = 53187
+TAG = 53187
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class PeerWire:
         received = buffer.new_empty(sum(out_counts))
         incoming, outgoing = received.split(list(out_counts)), buffer.split(list(in_counts))
         operations = [
-            dist.P2POp(function, piece, rank, tag=_TAG)
+            dist.P2POp(function, piece, rank, tag=TAG)
             for function, pieces in ((dist.irecv, incoming), (dist.isend, outgoing))
             for rank, piece in zip(self.ranks, pieces, strict=True)
             if piece.numel() and rank != self.ranks[own]
@@ -108,6 +108,13 @@ def wire_for(step: Exchange, plan: Plan, mesh: DeviceMesh, coords: Coords) -> Gr
         group = mesh.get_group(step.axes[0])
         ranks = dist.get_process_group_ranks(group)
         return GroupWire(tuple(shape.coords_of(rank) for rank in ranks), group, shape.axes[step.axes[0]])
+    return peers_of(step, plan, coords)
+
+
+def peers_of(step: Exchange, plan: Plan, coords: Coords) -> PeerWire:
+    """The ranks that an exchange joins, for messages between pairs of them."""
+    shape = plan.source.mesh_shape
     members = members_of(step, coords)
-    names = ", ".join(shape.axes[axis] for axis in step.axes)
-    return PeerWire(members, tuple(shape.rank_at(member) for member in members), f"({names})")
+    names = [shape.axes[axis] for axis in step.axes]
+    label = names[0] if len(names) == 1 else f"({', '.join(names)})"
+    return PeerWire(members, tuple(shape.rank_at(member) for member in members), label)

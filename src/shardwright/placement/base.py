@@ -191,6 +191,14 @@ class Pending(Placement):
         """The logical value; `locals` holds one tensor per coord, in order."""
         raise PlacementError(f"{type(self).__name__} does not say how to reduce: define combine()")
 
+    def combine_in_place(
+        self,
+        locals: Sequence[Tensor],  # noqa: A002 - the word of the laws
+        free: Sequence[bool],  # noqa: ARG002 - a class may do better
+    ) -> Tensor:
+        """As `combine`; the locals that are `free` may be overwritten, and one may be the result."""
+        return self.combine(locals)
+
     def embed(self, x: Tensor, n: int, coord: int) -> Tensor:  # noqa: ARG002 - for subclasses
         """The cheapest local tensor of `coord` that makes the locals combine to `x`. A new tensor."""
         raise PlacementError(f"{type(self).__name__} does not say how to make locals: define embed()")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,19 +21,38 @@ if TYPE_CHECKING:
 class Reduction:
     """One reduction: how it combines two or all locals, what it ignores, for which values its law holds."""
 
-    combine: Callable[[Sequence[Tensor]], Tensor]
+    combine: _Fold
     identity: Callable[[torch.dtype], Any]  # a Python number; None: every coord holds the value
     in_domain: Callable[[Tensor], bool]
     linear: bool = False
     tolerance: int = 0
 
 
-def _fold(op: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
-    return lambda parts: reduce(op, parts[1:], parts[0].clone())
+class _Fold:
+    """Combine first to last with one operation of two, half types in float32, and finish the total."""
 
+    def __init__(self, op: Callable[..., Tensor], *, mean: bool = False) -> None:
+        self.op, self.mean = op, mean
 
-def _average(parts: Sequence[Tensor]) -> Tensor:
-    return _fold(torch.add)(parts) / len(parts)
+    def __call__(self, parts: Sequence[Tensor], free: Sequence[bool]) -> Tensor:
+        """One tensor: a free part, or a new one."""
+        total = self._first(parts, free)
+        for part in parts[2:]:
+            total = self.op(total, part) if total.requires_grad else self.op(total, part, out=total)
+        if self.mean:
+            total = total / len(parts) if total.requires_grad else total.div_(len(parts))
+        return total.to(parts[0].dtype)
+
+    def _first(self, parts: Sequence[Tensor], free: Sequence[bool]) -> Tensor:
+        """The first two together."""
+        if len(parts) == 1:
+            return parts[0] if free[0] else parts[0].clone()
+        one, two = parts[:2]
+        if one.dtype in (torch.float16, torch.bfloat16):
+            return self.op(one.float(), two)
+        if not (free[0] or free[1]):
+            return self.op(one, two)
+        return self.op(one, two, out=one if free[0] else two)
 
 
 def _is_number(x: Tensor) -> bool:
@@ -66,15 +84,15 @@ _DOMAINS = (
     "non-negative floating point, band, bor and bxor for integers and bool"
 )
 _REDUCTIONS: dict[str, Reduction] = {
-    "sum": Reduction(_fold(torch.add), _constant(0), _is_number, linear=True),
-    "avg": Reduction(_average, _constant(None), _is_float, linear=True, tolerance=2),
-    "max": Reduction(_fold(torch.maximum), _constant(None), _is_ordered),
-    "min": Reduction(_fold(torch.minimum), _constant(None), _is_ordered),
-    "product": Reduction(_fold(torch.mul), _constant(1), _is_number),
-    "norm2": Reduction(_fold(torch.hypot), _constant(0), _is_length),
-    "band": Reduction(_fold(torch.bitwise_and), _constant(None), _is_integral),
-    "bor": Reduction(_fold(torch.bitwise_or), _constant(0), _is_integral),
-    "bxor": Reduction(_fold(torch.bitwise_xor), _constant(0), _is_integral),
+    "sum": Reduction(_Fold(torch.add), _constant(0), _is_number, linear=True),
+    "avg": Reduction(_Fold(torch.add, mean=True), _constant(None), _is_float, linear=True, tolerance=2),
+    "max": Reduction(_Fold(torch.maximum), _constant(None), _is_ordered),
+    "min": Reduction(_Fold(torch.minimum), _constant(None), _is_ordered),
+    "product": Reduction(_Fold(torch.mul), _constant(1), _is_number),
+    "norm2": Reduction(_Fold(torch.hypot), _constant(0), _is_length),
+    "band": Reduction(_Fold(torch.bitwise_and), _constant(None), _is_integral),
+    "bor": Reduction(_Fold(torch.bitwise_or), _constant(0), _is_integral),
+    "bxor": Reduction(_Fold(torch.bitwise_xor), _constant(0), _is_integral),
 }
 
 
@@ -112,7 +130,11 @@ class Partial(TorchPartial, Pending):
 
     def combine(self, locals: Sequence[Tensor]) -> Tensor:  # noqa: A002 - the word of the laws
         """The reduction over all coords, in coord order, in the dtype of the locals."""
-        return self._reduction.combine(locals)
+        return self._reduction.combine(locals, [False] * len(locals))
+
+    def combine_in_place(self, locals: Sequence[Tensor], free: Sequence[bool]) -> Tensor:  # noqa: A002
+        """As `combine`, without a new tensor where the first or the second local is free."""
+        return self._reduction.combine(locals, free)
 
     def embed(self, x: Tensor, n: int, coord: int) -> Tensor:  # noqa: ARG002 - no reduction here depends on n
         """`x`, or the identity on coords other than 0."""

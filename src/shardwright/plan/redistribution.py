@@ -201,16 +201,17 @@ class _Decision:
         combine = Combine(self.change.reduced)
         direct = _exchange(self.before, arrival, self.reduced)
         moved, bound = exchanged(direct), self._bound(arrival)
-        if moved <= bound:
-            return [direct, combine], _TERMS
         if in_one_round is None:
             in_one_round = moved * self.source.itemsize <= ONE_ROUND_BYTES * prod(self.sizes)
+        if native is not None and not in_one_round:
+            # Also where one exchange moves as little (two terms): it needs a buffer for the other's term.
+            more = all_reduced(native) / bound
+            return [native], _NATIVE if more == 1 else f"{_NATIVE}, with {more:.2f} times the fewest bytes"
+        if moved <= bound:
+            return [direct, combine], _TERMS
         if in_one_round:
             return [direct, combine], _SMALL
-        if native is None:
-            return self._two_rounds(arrival, combine), _TWO_ROUNDS
-        more = all_reduced(native) / bound
-        return [native], _NATIVE if more == 1 else f"{_NATIVE}, with {more:.2f} times the fewest bytes"
+        return self._two_rounds(arrival, combine), _TWO_ROUNDS
 
     def _native(self) -> AllReduce | None:
         """The all-reduce that does it all, if there is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -60,6 +60,18 @@ def covers_in_order(views: Iterable[Strided], numel: int) -> bool:
             return False
         position += view.numel
     return position == numel
+
+
+def as_run(views: Sequence[Strided]) -> Strided | None:
+    """The one stretch of consecutive memory that the views are, one after the other, if they are."""
+    if not views or not all(view.is_run for view in views):
+        return None
+    start = end = views[0].start
+    for view in views:
+        if view.start != end:
+            return None
+        end += view.numel
+    return Strided((end - start,), (1,), start)
 
 
 def _views(overlap: Overlap, grid: Grid, *, of_source: bool, join: bool = True) -> list[Strided]:

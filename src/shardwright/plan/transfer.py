@@ -45,6 +45,9 @@ class Transfer:
     and written in this order. keep: (from, to) views of what the rank already holds.
     send_whole: the sent views are the source's memory from first to last, so nothing is packed;
     receive_whole: likewise for the result; then the own part goes through the wire's buffer too, not `keep`.
+    own: what the rank already holds, wherever it goes through. gather: what is for one is for all members.
+    terms: how many terms of each element the result has, in a leading dim; 0 where nothing is reduced.
+    slot: one term of the result.
     """
 
     source: Memory
@@ -55,6 +58,10 @@ class Transfer:
     keep: tuple[tuple[Strided, Strided], ...]
     send_whole: bool
     receive_whole: bool
+    own: tuple[tuple[Strided, Strided], ...]
+    gather: bool
+    terms: int
+    slot: Memory
 
     @property
     def send_counts(self) -> list[int]:
@@ -94,8 +101,20 @@ def transfer(step: Exchange, coords: Coords, members: Sequence[Coords]) -> Trans
     sent = send[own : own + 1] if step.gather else send
     memory = memory_of(source, coords)
     packed = covers_in_order([view for views in sent for view in views], memory.numel)
-    kept = () if whole or step.gather else tuple(keep)
-    return Transfer(memory, result, tuple(members), tuple(send), tuple(receive), kept, packed, whole)
+    return Transfer(
+        source=memory,
+        target=result,
+        members=tuple(members),
+        send=tuple(send),
+        receive=tuple(receive),
+        keep=() if whole or step.gather else tuple(keep),
+        send_whole=packed,
+        receive_whole=whole,
+        own=tuple(keep),
+        gather=step.gather,
+        terms=step.term_count if step.terms else 0,
+        slot=memory_of(step.target, coords),
+    )
 
 
 def local_move(step: LocalMove | Place, coords: Coords) -> Move:
