@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 OK, WRONG, ERROR, CRASH, LENIENT = "ok", "wrong", "error", "crash", "no error"
-BAD = (WRONG, ERROR, CRASH, LENIENT)
+BAD = (WRONG, ERROR, CRASH)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 import shardwright as sw
 
+_NO_SUMS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 Shape = tuple[int, ...]
 Kind = Callable[[Shape, int], sw.Placement]
 
@@ -59,7 +60,7 @@ def placements_for(kind: str, x: torch.Tensor, mesh: DeviceMesh, *, mixed: bool)
     placed = [make(tuple(x.shape), mesh.size(axis)) for axis in range(mesh.ndim)]
     if mixed and mesh.ndim > 1:
         placed[1:] = [sw.Replicate()] * (mesh.ndim - 1)
-    if x.dtype == torch.bool:  # a sum of truth values has no meaning
+    if x.dtype == torch.bool or x.dtype in _NO_SUMS:  # a sum of them has no meaning
         placed = [sw.Replicate() if p.is_partial() else p for p in placed]
     return placed
 

@@ -8,11 +8,6 @@ import xxhash
 
 HASHED = 60
 
-# Known to be wrong, and left out here until they are right; `make ops` runs them.
-STILL_WRONG = frozenset({
-    "resize_as_", "masked.argmin", "masked.std", "linalg.ldl_factor", "histogram", "linalg.det",
-})  # fmt: skip
-
 # What a transformer, a convolutional network and an optimizer call.
 NETWORKS = (
     "add", "mul", "addmm", "bmm", "nn.functional.linear", "nn.functional.embedding", "nn.functional.rms_norm",
@@ -28,4 +23,4 @@ def chosen(names: Iterable[str]) -> list[str]:
     """Those of the networks, and as many others as `HASHED`, the lowest by a hash of their names."""
     by_hash = sorted(names, key=lambda name: xxhash.xxh3_64_intdigest(name.encode()))
     others = [name for name in by_hash if name not in NETWORKS][:HASHED]
-    return [*NETWORKS, *(name for name in others if name not in STILL_WRONG)]
+    return [*NETWORKS, *others]

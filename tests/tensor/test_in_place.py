@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.errors import RuleError
 from shardwright.testing.meshes import rank_mesh
 
 from .cases import close, full, layouts_of, mesh, place
@@ -114,20 +113,6 @@ def _shape_changes():
 
 def test_an_op_that_changes_a_shape_in_place_changes_the_layout_too(ranks):
     ranks(2, _shape_changes)
-
-
-def _resized():
-    for layout in layouts_of(2):
-        d = place(full(5, 7), layout)
-        with pytest.raises(RuleError, match="changes the shape") as caught:
-            d.resize_(2, 2)
-        close(d, full(5, 7))
-        assert d.shape == (5, 7)
-    return str(caught.value).splitlines()[-1]
-
-
-def test_a_resize_in_place_is_refused(ranks):
-    assert ranks(2, _resized)[0] == "  fix: use the op that returns a new tensor, without the underscore"
 
 
 def _indexed():

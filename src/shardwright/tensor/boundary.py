@@ -7,6 +7,7 @@ the program is; further down it counts as replicated.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import RuleError
+from shardwright.tensor.host_reads import READING, with_host_values
+from shardwright.tensor.out import call_with_out, fills_itself
 
 
 class _State(threading.local):
@@ -52,12 +55,22 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
     if not state.functions and not state.blocks:
         _refuse_plain(func, args, kwargs)
+    if func in READING:
+        args, kwargs = with_host_values(func, args, kwargs)
     state.functions += 1
     try:
         with torch._C.DisableTorchFunctionSubclass():
+            if "out" in kwargs and not fills_itself(func):
+                return call_with_out(func, args, kwargs)
             return func(*args, **kwargs)
     finally:
         state.functions -= 1
+
+
+def asked_by_torch(depth: int) -> bool:
+    """Is it a function of torch that asks, `depth` frames above the caller?"""
+    name: str = sys._getframe(depth + 1).f_globals.get("__name__", "")
+    return name.startswith("torch.")
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.utils._pytree import tree_map_only
 
 from shardwright.rules import registry
 from shardwright.tensor import copied_views, handlers
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.mixing import replicate_plain
-from shardwright.tensor.prepare import NeedsDecomposition, Prepared, prepare
+from shardwright.tensor.mixing import distributed, replicate_plain
+from shardwright.tensor.prepare import NeedsDecomposition, Prepared, prepare, prepare_call
 from shardwright.tensor.run import run
 from shardwright.tensor.wrap import as_ours
+from shardwright.tensor.written_plain import write_into_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -71,7 +73,11 @@ def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
         prepared = prepare(func, args, kwargs, tensors)
         _store(frozen, prepared)
     if isinstance(prepared, NeedsDecomposition):
-        return prepared.run(args, kwargs)
+        out = prepared.run(args, kwargs)
+        if out is not NotImplemented:
+            return tree_map_only(torch.Tensor, lambda x: distributed(x, tensors[0].device_mesh), out)
+        prepared = prepare_call(func, args, kwargs, tensors)  # no steps for these arguments
+        _store(frozen, prepared)
     out = run(prepared, func, args, kwargs, tensors)
     if prepared.moves and copied_views.is_view(func):
         copied_views.remember(out, func, args, kwargs, copied=True)
@@ -137,7 +143,7 @@ def _with_plain_tensors(
     new_args = tuple(convert(v, writes[n]) for n, v in zip(names, args, strict=False))
     new_kwargs = {name: convert(value, writes.get(name, False)) for name, value in kwargs.items()}
     if _writes_plain(new_args, new_kwargs):
-        return handlers.write_into_plain(func, new_args, new_kwargs)
+        return write_into_plain(func, new_args, new_kwargs)
     return dispatch(func, new_args, new_kwargs)
 
 

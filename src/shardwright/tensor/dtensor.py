@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,9 +39,14 @@ class DTensor(TorchDTensor):
 
     # -- what it is -----------------------------------------------------------------------------------
 
-    @property  # torch's `layout` (strided or not) means nothing for a wrapper without storage
+    @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """Where each element lives: mesh axes, placements, order, logical shape, stride, dtype."""
+        """Where each element lives: mesh axes, placements, order, logical shape, stride, dtype.
+
+        torch's own functions ask by this name whether a tensor is sparse; to them it says `torch.strided`.
+        """
+        if not torch.compiler.is_compiling() and boundary.asked_by_torch(1):
+            return cast("Layout", torch.strided)
         return self._spec.layout
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

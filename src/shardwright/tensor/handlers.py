@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from shardwright.comm.record import record_decision, recording
-from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.lists import run_on_lists
 from shardwright.tensor.local import replicated
 from shardwright.tensor.modes import refuse_to_gather
 from shardwright.tensor.random import draw, is_random
 from shardwright.tensor.reshaping import changes_shape_in_place, reshape_in_place
+from shardwright.tensor.resizing import resize, resize_as
 
 Handler = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
 aten = torch.ops.aten
@@ -54,24 +54,10 @@ def equal(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, Any]
     return bool((left == right).all().item())
 
 
-def write_into_plain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """An op that writes into a plain tensor reads the full values of its DTensors, and says so."""
-    if recording():
-        record_decision(func.name(), "gather: a DTensor is written into a plain tensor")
-
-    def whole(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            refuse_to_gather(func, value, "it is written into a plain tensor")
-            return replicated(value)._local_tensor
-        if isinstance(value, list | tuple):
-            return type(value)(whole(v) for v in value)
-        return value
-
-    return func(*(whole(a) for a in args), **{name: whole(value) for name, value in kwargs.items()})
-
-
 _HANDLERS: dict[torch._ops.OpOverload, Handler] = {
     aten._local_scalar_dense.default: item,
     aten.is_nonzero.default: item,
     aten.equal.default: equal,
+    aten.resize_.default: resize,
+    aten.resize_as_.default: resize_as,
 }

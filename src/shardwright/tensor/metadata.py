@@ -35,6 +35,10 @@ def result_infos(
             out = func(*meta_args, **meta_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
             raise DataDependentError(func.name()) from error
+        except RuntimeError as error:
+            if torch.Tag.dynamic_output_shape in func.tags:  # some say it in words of their own
+                raise DataDependentError(func.name()) from error
+            raise
     return tuple(_info(value) for value in tree_flatten(out)[0])
 
 

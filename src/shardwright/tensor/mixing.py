@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
@@ -33,3 +34,8 @@ def as_replicated(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """The DTensor that every rank holds whole; not differentiable."""
     layout = Layout(mesh, (Replicate(),) * mesh.ndim, tuple(x.shape), dtype=x.dtype, stride=tuple(x.stride()))
     return wrap(x.detach(), spec_of(layout, mesh))
+
+
+def distributed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A result of steps on DTensors; one that was made plain on the way is the same on every rank."""
+    return x if isinstance(x, TorchDTensor) else as_replicated(x, mesh)

@@ -65,16 +65,24 @@ def prepare(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
 ) -> Prepared | NeedsDecomposition:
     """Decide the call; raises what the single-device op raises for these shapes, or RuleError."""
+    return _decomposition(func) or prepare_call(func, args, kwargs, tensors)
+
+
+def prepare_call(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
+) -> Prepared:
+    """Decide the call of this very op, without a look at simpler ones that it may consist of."""
     mesh = _one_mesh(func, tensors)
     use = _common_use(tensors)
-    composite = _decomposition(func)
-    if composite is not None:
-        return composite
+    described = _described(args), tuple((k, _describe(v)) for k, v in kwargs.items())
+    if not registry.rules_of(func) and coords_of(mesh) is not None:
+        return _gathered(Call(func, *described, ()), tensors, "no rule; every operand is made whole")
     try:
         infos = result_infos(func, args, kwargs)
     except DataDependentError:
-        return _gathered(func, tensors)
-    call = Call(func, _described(args), tuple((k, _describe(v)) for k, v in kwargs.items()), infos)
+        reason = f"{func.name()}: the shape of its result depends on the data"
+        return _gathered(Call(func, *described, ()), tensors, reason)
+    call = Call(func, *described, infos)
     layouts = tuple(t.layout for t in tensors)
     decision = propagate(call, layouts)
     return _settled(func, call, decision, tensors, mesh, use)
@@ -125,17 +133,20 @@ def _holds_nothing(inputs: tuple[Layout, ...], coords: tuple[int, ...]) -> bool:
     return any(layout.numel > 0 and 0 in layout.local_shape(coords) for layout in inputs)
 
 
-def _gathered(func: torch._ops.OpOverload, tensors: list[DTensor]) -> Prepared:
+def _gathered(call: Call, tensors: list[DTensor], reason: str) -> Prepared:
+    """Every operand whole: right for any deterministic op, and what comes out says what its shape is."""
     moves = tuple(Move(i, replicated_layout(t.layout)) for i, t in enumerate(tensors))
+    moves = tuple(m for m in moves if m.target != tensors[m.operand].layout)
+    mutated = tuple(i for i, o in enumerate(call.flat_operands) if o.mutated)
     return Prepared(
-        moves=tuple(m for m in moves if m.target != tensors[m.operand].layout),
+        moves=moves,
         overrides=(),
         results=(),
-        written=(),
-        mutated=(),
-        brought_back=(),
+        written=_written(call.op, call),
+        mutated=mutated,
+        brought_back=tuple(m.operand for m in moves if m.operand in mutated),
         skip=False,
-        reason=f"{func.name()}: the shape of its result depends on the data",
+        reason=reason,
         fallback=True,
         gather_all=True,
     )

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shardwright.comm.record import record_decision, recording
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
-from shardwright.placement.base import Replicate
 from shardwright.rules.identity import identity_of
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.mixing import as_replicated
 from shardwright.tensor.modes import refuse_implicit
 from shardwright.tensor.move import move_local
 from shardwright.tensor.spec import Spec, coords_of, spec_of
@@ -43,7 +43,7 @@ def run(
     for operand in prepared.brought_back:
         _bring_back(prepared, func, tensors[operand], operand, locals_[operand])
     if prepared.gather_all:
-        return _wrap_replicated(out, tensors[0])
+        return _wrap_replicated(prepared, out, tensors)
     if not prepared.checked:
         _check(prepared, func, out)
     return _wrap(prepared, out, tensors)
@@ -162,17 +162,15 @@ def _identity(spec: Spec | None, like: DTensor) -> torch.Tensor | None:
     return local
 
 
-def _wrap_replicated(out: Any, like: DTensor) -> Any:
+def _wrap_replicated(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
+    """What whole operands gave, as it is: no kernel without data had to foresee it."""
     flat, tree = tree_flatten(out)
-    mesh = like.device_mesh
-    replicate = (Replicate(),) * mesh.ndim
+    mesh = tensors[0].device_mesh
+    written = prepared.written if len(prepared.written) == len(flat) else (None,) * len(flat)
     wrapped = [
-        wrap(
-            v,
-            spec_of(Layout(mesh, replicate, tuple(v.shape), dtype=v.dtype, stride=tuple(v.stride())), mesh),
-        )
-        if isinstance(v, torch.Tensor)
-        else v
-        for v in flat
+        value
+        if not isinstance(value, torch.Tensor)
+        else (tensors[w] if w is not None else as_replicated(value, mesh))
+        for value, w in zip(flat, written, strict=True)
     ]
     return tree_unflatten(wrapped, tree)

@@ -1,0 +1,101 @@
+"""Where torch needs whole values: `out=` of composed functions, changed sizes, values that the host reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+import shardwright as sw
+from shardwright.errors import ImplicitRedistributionError
+from tests.tensor.cases import full, mesh, place, whole
+
+
+def placed(x, dim=0):
+    return place(x, [sw.Shard(dim)] * mesh().ndim)
+
+
+def _composed_functions_fill_what_they_are_given():
+    x, y = full(6, 5), full(5, 4, seed=1)
+    for function, operands in ((torch.msort, (x,)), (torch.kron, (x, y)), (torch.linalg.svdvals, (x,))):
+        wanted = function(*operands)
+        for like in (wanted, wanted.new_empty(0), wanted.double()):
+            out = placed(torch.ones_like(like))
+            before = out.placements
+            result = function(*(placed(v) for v in operands), out=out)
+            assert result is out
+            assert out.placements == before or not like.numel()
+            torch.testing.assert_close(whole(out), wanted.to(like.dtype), rtol=1e-4, atol=1e-4)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        torch.msort(placed(x), out=placed(torch.ones(6, 5, dtype=torch.int64)))
+    with pytest.raises(RuntimeError, match="automatic differentiation"):
+        torch.msort(placed(x).requires_grad_(), out=placed(torch.ones(6, 5)))
+    folded = torch.ones(2, 5, 4)
+    torch.matmul(full(2, 5, 3), full(3, 4), out=folded)
+    out = placed(torch.ones(2, 5, 4), dim=1)
+    torch.matmul(placed(full(2, 5, 3), dim=1), placed(full(3, 4)), out=out)
+    torch.testing.assert_close(whole(out), folded)
+
+
+def test_a_composed_function_fills_what_it_is_given(ranks):
+    """Any layout of `out`, also one of no elements; what torch refuses is refused."""
+    ranks(2, _composed_functions_fill_what_they_are_given)
+
+
+def _sizes_change():
+    x = full(6, 4)
+    for size in ((3, 4), (4, 3), (24,), (2, 3, 4)):
+        grown = placed(x).clone()
+        assert grown.resize_(size) is grown
+        assert tuple(grown.shape) == size
+        torch.testing.assert_close(whole(grown), x.clone().resize_(size))
+        torch.testing.assert_close(whole(grown + 1), x.clone().resize_(size) + 1)
+    like = placed(x).resize_as_(placed(full(2, 4)))
+    assert like.placements == (sw.Shard(0),) * mesh().ndim
+
+
+def test_a_resized_tensor_keeps_its_elements_in_order(ranks):
+    """`resize_` has the single-device meaning, and keeps placements that still fit."""
+    ranks(2, _sizes_change)
+
+
+def _the_host_reads():
+    x = full(5, 3)
+    with sw.trace() as trace:
+        assert placed(x).tolist() == x.tolist()
+    assert any("host reads" in d.reason for d in trace.decisions)
+    assert place(x, [sw.Partial("sum")] * mesh().ndim).numpy().shape == (5, 3)
+    points = torch.tensor([1, 4])
+    wanted = torch.tensor_split(x, points)
+    got = torch.tensor_split(placed(x), placed(points))
+    for g, w in zip(got, wanted, strict=True):
+        torch.testing.assert_close(whole(g), w)
+    with sw.explicit(), pytest.raises(ImplicitRedistributionError):
+        placed(x).tolist()
+
+
+def test_the_host_reads_the_finished_value(ranks):
+    """`tolist`, `numpy`, split points in a tensor: recorded, and refused where nothing may be implicit."""
+    ranks(2, _the_host_reads)
+
+
+def _shapes_come_from_the_result():
+    table, index, offsets = full(7, 3), torch.tensor([1, 2, 4, 5, 0, 6]), torch.tensor([0, 2, 5])
+    wanted = functional.embedding_bag(index, table, offsets)
+    got = functional.embedding_bag(placed(index), placed(table), placed(offsets))
+    torch.testing.assert_close(whole(got), wanted)
+    times = torch.tensor([1, 0, 2])
+    got = torch.repeat_interleave(placed(full(3, 2)), placed(times), dim=0)
+    torch.testing.assert_close(whole(got), torch.repeat_interleave(full(3, 2), times, dim=0))
+    ends = placed(torch.tensor([0.0, 3.0])).unbind()
+    line = torch.linspace(*ends, 5)
+    assert isinstance(line, sw.DTensor)
+    torch.testing.assert_close(whole(line), torch.linspace(0, 3, 5))
+    masked = torch.masked.std(placed(full(5, 3)), 0, mask=placed(full(5, 3) > 0))
+    wanted = torch.masked.std(full(5, 3), 0, mask=full(5, 3) > 0)
+    torch.testing.assert_close(whole(masked), wanted, equal_nan=True)
+
+
+def test_an_op_without_a_rule_says_its_shape_by_its_result(ranks):
+    """The kernel without data may disagree with the kernel of the device, or not exist."""
+    ranks(2, _shapes_come_from_the_result)
