@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         ZigZag,
     )
     from shardwright.plan import Plan, plan_redistribution
-    from shardwright.rules import register_rule, rule, rules_of
+    from shardwright.rules import register_algorithm, register_rule, rule, rules_of
     from shardwright.tensor import (
         DTensor,
         distribute_module,
@@ -71,7 +71,7 @@ _HOME = {
         "ZigZag",
     ),
     "shardwright.plan": ("Plan", "plan_redistribution"),
-    "shardwright.rules": ("register_rule", "rule", "rules_of"),
+    "shardwright.rules": ("register_algorithm", "register_rule", "rule", "rules_of"),
     "shardwright.tensor": (
         "DTensor",
         "distribute_module",
@@ -124,6 +124,7 @@ __all__ = [
     "randn",
     "random_mode",
     "redistribute_many",
+    "register_algorithm",
     "register_rule",
     "rule",
     "rules_of",

@@ -11,11 +11,13 @@ from torch.utils._pytree import tree_flatten
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.plan.redistribution import plan_redistribution
+from shardwright.rules.algorithm import algorithm_for
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.propagate import propagate
-from shardwright.rules.registry import rules_of
+from shardwright.rules.registry import registry, rules_of
 
 if TYPE_CHECKING:
+    from shardwright.rules.algorithm import Chosen
     from shardwright.rules.decision import Decision
 
 
@@ -23,15 +25,19 @@ if TYPE_CHECKING:
 class Explanation:
     """One decided call: print it.
 
-    decision: what would run. moves: per operand the bytes that its redistribution moves, over all ranks.
+    decision: the cheapest rule. moves: per operand what its redistribution would move, over all ranks.
+    chosen: the algorithm that runs in its place, where one sends no more; None: the rule runs.
     """
 
     op: torch._ops.OpOverload
     operands: tuple[Layout, ...]
     decision: Decision
     moves: tuple[int, ...]
+    chosen: Chosen | None = None
 
     def __str__(self) -> str:
+        if self.chosen is not None:
+            return self._of_algorithm(self.chosen)
         lines = [f"{self.op.name()}: {self.decision.reason}"]
         pairs = zip(self.operands, self.decision.inputs, self.moves, strict=True)
         for index, (have, want, moved) in enumerate(pairs):
@@ -39,6 +45,15 @@ class Explanation:
             lines.append(f"  operand {index}  {have}   {how}")
         lines += [f"  result {index}   {out}" for index, out in enumerate(self.decision.outputs)]
         lines += [f"  rule       {rule}" for rule in rules_of(self.op)]
+        return "\n".join(lines)
+
+
+    def _of_algorithm(self, chosen: Chosen) -> str:
+        lines = [f"{self.op.name()}: {chosen.reason}"]
+        lines += [f"  operand {index}  {have}   as it is" for index, have in enumerate(self.operands)]
+        lines += [f"  instead of {self.decision.reason}: {self.decision.cost_bytes} B"]
+        lines += [f"  rule       {rule}" for rule in rules_of(self.op)]
+        lines += [f"  algorithm  {entry.text}" for entry in registry.algorithms_of(self.op)]
         return "\n".join(lines)
 
 
@@ -59,7 +74,7 @@ def explain(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str, *oper
         0 if have == want else plan_redistribution(have, want).total_bytes
         for have, want in zip(layouts, decision.inputs, strict=True)
     )
-    return Explanation(overload, layouts, decision, moves)
+    return Explanation(overload, layouts, decision, moves, algorithm_for(call, layouts, decision))
 
 
 def _overload(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str) -> torch._ops.OpOverload:

@@ -5,6 +5,7 @@ in `catalog`, the choice among them in `propagate`.
 """
 
 from shardwright.rules import catalog
+from shardwright.rules.algorithm import Algorithm, register_algorithm
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.decision import Decision
 from shardwright.rules.formula import Formula, formula
@@ -14,6 +15,7 @@ from shardwright.rules.registry import Rule
 from shardwright.rules.rule import register_rule, remove_rule, rule, rules_of
 
 __all__ = [
+    "Algorithm",
     "Call",
     "Decision",
     "Formula",
@@ -23,6 +25,7 @@ __all__ = [
     "formula",
     "identity_of",
     "propagate",
+    "register_algorithm",
     "register_rule",
     "remove_rule",
     "rule",

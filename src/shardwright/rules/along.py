@@ -67,7 +67,7 @@ def lift(part: Partition, outer: int, size: int, inner: int, n: int) -> Partitio
         return part
     wanted = [_scaled(part, outer, size, inner, n, coord) for coord in range(n)]
     for candidate in _lifted(part, outer, size, n):
-        if all(_held(candidate, outer * size * inner, n, coord) == wanted[coord] for coord in range(n)):
+        if all(runs_held(candidate, outer * size * inner, n, coord) == wanted[coord] for coord in range(n)):
             return candidate
     return None
 
@@ -89,7 +89,7 @@ def _as_lengths(part: Partition, size: int, n: int) -> Iterator[Partition]:
 @lru_cache(maxsize=4096)
 def lower(flat: Partition, outer: int, size: int, inner: int, n: int) -> Partition | None:
     """The cut of the middle factor that `flat` makes of `outer * size * inner` elements, if it is one."""
-    held = [_held(flat, outer * size * inner, n, coord) for coord in range(n)]
+    held = [runs_held(flat, outer * size * inner, n, coord) for coord in range(n)]
     for part in _lowered(flat, size, inner, n, held):
         if all(_scaled(part, outer, size, inner, n, coord) == held[coord] for coord in range(n)):
             return part
@@ -106,7 +106,7 @@ def _lowered(flat: Partition, size: int, inner: int, n: int, held: list[Runs]) -
             yield Ragged(units, dims=(0,))
 
 
-def _held(flat: Partition, size: int, n: int, coord: int) -> Runs:
+def runs_held(flat: Partition, size: int, n: int, coord: int) -> Runs:
     """The indices of a 1-d tensor that a coord holds, in local order."""
     region = flat.region((size,), n, coord)
     if region.runs is not None:
@@ -116,7 +116,7 @@ def _held(flat: Partition, size: int, n: int, coord: int) -> Runs:
 
 def _scaled(part: Partition, outer: int, size: int, inner: int, n: int, coord: int) -> Runs:
     """What the coord holds of the merged dim: its indices of the label, `inner` wide, `outer` times."""
-    own = _held(part, size, n, coord)
+    own = runs_held(part, size, n, coord)
     wide = tuple(Run(r.offset * inner, r.size * inner, r.stride * inner, r.repeat) for r in own)
     step = size * inner
     if len(wide) == 1 and wide[0].repeat == 1:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+
+import torch
 
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition
+from shardwright.placement.runs import Runs, compose, interval, total
+from shardwright.rules.along import runs_held
+from shardwright.rules.formula import LocalForm
+from shardwright.rules.held import Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,26 @@ class LabelSize:
         for axis, n, part in self.cuts:
             size = part.local_shape((size,), n, coords[axis])[0]
         return size
+
+    def held_at(self, coords: Sequence[int]) -> Held:
+        """Which of its indices these coords hold."""
+        runs: Runs = interval(0, self.size)
+        for axis, n, part in self.cuts:
+            runs = compose(runs, runs_held(part, total(runs), n, coords[axis]))
+        return Held(self.size, runs)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """What a rank calls in place of the op: a function that is told which indices of a label it holds."""
+
+    function: LocalForm
+    labels: tuple[tuple[str, LabelSize], ...]
+
+    def at(self, op: torch._ops.OpOverload, coords: Sequence[int]) -> LocalForm:
+        """The function of the op's local arguments on these coords."""
+        held = {name: label.held_at(coords) for name, label in self.labels}
+        return partial(self.function, op, held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +113,7 @@ class Decision:
         runs_empty: a rank without elements must run the kernel too (lists, where other elements exist).
         rewrites: mutated operands (by index) that must change their layout for the call: the result has
             to be brought back to the layout that the operand has.
+        local: what ranks call in place of the op; None: the op itself.
     """
 
     inputs: tuple[Layout, ...]
@@ -96,6 +124,7 @@ class Decision:
     overrides: tuple[tuple[str, LocalArg], ...] = ()
     runs_empty: bool = False
     rewrites: tuple[int, ...] = ()
+    local: LocalCall | None = None
 
     def local_args(self, coords: tuple[int, ...]) -> dict[str, object]:
         """Schema arguments by name whose local value differs, for these coords; {} for most ops."""

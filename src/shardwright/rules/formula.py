@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from shardwright.errors import RuleError
 from shardwright.rules.monoid import pending_of
 
 Pairs = tuple[tuple[str, str], ...]
+# A local form: `(op, held, *args, **kwargs)` with what the coord holds of the labels that it asks for.
+LocalForm = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,9 @@ class Formula:
         elementwise: any partition of the elements will do, not only one along a label.
         prefix: labels whose sizes may disagree between operands; they are then whole.
         even: labels that may only be cut in parts of equal size.
+        local: what a rank calls in place of the op when one of the labels `held` is cut: a function of the
+            op, of what the rank holds of them ({label: Held}), and of the op's local arguments.
+        held: the labels whose local index is not the logical one for the op: positions matter along them.
     """
 
     text: str
@@ -51,6 +57,8 @@ class Formula:
     elementwise: bool = False
     prefix: tuple[str, ...] = ()
     even: tuple[str, ...] = ()
+    local: LocalForm | None = None
+    held: tuple[str, ...] = ()
 
     def reduce_of(self, result: int) -> str | None:
         """The reduction of one result over the labels that it lacks; None: it cannot lack any."""
@@ -64,7 +72,7 @@ class Formula:
         return "; ".join([self.text, *facts])
 
 
-def formula(
+def formula(  # noqa: PLR0913  the facts of the notation, one keyword each
     text: str,
     *,
     reduce: str | tuple[str | None, ...] | None = None,
@@ -76,6 +84,8 @@ def formula(
     elementwise: bool = False,
     prefix: tuple[str, ...] = (),
     even: tuple[str, ...] = (),
+    local: LocalForm | None = None,
+    held: tuple[str, ...] = (),
 ) -> Formula:
     """A `Formula` from mappings and loose strings; the arguments are those of `Formula`."""
     facts = (hom,) if isinstance(hom, str) else tuple(hom)
@@ -95,6 +105,8 @@ def formula(
         elementwise=elementwise,
         prefix=prefix,
         even=even,
+        local=local,
+        held=held,
     )
 
 

@@ -17,6 +17,7 @@ from shardwright.rules.decision import (
     Decision,
     LabelSize,
     LocalArg,
+    LocalCall,
     LocalInt,
     LocalShape,
     ResultShape,
@@ -132,6 +133,7 @@ def decide(
         overrides=tuple(_overrides(equation, layouts[0].sizes, order, choice, outputs)),
         runs_empty=equation.formula.elementwise,
         rewrites=rewrites,
+        local=_local_call(equation, layouts[0].sizes, order, choice),
     )
 
 
@@ -236,6 +238,17 @@ def _overrides(
                 yield name, ResultShape(output)
         elif any(label.cuts for label in labels):
             yield name, LocalShape(tuple(_local_dim(dim, labels) for dim in dims))
+
+
+def _local_call(
+    equation: Equation, sizes: tuple[int, ...], order: tuple[int, ...], choice: Choice
+) -> LocalCall | None:
+    stated = equation.formula
+    if stated.local is None:
+        return None
+    labels = dict(zip(equation.labels, _label_sizes(equation, sizes, order, choice), strict=True))
+    held = tuple((name, labels[name]) for name in stated.held if name in labels)
+    return LocalCall(stated.local, held) if any(label.cuts for _, label in held) else None
 
 
 def _label_sizes(

@@ -43,6 +43,7 @@ class Registry:
     def __init__(self) -> None:
         self._rules: dict[str, list[Rule]] = defaultdict(list)
         self._rewrites: dict[str, Rewrite] = {}
+        self._algorithms: dict[str, list[Any]] = defaultdict(list)
         self.generation = 0
 
     def add(self, rule: Rule) -> None:
@@ -61,6 +62,26 @@ class Registry:
         """Have calls of `op` replaced by what `rewrite` does, before anything is sharded."""
         self._rewrites[op] = rewrite
         self.generation += 1
+
+    def add_algorithm(self, algorithm: Any) -> None:
+        """Add an `Algorithm`; it takes effect at once."""
+        self._algorithms[algorithm.op].append(algorithm)
+        self.generation += 1
+
+    def remove_algorithm(self, algorithm: Any) -> None:
+        """Take an algorithm out again. Raises: RuleError: it is not there."""
+        if algorithm not in self._algorithms[algorithm.op]:
+            raise RuleError(f"{algorithm} is not registered")
+        self._algorithms[algorithm.op].remove(algorithm)
+        self.generation += 1
+
+    def algorithms_of(self, op: torch._ops.OpOverload) -> tuple[Any, ...]:
+        """The algorithms that serve an overload, found like its rules."""
+        for names in spellings(op):
+            found = tuple(entry for name in names for entry in self._algorithms.get(name, ()))
+            if found:
+                return found
+        return ()
 
     def rules_of(self, op: torch._ops.OpOverload) -> tuple[Rule, ...]:
         """The rules that serve an overload: its own, its name's, else those of the op it derives from."""
@@ -135,6 +156,19 @@ def _bases(name: str) -> Iterator[str]:
         yield plain
     if plain.endswith("_copy"):
         yield plain.removesuffix("_copy")
+
+
+@lru_cache(maxsize=4096)
+def functional_form(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload that returns new tensors and takes the same arguments, of an in-place or `out=` form."""
+    namespace, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    wanted = [argument.name for argument in op._schema.arguments if not argument.is_out]
+    for overload in packet.overloads() if packet is not None else ():
+        found: torch._ops.OpOverload = getattr(packet, overload)
+        if [argument.name for argument in found._schema.arguments] == wanted and not found._schema.is_mutable:
+            return found
+    return None
 
 
 @lru_cache(maxsize=4096)

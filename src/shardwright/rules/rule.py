@@ -8,7 +8,7 @@ import torch
 
 from shardwright.errors import RuleError
 from shardwright.rules.call import Call
-from shardwright.rules.formula import Formula, formula
+from shardwright.rules.formula import Formula, LocalForm, formula
 from shardwright.rules.notation import parse
 from shardwright.rules.registry import OpName, Rule, op_key, registry
 
@@ -29,6 +29,8 @@ def rule(  # noqa: PLR0913  the facts of the notation, one keyword each
     elementwise: bool = False,
     prefix: tuple[str, ...] = (),
     even: tuple[str, ...] = (),
+    local: LocalForm | None = None,
+    held: tuple[str, ...] = (),
     when: When | None = None,
 ) -> Rule:
     """State the equation of an op in label notation; it serves every placement at once.
@@ -47,6 +49,9 @@ def rule(  # noqa: PLR0913  the facts of the notation, one keyword each
         elementwise: any partition of the elements will do.
         prefix: labels whose sizes may disagree; they are then whole.
         even: labels that may only be cut evenly.
+        local: a rank's call where one of the labels `held` is cut: `local(op, held, *args, **kwargs)`, with
+            `held[label]` the indices that the rank holds (`rules.held.Held`), in any order and number.
+        held: the labels along which positions matter to the op.
         when: whether the rule holds for a call.
 
     Returns: the rule, for `rules_of` and `remove_rule`.
@@ -63,6 +68,8 @@ def rule(  # noqa: PLR0913  the facts of the notation, one keyword each
         elementwise=elementwise,
         prefix=prefix,
         even=even,
+        local=local,
+        held=held,
     )
     parse(text)
     entry = Rule(op_key(op), _Stated(stated, when), str(stated))

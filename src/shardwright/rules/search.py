@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from math import prod
 
 from shardwright.placement.base import Placement
-from shardwright.rules.call import Call
+from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.candidates import AxisView, Candidate, States, after, candidates, plain_candidates
 from shardwright.rules.equation import Equation
 from shardwright.rules.price import Price, joint_bytes, move_bytes
 
 _KEEP = 4
 _KEEP_MANY_AXES = 2
+_SMALL = 1 << 16  # bytes; below it a collective costs its latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,11 @@ class Search:
 
     def _rank(self, view: AxisView) -> list[Candidate]:
         """The cheapest candidates of one axis, and the whole one; only the best if that costs nothing."""
-        found = candidates(view)
+        found = [c for c in candidates(view) if not self._writes_out_terms(c)]
         priced = [(self._alone(view, candidate), i, candidate) for i, candidate in enumerate(found)]
         if not min(price for price, _, _ in priced).free:
-            more = enumerate(plain_candidates(view), len(found))
+            cuts = [c for c in plain_candidates(view) if self._worth_scattering(view, c)]
+            more = enumerate(cuts, len(found))
             priced += [(self._alone(view, candidate), i, candidate) for i, candidate in more]
         priced.sort(key=lambda entry: entry[:2])
         if priced[0][0].free:
@@ -93,8 +95,29 @@ class Search:
     # ------------------------------------------------------------------------------------------ prices
 
     def _bytes(self, operand: int) -> int:
+        """An expanded tensor moves as what it was expanded from."""
         info = self.call.operands[operand]
-        return prod(info.shape) * info.dtype.itemsize
+        own = (size for size, stride in zip(info.shape, info.stride, strict=True) if stride or not size)
+        return prod(own) * info.dtype.itemsize
+
+    def _writes_out_terms(self, candidate: Candidate) -> bool:
+        """Whether an expanded pending value would become one of full size: finish it while it is small."""
+        made = self.call.results[0] if self.call.results else None
+        if made is None or not self.equation.formula.elementwise or is_expanded(made):
+            return False
+        pairs = zip(candidate.inputs, self.call.operands, strict=True)
+        return any(wanted.is_pending and is_expanded(info) for wanted, info in pairs)
+
+    def _worth_scattering(self, view: AxisView, candidate: Candidate) -> bool:
+        """Whether no small pending value would be cut: a number per row meets the tensor of the rows next.
+
+        A reduce-scatter of it sends half of what an all-reduce does, and the gather after it the rest; what
+        follows would be computed in that cut, and meet the tensor that the rows came from in another.
+        """
+        pairs = enumerate(zip(view.current, candidate.inputs, strict=True))
+        return not any(
+            now.is_pending and wanted.is_partition and self._bytes(i) <= _SMALL for i, (now, wanted) in pairs
+        )
 
     def _alone(self, view: AxisView, candidate: Candidate) -> Price:
         """The price of one axis, as if the tensors were cut on no other."""
@@ -126,6 +149,11 @@ class Search:
             )
         work = prod(1 / n for n, candidate in zip(self.sizes, chosen, strict=True) if candidate.divides)
         self._found.append(Choice(chosen, Price(rewritten, sent, work, moves)))
+
+
+def is_expanded(info: TensorInfo) -> bool:
+    """Whether one element repeats along a dim."""
+    return any(size > 1 and not stride for size, stride in zip(info.shape, info.stride, strict=True))
 
 
 def rewritten_operands(

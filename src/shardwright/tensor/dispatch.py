@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.rules import registry
 from shardwright.tensor import copied_views, handlers
+from shardwright.tensor.algorithms import ByAlgorithm
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.mixing import distributed, replicate_plain
 from shardwright.tensor.prepare import NeedsDecomposition, Prepared, prepare, prepare_call
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _CACHE_SIZE = 65536
-_cache: dict[tuple[Any, ...], Prepared | NeedsDecomposition] = {}
+_cache: dict[tuple[Any, ...], Prepared | NeedsDecomposition | ByAlgorithm] = {}
 _routes: dict[torch._ops.OpOverload, handlers.Handler] = {}
 _cache_generation = -1
 
@@ -78,6 +79,8 @@ def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
             return tree_map_only(torch.Tensor, lambda x: distributed(x, tensors[0].device_mesh), out)
         prepared = prepare_call(func, args, kwargs, tensors)  # no steps for these arguments
         _store(frozen, prepared)
+    if isinstance(prepared, ByAlgorithm):
+        return prepared.run(args, kwargs)
     out = run(prepared, func, args, kwargs, tensors)
     if prepared.moves and copied_views.is_view(func):
         copied_views.remember(out, func, args, kwargs, copied=True)
@@ -115,7 +118,7 @@ def _forget() -> None:
     _cache_generation = registry.generation()
 
 
-def _store(key: tuple[Any, ...], prepared: Prepared | NeedsDecomposition) -> None:
+def _store(key: tuple[Any, ...], prepared: Prepared | NeedsDecomposition | ByAlgorithm) -> None:
     if len(_cache) >= _CACHE_SIZE:
         _cache.clear()
     _cache[key] = prepared

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from shardwright.comm.record import record_decision, recording
+from shardwright.rules.ops import FINISH
+from shardwright.tensor.algorithms import finish
 from shardwright.tensor.lists import run_on_lists
 from shardwright.tensor.local import replicated
 from shardwright.tensor.modes import refuse_to_gather
@@ -60,4 +62,5 @@ _HANDLERS: dict[torch._ops.OpOverload, Handler] = {
     aten.equal.default: equal,
     aten.resize_.default: resize,
     aten.resize_as_.default: resize_as,
+    FINISH: finish,
 }

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from shardwright.layout.layout import Layout
     from shardwright.tensor.dtensor import DTensor
     from shardwright.tensor.prepare import Prepared
 
@@ -62,6 +63,19 @@ def refuse_to_gather(func: torch._ops.OpOverload, x: DTensor, why: str) -> None:
             f"{func.name()}: needs an implicit redistribution (explicit mode allows none): {why}\n"
             f"  operand 0  {x.layout}\n"
             f"  fix:  operand.full_tensor()     {cost} B over all ranks"
+        )
+
+
+def refuse_to_finish(x: DTensor, target: Layout, why: str) -> None:
+    """Raise, while `explicit()` is active, for a step that reduces a pending value."""
+    if not _mode.explicit:
+        return
+    cost = plan_redistribution(x.layout, target).total_bytes
+    if cost:
+        raise ImplicitRedistributionError(
+            f"{why}: needs an implicit redistribution (explicit mode allows none): it finishes terms\n"
+            f"  {x.layout} -> {target}     {cost} B over all ranks\n"
+            "  fix:  redistribute the operand of the op so that the dim it works along is whole"
         )
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from shardwright.comm.execute import execute
 from shardwright.plan.redistribution import plan_redistribution
+from shardwright.tensor.expanded import base_of, bases
+from shardwright.tensor.spec import coords_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,4 +24,10 @@ def move_local(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
     source = x.layout
     if source is target or source == target:
         return x._local_tensor
-    return execute(plan_redistribution(source, target), x._local_tensor, x.device_mesh, reason=reason)
+    small = bases(source, target)
+    if small is None:
+        return execute(plan_redistribution(source, target), x._local_tensor, x.device_mesh, reason=reason)
+    base, why = base_of(x._local_tensor, source), f"{reason}: what it was expanded from"
+    moved = execute(plan_redistribution(*small), base, x.device_mesh, reason=why)
+    coords = coords_of(x.device_mesh)
+    return moved if coords is None else moved.expand(target.local_shape(coords))

@@ -12,8 +12,11 @@ from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.rules import registry
+from shardwright.rules.algorithm import algorithm_for
 from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision, propagate
+from shardwright.tensor.algorithms import ByAlgorithm, may_write
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.metadata import DataDependentError, result_infos
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
@@ -47,6 +50,7 @@ class Prepared:
     reason: str
     fallback: bool
     gather_all: bool  # shapes depend on the data: the results' layouts are found after the call
+    local: LocalForm | None = None  # what this rank calls in place of the op
     checked: bool = False
 
 
@@ -63,14 +67,14 @@ class NeedsDecomposition:
 
 def prepare(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
-) -> Prepared | NeedsDecomposition:
+) -> Prepared | NeedsDecomposition | ByAlgorithm:
     """Decide the call; raises what the single-device op raises for these shapes, or RuleError."""
     return _decomposition(func) or prepare_call(func, args, kwargs, tensors)
 
 
 def prepare_call(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
-) -> Prepared:
+) -> Prepared | ByAlgorithm:
     """Decide the call of this very op, without a look at simpler ones that it may consist of."""
     mesh = _one_mesh(func, tensors)
     use = _common_use(tensors)
@@ -85,6 +89,9 @@ def prepare_call(
     call = Call(func, *described, infos)
     layouts = tuple(t.layout for t in tensors)
     decision = propagate(call, layouts)
+    chosen = algorithm_for(call, layouts, decision) if may_write(func) else None
+    if chosen is not None:
+        return ByAlgorithm(call, chosen, decision.reason)
     return _settled(func, call, decision, tensors, mesh, use)
 
 
@@ -125,6 +132,7 @@ def _settled(
         reason=decision.reason,
         fallback=decision.fallback,
         gather_all=False,
+        local=None if decision.local is None or coords is None else decision.local.at(func, coords),
     )
 
 

@@ -39,7 +39,7 @@ def run(
         out = _nothing(prepared, tensors)
     else:
         local_args, local_kwargs = _local_call(prepared, func, args, kwargs, locals_)
-        out = func(*local_args, **local_kwargs)
+        out = (prepared.local or func)(*local_args, **local_kwargs)
     for operand in prepared.brought_back:
         _bring_back(prepared, func, tensors[operand], operand, locals_[operand])
     if prepared.gather_all:

@@ -141,21 +141,31 @@ def simulate(whole: Whole, decision: Decision, parts: Sequence[Sequence[Tensor]]
 def _run_local(whole: Whole, decision: Decision, locals_: list[Tensor], coords: Coords) -> list[Any]:
     if not decision.runs_empty and _holds_nothing(decision, coords):
         return _run_nothing(whole, decision, locals_, coords)
-    arguments = _local_arguments(whole, locals_, decision.local_args(coords))
+    args, kwargs = _local_arguments(whole, locals_, decision.local_args(coords))
+    call = whole.call.op if decision.local is None else decision.local.at(whole.call.op, coords)
     try:
-        return _flat(whole.call.op(**arguments))
+        return _flat(call(*args, **kwargs))
     except Exception as error:
         text = f"{_scene(whole, decision)}\n  on coords {coords} the local call fails: {error}"
         raise RuleCheckError(text) from error
 
 
-def _local_arguments(whole: Whole, locals_: list[Tensor], overrides: dict[str, object]) -> dict[str, Any]:
+def _local_arguments(
+    whole: Whole, locals_: list[Tensor], overrides: dict[str, object]
+) -> tuple[list[Any], dict[str, Any]]:
+    """By position as far as the sample goes without a gap, the rest by name."""
     remaining = iter(locals_)
     arguments = {
         name: tree_map(lambda v: next(remaining) if isinstance(v, Tensor) else v, value)
         for name, value in _bound(whole.call.op, whole.sample).items()
     }
-    return {**arguments, **overrides}
+    arguments |= overrides
+    by_position: list[Any] = []
+    for argument in whole.call.op._schema.arguments:
+        if argument.kwarg_only or argument.name not in arguments:
+            break
+        by_position.append(arguments.pop(argument.name))
+    return by_position, arguments
 
 
 def _holds_nothing(decision: Decision, coords: Coords) -> bool:

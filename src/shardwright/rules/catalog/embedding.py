@@ -1,12 +1,13 @@
-"""Look-ups in a table of rows: the table's rows must be whole, its columns may be cut."""
+"""Look-ups in a table of rows: where the rows are cut, who holds a row has it, and the sum is pending."""
 
 from __future__ import annotations
 
 from shardwright.rules.call import Call
+from shardwright.rules.catalog.held_index import embedded
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule, rule
 
-rule("aten::embedding", "v! e, ... -> ... e", hom="weight: *")
+rule("aten::embedding", "v e, ... -> ... e", reduce="sum", hom="weight: *", local=embedded, held=("v",))
 
 
 @register_rule("aten::embedding_dense_backward")

@@ -1,17 +1,42 @@
-"""Gathers and scatters: the dims that are indexed must be whole, all others may be cut."""
+"""Gathers and scatters: along an indexed dim that is cut, every rank serves the indices that it holds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
 from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.catalog.held_index import indexed, looked_up, put, scattered
 from shardwright.rules.catalog.labels import join
 from shardwright.rules.formula import Formula, formula
-from shardwright.rules.rule import register_rule, rule
+from shardwright.rules.rule import register_rule
 
-rule("aten::gather", "...[dim:_], ...[dim:j] -> ...[dim:j]", hom="self: *", prefix=("*",))
+
+def _sums(info: TensorInfo) -> str:
+    """How looked-up values and zeros are joined."""
+    return "any" if info.dtype == torch.bool else "sum"
+
+
+def _worth_looking_up(call: Call) -> bool:
+    """Whether the looked-up values are less to sum than the tensor is to gather."""
+    made = call.results[0]
+    return made is not None and 2 * prod(made.shape) <= prod(call.arg("self").shape)
+
+
+@register_rule("aten::gather")
+def gather(call: Call) -> Formula:
+    """One value per index. Cut along the dim, the holder of an index has its value: a pending sum."""
+    dim = "d" if _worth_looking_up(call) else "_"
+    return formula(
+        f"...[dim:{dim}], ...[dim:j] -> ...[dim:j]",
+        reduce=_sums(call.arg("self")),
+        hom="self: *",
+        prefix=("*",),
+        local=looked_up,
+        held=("d",),
+    )
 
 
 @register_rule("aten::index_select")
@@ -19,7 +44,14 @@ def index_select(call: Call) -> Formula | None:
     """Rows by number along the dim."""
     if not call.arg("self").shape or not call.arg("index").shape:
         return None
-    return formula("...[dim:_], i -> ...[dim:i]", hom="self: *")
+    dim = "d" if _worth_looking_up(call) else "_"
+    return formula(
+        f"...[dim:{dim}], i -> ...[dim:i]",
+        reduce=_sums(call.arg("self")),
+        hom="self: *",
+        local=looked_up,
+        held=("d",),
+    )
 
 
 @register_rule("aten::scatter", "aten::scatter_reduce")
@@ -27,12 +59,13 @@ def scatter(call: Call) -> Formula | None:
     """Values go to places along the dim. With a reduction they meet what is there."""
     if len(call.arg("index").shape) != len(call.arg("self").shape):
         return None
-    patterns = ["...[dim:d!]", "...[dim:j!]"]
+    patterns = ["...[dim:d]", "...[dim:j!]"]
     if isinstance(call.bound.get("src"), TensorInfo):
         patterns.append("...[dim:j!]" if call.arg("src").shape == call.arg("index").shape else "...[dim:_]")
     reduces = call.bound.get("reduce") is not None
     facts = ("self+src: *",) if not reduces else ()
-    return formula(f"{', '.join(patterns)} -> ...[dim:d!]", hom=facts, prefix=("*",))
+    text = f"{', '.join(patterns)} -> ...[dim:d]"
+    return formula(text, hom=facts, prefix=("*",), local=scattered, held=("d",))
 
 
 @register_rule("aten::scatter_add")
@@ -44,10 +77,12 @@ def scatter_add(call: Call) -> Formula | None:
     source = "...[dim:j]" if same else "...[dim:_]"
     index = "...[dim:j]" if same else "...[dim:_]"
     return formula(
-        f"...[dim:d!], {index}, {source} -> ...[dim:d!]",
+        f"...[dim:d], {index}, {source} -> ...[dim:d]",
         reduce="sum",
         hom="self+src: sum->sum",
         prefix=("*",),
+        local=scattered,
+        held=("d",),
     )
 
 
@@ -56,7 +91,13 @@ def index_add(call: Call) -> Formula | None:
     """Rows are added at places along the dim."""
     if not call.arg("self").shape:
         return None
-    return formula("...[dim:d!], i, ...[dim:i] -> ...[dim:d!]", reduce="sum", hom="self+source: sum->sum")
+    return formula(
+        "...[dim:d], i, ...[dim:i] -> ...[dim:d]",
+        reduce="sum",
+        hom="self+source: sum->sum",
+        local=scattered,
+        held=("d",),
+    )
 
 
 @register_rule("aten::index_copy", "aten::index_fill")
@@ -65,19 +106,26 @@ def index_copy(call: Call) -> Formula | None:
     if not call.arg("self").shape:
         return None
     if "source" in call.bound:
-        return formula("...[dim:d!], i!, ...[dim:i!] -> ...[dim:d!]", hom="self+source: *")
+        text = "...[dim:d], i!, ...[dim:i!] -> ...[dim:d]"
+        return formula(text, hom="self+source: *", local=scattered, held=("d",))
     value = ", -" if isinstance(call.arg("value"), TensorInfo) else ""
-    return formula(f"...[dim:d!], i!{value} -> ...[dim:d!]")
+    return formula(f"...[dim:d], i!{value} -> ...[dim:d]", local=scattered, held=("d",))
 
 
 @register_rule("aten::index.Tensor", "aten::_unsafe_index.Tensor")
 def index(call: Call) -> Formula | None:
     """`x[:, i, j]`: indexed dims whole, the index's own dims may be cut; the labels follow numpy's rules."""
-    parts = _index_parts(call)
+    parts = _index_parts(call, mark="" if _worth_looking_up(call) else "!")
     if parts is None:
         return None
     own, index_items, result = parts
-    return formula(join([own, *index_items], [result]), hom="self: *")
+    return formula(
+        join([own, *index_items], [result]),
+        reduce=_sums(call.arg("self")),
+        hom="self: *",
+        local=indexed,
+        held=_indexed_labels(own),
+    )
 
 
 @register_rule("aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index_put")
@@ -92,10 +140,17 @@ def index_put(call: Call) -> Formula | None:
         return None
     fact = "self+values: sum->sum" if call.arg("accumulate") else "self+values: *"
     optional = [item if item.endswith("_") else f"{item}?" for item in values]
-    return formula(join([own, *index_items, optional], [own]), hom=fact)
+    text = join([own, *index_items, optional], [own])
+    return formula(text, hom=fact, local=put, held=_indexed_labels(own))
 
 
-def _index_parts(call: Call, *, whole: bool = False) -> tuple[list[str], list[list[str]], list[str]] | None:
+def _indexed_labels(own: Sequence[str]) -> tuple[str, ...]:
+    return tuple(item for item in own if item.startswith("d") and not item.endswith("!"))
+
+
+def _index_parts(
+    call: Call, *, whole: bool = False, mark: str = ""
+) -> tuple[list[str], list[list[str]], list[str]] | None:
     """Items of the indexed tensor, of each index and of `x[index]`; None for masks."""
     shape: tuple[int, ...] = call.arg("self").shape
     indices: tuple[TensorInfo | None, ...] = tuple(call.arg("indices"))
@@ -103,20 +158,19 @@ def _index_parts(call: Call, *, whole: bool = False) -> tuple[list[str], list[li
     if not given or any(info.dtype in {torch.bool, torch.uint8} for _, info in given):
         return None
     rank = max(len(info.shape) for _, info in given)
-    mark = "!" if whole else ""
-    own = ["_" if dim in dict(given) else f"a{dim}" for dim in range(len(shape))]
-    looked_up = [f"i{i}{mark}" for i in range(rank)]
-    index_items = [_optional(looked_up[rank - len(info.shape) :]) for _, info in given]
-    return own, index_items, _indexed(own, [dim for dim, _ in given], looked_up)
+    own = [f"d{dim}{mark}" if dim in dict(given) else f"a{dim}" for dim in range(len(shape))]
+    places = [f"i{i}!" if whole else f"i{i}" for i in range(rank)]
+    index_items = [_optional(places[rank - len(info.shape) :]) for _, info in given]
+    return own, index_items, _indexed(own, [dim for dim, _ in given], places)
 
 
 def _optional(items: Sequence[str]) -> list[str]:
     return [f"{item}?" for item in items]
 
 
-def _indexed(own: list[str], dims: list[int], looked_up: list[str]) -> list[str]:
+def _indexed(own: list[str], dims: list[int], places: list[str]) -> list[str]:
     """The index dims take the place of the indexed ones if these are neighbours, else they come first."""
     kept = [item for dim, item in enumerate(own) if dim not in dims]
     if dims != list(range(dims[0], dims[-1] + 1)):
-        return [*looked_up, *kept]
-    return [*own[: dims[0]], *looked_up, *own[dims[-1] + 1 :]]
+        return [*places, *kept]
+    return [*own[: dims[0]], *places, *own[dims[-1] + 1 :]]

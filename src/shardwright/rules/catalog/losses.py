@@ -1,18 +1,120 @@
-"""Losses: rewritten on the logical call, so that a mean divides by the logical count, weights and all.
+"""Losses: a mean divides by the logical count, weights and all; classes may be cut.
 
-The fused kernels divide by what they see; a part of the batch sees the wrong count. Their decompositions
-(torch's own) pick, multiply and sum, and every one of these steps has a rule.
+The fused kernels divide by what they see; a part of the batch sees the wrong count. Most are taken apart by
+torch's own decompositions, which pick, multiply and sum, and every one of these steps has a rule. The
+negative log-likelihood picks one number of a row: who holds the class has it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shardwright.layout.layout import Layout
+from shardwright.rules.algorithm import pending_bytes, register_algorithm
+from shardwright.rules.call import Call
 from shardwright.rules.catalog.decomposing import take_apart
+from shardwright.rules.formula import Formula, formula
+from shardwright.rules.ops import finish
+from shardwright.rules.rule import register_rule
 
 _LOSSES = """
     mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
     soft_margin_loss soft_margin_loss_backward binary_cross_entropy binary_cross_entropy_backward
-    nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
     binary_cross_entropy_with_logits
 """
 
 take_apart(*(f"aten::{name}.default" for name in _LOSSES.split()))
+
+_NONE, _MEAN = 0, 1
+_FORWARD = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
+_BACKWARD = ("aten::nll_loss_backward", "aten::nll_loss2d_backward")
+
+
+def _items(call: Call, mark: str) -> tuple[str, str]:
+    """The dims of the log-probabilities and of the target; classes are whole."""
+    rank = len(call.arg("self").shape)
+    rows = [f"r{i}{mark}" for i in range(rank - 1)] if rank > 1 else []
+    target = " ".join(rows) or "_" * len(call.arg("target").shape) or "()"
+    return " ".join([*rows[:1], "c!", *rows[1:]]), target
+
+
+@register_rule(*_FORWARD)
+def nll_loss(call: Call) -> Formula:
+    """One loss per row, or the sum of all; a mean wants every row."""
+    reduction = call.arg("reduction")
+    own, target = _items(call, "!" if reduction == _MEAN else "")
+    rows = target.replace("_", "()")
+    results = [rows if reduction == _NONE else "()", "-" if reduction == _NONE else "()"]
+    return formula(f"{own}, {target}, - -> {', '.join(results)}", reduce="sum")
+
+
+@register_rule(*_BACKWARD)
+def nll_loss_backward(call: Call) -> Formula:
+    """Each row has its own gradient."""
+    own, target = _items(call, "")
+    grad = target.replace("_", "()") if len(call.arg("grad_output").shape) else "()"
+    return formula(f"{grad}, {own}, {target}, -, () -> {own}", hom="grad_output: sum->sum")
+
+
+def _cost(call: Call, layouts: Sequence[Layout]) -> int:
+    """A loss per row, or a few numbers, is all that is reduced."""
+    shape: tuple[int, ...] = call.arg("target").shape
+    return 8 * prod(shape) + pending_bytes(layouts)
+
+
+@register_algorithm(*_FORWARD, cost=_cost)
+def nll_of_picked(
+    _op: object, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """nll_loss: who holds the class of a row has its loss; losses and weights are summed."""
+    classes = 1 if x.dim() > 1 else 0
+    if x.dim() == 1 and target.dim() == 1:
+        target = target[0]
+    used = target != ignore_index
+    safe = target.masked_fill(~used, 0)
+    picked = x.gather(classes, safe.unsqueeze(classes)).squeeze(classes)
+    weights = _weights(weight, safe)
+    losses = -picked if weights is None else -picked * weights
+    losses = losses.masked_fill(~used, 0)
+    if reduction == _NONE and x.dim() > 1:
+        return losses, x.new_zeros(())
+    total = used.sum().to(x.dtype) if weights is None else weights.masked_fill(~used, 0).sum()
+    total = finish(total, "the weights of a mean loss")
+    loss = losses.sum() if losses.dim() else losses
+    return (loss / total if reduction == _MEAN else loss), total
+
+
+def _weights(weight: Tensor | None, safe: Tensor) -> Tensor | None:
+    """The weight of each row's class."""
+    if weight is None:
+        return None
+    return finish(weight.index_select(0, safe.reshape(-1)), "the weights of the classes").view(safe.shape)
+
+
+@register_algorithm(*_BACKWARD, cost=_cost)
+def nll_backward_of_picked(
+    _op: object,
+    grad_output: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
+    """nll_loss's backward: who holds the class of a row gets its gradient."""
+    classes = 1 if x.dim() > 1 else 0
+    if x.dim() == 1 and target.dim() == 1:
+        target = target[0]
+    used = target != ignore_index
+    safe = target.masked_fill(~used, 0)
+    grad = grad_output / total_weight if reduction == _MEAN else grad_output
+    weights = _weights(weight, safe)
+    rows = -grad if weights is None else -grad * weights
+    rows = rows.expand(target.shape).masked_fill(~used, 0)
+    zeros = torch.zeros_like(x)
+    return zeros.scatter(classes, safe.unsqueeze(classes), rows.unsqueeze(classes))

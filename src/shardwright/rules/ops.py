@@ -1,0 +1,54 @@
+"""Two small ops that algorithms are written with; on plain tensors they are trivial.
+
+`shardwright::positions(x, dim)`: 0, 1, ... along a dim of x, placed as x is along it.
+`shardwright::finish(x, why)`: x; of a DTensor, with every pending axis reduced, once, and nothing else moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shardwright.rules.held import Held
+from shardwright.rules.rule import rule
+
+_LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
+_LIBRARY.define("positions(Tensor x, int dim) -> Tensor")
+_LIBRARY.define("finish(Tensor x, str why) -> Tensor")
+
+
+def _positions(x: Tensor, dim: int) -> Tensor:
+    return torch.arange(x.shape[dim], device=x.device)
+
+
+def _finish(x: Tensor, why: str) -> Tensor:  # noqa: ARG001  for the record of a DTensor
+    same: Tensor = torch.ops.aten.alias.default(x)
+    return same
+
+
+_LIBRARY.impl("positions", _positions, "CompositeExplicitAutograd")
+_LIBRARY.impl("finish", _finish, "CompositeExplicitAutograd")
+FINISH: torch._ops.OpOverload = torch.ops.shardwright.finish.default
+
+
+def _held_positions(_op: object, held: Mapping[str, Held], x: Tensor, _dim: int) -> Tensor:
+    return held["d"].positions(x.device)
+
+
+rule("shardwright::positions", "~...[dim:d] -> d", local=_held_positions, held=("d",))
+
+
+def positions(x: Tensor, dim: int) -> Tensor:
+    """The logical indices along `dim`, cut like x along it:  [.., d, ..] -> i64[1.., d, ..1]."""
+    found: Tensor = torch.ops.shardwright.positions.default(x, dim)
+    shape = [1] * x.dim()
+    shape[dim] = x.shape[dim]
+    return found.view(shape)
+
+
+def finish(x: Tensor, why: str = "") -> Tensor:
+    """`x` without pending axes: each is reduced once, here, and not by every op that reads it."""
+    done: Tensor = torch.ops.shardwright.finish.default(x, why)
+    return done

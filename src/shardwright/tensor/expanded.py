@@ -1,0 +1,62 @@
+"""Expanded tensors (stride 0) move as what they were expanded from: `[rows, 1]`, not `[rows, n]`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Partition, Placement, Replicate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+def expanded_dims(layout: Layout) -> tuple[int, ...]:
+    """The dims along which the logical tensor repeats one element."""
+    pairs = enumerate(zip(layout.shape, layout.stride, strict=True))
+    return tuple(dim for dim, (size, stride) in pairs if size > 1 and stride == 0)
+
+
+def bases(source: Layout, target: Layout) -> tuple[Layout, Layout] | None:
+    """Both layouts of what was expanded, of size 1 where it repeats; None where the parts do not tell it."""
+    dims = expanded_dims(source)
+    if not dims or 0 in source.shape:
+        return None
+    before = _kept(source, dims, must_hold=True)
+    after = _kept(target, dims, must_hold=False)
+    if before is None or after is None:
+        return None
+    shape = tuple(1 if dim in dims else size for dim, size in enumerate(source.shape))
+    return _base(source, before, shape), _base(target, after, shape)
+
+
+def _base(layout: Layout, placements: Sequence[Placement], shape: tuple[int, ...]) -> Layout:
+    return Layout(layout.mesh_shape, placements, shape, dtype=layout.dtype, order=layout.order_names)
+
+
+def _kept(layout: Layout, dims: tuple[int, ...], *, must_hold: bool) -> list[Placement] | None:
+    """The placements without those that cut a repeated dim; None: it mixes dims, or may leave a coord out."""
+    kept: list[Placement] = []
+    for placement, n in zip(layout.placements, layout.sizes, strict=True):
+        if not isinstance(placement, Partition):
+            kept.append(placement)
+            continue
+        cut = placement.cut_dims(layout.shape, n)
+        if len(cut) != 1:
+            return None
+        if cut[0] not in dims:
+            kept.append(placement)
+        elif must_hold:
+            return None
+        else:
+            kept.append(Replicate())
+    return kept
+
+
+def base_of(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The local part of what was expanded."""
+    for dim in expanded_dims(layout):
+        local = local.narrow(dim, 0, min(1, local.shape[dim]))
+    return local

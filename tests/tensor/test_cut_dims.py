@@ -1,0 +1,183 @@
+"""Ops that need a whole dim work on the shards of a cut one: right values, a few numbers per row moved."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import shardwright as sw
+from shardwright.errors import ImplicitRedistributionError, LayoutError
+from shardwright.rules.registry import registry
+from shardwright.testing.meshes import rank_mesh
+
+from .along_cut_dims import CASES, sweep
+
+FLOAT = 4
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 2)], ids=str)
+def test_a_sample_of_the_table_equals_one_device(ranks, sizes):
+    """The whole table: `python -m tests.tensor.along_cut_dims`."""
+    world = 2 * len(sizes) if len(sizes) > 1 else sizes[0]
+    found = ranks(world, sweep, list(CASES), sizes, 50)
+    assert found == [[]] * world, "\n".join(dict.fromkeys(line for of_rank in found for line in of_rank))
+
+
+def all_reduce(numbers, n):
+    """What one rank sends to reduce that many floats over n ranks: few go to all in one round."""
+    few = numbers * FLOAT < 1 << 15
+    return numbers * FLOAT * (n - 1) if few else 2 * numbers * FLOAT * (n - 1) // n
+
+
+def _bytes_of(rows, length):
+    """Bytes that this rank sends, forward and backward, for every op over a cut dim of this length."""
+    mesh = rank_mesh((4,), ("tp",))
+    whole = [sw.Replicate()]
+    target = sw.distribute_tensor(torch.arange(rows) % length, mesh, whole)
+    ops = {
+        "softmax": lambda x: x.softmax(1),
+        "log_softmax": lambda x: x.log_softmax(1),
+        "logsumexp": lambda x: x.logsumexp(1),
+        "cross entropy": lambda x: functional.cross_entropy(x, target),
+        "look-up": lambda x: x.gather(1, target[:, None]),
+    }
+    found = {}
+    for name, op in ops.items():
+        full = torch.randn(rows, length)
+        x = sw.distribute_tensor(full, mesh, [sw.Shard(1)]).requires_grad_()
+        with sw.trace() as forward:
+            y = op(x)
+        with sw.trace() as backward:
+            y.backward(torch.ones_like(y))
+        found[name] = forward.bytes, backward.bytes
+    return found
+
+
+def test_a_cut_dim_of_any_length_moves_a_few_numbers_per_row(ranks):
+    """The bytes are these formulas in the rows; they do not know the length of the cut dim."""
+    for rows, length in ((8, 64), (8, 4096), (20, 640), (16000, 32)):
+        row = all_reduce(rows, 4)
+        expected = {
+            "softmax": (2 * row, row),
+            "log_softmax": (2 * row, row),
+            "logsumexp": (2 * row, 0),
+            "cross entropy": (2 * row, row),
+            "look-up": (0, 0),
+        }
+        for found in ranks(4, _bytes_of, rows, length):
+            assert found == expected, f"{rows} rows of {length}"
+
+
+def _language_model(steps, batch):
+    """A tiny language model whose head is cut along the vocabulary trains as on one device."""
+    mesh = rank_mesh((4,), ("tp",))
+    vocabulary, width = 37, 8
+
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.ModuleDict(
+            {
+                "embed": torch.nn.Embedding(vocabulary, width),
+                "norm": torch.nn.LayerNorm(width),
+                "head": torch.nn.Linear(width, vocabulary, bias=False),
+            }
+        )
+
+    def loss_of(m, tokens, targets):
+        hidden = m["norm"](torch.tanh(m["embed"](tokens)))
+        return functional.cross_entropy(m["head"](hidden).flatten(0, 1), targets.flatten(), ignore_index=3)
+
+    plain, placed = model(), model()
+    cut = {"embed.weight": {"tp": sw.Shard(0)}, "head.weight": {"tp": sw.Shard(0)}}
+    sw.distribute_module(placed, mesh, cut)
+    one, two = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, placed))
+    losses, sent = [], []
+    for step in range(steps):
+        tokens = torch.randint(vocabulary, batch, generator=torch.Generator().manual_seed(step))
+        targets = (tokens * 5 + 1) % vocabulary
+        wanted = loss_of(plain, tokens, targets)
+        dist_tokens, dist_targets = (sw.distribute_tensor(t, mesh) for t in (tokens, targets))
+        with sw.trace() as seen:
+            got = loss_of(placed, dist_tokens, dist_targets)
+        torch.testing.assert_close(got.full_tensor(), wanted.detach(), rtol=1e-4, atol=1e-5)
+        for loss, optimizer in ((wanted, one), (got, two)):
+            optimizer.zero_grad()
+            loss.backward()
+        for p, q in zip(placed.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-6)
+        one.step()
+        two.step()
+        losses.append(wanted.item())
+        sent.append(seen.bytes)
+    return losses, sent, [p.layout.placements for p in placed.parameters()]
+
+
+def test_a_model_with_a_cut_vocabulary_trains_without_gathering_its_logits(ranks):
+    """Forward: the looked-up rows are summed once, and two numbers per token for the loss."""
+    tokens, width = 12, 8
+    for losses, sent, placements in ranks(4, _language_model, 6, (3, 4)):
+        assert losses[-1] < losses[0]
+        assert set(sent) == {all_reduce(tokens * width, 4) + 2 * all_reduce(tokens, 4)}
+        assert placements[0] == placements[-1] == (sw.Shard(0),)
+
+
+def _chosen():
+    mesh = rank_mesh((2,), ("tp",))
+    x = sw.distribute_tensor(torch.randn(4, 1000), mesh, [sw.Shard(1)])
+    rows = sw.distribute_tensor(torch.randn(4, 1000), mesh, [sw.Shard(0)])
+    with sw.trace() as seen:
+        x.softmax(1)
+        rows.softmax(1)
+    said = [(d.op, d.reason.split(":")[0], d.details.split(" ")[0]) for d in seen.decisions]
+    assert said == [("aten::_softmax", "algorithm softmax", "instead")], seen.decisions
+    text = str(sw.explain("aten::_softmax", x.layout, 1, False))
+    assert text.startswith("aten::_softmax: algorithm softmax: the maximum and the sum of each row")
+    with sw.explicit():
+        rows.softmax(1)
+        with pytest.raises(ImplicitRedistributionError, match="aten::_softmax: its algorithm over a cut dim"):
+            x.softmax(1)
+
+
+def test_an_algorithm_is_recorded_explained_and_refused_in_explicit_mode(ranks):
+    ranks(2, _chosen)
+
+
+def _of_a_user():
+    @torch.library.custom_op("cutdims::center", mutates_args=())
+    def center(x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+    @center.register_fake
+    def _(x):
+        return torch.empty_like(x)
+
+    sw.rule("cutdims::center", "... d! -> ... d!")
+    mesh = rank_mesh((2,), ("tp",))
+    full = torch.randn(3, 50)
+    x = sw.distribute_tensor(full, mesh, [sw.Shard(1)])
+    with sw.trace() as gathered:
+        torch.testing.assert_close(center(x).full_tensor(), center(full))
+
+    @sw.register_algorithm("cutdims::center", cost=lambda _call, _layouts: 24)
+    def centered(_op, x):
+        """center: one sum per row."""
+        return x - x.mean(-1, keepdim=True)
+
+    with sw.trace() as seen:
+        y = center(x)
+    torch.testing.assert_close(y.full_tensor(), center(full))
+    assert y.placements == (sw.Shard(1),)
+    assert seen.bytes < gathered.bytes
+    (entry,) = registry.algorithms_of(torch.ops.cutdims.center.default)
+    registry.remove_algorithm(entry)
+
+    @sw.register_algorithm("cutdims::center", cost=lambda _call, _layouts: 0)
+    def wrong(_op, x):
+        """center, planted: of another shape."""
+        return x.mean(-1)
+
+    with pytest.raises(LayoutError, match="the algorithm is wrong"):
+        center(x)
+
+
+def test_users_add_algorithms_and_wrong_shapes_go_red(ranks):
+    ranks(2, _of_a_user)
