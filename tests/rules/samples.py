@@ -133,9 +133,22 @@ SAMPLES: dict[torch._ops.OpOverload, Callable[[int, int, int, int], list[Sample 
     aten.zeros_like.default: lambda a, b, c, d: [(randn(a, b),)],
     aten.new_full.default: lambda a, b, c, d: [(randn(a, b), [a, b], 2.0), (randn(a, b), [c], 2.0)],
     aten.convolution.default: lambda a, b, c, d: [
-        (randn(a, b, 6, 6), randn(c, b, 3, 3), randn(c), [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        (randn(a, b, 6, 6), randn(c, b, 3, 3), randn(c), [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        (randn(a, 2 * b, 5), randn(c * b, 2, 3), None, [1], [0], [1], False, [0], b),
+        (randn(a, 2 * b, 5), randn(2 * b, c, 3), randn(c * b), [2], [1], [1], True, [1], b),
+    ],
+    aten.convolution_backward.default: lambda a, b, c, d: [
+        _convolution_backward(randn(a, b, 5), randn(c, b, 3), False, 1),
+        _convolution_backward(randn(a, 2 * b, 5), randn(c * b, 2, 3), False, b),
+        _convolution_backward(randn(a, 2 * b, 5), randn(2 * b, c, 3), True, b),
     ],
 }
+
+
+def _convolution_backward(image, weight, transposed, groups):
+    rest = ([1], [1], [1], transposed, [0], groups)
+    out = aten.convolution.default(image, weight, None, *rest)
+    return (torch.cos(out), image, weight, [out.shape[1]], *rest, [True, True, True])
 
 
 def samples_of(op: torch._ops.OpOverload) -> list[Sample | tuple]:

@@ -42,9 +42,32 @@ def result_infos(
     return tuple(_info(value) for value in tree_flatten(out)[0])
 
 
-def _meta(x: DTensor) -> torch.Tensor:
-    layout = x.layout
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+def infos_of(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[TensorInfo | None, ...]:
+    """As `result_infos`, of arguments that are described by `TensorInfo`."""
+    with _disable_current_modes(), torch.no_grad():
+        meta_args, meta_kwargs = tree_map_only(TensorInfo, _meta, (args, dict(kwargs)))
+        return tuple(_info(value) for value in tree_flatten(func(*meta_args, **meta_kwargs))[0])
+
+
+def _meta(x: DTensor | TensorInfo) -> torch.Tensor:
+    info = x.layout if isinstance(x, DTensor) else x
+    return torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device="meta")
+
+
+def described(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments as a `Call` has them: tensors by their metadata, lists as tuples."""
+    return tuple(_describe(v) for v in values)
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        layout = value.layout
+        return TensorInfo(tuple(layout.shape), tuple(layout.stride), layout.dtype)
+    if isinstance(value, list | tuple):
+        return described(tuple(value))
+    return value
 
 
 def _info(value: Any) -> TensorInfo | None:

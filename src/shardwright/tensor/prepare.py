@@ -13,12 +13,12 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.rules import registry
 from shardwright.rules.algorithm import algorithm_for
-from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.call import Call
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision, propagate
 from shardwright.tensor.algorithms import ByAlgorithm, may_write
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.metadata import DataDependentError, result_infos
+from shardwright.tensor.metadata import DataDependentError, described, result_infos
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
 
 if TYPE_CHECKING:
@@ -78,15 +78,15 @@ def prepare_call(
     """Decide the call of this very op, without a look at simpler ones that it may consist of."""
     mesh = _one_mesh(func, tensors)
     use = _common_use(tensors)
-    described = _described(args), tuple((k, _describe(v)) for k, v in kwargs.items())
+    known = described(args), tuple(zip(kwargs, described(tuple(kwargs.values())), strict=True))
     if not registry.rules_of(func) and coords_of(mesh) is not None:
-        return _gathered(Call(func, *described, ()), tensors, "no rule; every operand is made whole")
+        return _gathered(Call(func, *known, ()), tensors, "no rule; every operand is made whole")
     try:
         infos = result_infos(func, args, kwargs)
     except DataDependentError:
         reason = f"{func.name()}: the shape of its result depends on the data"
-        return _gathered(Call(func, *described, ()), tensors, reason)
-    call = Call(func, *described, infos)
+        return _gathered(Call(func, *known, ()), tensors, reason)
+    call = Call(func, *known, infos)
     layouts = tuple(t.layout for t in tensors)
     decision = propagate(call, layouts)
     chosen = algorithm_for(call, layouts, decision) if may_write(func) else None
@@ -197,16 +197,3 @@ def _common_use(tensors: list[DTensor]) -> LocalUse | None:
     """Results of localized parameters alone are localized too; beside an ordinary DTensor they are not."""
     use = tensors[0]._spec.use
     return use if all(t._spec.use == use for t in tensors) else None
-
-
-def _described(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_describe(v) for v in values)
-
-
-def _describe(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        layout = value.layout
-        return TensorInfo(tuple(layout.shape), tuple(layout.stride), layout.dtype)
-    if isinstance(value, list | tuple):
-        return _described(tuple(value))
-    return value

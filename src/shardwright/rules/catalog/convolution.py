@@ -1,4 +1,4 @@
-"""Convolutions and pooling: batch and channels may be cut, space is whole."""
+"""Convolutions and pooling: batch, channels and groups may be cut, space is whole."""
 
 from __future__ import annotations
 
@@ -17,30 +17,53 @@ def _batched(call: Call) -> bool:
     return len(call.arg("input").shape) == len(call.arg("weight").shape)
 
 
-@register_rule("aten::convolution", "aten::_convolution")
+def _channels(call: Call) -> tuple[str, str, str, str]:
+    """The dims of input channels, of the weight's first and second dim, and of output channels.
+
+    Groups are cut as a whole: a rank that holds some of them is a convolution with fewer groups.
+    """
+    groups, transposed = call.arg("groups"), call.arg("transposed")
+    if groups == 1:
+        return ("i", "i", "o", "o") if transposed else ("i", "o", "i", "o")
+    first, second = call.arg("weight").shape[:2]
+    grouped = f"(g {first // groups})"
+    if transposed:
+        return grouped, grouped, "_", f"(g {second})"
+    return f"(g {second})", grouped, "_", grouped
+
+
+@register_rule("aten::convolution", "aten::_convolution", "aten::convolution_overrideable")
 def convolution(call: Call) -> Formula | None:
-    """Output channels follow the weight; input channels are contracted. Groups keep channels whole."""
+    """Batch, output channels, groups; input channels are contracted: cut, every rank has a term."""
     if not _batched(call):
         return None
-    space = _space(call)
-    if call.arg("groups") != 1:
-        image, weight, bias, out = ["n", "_", *space], ["_", "_", *space], ["_"], ["n", "_", *space]
-    else:
-        channels = ["i", "o"] if call.arg("transposed") else ["o", "i"]
-        image, weight, bias, out = ["n", "i", *space], [*channels, *space], ["o"], ["n", "o", *space]
-    text = join([image, weight, bias], [out])
-    return formula(text, reduce="sum", hom=("input+bias: sum->sum", "weight+bias: sum->sum"))
+    space, (i, first, second, o) = _space(call), _channels(call)
+    text = join([["n", i, *space], [first, second, *space], [o]], [["n", o, *space]])
+    return formula(
+        text,
+        reduce="sum",
+        hom=("input+bias: sum->sum", "weight+bias: sum->sum"),
+        ints={} if call.arg("groups") == 1 else {"groups": "g"},
+    )
 
 
-@register_rule("aten::convolution_backward")
+@register_rule("aten::convolution_backward", "aten::convolution_backward_overrideable")
 def convolution_backward(call: Call) -> Formula | None:
-    """Batch cut: the gradients of weight and bias are sums. Channels stay whole here."""
+    """Each gradient is a sum over what it lacks: batch, output or input channels; the bias' sees no input."""
     if not _batched(call):
         return None
-    space = _space(call)
-    image, weight = ["n", "_", *space], ["_", "_", *space]
-    text = join([image, image, weight], [image, weight, ["_"]])
-    return formula(text, reduce=(None, "sum", "sum"), hom="grad_output: sum->sum")
+    space, (i, first, second, o) = _space(call), _channels(call)
+    made, image, weight = ["n", o, *space], ["n", i, *space], [first, second, *space]
+    given = call.bound.get("bias_sizes")
+    has_bias = isinstance(given, tuple | list) and tuple(given) == (call.arg("grad_output").shape[1],)
+    return formula(
+        join([made, image, weight], [image, weight, [o]]),
+        reduce=("sum", "sum", "sum"),
+        hom="grad_output: sum->sum",
+        depends={2: ("grad_output",)},
+        ints={} if call.arg("groups") == 1 else {"groups": "g"},
+        shapes={"bias_sizes": o} if has_bias else {},
+    )
 
 
 _POOLS = {
