@@ -6,7 +6,8 @@ no op here needs communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ def run() -> None:
     for name, (op, dims) in _OPS.items():
         print(_compare(name, op, dims).row(), flush=True)
     print(_compare("x @ y, forward and backward", _with_backward, (0, -1), grad=True).row())
+    for comparison in _unmoved():
+        print(comparison.row(), flush=True)
     dist.destroy_process_group()
 
 
@@ -55,6 +58,20 @@ def _compare(name: str, op: _Op, dims: tuple[int, ...], *, grad: bool = False) -
     )
     _check_same(op(*ours), op(*peers))
     return compare(name, lambda: op(*ours), lambda: op(*peers))
+
+
+def _unmoved() -> Iterator[Comparison]:
+    """A redistribution to the own layout; torch takes no mapping, and is given a list both times."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    for grad in (False, True):
+        full = torch.randn(8, 8, requires_grad=grad)
+        ours, peer = (library.distribute_tensor(full, mesh, [library.Shard(0)]) for library in (sw, theirs))
+        after = ", with gradient" if grad else ""
+        at_peer = partial(peer.redistribute, mesh, [theirs.Shard(0)])
+        by_list = partial(ours.redistribute, mesh, [sw.Shard(0)])
+        by_name = partial(ours.redistribute, {"tp": sw.Shard(0)})
+        yield compare(f"redistribute, nothing moves{after}", by_list, at_peer, calls=300)
+        yield compare(f"the same, placements by name{after}", by_name, at_peer, calls=300)
 
 
 def _placed(library: object, dim: int) -> object:

@@ -28,12 +28,12 @@ class Comparison:
     def row(self) -> str:
         """Return one line of the report."""
         return (
-            f"{self.name:<34} {self.ours * 1e6:>10.1f} {self.theirs * 1e6:>10.1f} "
+            f"{self.name:<44} {self.ours * 1e6:>10.1f} {self.theirs * 1e6:>10.1f} "
             f"{self.ratio:>8.2f} {self.noise:>8.2f}"
         )
 
 
-HEADER = f"{'':<34} {'ours us':>10} {'torch us':>10} {'ratio':>8} {'A vs A':>8}"
+HEADER = f"{'':<44} {'ours us':>10} {'torch us':>10} {'ratio':>8} {'A vs A':>8}"
 
 
 def compare(name: str, ours: Program, theirs: Program, *, calls: int = 100, turns: int = 31) -> Comparison:

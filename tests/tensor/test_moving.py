@@ -56,6 +56,46 @@ def test_redistribution_keeps_values_and_gradients(ranks, world):
     ranks(world, _redistributes)
 
 
+def _unmoved():
+    grid = rank_mesh((2, 2), ("a", "b"))
+    x = full(8, 6)
+    d = sw.distribute_tensor(x, grid, [sw.Shard(0), sw.Replicate()]).requires_grad_()
+    for given in ([sw.Shard(0), theirs.Replicate()], {"a": sw.Shard(-2)}, {}, d.placements):
+        same = d.redistribute(given) if isinstance(given, dict) else d.redistribute(grid, given)
+        assert same is not d
+        assert same.layout == d.layout
+        assert same.to_local().data_ptr() == d.to_local().data_ptr()
+        d.grad = None
+        # The gradient of this product is replicated on `a` and must come back in the layout of `d`.
+        weight = sw.distribute_tensor(full(8, 6, seed=1), grid)
+        (same.redistribute({"a": sw.Replicate()}) * weight).sum().backward()
+        assert d.grad.layout == d.layout
+        close(d.grad, full(8, 6, seed=1), given)
+    with torch.no_grad():
+        assert not d.redistribute({}).requires_grad
+    second = torch.autograd.grad((d.redistribute({}) ** 3).sum(), d, create_graph=True)[0].sum()
+    close(torch.autograd.grad(second, d)[0], 6 * x, "second derivative")
+
+
+def test_a_redistribution_that_moves_nothing_shares_memory_and_is_differentiable(ranks):
+    ranks(4, _unmoved)
+
+
+def _order_is_a_move():
+    grid = rank_mesh((2, 2), ("a", "b"))
+    x = full(6, 3)
+    both = [sw.Shard(0), sw.Shard(0)]
+    d = sw.distribute_tensor(x, grid).redistribute(grid, both, order=("b", "a"))
+    assert d.redistribute({}).layout == d.layout
+    left = d.redistribute(grid, both)
+    assert left.layout != d.layout
+    assert torch.equal(left.full_tensor(), x)
+
+
+def test_a_list_of_placements_is_left_to_right_also_where_only_the_order_differs(ranks):
+    ranks(4, _order_is_a_move)
+
+
 def _to_pending():
     x = full(5, 7)
     d = sw.distribute_tensor(x, mesh(), [sw.Replicate()])

@@ -16,6 +16,7 @@ from shardwright.tensor.autograd import FromLocal, Redistribute, apply, finished
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.spec import coords_of
+from shardwright.tensor.unmoved import is_own_layout, unmoved
 
 if TYPE_CHECKING:
     from shardwright.tensor.dtensor import DTensor
@@ -130,6 +131,9 @@ def redistribute(
         mesh, placements = None, mesh
     if placements is None:
         raise LayoutError("redistribute needs placements: one per axis, or {axis name: placement}")
+    as_it_is = forward_dtype is None and backward_dtype is None and order is None
+    if as_it_is and is_own_layout(x, mesh, placements):
+        return unmoved(x)
     home = mesh if isinstance(mesh, DeviceMesh) else x.device_mesh
     if forward_dtype is not None and forward_dtype != x.dtype:
         x = cast("DTensor", x.to(forward_dtype))
