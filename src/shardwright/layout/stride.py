@@ -13,7 +13,7 @@ def contiguous_stride(shape: Shape) -> Shape:
     stride, step = [0] * len(shape), 1
     for dim in range(len(shape) - 1, -1, -1):
         stride[dim] = step
-        step *= max(shape[dim], 1)
+        step *= shape[dim] or 1
     return tuple(stride)
 
 
@@ -27,3 +27,21 @@ def stride_like(shape: Shape, stride: Shape) -> Shape:
         out[dim] = step
         step *= max(shape[dim], 1)
     return tuple(out)
+
+
+def stride_order(shape: Shape, stride: Shape) -> tuple[int, ...] | None:
+    """The dims from the outermost to the innermost if the strides are dense in some order, else None."""
+    rows = tuple(range(len(shape)))
+    if stride == contiguous_stride(shape):
+        return rows
+    order = tuple(sorted(rows, key=lambda dim: (-stride[dim], dim)))
+    return order if stride == ordered_stride(shape, order) else None
+
+
+def ordered_stride(shape: Shape, order: tuple[int, ...]) -> Shape:
+    """Dense strides of a tensor whose dims are stored in this order, the outermost first."""
+    stride, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= shape[dim] or 1
+    return tuple(stride)

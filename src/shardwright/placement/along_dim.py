@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class AlongDim(Partition):
     """Splits the indices of `dim`; every other dim is whole on every coord."""
 
+    any_size = True
     dim: int
 
     def runs(self, length: int, n: int, coord: int) -> Runs:  # noqa: ARG002 - for subclasses

@@ -33,6 +33,10 @@ class Placement(TorchPlacement):
     is_partition: ClassVar[bool] = False
     is_pending: ClassVar[bool] = False
     is_replicated: ClassVar[bool] = False
+    # Whether the sizes of the dims play no part in which dims it cuts and in whether it has a meaning: then
+    # what is decided for one shape holds for every shape with as many dims. A class that does not say so is
+    # asked anew for each shape.
+    any_size: ClassVar[bool] = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG004 - arguments belong to __init__
         """Make the C++ part, also for a dataclass, copy and pickle, which skip our __init__."""
@@ -234,6 +238,7 @@ class Replicate(TorchReplicate, Placement):
     """Every coord holds the whole tensor."""
 
     is_replicated = True
+    any_size = True
 
     def __init__(self) -> None:
         TorchReplicate.__init__(self)

@@ -106,6 +106,8 @@ class Partial(TorchPartial, Pending):
     Equal to, hashed like, and an instance of torch's `Partial`.
     """
 
+    any_size = True
+
     def __init__(self, reduce_op: str = "sum") -> None:
         if reduce_op not in _REDUCTIONS:
             raise PlacementError(

@@ -12,9 +12,9 @@ from shardwright.rules.along import labels_cut, part_lengths, place_label
 from shardwright.rules.call import TensorInfo
 from shardwright.rules.equation import BoundHom, Equation, Sizes, Slot
 from shardwright.rules.monoid import has_meaning, matches, pending_of
+from shardwright.rules.states import States
 
 REPLICATE = Replicate()
-States = frozenset[Sizes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class AxisView:
     """What candidates depend on: equation, dtypes of the results, axis size, current placements.
 
     Args:
-        states: every assignment of sizes to labels that earlier axes leave on some coord.
+        states: the sizes of labels that earlier axes leave on the coords.
         scattered: an earlier axis partitions elements, not labels.
     """
 
@@ -208,7 +208,7 @@ def _same_everywhere(view: AxisView, placement: Placement) -> Candidate:
 
 def _cut_now(view: AxisView) -> list[tuple[int, Partition]]:
     """The labels that operands cut now, and how; without those that must be whole."""
-    sizes = next(iter(view.states))
+    sizes = _sizes_now(view)
     found: dict[tuple[int, Partition], None] = {}
     for slot, placement in zip(view.equation.operands, view.current, strict=True):
         if placement.is_partition:
@@ -216,6 +216,13 @@ def _cut_now(view: AxisView) -> list[tuple[int, Partition]]:
                 if cut_now[0] not in view.equation.whole:
                     found[cut_now] = None
     return list(found)
+
+
+def _sizes_now(view: AxisView) -> Sizes:
+    """Sizes of labels on some coord; the logical ones where which label is cut does not depend on them."""
+    if not view.equation.grouped and all(placement.any_size for placement in view.current):
+        return view.equation.sizes
+    return next(iter(view.states.every()))
 
 
 def cut(view: AxisView, label: int, part: Partition) -> Iterator[Candidate]:
@@ -272,9 +279,11 @@ def _everywhere(view: AxisView, slot: Slot, label: int, part: Partition) -> Plac
 
     A coord that was left with nothing agrees to every placement.
     """
-    something = [sizes for sizes in view.states if 0 not in slot.shape(sizes)]
-    states = something if something and view.equation.grouped else list(view.states)[:1]
-    found = {place_label(slot, label, part, sizes, view.n) for sizes in states}
+    if not view.equation.grouped:  # then each dim is one label, and no size matters
+        return place_label(slot, label, part, view.equation.sizes, view.n)
+    states = view.states.every()
+    something = [sizes for sizes in states if 0 not in slot.shape(sizes)]
+    found = {place_label(slot, label, part, sizes, view.n) for sizes in something or list(states)[:1]}
     return found.pop() if len(found) == 1 else None
 
 
@@ -287,7 +296,7 @@ def _cut_fits(view: AxisView, label: int, part: Partition, outputs: Sequence[Pla
     everywhere = any(placement is not None and placement.is_replicated for placement in outputs)
     if not even and not everywhere:
         return True
-    lengths = [part_lengths(part, sizes[label], view.n) for sizes in view.states]
+    lengths = [part_lengths(part, sizes[label], view.n) for sizes in view.states.every()]
     if even and any(len(set(length)) > 1 for length in lengths):
         return False
     return not everywhere or all(min(length) > 0 for length in lengths)
@@ -306,7 +315,7 @@ def _addends(
         reduce = view.equation.formula.reduce
         if not isinstance(reduce, str) or reduce != "sum":
             return None
-        if any(0 in part_lengths(part, sizes[label], view.n) for sizes in view.states):
+        if any(0 in part_lengths(part, sizes[label], view.n) for sizes in view.states.every()):
             return None
         found[operand] = pending_of(reduce)
     return tuple(found)
@@ -325,12 +334,7 @@ def _adds_up(equation: Equation, label: int) -> list[int]:
 
 
 def after(view: AxisView, candidate: Candidate) -> States:
-    """The label sizes that this candidate leaves on some coord, for the next axis."""
+    """The label sizes that this candidate leaves on the coords, for the next axis."""
     if candidate.label is None or candidate.part is None:
         return view.states
-    label, part = candidate.label, candidate.part
-    found: set[Sizes] = set()
-    for sizes in view.states:
-        lengths = set(part_lengths(part, sizes[label], view.n))
-        found |= {(*sizes[:label], length, *sizes[label + 1 :]) for length in lengths}
-    return frozenset(found)
+    return view.states.cut(candidate.label, candidate.part, view.n)

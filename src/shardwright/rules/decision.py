@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 
@@ -13,6 +13,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition
 from shardwright.placement.runs import Runs, compose, interval, total
 from shardwright.rules.along import runs_held
+from shardwright.rules.any_size import AnySize
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.held import Held
 
@@ -114,6 +115,7 @@ class Decision:
         rewrites: mutated operands (by index) that must change their layout for the call: the result has
             to be brought back to the layout that the operand has.
         local: what ranks call in place of the op; None: the op itself.
+        any_size: the same decision for tensors of other sizes; None where it depends on them.
     """
 
     inputs: tuple[Layout, ...]
@@ -125,6 +127,7 @@ class Decision:
     runs_empty: bool = False
     rewrites: tuple[int, ...] = ()
     local: LocalCall | None = None
+    any_size: AnySize | None = field(default=None, compare=False, repr=False)
 
     def local_args(self, coords: tuple[int, ...]) -> dict[str, object]:
         """Schema arguments by name whose local value differs, for these coords; {} for most ops."""

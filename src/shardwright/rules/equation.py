@@ -114,6 +114,11 @@ class Equation:
         return tuple(label for label in range(len(self.labels)) if label not in self.whole)
 
     @cached_property
+    def mutated(self) -> tuple[int, ...]:
+        """The operands that the op writes into."""
+        return tuple(operand for operand, slot in enumerate(self.operands) if slot.mutated)
+
+    @cached_property
     def grouped(self) -> bool:
         """Whether a dim has several factors: then what one axis may do depends on earlier axes."""
         slots = [*self.operands, *(slot for slot in self.results if slot is not None)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from shardwright.placement.base import Placement
+from shardwright.placement.base import Partition, Placement
+from shardwright.rules.call import TensorInfo
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,15 +47,77 @@ def move_bytes(source: Placement, target: Placement, size: int, n: int) -> int:
     return share // n if target.is_partition else share
 
 
-def joint_bytes(
-    source: Sequence[Placement], target: Sequence[Placement], size: int, sizes: Sequence[int]
-) -> int:
-    """`move_bytes` over all axes: what another axis keeps cut is that much smaller."""
-    if source == target:
-        return 0
-    total = 0
-    for axis, n in enumerate(sizes):
-        if source[axis] != target[axis]:
-            others = (m for other, m in enumerate(sizes) if other != axis and target[other].is_partition)
-            total += move_bytes(source[axis], target[axis], size // max(1, prod(others)), n)
-    return total
+def moved_bytes(info: TensorInfo) -> int:
+    """Bytes of a tensor when it moves: an expanded one moves as what it was expanded from."""
+    own = (size for size, stride in zip(info.shape, info.stride, strict=True) if stride or not size)
+    return prod(own) * info.dtype.itemsize
+
+
+class Transfers:
+    """What one operand costs to move over all axes: what another axis keeps cut is that much smaller.
+
+    Args:
+        source: its placement on each mesh axis.
+        info: its shape and dtype.
+        sizes: size of each mesh axis.
+        order: mesh axes in the order in which they are applied.
+    """
+
+    __slots__ = ("_known", "_order", "_shape", "_sizes", "_source", "bytes")
+
+    def __init__(
+        self, source: Sequence[Placement], info: TensorInfo, sizes: Sequence[int], order: Sequence[int]
+    ) -> None:
+        self._source = source
+        self._shape = info.shape
+        self.bytes = moved_bytes(info)
+        self._sizes = sizes
+        self._order = order
+        self._known: dict[tuple[Placement | None, ...], int] = {}
+
+    def alone(self, axis: int, want: Placement) -> int:
+        """Bytes that each rank sends to change one axis, as if the tensor were cut on no other."""
+        sent = move_bytes(self._source[axis], want, self.bytes, self._sizes[axis])
+        target = [*self._source]
+        target[axis] = want
+        return sent + sum(self._disturbed(axis, target))
+
+    def joint(self, target: tuple[Placement | None, ...]) -> int:
+        """Bytes that each rank sends for these placements. Where one is None: the least, whatever it becomes.
+
+        The least: the axis sends nothing, and cuts what the others send.
+        """
+        known = self._known.get(target)
+        if known is None:
+            known = self._known[target] = self._send(target)
+        return known
+
+    def _send(self, target: tuple[Placement | None, ...]) -> int:
+        pairs = list(zip(self._source, target, self._sizes, strict=True))
+        cut = prod(n for _, want, n in pairs if want is None or want.is_partition)
+        total = 0
+        for axis, (have, want, n) in enumerate(pairs):
+            if want is not None and have is not want and have != want:
+                others = cut // n if want.is_partition else cut
+                total += move_bytes(have, want, self.bytes // max(1, others), n)
+                total += sum(self._disturbed(axis, target)) // max(1, others)
+        return total
+
+    def _disturbed(self, axis: int, target: Sequence[Placement | None]) -> Iterator[int]:
+        """What a change of one axis makes later axes send that keep their cut of the same dim.
+
+        A row that was on coord 1 of tp may be on coord 0 once dp cuts the rows first.
+        """
+        want = target[axis]
+        if want is None:
+            return
+        for later in self._order[self._order.index(axis) + 1 :]:
+            kept = self._source[later]
+            if kept.is_partition and kept == target[later]:
+                n = self._sizes[later]
+                touched = self._touched(kept, n)
+                if touched & (self._touched(want, n) | self._touched(self._source[axis], n)):
+                    yield max(self.bytes, n * n) * (n - 1) // n // n
+
+    def _touched(self, placement: Placement, n: int) -> set[int]:
+        return set(placement.touched_dims(self._shape, n)) if isinstance(placement, Partition) else set()

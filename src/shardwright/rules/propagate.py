@@ -10,6 +10,7 @@ from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.layout.order import conflicts
 from shardwright.placement.base import Placement
+from shardwright.rules.any_size import for_any_size
 from shardwright.rules.binding import bind
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.candidates import REPLICATE
@@ -134,6 +135,7 @@ def decide(
         runs_empty=equation.formula.elementwise,
         rewrites=rewrites,
         local=_local_call(equation, layouts[0].sizes, order, choice),
+        any_size=for_any_size(call, layouts, equation, choice, inputs, outputs),
     )
 
 
@@ -236,7 +238,7 @@ def _overrides(
         if slot is not None and output is not None and slot.dims == dims:
             if not output.is_fully_replicated:
                 yield name, ResultShape(output)
-        elif any(label.cuts for label in labels):
+        elif any(labels[f.label].cuts for dim in dims for f in dim.factors if f.label >= 0):
             yield name, LocalShape(tuple(_local_dim(dim, labels) for dim in dims))
 
 

@@ -22,11 +22,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One entry of the registry: the op's name, and what makes the formula for a call."""
+    """One entry of the registry: the op's name, and what makes the formula for a call.
+
+    any_size: the formula depends on the arguments and on how many dims there are, not on their sizes.
+    """
 
     op: str
     make: Maker
     text: str
+    any_size: bool = False
 
     def formula(self, call: Call) -> Formula | None:
         """The equation for this call, or None where the rule says nothing of it."""

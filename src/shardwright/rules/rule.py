@@ -72,7 +72,7 @@ def rule(  # noqa: PLR0913  the facts of the notation, one keyword each
         held=held,
     )
     parse(text)
-    entry = Rule(op_key(op), _Stated(stated, when), str(stated))
+    entry = Rule(op_key(op), _Stated(stated, when), str(stated), any_size=when is None)
     registry.add(entry)
     return entry
 
@@ -90,10 +90,15 @@ class _Stated:
         return self.stated if self.when is None or self.when(call) else None
 
 
-def register_rule(*ops: OpName) -> Callable[[Make], Make]:
+def register_rule(*ops: OpName, any_size: bool = False) -> Callable[[Make], Make]:
     """Register a function of the call that returns a formula (`formula(...)` or its text), or None.
 
     For ops whose arguments decide the labels: permute, view, index.
+
+    Args:
+        ops: the ops that it serves.
+        any_size: it looks at the arguments, at dtypes and at how many dims there are, never at the size of a
+            dim (but whether it is 0, 1 or more): then what is decided for one shape serves the others.
     Raises: RuleError: no op is named.
     """
     if not ops:
@@ -101,7 +106,7 @@ def register_rule(*ops: OpName) -> Callable[[Make], Make]:
 
     def register(make: Make) -> Make:
         for op in ops:
-            registry.add(Rule(op_key(op), make, f"{make.__name__}(call)"))
+            registry.add(Rule(op_key(op), make, f"{make.__name__}(call)", any_size))
         return make
 
     return register

@@ -1,36 +1,41 @@
-"""Choose one candidate per axis: the best few of each axis alone, then all their combinations together.
+"""Choose one candidate per axis: the best few of each axis alone, then their combinations, bounded.
 
 What one axis cuts makes the transfers of the others smaller, so axes are not chosen one by one; but four
-candidates per axis are enough to find the best combination in practice. The full product over the axes is
-never expanded.
+candidates per axis are enough to find the best combination in practice. Combinations are tried depth first,
+the most promising candidates first; a branch is left when what is chosen so far costs more than the best
+found, even if all axes to come cut everything; a price of zero ends the search. The full product over the
+axes is never expanded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import prod
 
 from shardwright.placement.base import Placement
 from shardwright.rules.call import Call, TensorInfo
-from shardwright.rules.candidates import AxisView, Candidate, States, after, candidates, plain_candidates
-from shardwright.rules.equation import Equation
-from shardwright.rules.price import Price, joint_bytes, move_bytes
+from shardwright.rules.candidates import AxisView, Candidate, after, candidates, plain_candidates
+from shardwright.rules.equation import Equation, Sizes
+from shardwright.rules.price import Price, Transfers
+from shardwright.rules.states import States
 
 _KEEP = 4
-_KEEP_MANY_AXES = 2
 _SMALL = 1 << 16  # bytes; below it a collective costs its latency
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One candidate per mesh axis, in the order of the mesh, and what it costs."""
+    """One candidate per mesh axis, in the order of the mesh, and what it costs.
+
+    any_size: no size was looked at: the same call on tensors of other sizes is run in the same way.
+    """
 
     candidates: tuple[Candidate, ...]
     price: Price
+    any_size: bool = False
 
 
-@dataclass(slots=True)
 class Search:
     """The best choice for one equation.
 
@@ -42,63 +47,81 @@ class Search:
         order: mesh axes in the order in which they are applied.
     """
 
-    equation: Equation
-    call: Call
-    sizes: tuple[int, ...]
-    current: tuple[tuple[Placement, ...], ...]
-    order: tuple[int, ...]
-    _found: list[Choice] = field(default_factory=list, init=False)
-    _ranked: dict[tuple[int, bool, States], list[Candidate]] = field(default_factory=dict, init=False)
+    def __init__(
+        self,
+        equation: Equation,
+        call: Call,
+        sizes: tuple[int, ...],
+        current: tuple[tuple[Placement, ...], ...],
+        order: tuple[int, ...],
+    ) -> None:
+        self.equation = equation
+        self.call = call
+        self.sizes = sizes
+        self.current = current
+        self.order = order
+        self._columns = tuple(zip(*current, strict=True)) if current else ((),) * len(sizes)
+        self._transfers = [
+            Transfers(own, info, sizes, order) for own, info in zip(current, call.operands, strict=True)
+        ]
+        self._ranked: dict[tuple[int, bool, frozenset[Sizes] | None], list[Candidate]] = {}
+        self._chosen: list[Candidate | None] = [None] * len(order)
+        self._found: list[Choice] = []  # each better than the one before
 
     def best(self) -> Choice:
         """The cheapest choice; there is always one, since whole tensors serve every op."""
-        self._descend({}, frozenset({self.equation.sizes}), scattered=False)
-        return min(self._found, key=lambda choice: choice.price)
+        states = States(self.equation.sizes)
+        self._descend(0, states, 0, scattered=False)
+        found = self._found[-1]
+        return replace(found, any_size=found.price.free and not states.asked)
 
-    def _descend(self, chosen: dict[int, Candidate], states: States, *, scattered: bool) -> None:
-        if len(chosen) == len(self.order):
-            self._consider(tuple(chosen[axis] for axis in range(len(self.order))))
-            return
-        axis = self.order[len(chosen)]
-        view = self._view(axis, states, scattered=scattered)
+    # `rewritten` is a set of operands, as bits.
+    def _descend(self, depth: int, states: States, rewritten: int, *, scattered: bool) -> bool:
+        """Try what the axes from `depth` on may do; whether something free was found."""
+        if depth == len(self.order):
+            return self._consider(rewritten)
+        axis = self.order[depth]
+        view = AxisView(
+            self.equation, self.call.results, self.sizes[axis], self._columns[axis], states, scattered
+        )
         for candidate in self._few(axis, view):
+            self._chosen[axis] = candidate
+            more = rewritten | self._rewrites(axis, candidate)
+            if self._hopeless(more):
+                continue
             left = after(view, candidate)
-            self._descend({**chosen, axis: candidate}, left, scattered=scattered or candidate.scattered)
-            if self._found[-1].price.free:
-                return
-
-    def _view(self, axis: int, states: States, *, scattered: bool) -> AxisView:
-        current = tuple(placements[axis] for placements in self.current)
-        return AxisView(self.equation, self.call.results, self.sizes[axis], current, states, scattered)
+            if self._descend(depth + 1, left, more, scattered=scattered or candidate.scattered):
+                return True
+        self._chosen[axis] = None
+        return False
 
     def _few(self, axis: int, view: AxisView) -> list[Candidate]:
-        key = (axis, view.scattered, view.states)
-        if key not in self._ranked:
-            self._ranked[key] = self._rank(view)
-        return self._ranked[key]
+        """The candidates of one axis worth trying: found once, unless they depend on earlier cuts."""
+        sizes = view.states.every() if self.equation.grouped else None
+        known = self._ranked.get((axis, view.scattered, sizes))
+        if known is not None:
+            return known
+        before = view.states.asked
+        found = self._rank(axis, view)
+        if sizes is not None or view.states.asked == before:
+            self._ranked[axis, view.scattered, sizes] = found
+        return found
 
-    def _rank(self, view: AxisView) -> list[Candidate]:
+    def _rank(self, axis: int, view: AxisView) -> list[Candidate]:
         """The cheapest candidates of one axis, and the whole one; only the best if that costs nothing."""
         found = [c for c in candidates(view) if not self._writes_out_terms(c)]
-        priced = [(self._alone(view, candidate), i, candidate) for i, candidate in enumerate(found)]
+        priced = [(self._alone(axis, view, candidate), i, candidate) for i, candidate in enumerate(found)]
         if not min(price for price, _, _ in priced).free:
             cuts = [c for c in plain_candidates(view) if self._worth_scattering(view, c)]
             more = enumerate(cuts, len(found))
-            priced += [(self._alone(view, candidate), i, candidate) for i, candidate in more]
+            priced += [(self._alone(axis, view, candidate), i, candidate) for i, candidate in more]
         priced.sort(key=lambda entry: entry[:2])
         if priced[0][0].free:
             return [priced[0][2]]
-        busy = sum(not all(p.is_replicated for p in column) for column in zip(*self.current, strict=True))
-        kept = [candidate for _, _, candidate in priced[: _KEEP if busy <= 3 else _KEEP_MANY_AXES]]
+        kept = [candidate for _, _, candidate in priced[:_KEEP]]
         return kept if found[0] in kept else [*kept, found[0]]
 
     # ------------------------------------------------------------------------------------------ prices
-
-    def _bytes(self, operand: int) -> int:
-        """An expanded tensor moves as what it was expanded from."""
-        info = self.call.operands[operand]
-        own = (size for size, stride in zip(info.shape, info.stride, strict=True) if stride or not size)
-        return prod(own) * info.dtype.itemsize
 
     def _writes_out_terms(self, candidate: Candidate) -> bool:
         """Whether an expanded pending value would become one of full size: finish it while it is small."""
@@ -116,20 +139,29 @@ class Search:
         """
         pairs = enumerate(zip(view.current, candidate.inputs, strict=True))
         return not any(
-            now.is_pending and wanted.is_partition and self._bytes(i) <= _SMALL for i, (now, wanted) in pairs
+            now.is_pending and wanted.is_partition and self._transfers[operand].bytes <= _SMALL
+            for operand, (now, wanted) in pairs
         )
 
-    def _alone(self, view: AxisView, candidate: Candidate) -> Price:
+    def _alone(self, axis: int, view: AxisView, candidate: Candidate) -> Price:
         """The price of one axis, as if the tensors were cut on no other."""
-        pairs = list(zip(view.current, candidate.inputs, strict=True))
-        sent = sum(move_bytes(src, dst, self._bytes(i), view.n) for i, (src, dst) in enumerate(pairs))
-        moves = sum(src != dst for src, dst in pairs)
-        rewritten = sum(self._rewritten(i, view.current[i], candidate) for i in range(len(pairs)))
+        sent = moves = 0
+        for have, want, transfers in zip(view.current, candidate.inputs, self._transfers, strict=True):
+            if have is not want and have != want:
+                sent += transfers.alone(axis, want)
+                moves += 1
+        rewritten = self._rewrites(axis, candidate).bit_count()
         return Price(rewritten, sent, 1 / view.n if candidate.divides else 1.0, moves)
 
+    def _rewrites(self, axis: int, candidate: Candidate) -> int:
+        """The operands that are written and that the candidate moves, or leaves with another placement."""
+        found = 0
+        for operand in self.equation.mutated:
+            if self._rewritten(operand, self.current[operand][axis], candidate):
+                found |= 1 << operand
+        return found
+
     def _rewritten(self, operand: int, current: Placement, candidate: Candidate) -> bool:
-        if not self.equation.operands[operand].mutated:
-            return False
         if candidate.inputs[operand] != current:
             return True
         return any(
@@ -137,18 +169,32 @@ class Search:
             for alias, placement in zip(self.equation.aliases, candidate.outputs, strict=True)
         )
 
-    def _consider(self, chosen: tuple[Candidate, ...]) -> None:
-        sent = moves = rewritten = 0
-        for operand, current in enumerate(self.current):
+    def _hopeless(self, rewritten: int) -> bool:
+        """Whether the axes chosen so far cost more than the best, whatever the others do."""
+        if not self._found:
+            return False
+        best = self._found[-1].price
+        least = sum(
+            transfers.joint(self._wanted(operand)) for operand, transfers in enumerate(self._transfers)
+        )
+        return (rewritten.bit_count(), least) > (best.rewritten, best.bytes)
+
+    def _wanted(self, operand: int) -> tuple[Placement | None, ...]:
+        return tuple(None if chosen is None else chosen.inputs[operand] for chosen in self._chosen)
+
+    def _consider(self, rewritten: int) -> bool:
+        chosen = tuple(candidate for candidate in self._chosen if candidate is not None)
+        sent = moves = 0
+        for operand, transfers in enumerate(self._transfers):
             wanted = tuple(candidate.inputs[operand] for candidate in chosen)
-            if wanted != current:
+            if wanted != self.current[operand]:
                 moves += 1
-                sent += joint_bytes(current, wanted, self._bytes(operand), self.sizes)
-            rewritten += any(
-                self._rewritten(operand, current[axis], candidate) for axis, candidate in enumerate(chosen)
-            )
+                sent += transfers.joint(wanted)
         work = prod(1 / n for n, candidate in zip(self.sizes, chosen, strict=True) if candidate.divides)
-        self._found.append(Choice(chosen, Price(rewritten, sent, work, moves)))
+        price = Price(rewritten.bit_count(), sent, work, moves)
+        if not self._found or price < self._found[-1].price:
+            self._found.append(Choice(chosen, price))
+        return price.free
 
 
 def is_expanded(info: TensorInfo) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.utils._pytree import tree_map_only
 
 from shardwright.rules import registry
-from shardwright.tensor import copied_views, handlers, windows  # noqa: F401  windows: its algorithms
+from shardwright.tensor import copied_views, handlers, other_sizes, windows  # noqa: F401  windows: its algorithms
 from shardwright.tensor.algorithms import ByAlgorithm
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.mixing import distributed, replicate_plain
@@ -71,7 +71,11 @@ def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
     frozen = tuple(key)
     prepared = _cache.get(frozen)
     if prepared is None:
-        prepared = prepare(func, args, kwargs, tensors)
+        query = other_sizes.Query(func, args, kwargs)
+        prepared = other_sizes.adapt(query, tensors)
+        if prepared is None:
+            prepared = prepare(func, args, kwargs, tensors)
+            other_sizes.remember(query, prepared)
         _store(frozen, prepared)
     if isinstance(prepared, NeedsDecomposition):
         out = prepared.run(args, kwargs)
@@ -113,7 +117,7 @@ def _collect(values: Iterable[Any], tensors: list[Any], key: list[Any]) -> bool:
 def _forget() -> None:
     """A rule came or went: what was decided before is not valid any more."""
     global _cache_generation  # noqa: PLW0603 - the caches follow the open registry of rules
-    _cache.clear()
+    clear_cache()
     _routes.clear()
     _cache_generation = registry.generation()
 
@@ -159,6 +163,7 @@ def _writes_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 def clear_cache() -> None:
     """Forget every prepared call (after a change of devices or process groups)."""
     _cache.clear()
+    other_sizes.forget()
 
 
 DTensor._dispatch = staticmethod(dispatch)

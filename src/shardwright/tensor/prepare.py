@@ -13,6 +13,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.rules import registry
 from shardwright.rules.algorithm import algorithm_for
+from shardwright.rules.any_size import AnySize
 from shardwright.rules.call import Call
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision, propagate
@@ -52,6 +53,7 @@ class Prepared:
     gather_all: bool  # shapes depend on the data: the results' layouts are found after the call
     local: LocalForm | None = None  # what this rank calls in place of the op
     checked: bool = False
+    any_size: AnySize | None = None  # the same call on tensors of other sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ def _settled(
         fallback=decision.fallback,
         gather_all=False,
         local=None if decision.local is None or coords is None else decision.local.at(func, coords),
+        any_size=None if coords is None or overrides or decision.local else decision.any_size,
     )
 
 

@@ -21,6 +21,7 @@ from shardwright.rules.call import Call
 from shardwright.rules.candidates import REPLICATE, AxisView, Candidate, candidates, cut
 from shardwright.rules.equation import BoundHom, Equation
 from shardwright.rules.monoid import has_meaning, pending_of
+from shardwright.rules.states import States
 
 _NAMED = ("sum", "max", "min")
 
@@ -115,7 +116,7 @@ def cuts_of(n: int, size: int, seed: int) -> Iterator[Partition]:
 
 
 def _view(equation: Equation, call: Call, n: int, current: tuple[Placement, ...]) -> AxisView:
-    return AxisView(equation, call.results, n, current, frozenset({equation.sizes}))
+    return AxisView(equation, call.results, n, current, States(equation.sizes))
 
 
 def _pending_cases(equation: Equation, call: Call, n: int, hom: BoundHom) -> Iterator[Case]:

@@ -20,37 +20,41 @@ def _dims(call: Call) -> tuple[list[str], list[str], list[str]]:
     return letters(outer), [f"e{i}!" for i in range(inner)], ["1"] * inner
 
 
-@register_rule("aten::native_layer_norm")
+@register_rule("aten::native_layer_norm", any_size=True)
 def layer_norm(call: Call) -> Formula:
     """Weight and bias stand on the normalised dims; mean and rstd on the others."""
     outer, inner, ones = _dims(call)
     full, moments = [*outer, *inner], [*outer, *ones]
-    return formula(join([full, inner, inner], [full, moments, moments]))
+    shape = {"normalized_shape": " ".join(inner)}
+    return formula(join([full, inner, inner], [full, moments, moments]), shapes=shape)
 
 
-@register_rule("aten::native_layer_norm_backward")
+@register_rule("aten::native_layer_norm_backward", any_size=True)
 def layer_norm_backward(call: Call) -> Formula:
     """The gradients of weight and bias are sums over the outer dims."""
     outer, inner, ones = _dims(call)
     full, moments = [*outer, *inner], [*outer, *ones]
     text = join([full, full, moments, moments, inner, inner], [full, inner, inner])
-    return formula(text, reduce=(None, "sum", "sum"), hom="grad_out: sum->sum")
+    shape = {"normalized_shape": " ".join(inner)}
+    return formula(text, reduce=(None, "sum", "sum"), hom="grad_out: sum->sum", shapes=shape)
 
 
-@register_rule("aten::_fused_rms_norm")
+@register_rule("aten::_fused_rms_norm", any_size=True)
 def rms_norm(call: Call) -> Formula:
     """As layer norm, without mean and bias."""
     outer, inner, ones = _dims(call)
-    return formula(join([[*outer, *inner], inner], [[*outer, *inner], [*outer, *ones]]))
+    text = join([[*outer, *inner], inner], [[*outer, *inner], [*outer, *ones]])
+    return formula(text, shapes={"normalized_shape": " ".join(inner)})
 
 
-@register_rule("aten::_fused_rms_norm_backward")
+@register_rule("aten::_fused_rms_norm_backward", any_size=True)
 def rms_norm_backward(call: Call) -> Formula:
     """As layer norm's, without mean and bias."""
     outer, inner, ones = _dims(call)
     full = [*outer, *inner]
     text = join([full, full, [*outer, *ones], inner], [full, inner])
-    return formula(text, reduce=(None, "sum"), hom="grad_out: sum->sum")
+    shape = {"normalized_shape": " ".join(inner)}
+    return formula(text, reduce=(None, "sum"), hom="grad_out: sum->sum", shapes=shape)
 
 
 @register_rule("aten::native_group_norm")

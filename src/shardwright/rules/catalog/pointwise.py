@@ -89,7 +89,7 @@ rule("aten::isin.Tensor_Tensor", "..., - -> ...")
 rule("aten::bucketize.Tensor", "..., - -> ...")
 
 
-@register_rule("aten::div")
+@register_rule("aten::div", any_size=True)
 def divide(call: Call) -> Formula:
     """Linear in the dividend, unless the quotient is rounded."""
     rounded = call.bound.get("rounding_mode") is not None
@@ -97,7 +97,7 @@ def divide(call: Call) -> Formula:
     return formula(_TEXT, hom=facts, elementwise=True)
 
 
-@register_rule("aten::masked_fill")
+@register_rule("aten::masked_fill", any_size=True)
 def masked_fill(call: Call) -> Formula:
     """Linear with the value (a tensor, or zero); a constant leaves extremes what they are."""
     value = call.arg("value")
@@ -107,20 +107,20 @@ def masked_fill(call: Call) -> Formula:
     return formula(_TEXT, hom=facts, elementwise=True)
 
 
-@register_rule("aten::_to_copy")
+@register_rule("aten::_to_copy", any_size=True)
 def cast(call: Call) -> Formula:
     """A cast that loses digits is not linear; any cast between real numbers keeps the order."""
     return formula(_TEXT, hom=_cast_facts("self", call.arg("self").dtype, _dtype_of(call)), elementwise=True)
 
 
-@register_rule("aten::copy")
+@register_rule("aten::copy", any_size=True)
 def copy(call: Call) -> Formula:
     """The old values do not matter, so old and new may both be read as pending."""
     facts = _cast_facts("self+src", call.arg("src").dtype, call.arg("self").dtype)
     return formula(_TEXT, hom=facts, elementwise=True)
 
 
-@register_rule("aten::fill")
+@register_rule("aten::fill", any_size=True)
 def fill(call: Call) -> Formula:
     """The old values do not matter. A maximum, minimum or average of equal values is the value."""
     facts = ["self: max->max, min->min, avg->avg"]

@@ -34,7 +34,7 @@ def _keeps(call: Call) -> bool:
     return bool(call.results) and call.results[0] is not None and len(call.results[0].shape) > 0
 
 
-@register_rule(*(f"aten::{name}" for name in _REDUCTIONS if name != "trace"))
+@register_rule(*(f"aten::{name}" for name in _REDUCTIONS if name != "trace"), any_size=True)
 def reduction(call: Call) -> Formula:
     """Sum, extremes, any, all, product."""
     name = _plain_name(call)
@@ -59,7 +59,7 @@ def trace(call: Call) -> Formula:  # noqa: ARG001  every call alike
     return formula("_ _ -> ()", hom="self: sum->sum")
 
 
-@register_rule("aten::max", "aten::min")
+@register_rule("aten::max", "aten::min", any_size=True)
 def extreme(call: Call) -> Formula:
     """Of all elements, along a dim (with indices), or of two tensors."""
     name = _plain_name(call)
@@ -70,7 +70,7 @@ def extreme(call: Call) -> Formula:
     return formula("... -> ()", reduce=name, hom=f"self: {name}->{name}")
 
 
-@register_rule(*(f"aten::{name}" for name in _WHOLE_DIM.split()))
+@register_rule(*(f"aten::{name}" for name in _WHOLE_DIM.split()), any_size=True)
 def whole_dim(call: Call) -> Formula:
     """The reduced dims must be whole; without `dim`, all of them."""
     return formula(f"{_whole(call)} -> {', '.join([_reduced(call)] * len(call.results))}")
@@ -81,7 +81,7 @@ def _whole(call: Call) -> str:
     return "...[dim:_]" if "dim" in call.bound else " ".join(["_"] * len(call.operands[0].shape)) or "()"
 
 
-@register_rule(*(f"aten::{name}" for name in _SCANS.split()))
+@register_rule(*(f"aten::{name}" for name in _SCANS.split()), any_size=True)
 def scan(call: Call) -> Formula:
     """Each element depends on those before it along the dim."""
     facts = ("self: sum->sum",) if call.op._schema.name.endswith(("cumsum", "cumsum_")) else ()
@@ -93,7 +93,7 @@ def scan(call: Call) -> Formula:
 _NORM_MONOIDS = {2.0: "norm2", 1.0: "sum", 0.0: "sum", inf: "max", -inf: "min"}
 
 
-@register_rule("aten::linalg_vector_norm", "aten::_foreach_norm", "aten::norm")
+@register_rule("aten::linalg_vector_norm", "aten::_foreach_norm", "aten::norm", any_size=True)
 def vector_norm(call: Call) -> Formula:
     """Norms of parts combine by the norm itself; for other powers than 0, 1, 2, inf the dims are whole."""
     order = call.bound["ord"] if "ord" in call.bound else call.bound.get("p")

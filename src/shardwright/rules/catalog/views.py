@@ -56,14 +56,14 @@ def expand(call: Call) -> Formula:
     return formula(join([left], [right]), hom=_KEEP, shapes={"size": "@0"})
 
 
-@register_rule("aten::permute")
+@register_rule("aten::permute", any_size=True)
 def permute(call: Call) -> Formula:
     """The labels change places."""
     labels = letters(len(_shape(call)))
     return formula(join([labels], [[labels[dim] for dim in call.arg("dims")]]), hom=_KEEP)
 
 
-@register_rule("aten::transpose")
+@register_rule("aten::transpose", any_size=True)
 def transpose(call: Call) -> Formula:
     """Two labels change places."""
     left = letters(len(_shape(call)))
@@ -74,14 +74,14 @@ def transpose(call: Call) -> Formula:
     return formula(join([left], [right]), hom=_KEEP)
 
 
-@register_rule("aten::t")
+@register_rule("aten::t", any_size=True)
 def transpose_last(call: Call) -> Formula:
     """The last two labels change places; one dim stays."""
     labels = letters(len(_shape(call)))
     return formula(join([labels], [[*labels[:-2], *reversed(labels[-2:])]]), hom=_KEEP)
 
 
-@register_rule("aten::unsqueeze")
+@register_rule("aten::unsqueeze", any_size=True)
 def unsqueeze(call: Call) -> Formula:
     """A dim of size 1 appears."""
     labels = letters(len(_shape(call)))

@@ -1,0 +1,83 @@
+"""`Kind`: what layouts of tensors of different sizes have in common.
+
+What is decided for one layout of a kind holds for all of them, as long as no size was looked at: so a program
+whose shapes change from step to step (growing caches, batches of another length) is decided once.
+Not a layout: it has no sizes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwright.layout.stride import stride_order
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwright.layout.applied import Applied
+    from shardwright.layout.mesh_shape import MeshShape
+    from shardwright.placement.base import Placement
+    from shardwright.placement.region import Shape
+
+
+class Kind:
+    """Mesh, placements, order and dtype; per dim whether its size is 0, 1 or more; the order of the strides.
+
+    One object per kind: compared and hashed by identity.
+    """
+
+    __slots__ = ("applied", "base_hash", "dtype", "mesh_shape", "order", "placements", "stride_order")
+
+    def __init__(
+        self,
+        mesh_shape: MeshShape,
+        placements: tuple[Placement, ...],
+        order: tuple[int, ...],
+        dtype: torch.dtype,
+        strides: tuple[int, ...],
+        applied: tuple[Applied, ...],
+    ) -> None:
+        self.mesh_shape = mesh_shape
+        self.placements = placements
+        self.order = order
+        self.dtype = dtype
+        self.stride_order = strides
+        self.applied = applied
+        self.base_hash = hash_without_sizes(mesh_shape, placements, order, dtype)
+
+
+_MANY = 65536
+_known: dict[tuple[object, ...], Kind] = {}
+
+
+def hash_without_sizes(
+    mesh_shape: MeshShape, placements: tuple[Placement, ...], order: tuple[int, ...], dtype: torch.dtype
+) -> int:
+    """The part of a layout's hash that its sizes do not change."""
+    return hash((mesh_shape, placements, order, dtype))
+
+
+def find_kind(
+    mesh_shape: MeshShape,
+    placements: tuple[Placement, ...],
+    order: tuple[int, ...],
+    dtype: torch.dtype,
+    applied: tuple[Applied, ...],
+    shape: Shape,
+    stride: Shape,
+) -> Kind | None:
+    """The kind of the layout with these fields.
+
+    None where sizes matter beyond the kind: a placement that looks at them, strides that are not dense.
+    """
+    strides = stride_order(shape, stride)
+    if strides is None or not all(placement.any_size for placement in placements):
+        return None
+    classes = tuple(min(2, size) for size in shape)
+    key = (mesh_shape, placements, order, dtype, classes, strides)
+    known = _known.get(key)
+    if known is None:
+        if len(_known) >= _MANY:
+            _known.clear()
+        known = _known[key] = Kind(mesh_shape, placements, order, dtype, strides, applied)
+    return known
