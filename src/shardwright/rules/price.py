@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Placement
 from shardwright.rules.call import TensorInfo
 
@@ -121,3 +122,9 @@ class Transfers:
 
     def _touched(self, placement: Placement, n: int) -> set[int]:
         return set(placement.touched_dims(self._shape, n)) if isinstance(placement, Partition) else set()
+
+
+def layout_bytes(source: Layout, target: Layout) -> int:
+    """Bytes that each rank sends, about, from one layout of a tensor to another on the same mesh."""
+    info = TensorInfo(source.shape, source.stride, source.dtype)
+    return Transfers(source.placements, info, source.sizes, source.order).joint(target.placements)

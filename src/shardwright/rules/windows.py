@@ -21,7 +21,7 @@ from shardwright.placement.runs import intervals
 from shardwright.placement.shard import Shard
 from shardwright.rules.call import Call
 from shardwright.rules.monoid import pending_of
-from shardwright.rules.price import joint_bytes
+from shardwright.rules.price import layout_bytes
 from shardwright.rules.propagate import propagate_one
 
 Interval = tuple[int, int]
@@ -249,7 +249,7 @@ def _planned(
         for i, out in enumerate(decision.outputs)
     )
     moved = sum(
-        joint_bytes(have.placements, want.placements, have.numel * have.itemsize, have.sizes)
+        layout_bytes(have, want)
         for have, want in zip(layouts, inputs, strict=True)
     )
     sent = _halo_bytes(inputs[names.index(op.image)], halos) * (2 if op.to_image else 1)
