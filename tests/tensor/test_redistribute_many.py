@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -49,3 +50,60 @@ def _placements_per_tensor() -> None:
 
 def test_each_tensor_may_go_elsewhere_and_a_wrong_count_is_refused(ranks: Callable[..., list[Any]]) -> None:
     ranks(2, _placements_per_tensor)
+
+
+def _a_thousand_parameters() -> tuple[int, int, int]:
+    """Shapes, dtypes, layouts of a model, mixed: collectives; rounds of each form and dtype; of each plan."""
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shapes = [(64, 16), (48, 32), (7, 3), (1,), (16,), (0, 4), (5, 6), (8, 8, 2)]
+    kinds = [
+        {"dp": sw.Shard(0)},
+        {"dp": sw.Shard(0), "tp": sw.Shard(0)},
+        {"tp": sw.Interleaved(0, 2)},
+        {"dp": sw.Ragged((1, 3))},
+        {"tp": sw.Owner(1)},
+        {},
+    ]
+    whole, state = [], []
+    for i in range(1000):
+        dtype = torch.bfloat16 if i % 3 == 0 else torch.float32
+        whole.append(
+            torch.arange(math.prod(shapes[i % 8])).remainder(31).to(dtype).view(shapes[i % 8]) + i % 7
+        )
+        state.append(sw.distribute_tensor(whole[-1], mesh, kinds[i % 6], src_data_rank=None))
+    replicate = {"dp": sw.Replicate(), "tp": sw.Replicate()}
+    with sw.trace() as trace:
+        full = sw.redistribute_many(state, replicate)  # as a full state dict
+    for x, y in zip(whole, full, strict=True):
+        assert torch.equal(y.to_local(), x)
+    plans = [sw.plan_redistribution(x.layout, y.layout) for x, y in zip(state, full, strict=True)]
+    forms = {(plan.form, plan.source.dtype): plan.rounds for plan in plans}
+    return len(trace.collectives), sum(forms.values()), sum(plan.rounds for plan in plans)
+
+
+def test_a_thousand_parameters_take_one_collective_per_form_and_dtype(
+    ranks: Callable[..., list[Any]],
+) -> None:
+    for collectives, allowed, one_by_one in ranks(4, _a_thousand_parameters):
+        assert collectives <= allowed < 20
+        assert one_by_one > 500
+
+
+def _many_small_sums() -> tuple[list[str], int, int]:
+    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    terms = [torch.full((64, 64), float(i + mesh.get_rank())) for i in range(100)]
+    gradients = [sw.DTensor.from_local(x, mesh, [sw.Partial()]) for x in terms]
+    with sw.trace() as trace:
+        sums = sw.redistribute_many(gradients, [sw.Replicate()])
+    for i, y in enumerate(sums):
+        assert torch.equal(y.to_local(), torch.full((64, 64), 4.0 * i + 6))
+    least = sum(
+        sw.plan_redistribution(x.layout, y.layout).lower_bound for x, y in zip(gradients, sums, strict=True)
+    )
+    return [event.op for event in trace.collectives], trace.bytes, least
+
+
+def test_sums_that_are_small_alone_and_large_together_move_the_least(ranks: Callable[..., list[Any]]) -> None:
+    results = ranks(4, _many_small_sums)
+    assert [ops for ops, _, _ in results] == [["all_reduce"]] * 4
+    assert sum(sent for _, sent, _ in results) == results[0][2]

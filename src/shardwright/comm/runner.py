@@ -105,6 +105,7 @@ class Runner:
             done = self._steps((*key, piece), [steps], [x])[0]
             moved = self._move((*key, piece), self.plans[0], LocalMove(slab, step.target))
             move(in_memory(done, moved.source), out, moved.views)
+            del done  # the next piece needs the memory
         return out
 
     # ------------------------------------------------------------------------------ with communication

@@ -14,11 +14,10 @@ from math import prod
 
 import numpy as np
 
-from shardwright.layout.layout import Layout
 from shardwright.plan.lines import Ints
-from shardwright.plan.maps import Map, every_coords
+from shardwright.plan.maps import Map
 from shardwright.plan.meeting import meet
-from shardwright.plan.steps import AllReduce, Exchange, LocalMove, Pieces, Place, Step
+from shardwright.plan.steps import AllReduce, Exchange
 
 
 def shared_counts(source: Map, target: Map, tied: frozenset[int] | None = None) -> Ints:
@@ -90,27 +89,3 @@ def traffic(step: AllReduce | Exchange) -> tuple[Ints, Ints]:
     tied = frozenset(range(len(sizes))) - frozenset(step.axes)
     sent = every_peer * shared_counts(source, target, tied) - own
     return sent, step.term_count * target.counts - own
-
-
-def held(step: Step, result: Layout) -> int:
-    """The most elements that one rank holds in a step beside its input: what it makes, and buffers."""
-    if isinstance(step, Pieces):
-        inside = max(held(inner, result) for inner in step.largest)
-        return inside + int(step.target.counts.max())
-    if isinstance(step, AllReduce):
-        return int(step.map.counts.max())
-    if isinstance(step, Exchange):
-        return _held_by_exchange(step)
-    if isinstance(step, LocalMove | Place):
-        return int(step.target.counts.max())
-    return 2 * max(prod(result.local_shape(coords)) for coords in every_coords(result.sizes))
-
-
-def _held_by_exchange(step: Exchange) -> int:
-    """The result and both buffers (the own part may travel through them), or the terms while they combine."""
-    sent, got = traffic(step)
-    own, wanted = shared_counts(step.source, step.target), step.target.counts
-    buffers = sent + np.maximum(got, own)
-    if step.terms:
-        buffers = np.maximum(buffers, 2 * wanted)
-    return int((step.term_count * wanted + buffers).max())

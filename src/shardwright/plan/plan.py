@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwright.layout.layout import Layout
-from shardwright.plan.cost import all_reduced, exchanged, held, traffic
+from shardwright.plan.cost import all_reduced, exchanged, traffic
+from shardwright.plan.memory import peak_elements
 from shardwright.plan.steps import Exchange, Step, moves_of
 
 
@@ -52,8 +53,8 @@ class Plan:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes that one rank holds beside its source: the results of a step and its buffers."""
-        return self.source.itemsize * max((held(step, self.target) for step in self.steps), default=0)
+        """The most bytes that one rank holds beside its source: what steps make, and their buffers."""
+        return self.source.itemsize * peak_elements(self.steps, self.target)
 
     def __str__(self) -> str:
         head = (

@@ -60,14 +60,32 @@ def plan_redistribution(source: Layout, target: Layout, *, max_extra_bytes: int 
     return _planned_in_pieces(source, target, max_extra_bytes)
 
 
+def plan_together(pairs: Iterable[tuple[Layout, Layout]]) -> list[Plan]:
+    """The plans of tensors that will share collectives.
+
+    Terms that are small alone may be large together: those of one dtype then go in two rounds of fewer bytes.
+    """
+    plans = [_planned(*pair) for pair in pairs]
+    small: dict[torch.dtype, list[int]] = {}
+    for index, plan in enumerate(plans):
+        if plan.reason == _SMALL:
+            small.setdefault(plan.source.dtype, []).append(index)
+    for members in small.values():
+        ranks = len(plans[members[0]].source.ranks)
+        if sum(plans[i].total_bytes for i in members) > ONE_ROUND_BYTES * ranks:
+            for i in members:
+                plans[i] = _planned(plans[i].source, plans[i].target, False)
+    return plans
+
+
 @lru_cache(maxsize=4096)
-def _planned(source: Layout, target: Layout) -> Plan:
+def _planned(source: Layout, target: Layout, in_one_round: bool | None = None) -> Plan:
     _check(source, target)
     if source == target:
         return Plan(source, target, (), "nothing changes", 0)
     if source.mesh_shape != target.mesh_shape:
         return plan_between(source, target)
-    return _Decision(source, target).plan()
+    return _Decision(source, target).plan(in_one_round)
 
 
 @lru_cache(maxsize=1024)
@@ -75,15 +93,16 @@ def _planned_in_pieces(source: Layout, target: Layout, max_extra_bytes: int) -> 
     if source.mesh_shape != target.mesh_shape:
         return plan_between_in_pieces(source, target, max_extra_bytes)
     decision = _Decision(source, target)
+    least = _planned(source, target).peak_bytes
     for count in decision.piece_counts():
         plan = decision.plan_in_pieces(count)
         if plan.peak_bytes <= max_extra_bytes:
             return plan
-    result_bytes = int(decision.after.counts.max()) * source.itemsize
+        least = min(least, plan.peak_bytes)
+    result = int(decision.after.counts.max()) * source.itemsize
     raise PlanError(
-        f"{source} -> {target} cannot be done with {max_extra_bytes} B beside the source: in {count} pieces, "
-        f"the most that it can be cut in, it needs {plan.peak_bytes} B (the result is "
-        f"{result_bytes} B of them); pass max_extra_bytes={plan.peak_bytes} or more"
+        f"{source} -> {target} cannot be done with {max_extra_bytes} B beside the source: even in {count} "
+        f"pieces it takes {least} B (the result alone is {result} B); pass max_extra_bytes={least} or more"
     )
 
 
@@ -111,9 +130,9 @@ class _Decision:
         self.padded = self._padded()
         self.arrival = self._arrival()
 
-    def plan(self) -> Plan:
-        """All elements at once."""
-        steps, reason = self._moves(self.arrival, self._native())
+    def plan(self, in_one_round: bool | None = None) -> Plan:
+        """All elements at once; terms in one round, in two, or (None) as their size asks for."""
+        steps, reason = self._moves(self.arrival, self._native(), in_one_round=in_one_round)
         return self._plan((*steps, *self._finish()), reason)
 
     def piece_counts(self) -> list[int]:

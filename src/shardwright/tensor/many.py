@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.execute import execute_many
 from shardwright.errors import LayoutError
-from shardwright.plan.redistribution import plan_redistribution
+from shardwright.plan.redistribution import plan_together
 from shardwright.tensor.autograd import acceptable_gradient
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.dtensor import DTensor
@@ -133,7 +133,7 @@ def _by_meshes(
 
 def _move(xs: Sequence[DTensor], targets: Sequence[Layout], reason: str) -> list[torch.Tensor]:
     """The local tensors of the targets; the tensors are on one mesh, the targets on one."""
-    plans = [plan_redistribution(x.layout, target) for x, target in zip(xs, targets, strict=True)]
+    plans = plan_together((x.layout, target) for x, target in zip(xs, targets, strict=True))
     if not plans:
         return []
     return execute_many(plans, [x._local_tensor for x in xs], xs[0].device_mesh, reason=reason)
