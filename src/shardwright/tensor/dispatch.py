@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.utils._pytree import tree_map_only
 
 from shardwright.rules import registry
-from shardwright.tensor import copied_views, handlers, other_sizes, windows  # noqa: F401  windows: its algorithms
+from shardwright.tensor import copied_views, handlers, key_parts, other_sizes, windows  # noqa: F401  algorithms
 from shardwright.tensor.algorithms import ByAlgorithm
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.mixing import distributed, replicate_plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from shardwright.rules.call import TensorInfo
+from shardwright.rules.call import Call, TensorInfo
 from shardwright.tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
@@ -40,6 +41,18 @@ def result_infos(
                 raise DataDependentError(func.name()) from error
             raise
     return tuple(_info(value) for value in tree_flatten(out)[0])
+
+
+def called(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """The logical call, remembered by its description."""
+    return _called(func, described(args), tuple(zip(kwargs, described(tuple(kwargs.values())), strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def _called(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> Call:
+    return Call(func, args, kwargs, infos_of(func, args, dict(kwargs)))
 
 
 def infos_of(

@@ -79,14 +79,14 @@ def refuse_to_finish(x: DTensor, target: Layout, why: str) -> None:
         )
 
 
-def refuse_exchange(op: torch._ops.OpOverload, sent: int, tensors: list[DTensor]) -> None:
-    """Raise, while `explicit()` is active, for an op that would exchange the borders of its windows."""
+def refuse_exchange(op: torch._ops.OpOverload, sent: int, tensors: list[DTensor], what: str) -> None:
+    """Raise, while `explicit()` is active, for an op that would communicate while it runs."""
     if not _mode.explicit or not sent:
         return
-    lines = [f"{op.name()}: would exchange the borders of its windows (explicit mode allows none)"]
+    lines = [f"{op.name()}: would {what} (explicit mode allows no implicit communication)"]
     lines += [f"  operand {index}  {x.layout}" for index, x in enumerate(tensors)]
     lines.append(f"  about {sent} B sent by each rank")
-    lines.append("  fix:  redistribute the operand so that the dims that windows slide along are whole")
+    lines.append("  fix:  redistribute the operands so that the dim along which the op works is whole")
     raise ImplicitRedistributionError("\n".join(lines))
 
 

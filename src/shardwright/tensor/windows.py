@@ -17,7 +17,7 @@ from shardwright.rules.call import Call
 from shardwright.rules.window_ops import WINDOW_OPS, Piece
 from shardwright.rules.windows import Halo, Interval, WindowPlan, plan_windows
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.metadata import described, infos_of
+from shardwright.tensor.metadata import called
 from shardwright.tensor.modes import refuse_exchange
 from shardwright.tensor.move import move_local
 from shardwright.tensor.spec import coords_of, spec_of
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 @lru_cache(maxsize=4096)
 def _plan(call: Call, layouts: tuple[Layout, ...]) -> WindowPlan | None:
     return plan_windows(WINDOW_OPS[call.op._schema.name].sliding, call, layouts)
-
-
-@lru_cache(maxsize=4096)
-def _call(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Call:
-    return Call(op, args, kwargs, infos_of(op, args, dict(kwargs)))
 
 
 def _cost(call: Call, layouts: Sequence[Layout]) -> int | None:
@@ -51,8 +46,7 @@ def on_windows(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     tensors = [value for value in given.values() if isinstance(value, DTensor)]
     if not tensors:
         return op(*args, **kwargs)
-    call = _call(op, described(args), tuple(zip(kwargs, described(tuple(kwargs.values())), strict=True)))
-    plan = _plan(call, tuple(x.layout for x in tensors))
+    plan = _plan(called(op, args, kwargs), tuple(x.layout for x in tensors))
     if plan is None:
         return op(*args, **kwargs)
     out = _run(op, given, tensors, plan)
@@ -64,7 +58,7 @@ def _run(
 ) -> list[Any]:
     mesh = tensors[0].device_mesh
     coords = coords_of(mesh)
-    refuse_exchange(op, plan.bytes, tensors)
+    refuse_exchange(op, plan.bytes, tensors, "exchange the borders of its windows")
     pairs = zip(tensors, plan.inputs, strict=True)
     moved = iter([move_local(x, layout, reason=f"{op.name()}: windows") for x, layout in pairs])
     local = {name: next(moved) if isinstance(value, DTensor) else value for name, value in given.items()}

@@ -1,13 +1,22 @@
-"""Scaled-dot-product attention kernels: batch and heads may be cut; keys and values are whole.
+"""Scaled-dot-product attention kernels: batch, heads and the sequence of queries may be cut.
 
-Queries may be cut along the sequence only without a causal mask: with one, their position matters.
+With a causal mask the positions matter: a rank makes the mask of the queries and keys that it holds, so the
+queries may be cut by any partition. Keys and values are whole in the forward (an algorithm of its own
+combines parts of them); in the backward, where the log of the sums is known, they may be cut as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.catalog.labels import join
 from shardwright.rules.formula import Formula, formula
+from shardwright.rules.held import Held
 from shardwright.rules.rule import register_rule
 
 _FORWARD = (
@@ -22,26 +31,59 @@ _FORWARD = (
 class _Labels:
     """The items of queries, keys and the rest for one call."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, *, keys: str = "s!") -> None:
         heads, shared = call.arg("query").shape[1], call.arg("key").shape[1]
         grouped = heads != shared
-        causal = bool(call.arg("is_causal"))
+        by_position = bool(call.arg("is_causal")) and not takes_mask(call)
         self.head = "(k g)" if grouped else "h"
         self.shared_head = "k" if grouped else "h"
-        self.length = "l!" if causal else "l"
+        self.length = "l!" if by_position else "l"
+        self.keys = keys if takes_mask(call) else "s!"
         self.query = ["b", self.head, self.length, "_"]
-        self.key = ["b", self.shared_head, "s!", "_"]
+        self.key = ["b", self.shared_head, self.keys, "_"]
 
     def mask(self, info: TensorInfo, call: Call) -> list[str]:
         """A mask broadcasts against the scores (batch, heads, queries, keys)."""
         query, key = call.arg("query").shape, call.arg("key").shape
-        scores = ["b", self.head, self.length, "s!"]
+        scores = ["b", self.head, self.length, self.keys]
         sizes = (query[0], query[1], query[2], key[2])
         skipped = 4 - len(info.shape)
         return [
             item if size == full else "_"
             for item, size, full in zip(scores[skipped:], info.shape, sizes[skipped:], strict=True)
         ]
+
+
+def takes_mask(call: Call) -> bool:
+    """Whether the kernel takes a mask of any shape, so that it can be told who sees whom."""
+    return "for_cpu" in call.op._schema.name
+
+
+def at_positions(op: torch._ops.OpOverload, held: Mapping[str, Held], *args: Any, **kwargs: Any) -> Any:
+    """A causal call on some of the queries and keys: with the mask that their positions give."""
+    given = by_name(op, args, kwargs)
+    given["is_causal"], given["attn_mask"] = False, causal_mask(held["l"], held["s"], given["query"])
+    return op(**given)
+
+
+def by_name(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    names = [argument.name for argument in op._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def causal_mask(queries: Held, keys: Held, like: Tensor) -> Tensor:
+    """Zero where a query sees a key, which is not later than it, else -inf:  [queries, keys]."""
+    rows, columns = (held.positions(like.device) for held in (queries, keys))
+    hidden = rows[:, None] < columns[None, :]
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+
+
+def _local(call: Call) -> dict[str, Any]:
+    """The local form, where positions matter."""
+    if call.arg("is_causal") and takes_mask(call):
+        return {"local": at_positions, "held": ("l", "s")}
+    return {}
 
 
 @register_rule(*_FORWARD)
@@ -56,7 +98,9 @@ def attention(call: Call) -> Formula | None:
         if name in call.bound:
             operands.append(labels.mask(info, call) if isinstance(info, TensorInfo) else ["-"])
     results = [labels.query, *(_statistic(info, call, labels) for info in call.results[1:])]
-    return formula(join(operands, results), hom="value: sum->sum", depends={1: ("query", "key")})
+    return formula(
+        join(operands, results), hom="value: sum->sum", depends={1: ("query", "key")}, **_local(call)
+    )
 
 
 def _statistic(info: TensorInfo | None, call: Call, labels: _Labels) -> list[str]:
@@ -70,10 +114,10 @@ def _statistic(info: TensorInfo | None, call: Call, labels: _Labels) -> list[str
 
 @register_rule(*(f"{name}_backward" for name in _FORWARD))
 def attention_backward(call: Call) -> Formula | None:
-    """Linear in the gradient; cut queries give every rank a term of the gradients of keys and values."""
+    """Linear in the gradient; cut queries or keys give every rank a term of the gradients of the others."""
     if call.arg("dropout_p"):
         return None
-    labels = _Labels(call)
+    labels = _Labels(call, keys="s")
     operands: list[list[str]] = []
     for parameter in call.op._schema.arguments:
         value = call.bound[parameter.name]
@@ -85,7 +129,8 @@ def attention_backward(call: Call) -> Formula | None:
         for info in call.results[3:]
     ]
     fact = f"{call.op._schema.arguments[0].name}: sum->sum"
-    return formula(join(operands, results), reduce=(None, "sum", "sum", "sum"), hom=fact)
+    reduce = ("sum" if labels.keys == "s" else None, "sum", "sum", "sum")
+    return formula(join(operands, results), reduce=reduce, hom=fact, **_local(call))
 
 
 def _backward_items(name: str, value: object, call: Call, labels: _Labels) -> list[str]:

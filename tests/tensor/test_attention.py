@@ -1,0 +1,113 @@
+"""Attention with cut batch, heads, queries and keys: values, gradients, and what is sent."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import shardwright as sw
+
+from .cases import close, full, mesh, place
+
+QUERIES, KEYS = 5, 7
+
+
+def _mask(kind):
+    """An additive mask; one hides every key from a query, one a key from every query."""
+    made = torch.zeros(QUERIES, KEYS)
+    made[1] = -torch.inf
+    made[:, 2] = -torch.inf
+    made[2, 3:] = -torch.inf
+    return (
+        made if kind == "rows" else made[:1].mul(0).expand(2, 1, 1, KEYS).masked_fill(made[0] < 0, -torch.inf)
+    )
+
+
+KINDS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "masked": {"attn_mask": "rows"},
+    "masked per image": {"attn_mask": "broadcast"},
+    "shared heads": {"enable_gqa": True},
+    "scaled causal": {"is_causal": True, "scale": 0.3},
+}
+
+
+def _operands(kind):
+    heads = 2 if kind == "shared heads" else 4
+    return full(2, 4, QUERIES, 8), full(2, heads, KEYS, 8, seed=1), full(2, heads, KEYS, 8, seed=2)
+
+
+def _layouts():
+    """Of queries and of keys and values."""
+    whole = sw.Replicate()
+    if mesh().ndim > 1:
+        cut = (sw.Shard(2), sw.Shard(2))
+        return [
+            (cut, cut),
+            ((sw.Shard(2), whole), (whole, sw.Shard(2))),
+            ((sw.Shard(1), whole), (sw.Shard(1), sw.Shard(2))),
+            ((sw.Shard(0), sw.Shard(2)), (sw.Shard(0), sw.ZigZag(2))),
+        ]
+    pairs = [(p, p) for p in (sw.Shard(0), sw.Shard(1), sw.Shard(2), sw.ZigZag(2), sw.Partial())]
+    pairs += [
+        (sw.Shard(2), whole),
+        (sw.ZigZag(2), whole),
+        (whole, sw.Shard(2)),
+        (whole, sw.Ragged((0, 1), (2,))),
+    ]
+    return [((q,), (k,)) for q, k in pairs if mesh().size() == 2 or not isinstance(k, sw.Ragged)]
+
+
+def _values():
+    for kind, options in KINDS.items():
+        operands = _operands(kind)
+        given = {**options}
+        if "attn_mask" in given:
+            given["attn_mask"] = _mask(given["attn_mask"])
+        plain = [x.clone().requires_grad_() for x in operands]
+        wanted = functional.scaled_dot_product_attention(*plain, **given)
+        cotangent = torch.cos(torch.arange(wanted.numel())).view(wanted.shape)
+        (wanted * cotangent).sum().backward()
+        for queries, keys in _layouts():
+            where = f"{kind}: queries {queries}, keys {keys}"
+            placed = [
+                place(x, p, requires_grad=True) for x, p in zip(operands, (queries, keys, keys), strict=True)
+            ]
+            with sw.spmd(mesh(), check=False):
+                got = functional.scaled_dot_product_attention(*placed, **given)
+                (got * cotangent).sum().backward()
+            close(got.detach(), wanted.detach(), where)
+            for x, p in zip(placed, plain, strict=True):
+                close(x.grad, p.grad, where)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_values_and_gradients_are_those_of_one_device(ranks, world):
+    ranks(world, _values)
+
+
+def _sent():
+    """256 keys for 4 queries of 2 heads: gathering keys and values would send 24,576 B."""
+    line = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    q, k, v = full(1, 2, 4, 16), full(1, 2, 256, 16, seed=1), full(1, 2, 256, 16, seed=2)
+    wanted = functional.scaled_dot_product_attention(q, k, v)
+    q, *keys = (
+        sw.distribute_tensor(x, line, [p])
+        for x, p in ((q, sw.Replicate()), (k, sw.Shard(2)), (v, sw.Shard(2)))
+    )
+    with sw.trace() as t:
+        got = functional.scaled_dot_product_attention(q, *keys)
+    close(got, wanted)
+    assert any("averaged by their weights" in decision.reason for decision in t.decisions)
+    long = sw.distribute_tensor(full(1, 2, 256, 16), line, [sw.Shard(2)])
+    with sw.trace() as own:
+        functional.scaled_dot_product_attention(
+            long, *(x.redistribute([sw.Replicate()]) for x in keys), is_causal=True
+        )
+    assert not [d for d in own.decisions if "redistribute" in d.reason]
+    return t.bytes
+
+
+def test_few_queries_send_rows_of_results_not_keys(ranks):
+    """The sums: 2 * 3/4 of 8 rows of 17 numbers. The maxima of 8 rows: exchanged and gathered, 2 * 3/4."""
+    assert ranks(4, _sent) == [2 * 3 * 8 * 17 * 4 // 4 + 2 * 3 * 8 * 4 // 4] * 4
