@@ -4,6 +4,7 @@
 the tests run a sample of it.
 """
 
+import contextlib
 import random
 import sys
 import traceback
@@ -12,6 +13,9 @@ import torch
 from torch.nn import functional
 
 import shardwright as sw
+from shardwright.rules.algorithm import Chosen
+from shardwright.rules.registry import registry
+from shardwright.tensor import dispatch, prepare
 from shardwright.testing.meshes import rank_mesh
 
 ROWS, LONG = 5, 11
@@ -97,8 +101,33 @@ def close(got, wanted):
     torch.testing.assert_close(got, wanted, equal_nan=True, **tolerance)
 
 
-def sweep(names, sizes, budget=None, seed=0):
-    """Run (a sample of) the table on this world. Returns: failures, and which ops fell back or gathered."""
+@contextlib.contextmanager
+def algorithms_always():
+    """Every algorithm that applies is chosen, whatever it costs: small tensors test them too."""
+
+    def first(call, layouts, decision):
+        if not (decision.cost_bytes or decision.fallback or decision.rewrites):
+            return None
+        priced = [Chosen(a, a.cost(call, layouts)) for a in registry.algorithms_of(call.op)]
+        return next((chosen for chosen in priced if chosen.bytes is not None), None)
+
+    priced = prepare.algorithm_for
+    prepare.algorithm_for = first
+    dispatch.clear_cache()
+    try:
+        yield
+    finally:
+        prepare.algorithm_for = priced
+        dispatch.clear_cache()
+
+
+def sweep(names, sizes, budget=None, seed=0, force=True):
+    """Run (a sample of) the table on this world. Returns: failures, and which ops fell back."""
+    with algorithms_always() if force else contextlib.nullcontext():
+        return _sweep(names, sizes, budget, seed)
+
+
+def _sweep(names, sizes, budget, seed):
     wrong = []
     pairs = [(name, way) for name in names for way in layouts(tuple(sizes))]
     if budget is not None:
@@ -215,6 +244,67 @@ CASES = {
         [values(LONG, 4), torch.tensor([[2, 1], [0, 2], [10, 5]])],
         True,
     ),
+    "layer_norm": (
+        lambda x, w, b: functional.layer_norm(x, (LONG,), w, b),
+        [X, values(LONG, seed=1), values(LONG, seed=2)],
+        True,
+    ),
+    "layer_norm, no weights": (lambda x: functional.layer_norm(x, (LONG,)), [X], True),
+    "layer_norm, two dims": (
+        lambda x, w: functional.layer_norm(x, (LONG, 4), w),
+        [values(3, LONG, 4), values(LONG, 4, seed=1)],
+        True,
+    ),
+    "layer_norm, half": (
+        lambda x, w: functional.layer_norm(x, (LONG,), w),
+        [X.bfloat16(), values(LONG, seed=1).bfloat16()],
+        False,
+    ),
+    "rms_norm": (lambda x, w: functional.rms_norm(x, (LONG,), w), [X, values(LONG, seed=1)], True),
+    "group_norm": (
+        lambda x, w, b: functional.group_norm(x, 3, w, b),
+        [values(2, 12, 3, 2), values(12, seed=1), values(12, seed=2)],
+        True,
+    ),
+    "group_norm, rows": (lambda x: functional.group_norm(x, 4), [values(5, 12)], True),
+    "batch_norm": (
+        lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True),
+        [values(5, LONG, 3), values(LONG, seed=1), values(LONG, seed=2)],
+        True,
+    ),
+    "batch_norm, eval": (
+        lambda x, m, v, w: functional.batch_norm(x, m, v.abs() + 0.1, w),
+        [values(5, LONG, 3), values(LONG, seed=1), values(LONG, seed=2), values(LONG, seed=3)],
+        False,
+    ),
+    "instance_norm": (functional.instance_norm, [values(5, LONG, 3)], True),
+    "var": (lambda x: x.var(1), [X], True),
+    "var of all": (lambda x: x.var(), [X], True),
+    "std_mean": (lambda x: torch.std_mean(x, 1, correction=0, keepdim=True), [X], True),
+    "var_mean, half": (lambda x: torch.var_mean(x, 1), [X.bfloat16()], False),
+    "mean": (lambda x: x.mean(1), [X], True),
+    "normalize": (lambda x: functional.normalize(x, dim=1), [X], True),
+    "cosine_similarity": (lambda x, y: functional.cosine_similarity(x, y, 1), [X, PROBABILITIES], True),
+    "vector_norm 3": (lambda x: torch.linalg.vector_norm(x, 3, 1), [X], True),
+    "vector_norm 0.5": (lambda x: torch.linalg.vector_norm(x, 0.5, (0, 1), keepdim=True), [X], False),
+    "vector_norm inf": (lambda x: torch.linalg.vector_norm(x, torch.inf, 1), [X], False),
+    "vector_norm 1": (lambda x: torch.linalg.vector_norm(x, 1, 1), [X], True),
+    "matrix_norm": (torch.linalg.matrix_norm, [X], True),
+    "matrix_norm 1": (lambda x: torch.linalg.matrix_norm(x, 1), [X], False),
+    "argmax": (lambda x: x.argmax(1), [X], False),
+    "argmax of all": (lambda x: x.argmax(), [X], False),
+    "argmin of all": (lambda x: x.argmin(), [integers(3, ROWS, LONG)], False),
+    "argmin, ties": (lambda x: x.argmin(1, keepdim=True), [integers(3, ROWS, LONG)], False),
+    "argmax, special": (lambda x: x.argmax(1), [special(ROWS, LONG)], False),
+    "argmin, special": (lambda x: x.argmin(1), [special(ROWS, LONG)], False),
+    "argmax of floats with ties": (lambda x: x.argmax(1), [(X * 2).round()], False),
+    "max along": (lambda x: tuple(x.max(1)), [X], True),
+    "min along, integers": (lambda x: tuple(x.min(1, keepdim=True)), [integers(3, ROWS, LONG)], False),
+    "max along, bools": (lambda x: tuple(x.max(1)), [X > 0.5], False),
+    "max along, special": (lambda x: tuple(x.max(1)), [special(ROWS, LONG)], False),
+    "max along, half": (lambda x: tuple(x.max(1)), [X.bfloat16()], False),
+    "aminmax": (lambda x: tuple(torch.aminmax(x, dim=1)), [X], True),
+    "aminmax of all": (lambda x: tuple(torch.aminmax(x)), [X], False),
 }
 
 WORLDS = ((2,), (3,), (4,), (2, 2))

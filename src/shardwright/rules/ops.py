@@ -42,10 +42,15 @@ rule("shardwright::positions", "~...[dim:d] -> d", local=_held_positions, held=(
 
 def positions(x: Tensor, dim: int) -> Tensor:
     """The logical indices along `dim`, cut like x along it:  [.., d, ..] -> i64[1.., d, ..1]."""
-    found: Tensor = torch.ops.shardwright.positions.default(x, dim)
     shape = [1] * x.dim()
     shape[dim] = x.shape[dim]
-    return found.view(shape)
+    return indices(x, dim).view(shape)
+
+
+def indices(x: Tensor, dim: int) -> Tensor:
+    """The logical indices along `dim`, cut like x along it:  [.., d, ..] -> i64[d]."""
+    found: Tensor = torch.ops.shardwright.positions.default(x, dim)
+    return found
 
 
 def finish(x: Tensor, why: str = "") -> Tensor:

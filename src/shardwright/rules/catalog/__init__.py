@@ -3,6 +3,8 @@
 from shardwright.rules.catalog import (
     attention,
     convolution,
+    cut_extremes,
+    cut_norms,
     embedding,
     factories,
     indexing,
@@ -22,6 +24,8 @@ from shardwright.rules.catalog import (
 __all__ = [
     "attention",
     "convolution",
+    "cut_extremes",
+    "cut_norms",
     "embedding",
     "factories",
     "indexing",

@@ -1,4 +1,4 @@
-"""Means and moments, rewritten on the logical call: a sum over the logical count, then sharded as a sum.
+"""Means, rewritten on the logical call as a sum over the logical count; moments likewise where dims are cut.
 
 A mean of means is wrong on uneven parts, and not a number on an empty one; the logical count is always right.
 """
@@ -11,7 +11,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from shardwright.rules.algorithm import over_rows, register_algorithm
 from shardwright.rules.described import dims_of
+from shardwright.rules.ops import finish
 from shardwright.rules.registry import rewrite
 
 _LOW_PRECISION = {torch.float16, torch.bfloat16}
@@ -61,16 +63,16 @@ def _moments(
     dims = dims_of(_hashable(dim), x.dim())
     low = x.dtype in _LOW_PRECISION
     values = x.to(torch.float32) if low else x
-    center = _mean(values, dims, keepdim=True, dtype=None)
+    center = finish(_mean(values, dims, keepdim=True, dtype=None), "a variance over a cut dim")
     spread = (values - center).abs() if x.is_complex() else values - center
     squares = torch.sum(spread * spread, dims, keepdim=keepdim) if dims else spread * spread
     free = max(0.0, _count(x, dims) - (1.0 if correction is None else float(correction)))
     average = center if keepdim or not dims else center.squeeze(dims)
-    variance = squares / free
+    variance = finish(squares, "a variance over a cut dim") / free
     return (variance.to(x.dtype), average.to(x.dtype)) if low else (variance, average)
 
 
-@rewrite("aten::var.correction")
+@register_algorithm("aten::var.correction", cost=over_rows("self"))
 def var(
     _op: object,
     x: Tensor,
@@ -79,11 +81,11 @@ def var(
     correction: float | None = None,
     keepdim: bool = False,
 ) -> Tensor:
-    """The variance."""
+    """var: the mean and the squares of each row are reduced."""
     return _moments(x, dim, correction, keepdim=keepdim)[0]
 
 
-@rewrite("aten::std.correction")
+@register_algorithm("aten::std.correction", cost=over_rows("self"))
 def std(
     _op: object,
     x: Tensor,
@@ -92,11 +94,11 @@ def std(
     correction: float | None = None,
     keepdim: bool = False,
 ) -> Tensor:
-    """The standard deviation."""
+    """std: the mean and the squares of each row are reduced."""
     return _moments(x, dim, correction, keepdim=keepdim)[0].sqrt()
 
 
-@rewrite("aten::var_mean.correction")
+@register_algorithm("aten::var_mean.correction", cost=over_rows("self"))
 def var_mean(
     _op: object,
     x: Tensor,
@@ -105,11 +107,11 @@ def var_mean(
     correction: float | None = None,
     keepdim: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Variance and mean."""
+    """var_mean: the mean and the squares of each row are reduced."""
     return _moments(x, dim, correction, keepdim=keepdim)
 
 
-@rewrite("aten::std_mean.correction")
+@register_algorithm("aten::std_mean.correction", cost=over_rows("self"))
 def std_mean(
     _op: object,
     x: Tensor,
@@ -118,7 +120,7 @@ def std_mean(
     correction: float | None = None,
     keepdim: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Standard deviation and mean."""
+    """std_mean: the mean and the squares of each row are reduced."""
     variance, average = _moments(x, dim, correction, keepdim=keepdim)
     return variance.sqrt(), average
 
