@@ -22,10 +22,10 @@ def test_a_sample_of_the_table_equals_one_device(ranks, sizes):
     assert found == [[]] * world, "\n".join(dict.fromkeys(line for of_rank in found for line in of_rank))
 
 
-def all_reduce(numbers, n):
-    """What one rank sends to reduce that many floats over n ranks: few go to all in one round."""
-    few = numbers * FLOAT < 1 << 15
-    return numbers * FLOAT * (n - 1) if few else 2 * numbers * FLOAT * (n - 1) // n
+def all_reduce(numbers, n, itemsize=FLOAT):
+    """What one rank sends to reduce that many numbers over n ranks: few go to all in one round."""
+    size = numbers * itemsize
+    return size * (n - 1) if size < 1 << 15 else 2 * size * (n - 1) // n
 
 
 def _bytes_of(rows, length):
@@ -39,6 +39,14 @@ def _bytes_of(rows, length):
         "logsumexp": lambda x: x.logsumexp(1),
         "cross entropy": lambda x: functional.cross_entropy(x, target),
         "look-up": lambda x: x.gather(1, target[:, None]),
+        "layer_norm": lambda x: functional.layer_norm(x, (length,)),
+        "rms_norm": lambda x: functional.rms_norm(x, (length,)),
+        "group_norm": lambda x: functional.group_norm(x, 4),
+        "normalize": lambda x: functional.normalize(x, dim=1),
+        "std": lambda x: x.std(1),
+        "norm": lambda x: torch.linalg.vector_norm(x, 3, 1),
+        "arg-max": lambda x: x.argmax(1),
+        "max": lambda x: x.max(1).values,
     }
     found = {}
     for name, op in ops.items():
@@ -47,21 +55,31 @@ def _bytes_of(rows, length):
         with sw.trace() as forward:
             y = op(x)
         with sw.trace() as backward:
-            y.backward(torch.ones_like(y))
+            if y.requires_grad:
+                y.backward(torch.ones_like(y))
         found[name] = forward.bytes, backward.bytes
     return found
 
 
 def test_a_cut_dim_of_any_length_moves_a_few_numbers_per_row(ranks):
     """The bytes are these formulas in the rows; they do not know the length of the cut dim."""
-    for rows, length in ((8, 64), (8, 4096), (20, 640), (16000, 32)):
-        row = all_reduce(rows, 4)
+    for rows, length in ((8, 64), (8, 4096), (20, 640), (16000, 128)):
+        row, index = all_reduce(rows, 4), all_reduce(rows, 4, 8)
+        group = all_reduce(4 * rows, 4)
         expected = {
             "softmax": (2 * row, row),
             "log_softmax": (2 * row, row),
             "logsumexp": (2 * row, 0),
             "cross entropy": (2 * row, row),
             "look-up": (0, 0),
+            "layer_norm": (2 * row, 2 * row),
+            "rms_norm": (2 * row, row),
+            "group_norm": (2 * group, 2 * group),
+            "normalize": (row, 4 * row),
+            "std": (2 * row, row),
+            "norm": (row, 0),
+            "arg-max": (row + index, 0),
+            "max": (row + index, 0),
         }
         for found in ranks(4, _bytes_of, rows, length):
             assert found == expected, f"{rows} rows of {length}"

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from shardwright.layout.layout import Layout
-from shardwright.rules.algorithm import Cost, layout_of, over_rows, pending_bytes, register_algorithm, row_bytes
+from shardwright.rules.algorithm import (
+    Cost,
+    layout_of,
+    over_rows,
+    pending_bytes,
+    register_algorithm,
+    row_bytes,
+)
 from shardwright.rules.call import Call
 from shardwright.rules.described import dims_of
 from shardwright.rules.ops import finish, indices
