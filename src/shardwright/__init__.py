@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         Shard,
         ZigZag,
     )
-    from shardwright.plan import Plan, plan_redistribution
+    from shardwright.plan import Packing, Plan, pack_blocks, plan_redistribution
     from shardwright.rules import register_algorithm, register_rule, rule, rules_of
     from shardwright.tensor import (
         DTensor,
@@ -70,7 +70,7 @@ _HOME = {
         "Shard",
         "ZigZag",
     ),
-    "shardwright.plan": ("Plan", "plan_redistribution"),
+    "shardwright.plan": ("Packing", "Plan", "pack_blocks", "plan_redistribution"),
     "shardwright.rules": ("register_algorithm", "register_rule", "rule", "rules_of"),
     "shardwright.tensor": (
         "DTensor",
@@ -99,6 +99,7 @@ __all__ = [
     "Interleaved",
     "Layout",
     "Owner",
+    "Packing",
     "Partial",
     "Partition",
     "Pending",
@@ -119,6 +120,7 @@ __all__ = [
     "init_device_mesh",
     "local_map",
     "ones",
+    "pack_blocks",
     "plan_redistribution",
     "rand",
     "randn",

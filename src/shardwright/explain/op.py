@@ -47,7 +47,6 @@ class Explanation:
         lines += [f"  rule       {rule}" for rule in rules_of(self.op)]
         return "\n".join(lines)
 
-
     def _of_algorithm(self, chosen: Chosen) -> str:
         lines = [f"{self.op.name()}: {chosen.reason}"]
         lines += [f"  operand {index}  {have}   as it is" for index, have in enumerate(self.operands)]

@@ -248,10 +248,7 @@ def _planned(
         None if out is None else _with(out, kept if i in op.to_image else sums if i in op.sums else made)
         for i, out in enumerate(decision.outputs)
     )
-    moved = sum(
-        layout_bytes(have, want)
-        for have, want in zip(layouts, inputs, strict=True)
-    )
+    moved = sum(layout_bytes(have, want) for have, want in zip(layouts, inputs, strict=True))
     sent = _halo_bytes(inputs[names.index(op.image)], halos) * (2 if op.to_image else 1)
     return WindowPlan(inputs, outputs, halos, slides, decision.overrides, moved + sent)
 

@@ -118,5 +118,3 @@ def finish(_: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str,
     """The handler of `shardwright::finish`."""
     x, why = (*args, *kwargs.values())
     return finished(x, why)
-
-
