@@ -22,7 +22,8 @@ def print_tables(meshes: list[tuple[int, ...]], console: Console) -> None:
             _line(sizes, console)
 
 
-def _kinds(n: int) -> dict[str, object]:
+def kinds(n: int) -> dict[str, object]:
+    """The placements of the table for an axis of n ranks, by the names that it uses."""
     return {
         "R": sw.Replicate(),
         "S0": sw.Shard(0),
@@ -42,13 +43,13 @@ def _plan(sizes: tuple[int, ...], source: tuple[object, ...], target: tuple[obje
 
 
 def _matrix(n: int, console: Console) -> None:
-    kinds = _kinds(n)
+    known = kinds(n)
     console.print(
         f"\nplanned bytes over the lower bound on {n} ranks, f32{list(_SHAPE)} (from the row to the column)"
     )
-    console.print(f"{'':<12}" + "".join(f"{name:>12}" for name in kinds))
-    for name, source in kinds.items():
-        cells = [_cell(_plan((n,), (source,), (target,))) for target in kinds.values()]
+    console.print(f"{'':<12}" + "".join(f"{name:>12}" for name in known))
+    for name, source in known.items():
+        cells = [_cell(_plan((n,), (source,), (target,))) for target in known.values()]
         console.print(f"{name:<12}" + "".join(f"{cell:>12}" for cell in cells))
 
 
@@ -59,7 +60,7 @@ def _cell(plan: sw.Plan) -> str:
 
 
 def _line(sizes: tuple[int, ...], console: Console) -> None:
-    layouts = [tuple(chosen) for chosen in product(*(_kinds(n).values() for n in sizes))]
+    layouts = [tuple(chosen) for chosen in product(*(kinds(n).values() for n in sizes))]
     at_bound, more = 0, []
     for source, target in product(layouts, repeat=2):
         plan = _plan(sizes, source, target)

@@ -67,6 +67,7 @@ def execute_together(
     if guarding():
         for plan in plans:
             check_same_plan(plan)
+    locals_ = [_materialised(local) for local in locals_]
     first = plans[0]
     if isinstance(first, PlanBetween):
         return _between(plans, locals_, reason)
@@ -101,6 +102,11 @@ def _by_axis(plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh,
             local = execute(single, local, mesh, reason=f"{reason}: one axis at a time, in a traced graph")
         results.append(local)
     return results
+
+
+def _materialised(x: Tensor) -> Tensor:
+    """What is sent is memory: a conjugation or a sign that is only noted is carried out first."""
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
 def _check(plan: Plan, local: Tensor, coords: Coords) -> None:

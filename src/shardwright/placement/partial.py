@@ -29,7 +29,7 @@ class Reduction:
 
 
 class _Fold:
-    """Combine first to last with one operation of two, half types in float32, and finish the total."""
+    """Combine first to last with one operation of two, floats under 32 bits in float32."""
 
     def __init__(self, op: Callable[..., Tensor], *, mean: bool = False) -> None:
         self.op, self.mean = op, mean
@@ -37,7 +37,7 @@ class _Fold:
     def __call__(self, parts: Sequence[Tensor], free: Sequence[bool]) -> Tensor:
         """One tensor: a free part, or a new one."""
         total = self._first(parts, free)
-        for part in parts[2:]:
+        for part in map(_addable, parts[2:]):
             total = self.op(total, part) if total.requires_grad else self.op(total, part, out=total)
         if self.mean:
             total = total / len(parts) if total.requires_grad else total.div_(len(parts))
@@ -48,11 +48,16 @@ class _Fold:
         if len(parts) == 1:
             return parts[0] if free[0] else parts[0].clone()
         one, two = parts[:2]
-        if one.dtype in (torch.float16, torch.bfloat16):
-            return self.op(one.float(), two)
+        if one.dtype.is_floating_point and one.dtype.itemsize < torch.float32.itemsize:
+            return self.op(one.float(), _addable(two))
         if not (free[0] or free[1]):
             return self.op(one, two)
         return self.op(one, two, out=one if free[0] else two)
+
+
+def _addable(x: Tensor) -> Tensor:
+    """8-bit floats have no arithmetic, not even with float32; the half types have."""
+    return x.float() if x.dtype.is_floating_point and x.dtype.itemsize == 1 else x
 
 
 def _is_number(x: Tensor) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+import torch
+
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending
@@ -54,6 +56,17 @@ def refuse_target(target: Layout, axis: int) -> None:
             f"{placement} on axis {target.axes[axis]!r} cannot be a target: it has no embed; "
             "redistribute to Replicate or a Partition instead"
         )
+
+
+def check_domains(layout: Layout, pendings: tuple[AxisPending, ...]) -> None:
+    """Raises: PlanError: one of these reductions has no meaning for the dtype of the layout."""
+    zero = torch.zeros((), dtype=layout.dtype)
+    for axis, pending in pendings:
+        if not pending.in_domain(zero):
+            raise PlanError(
+                f"{pending} on axis {layout.axes[axis]!r} has no meaning for {layout.dtype}: convert the "
+                "tensor first, or reduce it otherwise"
+            )
 
 
 def commute(pendings: tuple[AxisPending, ...]) -> bool:

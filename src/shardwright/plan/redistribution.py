@@ -21,7 +21,7 @@ from shardwright.plan.between import plan_between, plan_between_in_pieces
 from shardwright.plan.cost import all_reduced, exchanged, lower_bound, matching
 from shardwright.plan.lines import groups_of
 from shardwright.plan.maps import LayoutMap, Map, MixedMap, SlabMap, unchanged_axes
-from shardwright.plan.pending import AxisPending, commute, pending_change
+from shardwright.plan.pending import AxisPending, check_domains, commute, pending_change
 from shardwright.plan.plan import Plan
 from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Place, Step
 
@@ -123,6 +123,7 @@ class _Decision:
     def __init__(self, source: Layout, target: Layout) -> None:
         self.source, self.target, self.sizes = source, target, source.sizes
         self.change = pending_change(source, target)
+        check_domains(source, (*self.change.reduced, *self.change.made))
         self.reduced = tuple(axis for axis, _ in self.change.reduced)
         self.kept = tuple(axis for axis, _ in self.change.kept)
         groups = groups_of((source, target))
@@ -250,8 +251,10 @@ class _Decision:
 
 
 def _reduces_natively(pending: Pending, dtype: torch.dtype) -> bool:
-    if pending.reduce_op in ("sum", "avg", "product"):
+    if pending.reduce_op in ("sum", "avg"):
         return True
+    if pending.reduce_op == "product":
+        return not dtype.is_complex  # complex numbers travel as pairs, which add up and do not multiply
     # The backends' max and min drop NaN.
     return pending.reduce_op in ("max", "min") and not dtype.is_floating_point
 
