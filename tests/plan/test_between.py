@@ -13,7 +13,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement import Owner, Partial, Pending, Ragged, Replicate, Shard
 from shardwright.plan import between, plan_redistribution
-from shardwright.plan.between_bound import _messages
+from shardwright.plan.between_bound import messages
 from shardwright.plan.carry import Carry
 from shardwright.plan.rank_map import Part
 from tests.plan.kinds import all_kinds, small_integers
@@ -104,9 +104,9 @@ def test_the_bound_for_terms_that_become_terms_is_never_above_the_shortest_seque
         source = Part((), tuple(tuple(held[i * q : (i + 1) * q]) for i in range(r)))
         target = Part((), tuple(tuple(wanted[i * size : (i + 1) * size]) for i in range(count)))
         term_of = {rank: term for group in source.groups for term, rank in enumerate(group)}
-        bound = _messages(source, target, padded=True, by_term=False)
+        bound = messages(source, target, padded=True, by_term=False)
         assert bound == fewest_messages(term_of, target.groups, q)
-        assert _messages(source, target, padded=True, by_term=True) <= bound
+        assert messages(source, target, padded=True, by_term=True) <= bound
 
 
 # ------------------------------------------------------------------------------------------ in numbers
@@ -260,7 +260,7 @@ def test_a_pending_without_an_identity_is_embedded_from_the_value():
 # ---------------------------------------------------------------------------------- faults that are planted
 
 
-@pytest.mark.parametrize("fault", ["_keeps", "_wants", "_shift"])
+@pytest.mark.parametrize("fault", ["_keeps", "_wants_in", "_shift"])
 def test_a_planted_fault_is_found(monkeypatch, fault):
     """What a rank holds is forgotten; what one rank wants is; terms arrive in each other's place."""
     mesh = MeshShape(("x",), (3,), (1, 2, 3))
@@ -268,7 +268,7 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
     right = getattr(Carry, fault)
     wrong = {
         "_keeps": lambda *_: False,
-        "_wants": lambda *arguments: right(*arguments)[:-1],
+        "_wants_in": lambda *arguments: right(*arguments)[:-1],
         "_shift": lambda *_: 0,
     }
     monkeypatch.setattr(Carry, fault, wrong[fault])

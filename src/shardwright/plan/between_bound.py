@@ -22,16 +22,29 @@ def least(source: RankMap, target: RankMap, *, padded: bool, by_term: bool) -> i
         by_term: the ranks of a group may have different terms, which stay terms; else one rank has the value.
     """
     counts = shared_counts([part.cell for part in source.parts], [part.cell for part in target.parts])
-    return sum(
-        int(counts[i, j]) * _messages(source.parts[i], target.parts[j], padded=padded, by_term=by_term)
-        for i, j in np.argwhere(counts)
+    groups = np.array(
+        [len(_groups(part, padded=padded, by_term=by_term)) for part in target.parts], dtype=np.int64
     )
+    strangers = source.terms + groups - 1  # where no rank is in both parts
+    total = int((counts * strangers).sum())
+    common = {
+        (place.part, target.place_of[rank].part)
+        for rank, place in source.place_of.items()
+        if rank in target.place_of
+    }
+    for i, j in common:
+        needed = messages(source.parts[i], target.parts[j], padded=padded, by_term=by_term)
+        total += int(counts[i, j]) * (needed - int(strangers[j]))
+    return total
 
 
-def _messages(source: Part, target: Part, *, padded: bool, by_term: bool) -> int:
-    """For one element that is in both parts."""
-    terms = len(source.groups[0])
-    groups = target.groups if padded or by_term else tuple((rank,) for rank in target.ranks)
+def _groups(target: Part, *, padded: bool, by_term: bool) -> tuple[tuple[int, ...], ...]:
+    return target.groups if padded or by_term else tuple((rank,) for rank in target.ranks)
+
+
+def messages(source: Part, target: Part, *, padded: bool, by_term: bool) -> int:
+    """For one element that is in both parts; see `least`."""
+    terms, groups = len(source.groups[0]), _groups(target, padded=padded, by_term=by_term)
     if by_term:
         holders = [frozenset(source.holders(term)) for term in range(terms)]
         missing = [sum(held.isdisjoint(group) for held in holders) for group in groups]

@@ -12,6 +12,8 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from shardwright.placement.base import Pending
 from shardwright.plan.grid import Overlap, overlaps
 from shardwright.plan.rank_map import Part, Place, RankMap
@@ -108,8 +110,31 @@ class Carry:
     @cached_property
     def moved(self) -> int:
         """How many elements cross between ranks."""
-        return sum(
-            wanted.high - wanted.low for part, term in self._sources() for wanted in self._wants(part, term)
+        return sum(int(self._missing(part, term).sum()) for part, term in self._sources())
+
+    def _missing(self, part: int, term: int) -> Counts:
+        """How many elements of one term of a part must come to each part of the target from others."""
+        times = self._takers.copy()
+        held = {
+            self.target.place_of[r]
+            for r in self.source.parts[part].holders(term)
+            if r in self.target.place_of
+        }
+        if self.wanted is Wanted.ONE:
+            held = {place._replace(term=0) for place in held}
+        elif self.wanted is Wanted.SAME:
+            held = {place for place in held if place.term == term}
+        for place in held:
+            times[place.part] -= 1
+        missing: Counts = self.counts[part] * times
+        return missing
+
+    @cached_property
+    def _takers(self) -> Counts:
+        """How often each part of the target is wanted: by every rank, or once per group."""
+        every = self.wanted is Wanted.EVERY
+        return np.array(
+            [len(part.ranks if every else part.groups) for part in self.target.parts], dtype=np.int64
         )
 
     @cached_property
@@ -118,11 +143,27 @@ class Carry:
         sent = dict.fromkeys(sorted({*self.source.place_of, *self.target.place_of}), 0)
         got = dict(sent)
         for part, term in self._sources():
-            for delivery in self.deliveries(part, term):
-                amount = self._amount(part, delivery)
-                sent[delivery.sender] += amount
-                got[delivery.receiver] += amount
+            holders = self.source.parts[part].holders(term)
+            if len(holders) == 1:
+                sent[holders[0]] += int(self._missing(part, term).sum())
+            for delivery in self.deliveries(part, term) if len(holders) > 1 else ():
+                sent[delivery.sender] += self._amount(part, delivery)
+        for rank in self.target.place_of:
+            got[rank] = self._received(rank)
         return {rank: (sent[rank], got[rank]) for rank in sent}
+
+    def _received(self, rank: int) -> int:
+        """Elements that come to a rank."""
+        goal, place = self.target.place_of[rank], self.source.place_of.get(rank)
+        if self.wanted is Wanted.EVERY:
+            total = self.source.terms * int(self.counts[:, goal.part].sum())
+            return total if place is None else total - int(self.counts[place.part, goal.part])
+        return sum(
+            self._amount(part, want)
+            for part, term in self._sources()
+            for want in self._wants_in(part, term, goal.part)
+            if want.receiver == rank
+        )
 
     def held(self, rank: int) -> int:
         """Elements that a rank holds in this step beside its source: the result, and the messages."""
@@ -145,24 +186,25 @@ class Carry:
         return cut_overlaps(overlaps(source.cell, target.cell), delivery.low, delivery.high)
 
     def _sources(self) -> list[tuple[int, int]]:
-        return [
-            (index, term)
-            for index, part in enumerate(self.source.parts)
-            for term in range(len(part.groups[0]))
-        ]
+        return [(part, term) for part in range(len(self.source.parts)) for term in range(self.source.terms)]
 
     # ------------------------------------------------------------------------------------ who wants what
 
     def _wants(self, part: int, term: int) -> list[Delivery]:
         """What others want of one term of a part, in the order of their ranks; the senders are open."""
-        holders = frozenset(self.source.parts[part].holders(term))
         wants = [
-            Delivery(-1, receiver, index, low, high)
-            for index, target in enumerate(self.target.parts)
-            if (count := int(self.counts[part, index]))
-            for receiver, low, high in self._receivers(target, holders, term, count)
+            want
+            for index in np.flatnonzero(self.counts[part])
+            for want in self._wants_in(part, term, int(index))
         ]
         return sorted(wants, key=lambda want: want.receiver)
+
+    def _wants_in(self, part: int, term: int, target_part: int) -> list[Delivery]:
+        """Those of them that are in one part of the target."""
+        count = int(self.counts[part, target_part])
+        holders = frozenset(self.source.parts[part].holders(term))
+        receivers = self._receivers(self.target.parts[target_part], holders, term, count) if count else ()
+        return [Delivery(-1, receiver, target_part, low, high) for receiver, low, high in receivers]
 
     def _receivers(
         self, target: Part, holders: frozenset[int], term: int, count: int
@@ -206,6 +248,13 @@ class Carry:
             wants, holders = self._wants(part, term), self.source.parts[part].holders(term)
             known = self._deliveries[part, term] = list(self._shared_out(wants, holders))
         return known
+
+    def _for(self, part: int, term: int, target_part: int) -> list[Delivery]:
+        """Messages of one term of a part, those for one part of the target at least."""
+        holders = self.source.parts[part].holders(term)
+        if len(holders) > 1:
+            return self.deliveries(part, term)
+        return [want._replace(sender=holders[0]) for want in self._wants_in(part, term, target_part)]
 
     def _shared_out(self, wants: list[Delivery], holders: tuple[int, ...]) -> Iterator[Delivery]:
         total = sum(want.high - want.low for want in wants)
@@ -261,13 +310,12 @@ class Carry:
 
     def _receives(self, rank: int, goal: Place) -> tuple[tuple[int, tuple[Strided, ...]], ...]:
         views: dict[int, tuple[Strided, ...]] = {}
-        for part, term in self._sources():
-            if not self.counts[part, goal.part]:
-                continue
-            for delivery in self.deliveries(part, term):
-                if delivery.receiver == rank:
-                    found = self._overlaps(part, delivery)
-                    views[delivery.sender] = tuple(target_views(found, self._shift(rank, term)))
+        for part in np.flatnonzero(self.counts[:, goal.part]).tolist():
+            for term in range(self.source.terms):
+                for delivery in self._for(part, term, goal.part):
+                    if delivery.receiver == rank:
+                        found = self._overlaps(part, delivery)
+                        views[delivery.sender] = tuple(target_views(found, self._shift(rank, term)))
         return tuple((peer, views[peer]) for peer in sorted(views) if views[peer])
 
     def _shift(self, rank: int, term: int) -> int:
