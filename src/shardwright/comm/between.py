@@ -91,6 +91,7 @@ class _Run:
         for piece, steps in enumerate(step.parts):
             done = self.steps((*key, piece), [steps], [x])[0]
             move(done, out, step.views(piece, self.rank))
+            del done  # else it is held while the next piece moves
         return out
 
     def _carry(self, key: Key, steps: Sequence[Carry], held: list[Tensor]) -> list[Tensor]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from shardwright.comm.packing import in_memory, move, new_tensor, view_of
+from shardwright.comm.packing import move, new_tensor, view_of
 from shardwright.errors import PlacementError
+from shardwright.placement.base import Pending
 from shardwright.plan.between_steps import Finish, Term
 from shardwright.plan.carry import Carry, Side
 from shardwright.plan.strided import Strided
@@ -17,12 +20,18 @@ def carried(x: Tensor, side: Side, step: Carry) -> Tensor:
     """The result with what `x` holds of it, and room for what arrives; `x` itself if that is all of it."""
     if side.nothing:
         return x
+    number = _filling(step.fill, x.dtype) if step.fill is not None and side.target.numel else None
     out = new_tensor(x, side.target)
-    if step.fill is not None and out.numel():
-        filled = step.fill.identity(out)
-        out = out if filled is None else in_memory(filled, side.target)
+    if number is not None:
+        out.fill_(number)
     move(x, out, side.keep)
     return out
+
+
+def _filling(pending: Pending, dtype: torch.dtype) -> Any:
+    """What the result holds where nothing arrives; a number, so that no second tensor is made."""
+    identity = pending.identity(torch.empty((), dtype=dtype))
+    return None if identity is None else identity.item()
 
 
 def fitted(x: Tensor, step: Carry, rank: int) -> Tensor:

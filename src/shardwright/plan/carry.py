@@ -166,9 +166,15 @@ class Carry:
         )
 
     def held(self, rank: int) -> int:
-        """Elements that a rank holds in this step beside its source: the result, and the messages."""
-        sent, got = self.traffic.get(rank, (0, 0))
-        return self.copies * self.target.memory(rank).numel + sent + got
+        """Elements that a rank holds in this step beside its source: the result, and the messages.
+
+        Where terms are made, the domain of the values is asked, which may take a truth value for each.
+        """
+        buffers = sum(self.traffic.get(rank, (0, 0)))
+        size = self.target.memory(rank).numel
+        if self.fill is not None and not self.stacked:
+            buffers = max(buffers, -(-size // self.itemsize))
+        return self.copies * size + buffers
 
     @property
     def copies(self) -> int:

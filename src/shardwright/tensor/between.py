@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardwright.compat import root_ranks
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
+from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Pending
 from shardwright.plan.redistribution import plan_redistribution
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
@@ -33,33 +35,31 @@ def layout_on(
     if mesh == x.device_mesh:
         resolved, kept = resolve_placements(mesh, given, default="layout", x=x)
         return x.layout.with_placements(resolved, order=order if order is not None else kept)
-    _check_meshes(x, mesh)
+    fault = _fault(x.device_mesh, mesh)
+    if fault:
+        raise LayoutError(f"{x.layout} {fault}")
     resolved, kept = resolve_placements(mesh, given, default="layout", x=x)
     old = x.layout
     order = order if order is not None else kept
     return Layout(mesh, resolved, old.shape, dtype=old.dtype, stride=old.stride, order=order)
 
 
-def _check_meshes(x: DTensor, mesh: DeviceMesh) -> None:
-    home = x.device_mesh
+@lru_cache(maxsize=1024)
+def _fault(home: DeviceMesh, mesh: DeviceMesh) -> str:
+    """Why a tensor cannot go from one mesh to the other; empty if it can."""
     if home.device_type != mesh.device_type:
-        raise LayoutError(
-            f"{x.layout} lives on a mesh of {home.device_type} devices and cannot be redistributed to one of "
+        return (
+            f"lives on a mesh of {home.device_type} devices and cannot be redistributed to one of "
             f"{mesh.device_type} devices: copy it to the other device on its own mesh first"
         )
-    if _ranks(home) == _ranks(mesh):
-        return
-    for which in (home, mesh):
-        if root_ranks(which) != _ranks(which):
-            raise LayoutError(
-                f"{x.layout} cannot go from a mesh of ranks {sorted(_ranks(home))} to one of ranks "
-                f"{sorted(_ranks(mesh))}: one of them is a slice of a larger mesh, so ranks disagree about "
-                "who takes part; make both with DeviceMesh or init_device_mesh"
-            )
-
-
-def _ranks(mesh: DeviceMesh) -> frozenset[int]:
-    return frozenset(mesh.mesh.flatten().tolist())
+    here, there = (frozenset(as_mesh_shape(which).ranks) for which in (home, mesh))
+    if here == there or (root_ranks(home) == here and root_ranks(mesh) == there):
+        return ""
+    return (
+        f"cannot go from a mesh of ranks {sorted(here)} to one of ranks {sorted(there)}: one of them is a "
+        "slice of a larger mesh, so ranks disagree about who takes part; make both with DeviceMesh or "
+        "init_device_mesh"
+    )
 
 
 def acceptable_between(source: Layout, gradient: Layout) -> Layout:
