@@ -43,12 +43,12 @@ def random_layout(draw: random.Random, mesh: MeshShape, shape, stride, kinds=all
 
 
 def random_pairs(
-    count: int, seed: int, kinds=all_kinds, sizes=SIZES, world: int = WORLD
+    count: int, seed: int, kinds=all_kinds, sizes=SIZES, world: int = WORLD, shapes=(*SHAPES, ())
 ) -> Iterator[tuple[Layout, Layout]]:
     """Layouts of one tensor on two meshes: disjoint, overlapping, the same ranks in another order."""
     draw = random.Random(seed)
     for _ in range(count):
-        shape = draw.choice((*SHAPES, ()))
+        shape = draw.choice(shapes)
         kind = kinds if shape else (lambda ndim, n: [p for p in kinds(1, n) if not hasattr(p, "dim")][:1])
         stride = (1, max(shape[0], 1)) if len(shape) == 2 and draw.random() < 0.3 else None
         yield tuple(

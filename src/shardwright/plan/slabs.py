@@ -5,9 +5,13 @@ from __future__ import annotations
 from shardwright.placement.region import Box
 
 
+# More pieces than this would cost more time than the memory is worth.
+_MOST = 256
+
+
 def slab_counts(shape: tuple[int, ...]) -> list[int]:
     """In how many pieces to try: twice as many each time, at most one per index of the longest dim."""
-    longest = max((*shape, 1))
+    longest = min(max((*shape, 1)), _MOST)
     return [2**i for i in range(1, longest.bit_length()) if 2**i < longest] + [longest]
 
 
