@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from shardwright.placement.region import Box
 
-
 # More pieces than this would cost more time than the memory is worth.
 _MOST = 256
 

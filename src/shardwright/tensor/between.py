@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from shardwright.compat import root_ranks
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
@@ -60,6 +62,12 @@ def _fault(home: DeviceMesh, mesh: DeviceMesh) -> str:
         "slice of a larger mesh, so ranks disagree about who takes part; make both with DeviceMesh or "
         "init_device_mesh"
     )
+
+
+def own_coords(layout: Layout) -> tuple[int, ...] | None:
+    """This rank's coordinates on the mesh of a layout, None when it is not part of it."""
+    rank = dist.get_rank()
+    return layout.coords_of(rank) if rank in layout.ranks else None
 
 
 def acceptable_between(source: Layout, gradient: Layout) -> Layout:

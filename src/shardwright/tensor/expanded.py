@@ -56,7 +56,7 @@ def _kept(layout: Layout, dims: tuple[int, ...], *, must_hold: bool) -> list[Pla
 
 
 def base_of(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The local part of what was expanded."""
-    for dim in expanded_dims(layout):
+    """The local part of what was expanded; a rank outside the mesh has none."""
+    for dim in expanded_dims(layout) if local.dim() == len(layout.shape) else ():
         local = local.narrow(dim, 0, min(1, local.shape[dim]))
     return local

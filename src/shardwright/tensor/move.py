@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.comm.execute import execute
 from shardwright.plan.redistribution import plan_redistribution
+from shardwright.tensor.between import own_coords
 from shardwright.tensor.expanded import base_of, bases
 from shardwright.tensor.spec import coords_of
 
@@ -29,5 +30,6 @@ def move_local(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
         return execute(plan_redistribution(source, target), x._local_tensor, x.device_mesh, reason=reason)
     base, why = base_of(x._local_tensor, source), f"{reason}: what it was expanded from"
     moved = execute(plan_redistribution(*small), base, x.device_mesh, reason=why)
-    coords = coords_of(x.device_mesh)
+    same = target.mesh_shape == source.mesh_shape
+    coords = coords_of(x.device_mesh) if same else own_coords(target)
     return moved if coords is None else moved.expand(target.local_shape(coords))
