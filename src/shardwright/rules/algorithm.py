@@ -133,7 +133,7 @@ def cutting_axes(layout: Layout, dims: Iterable[int]) -> tuple[int, ...] | None:
         if not placement.is_partition or n == 1:
             continue
         cut = placement.cut_dims(layout.shape, n)  # type: ignore[attr-defined]
-        if len(cut) != 1:
+        if len(cut) != 1 or placement.on_dim(cut[0]) != placement:  # type: ignore[attr-defined]
             return None
         if cut[0] in wanted:
             found.append(axis)

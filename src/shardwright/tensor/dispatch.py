@@ -13,7 +13,15 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.utils._pytree import tree_map_only
 
 from shardwright.rules import registry
-from shardwright.tensor import copied_views, handlers, key_parts, other_sizes, windows  # noqa: F401  algorithms
+from shardwright.tensor import (  # noqa: F401  algorithms register themselves
+    copied_views,
+    cut_orders,
+    cut_scans,
+    handlers,
+    key_parts,
+    other_sizes,
+    windows,
+)
 from shardwright.tensor.algorithms import ByAlgorithm
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.mixing import distributed, replicate_plain
