@@ -47,6 +47,8 @@ def _bytes_of(rows, length):
         "norm": lambda x: torch.linalg.vector_norm(x, 3, 1),
         "arg-max": lambda x: x.argmax(1),
         "max": lambda x: x.max(1).values,
+        "top 2": lambda x: x.topk(2, 1).values,
+        "scan": lambda x: x.detach().cumsum(1),
     }
     found = {}
     for name, op in ops.items():
@@ -63,7 +65,7 @@ def _bytes_of(rows, length):
 
 def test_a_cut_dim_of_any_length_moves_a_few_numbers_per_row(ranks):
     """The bytes are these formulas in the rows; they do not know the length of the cut dim."""
-    for rows, length in ((8, 64), (8, 4096), (20, 640), (16000, 128)):
+    for rows, length in ((8, 128), (8, 4096), (20, 640), (16000, 128)):
         row, index = all_reduce(rows, 4), all_reduce(rows, 4, 8)
         group = all_reduce(4 * rows, 4)
         expected = {
@@ -80,6 +82,8 @@ def test_a_cut_dim_of_any_length_moves_a_few_numbers_per_row(ranks):
             "norm": (row, 0),
             "arg-max": (row + index, 0),
             "max": (row + index, 0),
+            "top 2": (3 * 2 * rows * (FLOAT + 8), 0),
+            "scan": (3 * rows * FLOAT, 0),
         }
         for found in ranks(4, _bytes_of, rows, length):
             assert found == expected, f"{rows} rows of {length}"
