@@ -155,7 +155,7 @@ def _chosen():
     assert text.startswith("aten::_softmax: algorithm softmax: the maximum and the sum of each row")
     with sw.explicit():
         rows.softmax(1)
-        with pytest.raises(ImplicitRedistributionError, match="aten::_softmax: its algorithm over a cut dim"):
+        with pytest.raises(ImplicitRedistributionError, match=r"aten::_softmax: needs .* algorithm softmax"):
             x.softmax(1)
 
 

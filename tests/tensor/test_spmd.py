@@ -191,7 +191,7 @@ def test_explicit_raises_with_operands_and_a_way_out(ranks):
     assert "f32[8, 4@tp]" in add
     assert "fix" in add
     assert "Partial(sum)" in relu
-    assert ".redistribute({'tp': Replicate()})" in in_place
+    assert 'other.redistribute({"tp": Replicate()})' in in_place
 
 
 def _scalars():

@@ -168,15 +168,8 @@ class _Decision:
     # ------------------------------------------------------------------- Pendings that the target asks for
 
     def _check_made(self) -> None:
-        empty = torch.zeros((), dtype=self.source.dtype)
         for axis in self.target.pending_axes:
             refuse_target(self.target, axis)
-            pending = cast("Pending", self.target.placements[axis])
-            if not pending.in_domain(empty):
-                raise PlanError(
-                    f"{pending} on axis {self.target.axes[axis]!r} cannot be a target: it has no meaning "
-                    f"for {self.source.dtype}"
-                )
 
     def _can_be_padded(self) -> bool:
         """Whether the target's terms can be made from a value that one rank of each group has."""

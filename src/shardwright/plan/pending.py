@@ -14,6 +14,7 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending
+from shardwright.placement.partial import Partial
 
 AxisPending = tuple[int, Pending]
 
@@ -55,6 +56,14 @@ def refuse_target(target: Layout, axis: int) -> None:
         raise PlanError(
             f"{placement} on axis {target.axes[axis]!r} cannot be a target: it has no embed; "
             "redistribute to Replicate or a Partition instead"
+        )
+    blank = torch.zeros((), dtype=target.dtype)
+    if not placement.in_domain(blank):
+        others = [name for name in ("sum", "max", "bor") if Partial(name).in_domain(blank)]
+        fix = " or ".join(["Replicate()", *(f'Partial("{name}")' for name in others)])
+        raise PlanError(
+            f"{placement.text()} on axis {target.axes[axis]!r} cannot be a target: it has no meaning for "
+            f"{target.dtype}; fix (checked): {fix}"
         )
 
 

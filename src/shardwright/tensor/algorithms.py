@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.comm.record import record_decision, recording
 from shardwright.errors import ImplicitRedistributionError, LayoutError
 from shardwright.placement.base import Replicate
+from shardwright.rules.propagate import propagate
+from shardwright.rules.refusal import implicit_text
 from shardwright.rules.registry import functional_form
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.modes import refuse_to_finish
@@ -51,11 +53,15 @@ class ByAlgorithm:
             if op._schema.is_mutable:
                 return self._into_operands(args, kwargs)
             out = self._compute(op, args, kwargs)
-        except ImplicitRedistributionError as error:
-            scene = f"{op.name()}: its algorithm over a cut dim, in"
-            raise ImplicitRedistributionError(f"{scene} {error}") from None
+        except ImplicitRedistributionError:
+            raise ImplicitRedistributionError(self._refusal(args, kwargs)) from None
         flat = self._fitted(out)
         return flat[0] if len(flat) == 1 and not isinstance(out, list | tuple) else tuple(flat)
+
+    def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """Why it may not run, in terms of the op that the user called."""
+        layouts = tuple(x.layout for x in tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor))
+        return implicit_text(self.call, layouts, propagate(self.call, layouts).inputs, self.chosen.reason)
 
     def _compute(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = tree_map_only(DTensor, lambda x: finished(x, op.name()), (args, dict(kwargs)))

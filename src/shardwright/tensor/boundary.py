@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.errors import RuleError
 from shardwright.tensor.host_reads import READING, with_host_values
 from shardwright.tensor.out import call_with_out, fills_itself
+from shardwright.tensor.plain_beside import plain_among
 
 
 class _State(threading.local):
@@ -88,7 +89,7 @@ def _refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             continue
         if func in AUTOGRAD or getattr(func, "__name__", "") == "__set__":
             return
-        raise RuleError(plain_beside(getattr(func, "__name__", str(func)), value))
+        raise RuleError(plain_among(func, args, kwargs, value, call))
 
 
 def _is_written(func: Any, value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -116,13 +117,3 @@ def writes_first(func: Any) -> bool:
     """Does the function write into its first argument, by torch's rules of naming?"""
     name = getattr(func, "__name__", "")
     return name in _CHANGING or (name.endswith("_") and not name.endswith("__"))
-
-
-def plain_beside(name: str, x: torch.Tensor) -> str:
-    """The text of the refusal."""
-    return (
-        f"{name}: a plain tensor of shape {tuple(x.shape)} beside a DTensor: where does it live?\n"
-        "  fix: sw.distribute_tensor(x, mesh, placements)  if every rank (or rank 0) has the whole tensor\n"
-        "       sw.DTensor.from_local(x, mesh, placements) if each rank has its own part\n"
-        "       with sw.spmd(mesh): ...                    if the block is a single-device program"
-    )

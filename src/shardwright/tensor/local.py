@@ -57,7 +57,7 @@ def from_local(
     if coords is None:
         local = local.new_empty(0, requires_grad=local.requires_grad)
     else:
-        _check_shape(local, layout, coords)
+        _check_shape(local, layout, mesh, coords)
         if run_check:
             local = _same_on_replicas(local, mesh, layout)
     grad_layout = finished(layout)
@@ -89,7 +89,9 @@ def inferred_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
             continue
         if not isinstance(dim, int):
             raise LayoutError(
-                f"from_local cannot infer the logical shape under {placement}: pass shape and stride"
+                f"from_local cannot infer the logical shape under {placement}: pass shape and stride\n"
+                f"  local  {tuple(local.shape)} on this rank\n"
+                "  fix: from_local(..., shape=(...), stride=(...)) with those of the whole tensor"
             )
         dim = dim % max(len(shape), 1)
         size = mesh.size(axis)
@@ -98,13 +100,27 @@ def inferred_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
     return Layout(mesh, tuple(placements), tuple(shape), dtype=local.dtype, stride=tuple(stride))
 
 
-def _check_shape(local: torch.Tensor, layout: Layout, coords: tuple[int, ...]) -> None:
+def _check_shape(local: torch.Tensor, layout: Layout, mesh: DeviceMesh, coords: tuple[int, ...]) -> None:
     expected = tuple(layout.local_shape(coords))
     if tuple(local.shape) != expected:
         raise LayoutError(
             f"local tensor of shape {tuple(local.shape)} on coords {coords}, but {layout} gives this rank "
-            f"{expected}: pass the part that belongs here, or the right shape="
+            f"{expected}: pass the part that belongs here, or the right shape=\n"
+            f"  {_way_out(local, layout, mesh, coords)}"
         )
+
+
+def _way_out(local: torch.Tensor, layout: Layout, mesh: DeviceMesh, coords: tuple[int, ...]) -> str:
+    """What would take this local tensor, tried on the layout that it makes."""
+    if tuple(local.shape) == layout.shape:
+        return "fix (checked): sw.distribute_tensor(local, mesh, placements): this is the whole tensor"
+    try:
+        inferred = inferred_layout(local, mesh, layout.placements)
+    except LayoutError:
+        inferred = layout
+    if inferred.local_shape(coords) == tuple(local.shape):
+        return f"fix (checked here): shape={inferred.shape}, if every rank has a part of this shape"
+    return "fix: a logical shape of which these placements give this rank such a part"
 
 
 def _same_on_replicas(local: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:

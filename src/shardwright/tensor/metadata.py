@@ -74,6 +74,17 @@ def described(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(_describe(v) for v in values)
 
 
+def described_call(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Call:
+    """The logical call; without results where they cannot be known before it runs."""
+    try:
+        infos = result_infos(func, args, kwargs)
+    except DataDependentError:
+        infos = ()
+    return Call(func, described(args), tuple((k, _describe(v)) for k, v in kwargs.items()), infos)
+
+
 def _describe(value: Any) -> Any:
     if isinstance(value, DTensor):
         layout = value.layout

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
-from shardwright.tensor.boundary import helpers_allowed, plain_beside
+from shardwright.tensor.boundary import helpers_allowed
+from shardwright.tensor.plain_beside import plain_beside
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import wrap
 

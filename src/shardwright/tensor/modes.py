@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from shardwright.layout.layout import Layout
     from shardwright.tensor.dtensor import DTensor
-    from shardwright.tensor.prepare import Prepared
 
 
 class _Mode(threading.local):
@@ -38,18 +37,9 @@ def explicit() -> Iterator[None]:
         _mode.explicit = before
 
 
-def refuse_implicit(func: torch._ops.OpOverload, prepared: Prepared, tensors: list[DTensor]) -> None:
-    """Raise for a call that would communicate implicitly while `explicit()` is active.
-
-    A move that costs nothing (taking a slice of what the rank holds, embedding a finished value) is no
-    communication and passes.
-    """
-    if not _mode.explicit:
-        return
-    for move in prepared.moves:
-        plan = plan_redistribution(tensors[move.operand].layout, move.target)
-        if plan.total_bytes:
-            raise ImplicitRedistributionError(_text(func, prepared, tensors, move.operand, plan.total_bytes))
+def is_explicit() -> bool:
+    """Is an implicit redistribution refused here?"""
+    return _mode.explicit
 
 
 def refuse_to_gather(func: torch._ops.OpOverload, x: DTensor, why: str) -> None:
@@ -61,8 +51,8 @@ def refuse_to_gather(func: torch._ops.OpOverload, x: DTensor, why: str) -> None:
     if cost:
         raise ImplicitRedistributionError(
             f"{func.name()}: needs an implicit redistribution (explicit mode allows none): {why}\n"
-            f"  operand 0  {x.layout}\n"
-            f"  fix:  operand.full_tensor()     {cost} B over all ranks"
+            f"  {func._schema.arguments[0].name}  {x.layout}\n"
+            f"  fix (checked):  call full_tensor() on it first     {cost} B over all ranks"
         )
 
 
@@ -88,18 +78,3 @@ def refuse_exchange(op: torch._ops.OpOverload, sent: int, tensors: list[DTensor]
     lines.append(f"  about {sent} B sent by each rank")
     lines.append("  fix:  redistribute the operands so that the dim along which the op works is whole")
     raise ImplicitRedistributionError("\n".join(lines))
-
-
-def _text(
-    func: torch._ops.OpOverload, prepared: Prepared, tensors: list[DTensor], operand: int, cost: int
-) -> str:
-    target = next(m.target for m in prepared.moves if m.operand == operand)
-    lines = [
-        f"{func.name()}: needs an implicit redistribution (explicit mode allows none): {prepared.reason}"
-    ]
-    for index, tensor in enumerate(tensors):
-        mark = "   <- must become " + str(target) if index == operand else ""
-        lines.append(f"  operand {index}  {tensor.layout}{mark}")
-    named = ", ".join(f"{a!r}: {p!r}" for a, p in zip(target.axes, target.placements, strict=True))
-    lines.append(f"  fix:  operand.redistribute({{{named}}})     {cost} B over all ranks")
-    return "\n".join(lines)

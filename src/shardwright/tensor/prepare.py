@@ -17,9 +17,10 @@ from shardwright.rules.any_size import AnySize
 from shardwright.rules.call import Call
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision, propagate
+from shardwright.rules.refusal import meshes_text
 from shardwright.tensor.algorithms import ByAlgorithm, may_write
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.metadata import DataDependentError, described, result_infos
+from shardwright.tensor.metadata import DataDependentError, described, described_call, result_infos
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def prepare_call(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
 ) -> Prepared | ByAlgorithm:
     """Decide the call of this very op, without a look at simpler ones that it may consist of."""
-    mesh = _one_mesh(func, tensors)
+    mesh = _one_mesh(func, args, kwargs, tensors)
     use = _common_use(tensors)
     known = described(args), tuple(zip(kwargs, described(tuple(kwargs.values())), strict=True))
     if not registry.rules_of(func) and coords_of(mesh) is not None:
@@ -184,15 +185,13 @@ def _written(func: torch._ops.OpOverload, call: Call) -> tuple[int | None, ...]:
     return tuple(found)
 
 
-def _one_mesh(func: torch._ops.OpOverload, tensors: list[DTensor]) -> DeviceMesh:
+def _one_mesh(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
+) -> DeviceMesh:
     mesh: DeviceMesh = tensors[0].device_mesh
     for other in tensors[1:]:
         if other.device_mesh is not mesh and other.layout.mesh_shape != tensors[0].layout.mesh_shape:
-            raise RuleError(
-                f"{func.name()}: operands live on different meshes\n"
-                f"  {tensors[0].layout}\n  {other.layout}\n"
-                "  fix: redistribute one of them onto the other's mesh"
-            )
+            raise RuleError(meshes_text(described_call(func, args, kwargs), [t.layout for t in tensors]))
     return mesh
 
 

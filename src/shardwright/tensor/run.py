@@ -13,8 +13,8 @@ from shardwright.layout.layout import Layout
 from shardwright.rules.identity import identity_of
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.mixing import as_replicated
-from shardwright.tensor.modes import refuse_implicit
 from shardwright.tensor.move import move_local
+from shardwright.tensor.refusing import refuse_implicit
 from shardwright.tensor.spec import Spec, coords_of, spec_of
 from shardwright.tensor.wrap import wrap
 
@@ -34,7 +34,7 @@ def run(
     """The op's result as DTensors; operands that are written come back as the objects that were given."""
     locals_ = [t._local_tensor for t in tensors]
     if prepared.moves:
-        _move(prepared, func, tensors, locals_)
+        _move(prepared, func, args, kwargs, tensors, locals_)
     if prepared.skip:
         out = _nothing(prepared, tensors)
     else:
@@ -50,9 +50,14 @@ def run(
 
 
 def _move(
-    prepared: Prepared, func: torch._ops.OpOverload, tensors: list[DTensor], locals_: list[torch.Tensor]
+    prepared: Prepared,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[DTensor],
+    locals_: list[torch.Tensor],
 ) -> None:
-    refuse_implicit(func, prepared, tensors)
+    refuse_implicit(func, args, kwargs, prepared, tensors)
     for move in prepared.moves:
         source = tensors[move.operand]
         if recording():
