@@ -43,11 +43,11 @@ CASES: dict[str, Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
     "max": lambda x, _: x.max(),
     "logsumexp": lambda x, _: x.logsumexp(0).sum(),
     "layer norm": lambda x, put: functional.layer_norm(x, (4,), put(_WEIGHTS)).pow(2).sum(),
-    "batch norm": lambda x, put: functional.batch_norm(
-        x, put(torch.zeros(4)), put(torch.ones(4)), put(_WEIGHTS), training=True
-    )
-    .pow(3)
-    .sum(),
+    "batch norm": lambda x, put: (
+        functional.batch_norm(x, put(torch.zeros(4)), put(torch.ones(4)), put(_WEIGHTS), training=True)
+        .pow(3)
+        .sum()
+    ),
     "batch norm, evaluated": lambda x, put: functional.batch_norm(x, put(_WEIGHTS), put(_WEIGHTS)).sum(),
     "rms norm": lambda x, put: functional.rms_norm(x, (4,), put(_WEIGHTS)).pow(3).sum(),
 }

@@ -7,8 +7,10 @@ from shardwright.rules.catalog import (
     cut_norms,
     embedding,
     factories,
+    fourier,
     indexing,
     joining,
+    linalg,
     losses,
     matmul,
     means,
@@ -18,6 +20,7 @@ from shardwright.rules.catalog import (
     reductions,
     softmax,
     sorting,
+    spatial,
     views,
 )
 
@@ -28,8 +31,10 @@ __all__ = [
     "cut_norms",
     "embedding",
     "factories",
+    "fourier",
     "indexing",
     "joining",
+    "linalg",
     "losses",
     "matmul",
     "means",
@@ -39,5 +44,6 @@ __all__ = [
     "reductions",
     "softmax",
     "sorting",
+    "spatial",
     "views",
 ]

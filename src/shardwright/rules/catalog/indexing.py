@@ -9,7 +9,7 @@ import torch
 
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.catalog.held_index import indexed, looked_up, put, scattered
-from shardwright.rules.catalog.labels import join
+from shardwright.rules.catalog.labels import join, letters
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule
 
@@ -98,6 +98,32 @@ def index_add(call: Call) -> Formula | None:
         local=scattered,
         held=("d",),
     )
+
+
+@register_rule("aten::index_reduce")
+def index_reduce(call: Call) -> Formula | None:
+    """Rows meet what is there, at places along the dim."""
+    if not call.arg("self").shape:
+        return None
+    return formula("...[dim:d!], i!, ...[dim:i!] -> ...[dim:d!]")
+
+
+@register_rule("aten::take")
+def take(call: Call) -> Formula:
+    """Elements by their number in the flattened tensor, which is whole; the index may be cut."""
+    own, places = ["_"] * len(call.arg("self").shape), letters(len(call.arg("index").shape))
+    return formula(join([own, places], [places]), hom="self: *")
+
+
+@register_rule("aten::diag_embed")
+def diag_embed(call: Call) -> Formula:
+    """The last dim becomes two, both whole."""
+    rank = len(call.arg("self").shape)
+    outer = letters(rank - 1)
+    result = iter(outer)
+    diagonal = {call.arg("dim1") % (rank + 1), call.arg("dim2") % (rank + 1)}
+    items = ["_" if dim in diagonal else next(result) for dim in range(rank + 1)]
+    return formula(join([[*outer, "_"]], [items]), hom="self: sum->sum")
 
 
 @register_rule("aten::index_copy", "aten::index_fill")

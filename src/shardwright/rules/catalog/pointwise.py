@@ -35,6 +35,11 @@ NO_FACT = """
     special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
     special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0
     special_xlog1py special_zeta sqrt tan threshold xlogy
+    special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+    special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he
+    special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t
+    special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
+    special_shifted_chebyshev_polynomial_w
 """
 # Increasing on all of the reals and keeping nan, so the largest part has the largest value. Not here: what is
 # monotone only for some parameters (leaky_relu, threshold), what swallows nan (sign, comparisons).

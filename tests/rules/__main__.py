@@ -1,0 +1,68 @@
+"""`python -m tests.rules`: every rule of the catalog checked, and every planted wrong one caught."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from shardwright.testing.check_rule import check_rule
+from shardwright.testing.simulate import RuleCheckError
+from tests.rules.catalog import Tally, calls, check_all
+from tests.rules.planted import MUTANTS
+from tests.rules.samples import samples_of
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check, plant, print both numbers; 0 if no rule is wrong and no planted one passes."""
+    parser = argparse.ArgumentParser(prog="python -m tests.rules", description=__doc__)
+    parser.add_argument("--samples", type=int, default=8, help="inputs per operator and dtype to capture")
+    parser.add_argument("--per-op", type=int, default=12, help="captured calls per ATen overload to check")
+    parser.add_argument("--ops", help="only overloads whose name has one of these words, by comma")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    console, start, tally = Console(), time.process_time(), Tally()
+    found = calls(samples=options.samples)
+    if options.ops:
+        words = options.ops.split(",")
+        found = {op: samples for op, samples in found.items() if any(word in op.name() for word in words)}
+    checking = check_all(found, tally, per_op=options.per_op, worlds=(2, 3))
+    for _ in track(checking, "rules", total=len(found), console=console, disable=not console.is_terminal):
+        pass
+    for text in tally.wrong:
+        console.print(text, markup=False)
+    tried = sum(1 for cuts in tally.cuts.values() if cuts)
+    seen = f"{tally.report.checks:,} equations of {tried} of the {len(found)} ATen overloads that were called"
+    console.print(
+        f"{len(tally.wrong)} wrong: {seen}; {len(tally.unseen())} rules of the catalog met no call",
+        style="bold red" if tally.wrong else "bold green",
+    )
+    missed = [] if options.ops else _missed(console)
+    console.print(f"{time.process_time() - start:.0f} s of one core")
+    return 1 if tally.wrong or missed else 0
+
+
+def _missed(console: Console) -> list[str]:
+    """Planted rules that pass, which none must."""
+    missed: list[str] = []
+    for op, mutant in track(MUTANTS, "planted", console=console, disable=not console.is_terminal):
+        try:
+            check_rule(op, samples_of(op), formula=mutant, worlds=(2, 3))
+        except RuleCheckError:
+            continue
+        missed.append(f"{op.name()}: {mutant}")
+    console.print(
+        f"{len(MUTANTS) - len(missed)} of {len(MUTANTS)} planted wrong rules are caught",
+        style="bold red" if missed else "bold green",
+    )
+    for text in missed:
+        console.print(f"  not caught: {text}", markup=False)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
