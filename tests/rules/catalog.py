@@ -34,14 +34,14 @@ class Tally:
         return sorted({entry.op for entry in registry.registry if entry not in seen})
 
 
-def calls(infos: Sequence[Any] = op_db, *, samples: int) -> dict[Overload, list[Sample]]:
-    """Calls by overload: those of torch's database, and our own in two profiles of sizes."""
+def calls(infos: Sequence[Any] = op_db, *, samples: int, own: bool = True) -> dict[Overload, list[Sample]]:
+    """Calls by overload: those of torch's database, and (`own`) ours in two profiles of sizes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated operators warn, and they are in the database too
         found = captured_calls(infos, samples=samples)
-    for op in SAMPLES:
-        own = [s if isinstance(s, Sample) else Sample(s) for s in samples_of(op)]
-        found[op] = [*own, *found.get(op, [])]
+    for op in SAMPLES if own else ():
+        written = [s if isinstance(s, Sample) else Sample(s) for s in samples_of(op)]
+        found[op] = [*written, *found.get(op, [])]
     return found
 
 

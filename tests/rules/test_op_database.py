@@ -1,37 +1,47 @@
 """Rules against calls captured from torch's own operator database, forward and backward: a stated sample.
 
 The sample is every twelfth operator, two inputs of each dtype, two calls per overload, two ranks.
+`python -m tests.rules` takes all of them.
 """
 
 from __future__ import annotations
 
-import warnings
-
-import torch
+import pytest
 from torch.testing._internal.common_methods_invocations import op_db
 
-from shardwright.rules import rules_of
-from shardwright.testing.check_rule import check_rule
-from shardwright.testing.simulate import RuleCheckError
-from tests.rules.captured import captured_calls
+from shardwright.rules import rule
+from shardwright.rules.rule import remove_rule
+from tests.rules.catalog import Tally, calls, check_all
 
 _EVERY = 12
 
 
+def _checked(infos, samples):
+    tally = Tally()
+    for _ in check_all(calls(infos, samples=samples, own=False), tally, per_op=2, worlds=(2,)):
+        pass
+    return tally
+
+
 def test_rules_are_true_on_torchs_samples() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated operators warn, and they are in the database too
-        calls = captured_calls(op_db[::_EVERY], samples=2)
-    wrong: list[str] = []
-    checked: set[torch._ops.OpOverload] = set()
-    for op, samples in calls.items():
-        if not rules_of(op):
-            continue
-        for sample in samples[:2]:
-            try:
-                checked.update([op] if check_rule(op, [sample], worlds=(2,)).cut else [])
-            except RuleCheckError as error:
-                if "nothing was tested" not in str(error):
-                    wrong.append(str(error))
-    assert not wrong, "\n\n".join(wrong)
-    assert len(checked) > 60
+    tally = _checked(op_db[::_EVERY], 2)
+    assert not tally.wrong, "\n\n".join(tally.wrong)
+    assert sum(1 for cuts in tally.cuts.values() if cuts) > 60
+
+
+@pytest.mark.parametrize("kind", ["linalg.", "fft.", "nn.functional.pad", "nn.functional.max_unpool"])
+def test_rules_of_whole_matrices_and_images_are_true(kind: str) -> None:
+    infos = [info for info in op_db if info.full_name.startswith(kind)]
+    tally = _checked(infos[::3], 12)
+    assert not tally.wrong, "\n\n".join(tally.wrong)
+    assert tally.report.cut > 10
+
+
+def test_a_wrong_rule_in_the_catalog_is_counted() -> None:
+    """Added to the registry, so that the whole run meets it."""
+    wrong = rule("aten::cumsum", "... -> ...")
+    try:
+        infos = [info for info in op_db if info.full_name == "cumsum"]
+        assert any("aten::cumsum" in text for text in _checked(infos, 4).wrong)
+    finally:
+        remove_rule(wrong)

@@ -227,15 +227,10 @@ def generation() -> int:
 # Their decompositions make index tensors of their own, which would stand plain beside distributed ones.
 _MAKE_INDICES = (
     "_upsample",
-    "block_diag",
     "col2im",
-    "diag_embed",
     "grid_sampler",
     "im2col",
-    "linalg_cross",
     "max_unpool",
-    "multi_margin_loss",
-    "multilabel_margin_loss",
     "reflection_pad",
     "replication_pad",
     "upsample",

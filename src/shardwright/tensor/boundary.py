@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +45,16 @@ def helpers_allowed() -> bool:
         or torch._C._current_graph_task_id() != -1
         or torch.compiler.is_compiling()
     )
+
+
+@contextmanager
+def helpers() -> Iterator[None]:
+    """Within the block plain tensors count as replicated: torch's own formulas make them."""
+    state.functions += 1
+    try:
+        yield
+    finally:
+        state.functions -= 1
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

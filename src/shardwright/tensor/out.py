@@ -1,8 +1,9 @@
-"""`out=` of the functions that torch composes of others: compute, then write into what was given.
+"""`out=` and in-place forms by their meaning: compute, then write into what was given.
 
-Such a function writes into views and temporary tensors of its own on the way, and changes their sizes, all of
-it behind a wrapper's back. What it means is plain: the value, in the tensors that were given. A function with
-one kernel of its own is not taken apart: its kernel writes into the local tensors.
+A function that torch composes of others writes into views and temporary tensors of its own on the way, and
+changes their sizes, all of it behind a wrapper's back. What it means is plain: the value, in the tensors that
+were given. The same serves ops that have a rule, or steps, only in the form that writes nothing. What has a
+rule for its kernel is not taken apart: the kernel writes into the local tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 
 @lru_cache(maxsize=4096)
@@ -65,3 +67,39 @@ def _write(target: torch.Tensor, value: torch.Tensor) -> None:
     if target.shape != value.shape:
         target.resize_(value.shape)
     target.copy_(value)
+
+
+@lru_cache(maxsize=4096)
+def functional_form(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload that computes what `func` writes in place or into `out`, from the same arguments."""
+    namespace, _, name = func._schema.name.partition("::")
+    outs = [a for a in func._schema.arguments if a.is_out]
+    if not outs and not (name.endswith("_") and not name.endswith("__")):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name if outs else name[:-1], None)
+    taken = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():
+        found: torch._ops.OpOverload = getattr(packet, overload)
+        arguments = found._schema.arguments
+        same = [(a.name, str(a.type)) for a in arguments[: len(taken)]] == taken
+        rest = arguments[len(taken) :]
+        if same and not any(a.is_out for a in arguments) and all(a.has_default_value() for a in rest):
+            return found
+    return None
+
+
+def written_from(func: torch._ops.OpOverload, functional: torch._ops.OpOverload) -> Callable[..., Any]:
+    """`func` as its functional form and a copy into what it writes."""
+    outs = [a.name for a in func._schema.arguments if a.is_out]
+    asked = {a.name for a in functional._schema.arguments} - {a.name for a in func._schema.arguments}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [kwargs.pop(name) for name in outs]
+        targets = tree_leaves(given) if outs else [args[0]]
+        kwargs |= {name: getattr(targets[0], name) for name in asked & {"dtype", "device"}}
+        for target, value in zip(targets, tree_leaves(functional(*args, **kwargs)), strict=True):
+            _write(target, value)
+        returned = given if outs else targets
+        return None if not func._schema.returns else returned[0] if len(returned) == 1 else tuple(returned)
+
+    return call

@@ -19,8 +19,10 @@ from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision, propagate
 from shardwright.rules.refusal import meshes_text
 from shardwright.tensor.algorithms import ByAlgorithm, may_write
+from shardwright.tensor.boundary import helpers
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.metadata import DataDependentError, described, described_call, result_infos
+from shardwright.tensor.out import functional_form, written_from
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
 
 if TYPE_CHECKING:
@@ -64,15 +66,24 @@ class NeedsDecomposition:
     function: Any
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The same value from other ops, each dispatched on its own."""
-        return self.function(*args, **kwargs)
+        """The same value from other ops, each dispatched on its own.
+
+        Tensors that the steps make of their own are the same on every rank.
+        """
+        with helpers():
+            return self.function(*args, **kwargs)
 
 
 def prepare(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
 ) -> Prepared | NeedsDecomposition | ByAlgorithm:
     """Decide the call; raises what the single-device op raises for these shapes, or RuleError."""
-    return _decomposition(func) or prepare_call(func, args, kwargs, tensors)
+    steps = _decomposition(func)
+    if steps is not None:
+        return steps
+    prepared = prepare_call(func, args, kwargs, tensors)
+    whole = isinstance(prepared, Prepared) and prepared.fallback
+    return (_by_functional_form(func) if whole else None) or prepared
 
 
 def prepare_call(
@@ -99,12 +110,30 @@ def prepare_call(
 
 
 def _decomposition(func: torch._ops.OpOverload) -> NeedsDecomposition | None:
+    """Simpler ops that an op without a rule consists of; of one that writes, the form that does not."""
     if registry.rules_of(func):
         return None
     if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return NeedsDecomposition(func.decompose)
     function = registry.fallback_decomposition(func)
-    return None if function is None else NeedsDecomposition(function)
+    return _by_functional_form(func) if function is None else NeedsDecomposition(function)
+
+
+def _by_functional_form(func: torch._ops.OpOverload) -> NeedsDecomposition | None:
+    functional = functional_form(func)
+    if functional is not None and _is_known(functional):
+        return NeedsDecomposition(written_from(func, functional))
+    return None
+
+
+def _is_known(func: torch._ops.OpOverload) -> bool:
+    """Is there something better for the op than to make its operands whole?"""
+    return bool(
+        registry.rules_of(func)
+        or registry.rewrite_of(func)
+        or registry.fallback_decomposition(func)
+        or func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    )
 
 
 def _settled(

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
 from shardwright.rules.call import Call
 from shardwright.rules.formula import Formula, formula
+from shardwright.rules.registry import rewrite
 from shardwright.rules.rule import register_rule, rule
 
 _FACTORS = ("self: sum->sum", "mat2: sum->sum")
@@ -55,3 +61,23 @@ def grouped_mm(call: Call) -> Formula | None:
         (3, 2): "g! m k, k n!, g! -> m n!",
     }[ranks]
     return formula(text, reduce="sum", hom=_FACTORS)
+
+
+@rewrite("aten::_trilinear")
+def trilinear(
+    _op: object,
+    first: Tensor,
+    second: Tensor,
+    third: Tensor,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,  # noqa: ARG001  how torch's kernel saves memory
+) -> Tensor:
+    """A product of three, each without the dims named for it, summed over dims: what einsum says."""
+    rank = first.dim() + len(expand1)
+    terms = ((first, expand1), (second, expand2), (third, expand3))
+    operands = [value for x, missing in terms for value in (x, [d for d in range(rank) if d not in missing])]
+    result: Tensor = torch.einsum(*operands, [d for d in range(rank) if d not in sumdim])
+    return result

@@ -1,0 +1,43 @@
+"""In-place and `out=` forms of ops that have a rule, or steps, only in the form that writes nothing."""
+
+from __future__ import annotations
+
+import torch
+
+import shardwright as sw
+from shardwright.tensor.out import functional_form
+from tests.tensor.cases import full, mesh, place, whole
+
+aten = torch.ops.aten
+
+
+def test_the_form_that_writes_nothing_is_found_by_its_arguments():
+    assert functional_form(aten.renorm_.default) is aten.renorm.default
+    assert functional_form(aten.isin.Tensor_Tensor_out) is aten.isin.Tensor_Tensor
+    assert functional_form(aten.linspace.Tensor_Tensor_out) is aten.linspace.Tensor_Tensor
+    assert functional_form(aten.renorm.default) is None
+    assert functional_form(aten.__and__.Tensor) is None
+
+
+def _cut(x):
+    return place(x, [sw.Shard(0)] * mesh().ndim)
+
+
+def _written():
+    x, some = full(6, 5), torch.tensor([1, 2])
+    with sw.trace() as trace:
+        scaled = _cut(x).clone()
+        assert scaled.renorm_(2, 1, 0.5) is scaled
+        torch.testing.assert_close(whole(scaled), x.clone().renorm_(2, 1, 0.5))
+        found = _cut(torch.zeros(7, dtype=torch.bool))
+        assert torch.isin(_cut(torch.arange(7)), place(some, [sw.Replicate()]), out=found) is found
+        assert whole(found).tolist() == torch.isin(torch.arange(7), some).tolist()
+        parts = [_cut(torch.zeros(5)) for _ in range(6)]
+        torch.unbind_copy(_cut(x), out=parts)
+        torch.testing.assert_close(torch.stack([whole(part) for part in parts]), x)
+    assert not [d for d in trace.decisions if d.reason.startswith("fallback")]
+
+
+def test_what_is_written_is_computed_by_rules(ranks):
+    """No operand is made whole because the form that writes has no rule of its own."""
+    ranks(2, _written)
