@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+    from shardwright.comm import use_network
     from shardwright.debug import trace
     from shardwright.explain import explain, visualize
     from shardwright.layout import Layout, from_partition_spec, to_partition_spec
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
         Shard,
         ZigZag,
     )
-    from shardwright.plan import Packing, Plan, pack_blocks, plan_redistribution
+    from shardwright.plan import Network, Packing, Plan, pack_blocks, plan_redistribution
     from shardwright.rules import register_algorithm, register_rule, rule, rules_of
     from shardwright.tensor import (
         DTensor,
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "torch.distributed.device_mesh": ("DeviceMesh", "init_device_mesh"),
+    "shardwright.comm": ("use_network",),
     "shardwright.debug": ("trace",),
     "shardwright.explain": ("explain", "visualize"),
     "shardwright.layout": ("Layout", "from_partition_spec", "to_partition_spec"),
@@ -70,7 +72,7 @@ _HOME = {
         "Shard",
         "ZigZag",
     ),
-    "shardwright.plan": ("Packing", "Plan", "pack_blocks", "plan_redistribution"),
+    "shardwright.plan": ("Network", "Packing", "Plan", "pack_blocks", "plan_redistribution"),
     "shardwright.rules": ("register_algorithm", "register_rule", "rule", "rules_of"),
     "shardwright.tensor": (
         "DTensor",
@@ -98,6 +100,7 @@ __all__ = [
     "DeviceMesh",
     "Interleaved",
     "Layout",
+    "Network",
     "Owner",
     "Packing",
     "Partial",
@@ -133,6 +136,7 @@ __all__ = [
     "spmd",
     "to_partition_spec",
     "trace",
+    "use_network",
     "visualize",
     "zeros",
 ]

@@ -14,6 +14,7 @@ import typer
 from shardwright import checkpoint
 from shardwright.cli import train as cli_train
 from shardwright.cli.app import app, main
+from shardwright.plan.network import Network
 from shardwright.train import config
 from shardwright.train.config import TrainConfig
 
@@ -204,11 +205,13 @@ class TestPlanAndExplain:
         assert said in refused(capsys, *words)
 
 
-def test_doctor_finds_two_ranks_that_talk_and_leaves_nothing_running() -> None:
+def test_doctor_finds_two_ranks_that_talk_and_leaves_nothing_running(tmp_path: Path) -> None:
     began = time.monotonic()
-    found = shell("doctor", RANK="0", WORLD_SIZE="1")
+    found = shell("doctor", "--save", str(tmp_path / "network.json"), RANK="0", WORLD_SIZE="1")
     assert found.returncode == 0, found.stdout + found.stderr
     assert "ok two ranks" in found.stdout
     assert "?  environment" in found.stdout
     assert "all is well" in found.stdout
+    network = Network.from_json((tmp_path / "network.json").read_text())
+    assert 16 * 1024 <= (network.one_round_bytes or 0) <= 256 * 1024
     assert time.monotonic() - began < 60

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 
-def doctor() -> int:
+def doctor(
+    *,
+    save: Annotated[
+        Path | None, typer.Option(help="Write what was measured of the network, for shardwright.use_network.")
+    ] = None,
+) -> int:
     """Look at versions, backends, memory and the connection of two processes here; say what is wrong.
 
     Exits with 1 if something will not work.
@@ -16,5 +24,7 @@ def doctor() -> int:
     for finding in examine():
         wrong = wrong or finding.wrong
         typer.echo(str(finding))
+        if finding.network is not None and save is not None:
+            save.write_text(finding.network.to_json() + "\n", encoding="utf-8")
     typer.echo("something will not work: see the lines marked !!" if wrong else "all is well")
     return int(wrong)

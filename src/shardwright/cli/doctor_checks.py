@@ -17,20 +17,27 @@ import torch.distributed as dist
 
 from shardwright.checkpoint.library import library_version
 from shardwright.cli.doctor_ping import check_ping
+from shardwright.plan.network import Network
 
 OLDEST_TORCH = (2, 11)
 _GIB = 1 << 30
 _MIB = 1 << 20
+# Beyond this a plan would move more than the law allows; below, the latency was not measured well.
+_LEAST_ONE_ROUND, _MOST_ONE_ROUND = 16 << 10, 256 << 10
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact; `advice` when it deserves attention, `wrong` when something will not work because of it."""
+    """One fact; `advice` when it deserves attention, `wrong` when something will not work because of it.
+
+    network: what plans may take from it.
+    """
 
     name: str
     fact: str
     advice: str = ""
     wrong: bool = False
+    network: Network | None = None
 
     def __str__(self) -> str:
         mark = "!!" if self.wrong else ("? " if self.advice else "ok")
@@ -158,6 +165,11 @@ def _ping() -> Iterator[Finding]:
     yield Finding(
         "two ranks", f"start {result.start:.2f} s, latency {result.latency * 1e6:.0f} us, {speed} (gloo)"
     )
+    # A round more costs a latency; what travels in that time may as well be sent at once.
+    measured = int(result.latency * result.bytes_per_second)
+    few = min(max(measured, _LEAST_ONE_ROUND), _MOST_ONE_ROUND)
+    fact = f"{few // 1024} KiB per rank or less go in one round of more bytes (without --save: 64 KiB)"
+    yield Finding("small sums", fact, network=Network(one_round_bytes=few))
 
 
 def _yes(value: bool) -> str:

@@ -2,6 +2,7 @@
 
 from shardwright.comm.bucket import all_reduce_bucketed
 from shardwright.comm.collectives import all_gather_uneven, all_reduce, all_to_all_uneven, reduce_scatter_rows
+from shardwright.comm.network import use_network
 from shardwright.comm.record import Decision, Event, Recorder, record_collective, record_decision
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "record_collective",
     "record_decision",
     "reduce_scatter_rows",
+    "use_network",
 ]

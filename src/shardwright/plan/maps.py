@@ -161,14 +161,15 @@ class _OwnMemory(_Lines):
 class MixedMap(_OwnMemory):
     """A map made of two maps.
 
-    An element's coordinate is the source's on the axes `from_source`, the target's on every axis that the
-    target cuts; what results is cut evenly over the axes `free`.
+    An element's coordinate is the source's on the axes `from_source`, the target's on the axes `from_target`
+    (None: on every axis that the target cuts); what results is cut evenly over the axes `free`.
     """
 
-    source: LayoutMap
+    source: Map
     target: Map
     from_source: frozenset[int]
     free: tuple[int, ...]
+    from_target: frozenset[int] | None = None
     _cells: dict[Coords, Cell] = field(default_factory=dict, repr=False)
 
     @property
@@ -177,9 +178,13 @@ class MixedMap(_OwnMemory):
         return self.target.sizes
 
     @cached_property
+    def _of_target(self) -> frozenset[int]:
+        return self.target.cut if self.from_target is None else self.from_target & self.target.cut
+
+    @cached_property
     def cut(self) -> frozenset[int]:
         """Axes of both kinds and the free ones."""
-        return self.from_source | self.target.cut | frozenset(self.free)
+        return self.from_source | self._of_target | frozenset(self.free)
 
     @property
     def elements(self) -> int:
@@ -190,7 +195,7 @@ class MixedMap(_OwnMemory):
     def lines(self) -> tuple[Line, ...]:  # type: ignore[override]
         """Those of the target with the source's coordinates on some axes, and the even cuts."""
         pairs = zip(self.source.lines, self.target.lines, strict=True)
-        lines = [mixed(meet(mine, theirs), self.from_source) for mine, theirs in pairs]
+        lines = [mixed(meet(mine, theirs), self.from_source, self._of_target) for mine, theirs in pairs]
         for axis in self.free:
             if self.sizes[axis] > 1:
                 at = _roomiest(lines, self.sizes[axis])

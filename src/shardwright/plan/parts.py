@@ -11,14 +11,15 @@ from shardwright.plan.lines import Group, Ints, Line, joined_pieces
 from shardwright.plan.meeting import Meeting
 
 
-def mixed(meeting: Meeting, from_source: frozenset[int]) -> Line:
-    """The target's line with the source's coordinates on some axes besides; its own order within a rank."""
+def mixed(meeting: Meeting, from_source: frozenset[int], from_target: frozenset[int]) -> Line:
+    """A line with the source's coordinates on some axes and the target's on others."""
     source, target = meeting.source, meeting.target
-    taken = [axis for axis in source.axes if axis in from_source]
-    if not taken:
+    mine = [axis for axis in source.axes if axis in from_source]
+    theirs = [axis for axis in target.axes if axis in from_target]
+    if not mine and len(theirs) == len(target.axes):
         return target
-    at = {axis: values[meeting.of_target] for axis, values in target.at.items()}
-    at |= {axis: source.at[axis][meeting.of_source] for axis in taken}
+    at = {axis: target.at[axis][meeting.of_target] for axis in theirs}
+    at |= {axis: source.at[axis][meeting.of_source] for axis in mine}
     return _ordered(target.group, meeting.low, meeting.size, at)
 
 

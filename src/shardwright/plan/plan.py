@@ -7,6 +7,7 @@ from functools import cached_property
 
 from shardwright.layout.layout import Layout
 from shardwright.plan.cost import all_reduced, exchanged, traffic
+from shardwright.plan.levels import slow_elements
 from shardwright.plan.memory import peak_elements
 from shardwright.plan.steps import Exchange, Step, moves_of
 
@@ -16,7 +17,8 @@ class Plan:
     """How tensors of layout `source` become tensors of layout `target`. Not bound to ranks or data.
 
     reason: in one line, why these steps. lower_bound: the fewest bytes that could cross between ranks, over
-    all ranks. The other byte counts are computed when first asked for.
+    all ranks. slow: the axes that were said to cross slow links; slow_bound: the fewest bytes that could
+    cross these. The other byte counts are computed when first asked for.
     """
 
     source: Layout
@@ -24,6 +26,8 @@ class Plan:
     steps: tuple[Step, ...]
     reason: str
     lower_bound: int
+    slow: frozenset[int] = frozenset()
+    slow_bound: int = 0
     for_rank: dict[object, object] = field(default_factory=dict, repr=False)  # what an executor keeps
 
     @property
@@ -45,6 +49,12 @@ class Plan:
         )
 
     @cached_property
+    def slow_bytes(self) -> int:
+        """Bytes that cross between ranks which differ on a slow axis."""
+        moves = moves_of(self.steps, in_pieces=False)
+        return self.source.itemsize * sum(slow_elements(step, self.slow) for step in moves)
+
+    @cached_property
     def max_bytes(self) -> int:
         """The most bytes that one rank sends, or receives, over all steps."""
         both = [traffic(step) for step in moves_of(self.steps)]
@@ -62,5 +72,8 @@ class Plan:
             f"  {self.total_bytes} B in all (at least {self.lower_bound} B), at most {self.max_bytes} B on "
             f"one rank, {self.rounds} round{'' if self.rounds == 1 else 's'}; {self.reason}"
         )
+        if self.slow:
+            names = ", ".join(self.source.axes[axis] for axis in sorted(self.slow))
+            head += f"\n  {self.slow_bytes} B over the slow {names} (at least {self.slow_bound} B)"
         lines = [f"  {i}. {step.describe(self.source.axes)}" for i, step in enumerate(self.steps, 1)]
         return "\n".join([head, *lines])

@@ -19,8 +19,10 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
 from shardwright.plan.between import plan_between, plan_between_in_pieces
 from shardwright.plan.cost import all_reduced, exchanged, lower_bound, matching
+from shardwright.plan.levels import by_level, slow_bound
 from shardwright.plan.lines import groups_of
 from shardwright.plan.maps import LayoutMap, Map, MixedMap, SlabMap, unchanged_axes
+from shardwright.plan.network import current_network, network_version
 from shardwright.plan.pending import AxisPending, check_domains, commute, pending_change
 from shardwright.plan.plan import Plan
 from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Place, Step
@@ -32,6 +34,15 @@ ONE_ROUND_BYTES = 64 * 1024
 MOST_PIECES = 1024
 
 Moves = tuple[list[Step], str]
+
+_LEVELS = "slow axes are gathered first and reduced last, so that less crosses them"
+
+
+def one_round_bytes() -> int:
+    """How many bytes per rank are few."""
+    stated = current_network().one_round_bytes
+    return ONE_ROUND_BYTES if stated is None else stated
+
 
 _LOCAL = "every rank holds what it needs"
 _DIRECT = "each rank receives exactly what it misses"
@@ -54,10 +65,10 @@ def plan_redistribution(source: Layout, target: Layout, *, max_extra_bytes: int 
         PlanError: the shapes or dtypes differ, a Pending of the target cannot be made, or even the
             smallest pieces need more memory than `max_extra_bytes`.
     """
-    plan = _planned(source, target)
+    plan = _planned(source, target, network_version())
     if max_extra_bytes is None or plan.peak_bytes <= max_extra_bytes:
         return plan
-    return _planned_in_pieces(source, target, max_extra_bytes)
+    return _planned_in_pieces(source, target, max_extra_bytes, network_version())
 
 
 def plan_together(pairs: Iterable[tuple[Layout, Layout]]) -> list[Plan]:
@@ -65,21 +76,26 @@ def plan_together(pairs: Iterable[tuple[Layout, Layout]]) -> list[Plan]:
 
     Terms that are small alone may be large together: those of one dtype then go in two rounds of fewer bytes.
     """
-    plans = [_planned(*pair) for pair in pairs]
+    plans = [_planned(*pair, network_version()) for pair in pairs]
     small: dict[torch.dtype, list[int]] = {}
     for index, plan in enumerate(plans):
         if plan.reason == _SMALL:
             small.setdefault(plan.source.dtype, []).append(index)
     for members in small.values():
         ranks = len(plans[members[0]].source.ranks)
-        if sum(plans[i].total_bytes for i in members) > ONE_ROUND_BYTES * ranks:
+        if sum(plans[i].total_bytes for i in members) > one_round_bytes() * ranks:
             for i in members:
-                plans[i] = _planned(plans[i].source, plans[i].target, False)
+                plans[i] = _planned(plans[i].source, plans[i].target, network_version(), False)
     return plans
 
 
 @lru_cache(maxsize=4096)
-def _planned(source: Layout, target: Layout, in_one_round: bool | None = None) -> Plan:
+def _planned(
+    source: Layout,
+    target: Layout,
+    version: int,  # noqa: ARG001 - of the network: a part of the key
+    in_one_round: bool | None = None,
+) -> Plan:
     _check(source, target)
     if source == target:
         return Plan(source, target, (), "nothing changes", 0)
@@ -89,11 +105,11 @@ def _planned(source: Layout, target: Layout, in_one_round: bool | None = None) -
 
 
 @lru_cache(maxsize=1024)
-def _planned_in_pieces(source: Layout, target: Layout, max_extra_bytes: int) -> Plan:
+def _planned_in_pieces(source: Layout, target: Layout, max_extra_bytes: int, version: int) -> Plan:
     if source.mesh_shape != target.mesh_shape:
         return plan_between_in_pieces(source, target, max_extra_bytes)
     decision = _Decision(source, target)
-    least = _planned(source, target).peak_bytes
+    least = _planned(source, target, version).peak_bytes
     for count in decision.piece_counts():
         plan = decision.plan_in_pieces(count)
         if plan.peak_bytes <= max_extra_bytes:
@@ -128,6 +144,10 @@ class _Decision:
         self.kept = tuple(axis for axis, _ in self.change.kept)
         groups = groups_of((source, target))
         self.before, self.after = LayoutMap(source, groups), LayoutMap(target, groups)
+        stated = current_network().slow_axes
+        self.slow = frozenset(
+            axis for axis, name in enumerate(source.axes) if name in stated and self.sizes[axis] > 1
+        )
         self.padded = self._padded()
         self.arrival = self._arrival()
 
@@ -155,8 +175,12 @@ class _Decision:
         return self._plan((pieces, *self._finish()), f"in {count} pieces to save memory: {reason}")
 
     def _plan(self, steps: tuple[Step, ...], reason: str) -> Plan:
-        bound = self._bound(self.arrival) * self.source.itemsize
-        return Plan(self.source, self.target, steps, reason, bound)
+        size = self.source.itemsize
+        bound = self._bound(self.arrival) * size
+        if not self.slow:
+            return Plan(self.source, self.target, steps, reason, bound)
+        least = slow_bound(self.before, self.arrival, self.reduced, self.kept, self.slow) * size
+        return Plan(self.source, self.target, steps, reason, bound, self.slow, least)
 
     def _bound(self, arrival: Map) -> int:
         return lower_bound(self.before, arrival, self.reduced, self.kept)
@@ -198,6 +222,13 @@ class _Decision:
 
     def _moves(self, arrival: Map, native: AllReduce | None, *, in_one_round: bool | None = None) -> Moves:
         """The steps that bring the elements of `arrival` there; None: in one round where that is cheap."""
+        steps, reason = self._flat_moves(arrival, native, in_one_round)
+        if not self.slow or reason == _SMALL:
+            return steps, reason
+        levels = by_level(steps, self.slow, _exchange, self.change.reduced)
+        return levels, reason if len(levels) == len(steps) else f"{reason}; {_LEVELS}"
+
+    def _flat_moves(self, arrival: Map, native: AllReduce | None, in_one_round: bool | None) -> Moves:
         if self.reduced and arrival.elements:
             return self._reductions(arrival, native, in_one_round)
         exchange = _exchange(self.before, arrival)
@@ -222,7 +253,7 @@ class _Decision:
         direct = _exchange(self.before, arrival, self.reduced)
         moved, bound = exchanged(direct), self._bound(arrival)
         if in_one_round is None:
-            in_one_round = moved * self.source.itemsize <= ONE_ROUND_BYTES * prod(self.sizes)
+            in_one_round = moved * self.source.itemsize <= one_round_bytes() * prod(self.sizes)
         if native is not None and not in_one_round:
             # Also where one exchange moves as little (two terms): it needs a buffer for the other's term.
             more = all_reduced(native) / bound

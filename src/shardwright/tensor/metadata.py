@@ -49,9 +49,7 @@ def called(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 @lru_cache(maxsize=4096)
-def _called(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> Call:
+def _called(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Call:
     return Call(func, args, kwargs, infos_of(func, args, dict(kwargs)))
 
 
