@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.between import run_between
 from shardwright.comm.guard import check_same_plan, guarding
+from shardwright.comm.later import Later
 from shardwright.comm.runner import Runner
 from shardwright.comm.traced import is_traced
 from shardwright.errors import PlanError
@@ -36,6 +37,26 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = "") ->
         PlanError: `local` has not the shape or dtype that the source layout says.
     """
     return execute_together((plan,), (local,), mesh, reason=reason)[0]
+
+
+def execute_later(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = "") -> Tensor | Later:
+    """As `execute`, but return once the last step that communicates has been posted; then `Later.wait()`.
+
+    All ranks call it for the same plans in the same order. `local` may be written to at once. A plan
+    without communication, one in pieces or a trace is run to its end.
+    Raises: PlanError: as `execute`.
+    """
+    if guarding():
+        check_same_plan(plan)
+    position = mesh.get_coordinate() if plan.steps else None
+    if position is None:
+        return local
+    local = _materialised(local)
+    _check(plan, local, tuple(position))
+    if is_traced(local):
+        return execute(plan, local, mesh, reason=reason)
+    why = f"{reason}: {plan.reason}" if reason else plan.reason
+    return Runner((plan,), mesh, tuple(position), why).start(local)
 
 
 def execute_many(

@@ -7,7 +7,7 @@ is passed by its name because a name is a constant in a traced graph. A group of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,26 +67,41 @@ def reduce_over(x: Tensor, op: str, group: ProcessGroup, *, axis: str = "", reas
     Raises: PlanError: the reduction has no meaning for this dtype (avg of integers).
     Cost: each rank sends 2(n-1)/n of x.
     """
+    return start_reduction(x, op, group, axis=axis, reason=reason)()
+
+
+def start_reduction(
+    x: Tensor, op: str, group: ProcessGroup, *, axis: str = "", reason: str = ""
+) -> Callable[[], Tensor]:
+    """As `reduce_over`, only posted: the function that it returns waits. x is read no more."""
     carried = carrier(x.dtype, op)
     n = group.size()
     if n == 1:
-        return x.clone()
+        return x.clone
     if recording():
         sent = 2 * (n - 1) * x.numel() * carried.itemsize // n
         record_collective(
             "all_reduce", axis=axis, bytes_sent=sent, reason=reason, shape=x.shape, dtype=x.dtype
         )
     if x.is_complex():
-        return torch.view_as_complex(_all_reduce(torch.view_as_real(x.resolve_conj()), op, group))
-    return _all_reduce(x.to(carried), op, group).to(x.dtype)
+        pairs = _start_reduction(torch.view_as_real(x.resolve_conj()), op, group)
+        return lambda: torch.view_as_complex(pairs())
+    reduced, dtype = _start_reduction(x.to(carried), op, group), x.dtype
+    return lambda: reduced().to(dtype)
 
 
-def _all_reduce(x: Tensor, op: str, group: ProcessGroup) -> Tensor:
+def _start_reduction(x: Tensor, op: str, group: ProcessGroup) -> Callable[[], Tensor]:
     if op in ("max", "min") and x.is_floating_point():
-        return _extreme(x, op, group)
+        finished = _extreme(x, op, group)
+        return lambda: finished
     native = "sum" if op == "avg" else op
-    reduced: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), native, group.group_name))
-    return reduced.div_(group.size()) if op == "avg" else reduced
+    reduced = _ops.all_reduce(x.contiguous(), native, group.group_name)
+    return lambda: _reduced(reduced, op, group.size())
+
+
+def _reduced(pending: Tensor, op: str, n: int) -> Tensor:
+    reduced: Tensor = _ops.wait_tensor(pending)
+    return reduced.div_(n) if op == "avg" else reduced
 
 
 def _extreme(x: Tensor, op: str, group: ProcessGroup) -> Tensor:

@@ -132,9 +132,10 @@ class Arriving:
         return Terms(self.slots, [index != borrowed for index in range(len(self.slots))])
 
 
-def send_mail(wire: PeerWire, x: Tensor, mail: Mail, reason: str) -> Arriving:
+def send_mail(wire: PeerWire, x: Tensor, mail: Mail, reason: str, *, copies: bool = False) -> Arriving:
     """Post every message, copy the own part meanwhile, and return without waiting.
 
+    copies: take nothing from the memory of `x` after the return, so that it may be written to.
     All ranks post the messages of a pair in the order of their plans: these have no number to be told by.
     """
     if recording():
@@ -147,25 +148,26 @@ def send_mail(wire: PeerWire, x: Tensor, mail: Mail, reason: str) -> Arriving:
             shape=x.shape,
             dtype=x.dtype,
         )
-    slots = [_slot(x, mail, index) for index in range(max(mail.terms, 1))]
+    slots = [_slot(x, mail, index, copies=copies) for index in range(max(mail.terms, 1))]
     if x.device.type != "cpu":
-        return _send_as_one_batch(wire, x, mail, slots)
+        return _send_as_one_batch(wire, x, mail, slots, copies=copies)
     received = [
         (_post(dist.irecv, tensor, wire.ranks[message.members[0]]), buffer, message)
         for tensor, buffer, message in _places(slots, mail.incoming)
     ]
     works: list[Work] = []
     sent: list[Tensor] = []
-    for tensor, message in _parts(x, mail.outgoing):
+    for tensor, message in _parts(x, mail.outgoing, copies=copies):
         works += [_post(dist.isend, tensor, wire.ranks[member]) for member in message.members]
         sent.append(tensor)
     _keep_own(x, mail, slots)
     return Arriving(mail, slots, received, works, sent)
 
 
-def _slot(x: Tensor, mail: Mail, index: int) -> Tensor:
+def _slot(x: Tensor, mail: Mail, index: int, *, copies: bool) -> Tensor:
     if mail.own_term is not None and index == mail.own_slot:
-        return view_of(x, mail.own_term).view(mail.slot.shape)
+        own = view_of(x, mail.own_term).view(mail.slot.shape)
+        return own.clone() if copies else own
     return new_tensor(x, mail.slot)
 
 
@@ -178,9 +180,11 @@ def _post(verb: Callable[..., Work | None], tensor: Tensor, rank: int) -> Work:
     return cast("Work", verb(bits(tensor), rank, tag=TAG))
 
 
-def _send_as_one_batch(wire: PeerWire, x: Tensor, mail: Mail, slots: list[Tensor]) -> Arriving:
+def _send_as_one_batch(
+    wire: PeerWire, x: Tensor, mail: Mail, slots: list[Tensor], *, copies: bool
+) -> Arriving:
     """NCCL runs messages in the order in which they are posted unless they are posted together."""
-    places, parts = list(_places(slots, mail.incoming)), list(_parts(x, mail.outgoing))
+    places, parts = list(_places(slots, mail.incoming)), list(_parts(x, mail.outgoing, copies=copies))
     operations = [
         dist.P2POp(dist.irecv, bits(tensor), wire.ranks[message.members[0]]) for tensor, _, message in places
     ] + [
@@ -207,7 +211,11 @@ def _places(
             yield buffer, buffer, message
 
 
-def _parts(x: Tensor, outgoing: Sequence[Message]) -> Iterator[tuple[Tensor, Message]]:
+def _parts(x: Tensor, outgoing: Sequence[Message], *, copies: bool) -> Iterator[tuple[Tensor, Message]]:
     """What each message carries: the local tensor's own memory, or a packed copy."""
     for message in outgoing:
-        yield (joined(x, message.views) if message.run is None else view_of(x, message.run)), message
+        if message.run is None:
+            yield joined(x, message.views), message
+        else:
+            run = view_of(x, message.run)
+            yield (run.clone() if copies else run), message

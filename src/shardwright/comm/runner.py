@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import cast
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm import functional
+from shardwright.comm.later import Later
 from shardwright.comm.local_steps import embed, place, take
 from shardwright.comm.messages import Arriving, mail_of, send_mail
 from shardwright.comm.packing import (
@@ -56,11 +57,36 @@ class Runner:
         """All steps; one local tensor per plan."""
         return self._steps((), [plan.steps for plan in self.plans], local_tensors)
 
+    def start(self, local: Tensor) -> Tensor | Later:
+        """As `run` for one plan, but return once its last step that communicates has been posted.
+
+        What that step sends is copied first: `local` may be written to before the result is waited for.
+        """
+        steps = self.plans[0].steps
+        last = max((i for i, step in enumerate(steps) if step.rounds), default=None)
+        if last is None or isinstance(steps[last], Pieces) or is_traced(local):
+            return self.run([local])[0]
+        x = self._steps((), [steps[:last]], [local])[0]
+        finish = self._started((last,), cast("Exchange | AllReduce", steps[last]), x)
+        return Later(lambda: self._steps((), [steps], [finish()], first=last + 1)[0])
+
+    def _started(self, key: Key, step: Exchange | AllReduce, x: Tensor) -> Callable[[], Held]:
+        if isinstance(step, Exchange):
+            return self._straight(key, step, x, copies=True).wait
+        memory = memory_of(step.map, self.coords)
+        finish = self._start_all_reduce(step, flat_memory(in_memory(x, memory), memory))
+        return lambda: shaped(finish(), memory)
+
     def _steps(
-        self, key: Key, steps_of: Sequence[tuple[Step, ...]], local_tensors: Sequence[Tensor]
+        self,
+        key: Key,
+        steps_of: Sequence[tuple[Step, ...]],
+        start: Sequence[Held],
+        *,
+        first: int = 0,
     ) -> list[Tensor]:
-        held: list[Held] = list(local_tensors)
-        for index in range(len(steps_of[0])):
+        held: list[Held] = list(start)
+        for index in range(first, len(steps_of[0])):
             held = self._step((*key, index), [steps[index] for steps in steps_of], held)
         return cast("list[Tensor]", held)
 
@@ -114,10 +140,13 @@ class Runner:
         memories = [memory_of(step.map, self.coords) for step in steps]
         flats = [flat_memory(in_memory(x, memory), memory) for x, memory in zip(held, memories, strict=True)]
         flat = flats[0] if len(flats) == 1 else torch.cat(flats)
-        group, axis = self.mesh.get_group(steps[0].axis), self.plans[0].source.axes[steps[0].axis]
-        reduced = functional.reduce_over(flat, steps[0].op, group, axis=axis, reason=self.why)
+        reduced = self._start_all_reduce(steps[0], flat)()
         pieces = reduced.split([memory.numel for memory in memories])
         return [shaped(piece, memory) for piece, memory in zip(pieces, memories, strict=True)]
+
+    def _start_all_reduce(self, step: AllReduce, flat: Tensor) -> Callable[[], Tensor]:
+        group, axis = self.mesh.get_group(step.axis), self.plans[0].source.axes[step.axis]
+        return functional.start_reduction(flat, step.op, group, axis=axis, reason=self.why)
 
     def _exchange(self, key: Key, steps: Sequence[Exchange], held: list[Tensor]) -> list[Held]:
         if len(steps) == 1 and self._goes_straight(key, steps[0], held[0]):
@@ -145,7 +174,7 @@ class Runner:
             moved = plan.for_rank[key] = exchanged(step) * x.element_size() // prod(step.source.sizes)
         return moved >= STRAIGHT_BYTES
 
-    def _straight(self, key: Key, step: Exchange, x: Tensor) -> Arriving:
+    def _straight(self, key: Key, step: Exchange, x: Tensor, *, copies: bool = False) -> Arriving:
         plan = self.plans[0]
         known = plan.for_rank.get((self.coords, key, "mail"))
         if not isinstance(known, tuple):
@@ -154,7 +183,7 @@ class Runner:
             known = wire, table, mail_of(table, wire.members.index(self.coords))
             plan.for_rank[self.coords, key, "mail"] = known
         wire, table, mail = known
-        return send_mail(wire, in_memory(x, table.source), mail, self.why)
+        return send_mail(wire, in_memory(x, table.source), mail, self.why, copies=copies)
 
     def _table(self, key: Key, plan: Plan, step: Exchange, members: tuple[Coords, ...]) -> Transfer:
         """This rank's side of an exchange, made once per plan."""

@@ -1,6 +1,7 @@
 """The distributed tensor: class, dispatch, autograd, factories, single-device blocks."""
 
 from shardwright.tensor.api import distribute_tensor
+from shardwright.tensor.arriving import ArrivingDTensor
 from shardwright.tensor.creation import empty, full, ones, rand, randn, zeros
 from shardwright.tensor.dispatch import clear_cache
 from shardwright.tensor.dtensor import DTensor
@@ -13,6 +14,7 @@ from shardwright.tensor.random_mode import random_mode
 from shardwright.tensor.spmd import spmd
 
 __all__ = [
+    "ArrivingDTensor",
     "DTensor",
     "LocalizedDTensor",
     "clear_cache",

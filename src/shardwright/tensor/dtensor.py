@@ -114,7 +114,7 @@ class DTensor(TorchDTensor):
         device_mesh: DeviceMesh | PlacementsArgument | None = None,
         placements: PlacementsArgument | None = None,
         *,
-        async_op: bool = False,  # noqa: ARG002 - torch's signature
+        async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
         order: Sequence[str] | None = None,
@@ -127,7 +127,9 @@ class DTensor(TorchDTensor):
                 DTensor with an empty local part).
             placements: one per axis, or `{axis name: placement}`; axes not named stay as they are (on
                 another mesh: as on the axis of this name, Replicate if there was none).
-            async_op: accepted for torch's signature; the result is complete when it is returned.
+            async_op: return as soon as the last step has been posted; whoever first uses the result waits.
+                What is sent is copied, so `self` may be changed meanwhile. Earlier rounds, a move to another
+                mesh, a traced graph and the backward are complete when they return.
             forward_dtype, backward_dtype: cast before moving, and the gradient before it moves back.
             order: axes in order of application, if not left to right.
         Raises: LayoutError: unknown axis, wrong count, a mesh of other devices. PlanError: no way to the
@@ -141,6 +143,7 @@ class DTensor(TorchDTensor):
             forward_dtype=forward_dtype,
             backward_dtype=backward_dtype,
             order=order,
+            async_op=async_op,
         )
 
     def full_tensor(self, *, grad_placements: PlacementsArgument | None = None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from shardwright.tensor.between import layout_on
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.spec import coords_of
 from shardwright.tensor.unmoved import is_own_layout, unmoved
+from shardwright.tensor.wrap import STARTERS
 
 if TYPE_CHECKING:
     from shardwright.tensor.dtensor import DTensor
@@ -141,6 +142,7 @@ def redistribute(
     forward_dtype: torch.dtype | None,
     backward_dtype: torch.dtype | None,
     order: Sequence[str] | None,
+    async_op: bool = False,
 ) -> DTensor:
     """See `DTensor.redistribute`."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -155,7 +157,10 @@ def redistribute(
         x = cast("DTensor", x.to(forward_dtype))
     if backward_dtype is not None:
         x = apply(_CastGradient, x, backward_dtype)
-    return apply(Redistribute, x, layout_on(x, home, placements, order), home)
+    target = layout_on(x, home, placements, order)
+    if async_op and home == x.device_mesh and x._spec.use is None and not torch.compiler.is_compiling():
+        return cast("DTensor", STARTERS[0](x, target))
+    return apply(Redistribute, x, target, home)
 
 
 class _CastGradient(torch.autograd.Function):

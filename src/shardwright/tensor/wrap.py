@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # The two classes of this package, entered where they are defined: [0] ordinary, [1] with a local use.
 CLASSES: list[Any] = [None, None]
+# The function that starts a redistribution without waiting, entered by the module of the class it returns.
+STARTERS: list[Any] = []
 
 
 def wrap(local: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:

@@ -1,0 +1,47 @@
+"""Results that are still under way when they are handed out."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Later:
+    """A tensor whose last step is under way; `wait()` finishes it, once, in whichever thread asks first.
+
+    Nobody needs to ask: one that is thrown away is finished then, because its buffers are being written to
+    and its peers count on it.
+    """
+
+    __slots__ = ("__weakref__", "_state")
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._state = _State(finish)
+        weakref.finalize(self, self._state.result).atexit = False
+
+    def wait(self) -> Tensor:
+        """The tensor. Blocks until what it needs has arrived."""
+        return self._state.result()
+
+
+class _State:
+    __slots__ = ("_finish", "_inference", "_lock", "_results")
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish = finish
+        self._results: list[Tensor] = []
+        self._lock = threading.Lock()
+        self._inference = torch.is_inference_mode_enabled()
+
+    def result(self) -> Tensor:
+        with self._lock:
+            if not self._results:
+                # As where it was started: whoever asks first decides nothing about the result.
+                with torch.inference_mode(self._inference), torch.no_grad():
+                    self._results.append(self._finish())
+                del self._finish  # and the buffers that it holds
+            return self._results[0]
