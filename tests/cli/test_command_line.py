@@ -175,6 +175,11 @@ class TestPlanAndExplain:
         assert "f32[8@tp, 4] {dp: Partial(sum)} -> f32[8, 4]" in said
         assert "at least" in said
 
+    def test_plan_goes_to_another_mesh(self, capsys: pytest.CaptureFixture[str]) -> None:
+        meshes = ["--mesh", "dp=4", "--to-mesh", "tp=3", "--to-rank", "3"]
+        assert main(["plan", "f32[8@dp, 4]", "f32[8@tp, 4]", *meshes]) == 0
+        assert "of ranks 0, 1, 2, 3 -> MeshShape(tp=3) of ranks 3, 4, 5" in capsys.readouterr().out
+
     def test_explain_shows_the_rule_and_what_moves(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["explain", "aten::mm", "f32[8@dp, 16]", "f32[16, 4@dp]", "--mesh", "dp=2"]) == 0
         said = capsys.readouterr().out
@@ -193,6 +198,7 @@ class TestPlanAndExplain:
             (["plan", "f32[8", "f32[8]", "--mesh", "dp=2"], "f32[8"),
             (["plan", "f32[8]", "f32[8]", "--mesh", "dp"], "'dp' is no axis; write name=size"),
             (["plan", "f32[8]", "f32[9]", "--mesh", "dp=2"], "9"),
+            (["plan", "f32[8]", "f32[8]", "--mesh", "dp=2", "--to-mesh", "tp"], "--to-mesh 'tp'"),
             (["plan", "f32[8]", "--mesh", "dp=2"], "Missing argument 'TARGET'"),
             (["explain", "aten::nothing", "f32[8]", "--mesh", "dp=2"], "there is no op 'aten::nothing'"),
             (["explain", "aten::mm", "f32[8]", "--mesh", "dp=2"], "aten::mm refuses these operands"),

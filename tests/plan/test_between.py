@@ -11,7 +11,7 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
-from shardwright.placement import Owner, Partial, Pending, Ragged, Replicate, Shard
+from shardwright.placement import Box, Owner, Partial, Partition, Pending, Ragged, Region, Replicate, Shard
 from shardwright.plan import between, plan_redistribution
 from shardwright.plan.between_bound import messages
 from shardwright.plan.carry import Carry
@@ -107,6 +107,25 @@ def test_the_bound_for_terms_that_become_terms_is_never_above_the_shortest_seque
         bound = messages(source, target, padded=True, by_term=False)
         assert bound == fewest_messages(term_of, target.groups, q)
         assert messages(source, target, padded=True, by_term=True) <= bound
+
+
+class Diagonals(Partition):
+    """Every n-th diagonal of a matrix: boxes of one element, the lower rows first."""
+
+    def region(self, shape, n, coord):
+        cells = [(i, j) for i in reversed(range(shape[0])) for j in range(shape[1]) if (i + j) % n == coord]
+        return Region([Box(cell, (1, 1)) for cell in cells], (1, len(cells)))
+
+
+@pytest.mark.parametrize("other", [S0, S1, R, P, Ragged((1, 2, 1), (0, 1)), Diagonals()])
+def test_a_partition_of_the_user_goes_to_and_from_every_other(other):
+    mine, theirs = on(TRAINER, Diagonals(), shape=(5, 4)), on(INFERENCE, other, shape=(5, 4))
+    for source, target in ((mine, theirs), (theirs, mine)):
+        plan = plan_redistribution(source, target)
+        check_run(source, target, plan)
+        assert plan.total_bytes == plan.lower_bound
+        if other is not P:
+            assert plan.lower_bound == 8 * least_elements(source, target)
 
 
 # ------------------------------------------------------------------------------------------ in numbers

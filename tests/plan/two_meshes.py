@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from shardwright.comm.carried import carried, combined, embedded, fitted, flat_views
+from shardwright.comm.carried import combined, embedded, fitted, flat_views, keep_own, room_for
 from shardwright.comm.packing import in_memory, move, new_tensor
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
@@ -97,7 +97,9 @@ class World:
     def _carry(self, step: Carry, held):
         sides = {rank: step.side(rank) for rank in held}
         held = {rank: in_memory(x, sides[rank].source) for rank, x in held.items()}
-        results = {rank: carried(x, sides[rank], step) for rank, x in held.items()}
+        results = {rank: room_for(x, sides[rank], step) for rank, x in held.items()}
+        for rank, x in held.items():
+            keep_own(x, results[rank], sides[rank])
         mail = {}
         for rank, side in sides.items():
             for peer, views in flat_views([held[rank]], [side.sends]).items():

@@ -76,6 +76,19 @@ def test_random_moves_on_real_ranks_give_the_value_and_send_what_the_plan_states
         assert list(of_ranks) == [plan.traffic.get(rank, (0, 0))[0] for rank in range(6)]
 
 
+def dtypes() -> None:
+    for dtype in (torch.bfloat16, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64):
+        full = torch.arange(42).remainder(5).to(dtype).view(7, 6)
+        for target in ([sw.ZigZag(0)], [S1], [sw.Ragged((1, 2, 1), (0, 1))]):
+            x = sw.distribute_tensor(full, trainer(), [S0, S1], src_data_rank=None)
+            y = x.redistribute(inference(), target)
+            assert torch.equal(y.to_local().view(torch.uint8), own(y, full).contiguous().view(torch.uint8))
+
+
+def test_every_dtype_travels_bit_for_bit(ranks):
+    ranks(6, dtypes)
+
+
 def there_and_back() -> dict[str, int]:
     """A value goes trainer -> inference, is used there, and its gradient comes back."""
     full = small_integers((8, 6), torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import TYPE_CHECKING
 
 from shardwright.errors import MeshError
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+)\s*")
 
 
-def parse_mesh(text: str) -> MeshShape:
-    """The mesh that `dp=2,tp=4` names, axes from left to right.
+def parse_mesh(text: str, *, option: str = "--mesh", first_rank: int = 0) -> MeshShape:
+    """The mesh that `dp=2,tp=4` names, axes from left to right, of consecutive ranks.
 
     Raises: MeshError: an axis is not written as name=size.
     """
@@ -23,6 +24,7 @@ def parse_mesh(text: str) -> MeshShape:
     found = [_AXIS.fullmatch(part) for part in text.split(",")]
     wrong = next((part for part, axis in zip(text.split(","), found, strict=True) if axis is None), None)
     if wrong is not None:
-        raise MeshError(f'--mesh {text!r}: {wrong.strip()!r} is no axis; write name=size, as in "dp=2,tp=4"')
+        raise MeshError(f'{option} {text!r}: {wrong.strip()!r} is no axis; write name=size, as in "dp=2,tp=4"')
     axes = [axis for axis in found if axis is not None]
-    return MeshShape([axis[1] for axis in axes], [int(axis[2]) for axis in axes])
+    sizes = [int(axis[2]) for axis in axes]
+    return MeshShape([axis[1] for axis in axes], sizes, range(first_rank, first_rank + prod(sizes)))

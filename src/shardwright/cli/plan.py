@@ -13,6 +13,10 @@ def plan(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help='A layout, such as "f32[8@dp, 16]".')],
     target: Annotated[str, typer.Argument(metavar="TARGET", help='A layout, such as "f32[8, 16@dp]".')],
     mesh: Annotated[str, typer.Option(help='Axes and sizes, such as "dp=2,tp=4".')],
+    to_mesh: Annotated[
+        str | None, typer.Option(help="The mesh of TARGET, if it is another one; see --to-rank.")
+    ] = None,
+    to_rank: Annotated[int, typer.Option(min=0, help="The first rank of --to-mesh; the others follow.")] = 0,
 ) -> None:
     """Show what a redistribution moves, in how many rounds, and the least that could be moved.
 
@@ -22,5 +26,6 @@ def plan(
     from shardwright.layout.layout import Layout  # here: --help must not wait for torch
     from shardwright.plan.redistribution import plan_redistribution
 
-    shape = parse_mesh(mesh)
-    typer.echo(str(plan_redistribution(Layout.parse(source, shape), Layout.parse(target, shape))))
+    here = parse_mesh(mesh)
+    there = here if to_mesh is None else parse_mesh(to_mesh, option="--to-mesh", first_rank=to_rank)
+    typer.echo(str(plan_redistribution(Layout.parse(source, here), Layout.parse(target, there))))

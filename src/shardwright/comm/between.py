@@ -13,9 +13,9 @@ from typing import cast
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.carried import carried, combined, embedded, fitted, flat_views
+from shardwright.comm.carried import combined, embedded, fitted, flat_views, keep_own, room_for
 from shardwright.comm.packing import in_memory, move, new_tensor
-from shardwright.comm.peers import Mail, exchange
+from shardwright.comm.peers import Mail, receive, send
 from shardwright.errors import PlanError
 from shardwright.plan.between_plan import PlanBetween
 from shardwright.plan.between_steps import Between, Finish, Slabs, Term
@@ -97,14 +97,18 @@ class _Run:
     def _carry(self, key: Key, steps: Sequence[Carry], held: list[Tensor]) -> list[Tensor]:
         sides = [self._side(key, plan, step) for plan, step in zip(self.plans, steps, strict=True)]
         held = [in_memory(x, side.source) for x, side in zip(held, sides, strict=True)]
-        results = [carried(x, side, step) for x, side, step in zip(held, sides, steps, strict=True)]
+        results = [room_for(x, side, step) for x, side, step in zip(held, sides, steps, strict=True)]
         mail = Mail(
             outgoing=flat_views(held, [side.sends for side in sides]),
             incoming=flat_views(results, [side.receives for side in sides]),
         )
         first = self.plans[0]
         names = " -> ".join(_axes(layout.axes) for layout in (first.source, first.target))
-        exchange(mail, held[0], axis=names, reason=self.why)
+        travelling = send(mail, held[0].dtype, axis=names, reason=self.why)
+        for x, out, side in zip(held, results, sides, strict=True):
+            keep_own(x, out, side)
+        receive(travelling)
+        del travelling, mail  # the messages are not held any longer
         return [fitted(x, step, self.rank) for x, step in zip(results, steps, strict=True)]
 
     def _side(self, key: Key, plan: PlanBetween, step: Carry) -> Side:

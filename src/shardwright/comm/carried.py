@@ -1,4 +1,4 @@
-"""What one rank does to its tensors between messages: results with its own elements in place, terms."""
+"""What one rank does to its tensors beside sending them: room for results, its own elements, terms."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from shardwright.plan.carry import Carry, Side
 from shardwright.plan.strided import Strided
 
 
-def carried(x: Tensor, side: Side, step: Carry) -> Tensor:
-    """The result with what `x` holds of it, and room for what arrives; `x` itself if that is all of it."""
+def room_for(x: Tensor, side: Side, step: Carry) -> Tensor:
+    """The result before anything is in it; `x` itself if that is all of it."""
     if side.nothing:
         return x
     number = _filling(step.fill, x.dtype) if step.fill is not None and side.target.numel else None
     out = new_tensor(x, side.target)
-    if number is not None:
-        out.fill_(number)
-    move(x, out, side.keep)
-    return out
+    return out if number is None else out.fill_(number)
+
+
+def keep_own(x: Tensor, out: Tensor, side: Side) -> None:
+    """What `x` holds of the result, copied there."""
+    if not side.nothing:
+        move(x, out, side.keep)
 
 
 def _filling(pending: Pending, dtype: torch.dtype) -> Any:

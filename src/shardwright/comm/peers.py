@@ -25,31 +25,47 @@ class Mail:
     incoming: dict[int, list[Tensor]]
 
 
-def exchange(mail: Mail, like: Tensor, *, axis: str, reason: str) -> None:
-    """Send and receive everything; one message per pair of ranks and direction, all of them at once.
+@dataclass(frozen=True, slots=True)
+class Travelling:
+    """Messages that were posted: what to wait for, what arrives, where it belongs; and what must not die."""
+
+    works: Sequence[dist.Work]
+    arriving: dict[int, Tensor]
+    places: dict[int, list[Tensor]]
+    leaving: dict[int, Tensor]
+
+
+def send(mail: Mail, dtype: torch.dtype, *, axis: str, reason: str) -> Travelling:
+    """Post one message per pair of ranks and direction, all of them at once.
 
     A message that is one stretch of memory is sent from there and received there; others are packed.
     """
-    outgoing = {peer: _packed(views) for peer, views in sorted(mail.outgoing.items())}
+    leaving = {peer: _packed(views) for peer, views in sorted(mail.outgoing.items())}
     if recording() and (mail.outgoing or mail.incoming):
         record_collective(
             "send_recv",
             axis=axis,
-            bytes_sent=sum(message.nbytes for message in outgoing.values()),
+            bytes_sent=sum(message.nbytes for message in leaving.values()),
             reason=reason,
-            shape=(sum(message.numel() for message in outgoing.values()),),
-            dtype=like.dtype,
+            shape=(sum(message.numel() for message in leaving.values()),),
+            dtype=dtype,
         )
-    incoming = {peer: _room(views) for peer, views in sorted(mail.incoming.items())}
+    arriving = {peer: _room(views) for peer, views in sorted(mail.incoming.items())}
     operations = [
         dist.P2POp(function, _on_the_wire(message), peer, tag=_TAG)
-        for function, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
+        for function, messages in ((dist.irecv, arriving), (dist.isend, leaving))
         for peer, message in messages.items()
     ]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
+    works = dist.batch_isend_irecv(operations) if operations else ()
+    return Travelling(works, arriving, mail.incoming, leaving)
+
+
+def receive(travelling: Travelling) -> None:
+    """Wait for all messages and put what arrived where it belongs."""
+    for work in travelling.works:
         work.wait()
-    for peer, message in incoming.items():
-        _unpack(message, mail.incoming[peer])
+    for peer, message in travelling.arriving.items():
+        _unpack(message, travelling.places[peer])
 
 
 def _packed(views: Sequence[Tensor]) -> Tensor:
