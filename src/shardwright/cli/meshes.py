@@ -24,7 +24,8 @@ def parse_mesh(text: str, *, option: str = "--mesh", first_rank: int = 0) -> Mes
     found = [_AXIS.fullmatch(part) for part in text.split(",")]
     wrong = next((part for part, axis in zip(text.split(","), found, strict=True) if axis is None), None)
     if wrong is not None:
-        raise MeshError(f'{option} {text!r}: {wrong.strip()!r} is no axis; write name=size, as in "dp=2,tp=4"')
+        why = f'{wrong.strip()!r} is no axis; write name=size, as in "dp=2,tp=4"'
+        raise MeshError(f"{option} {text!r}: {why}")
     axes = [axis for axis in found if axis is not None]
     sizes = [int(axis[2]) for axis in axes]
     return MeshShape([axis[1] for axis in axes], sizes, range(first_rank, first_rank + prod(sizes)))
