@@ -12,12 +12,15 @@ from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.plan.redistribution import plan_redistribution
 from shardwright.rules.algorithm import algorithm_for
+from shardwright.rules.alternatives import alternatives
 from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.fix import operand_names
 from shardwright.rules.propagate import propagate
 from shardwright.rules.registry import registry, rules_of
 
 if TYPE_CHECKING:
     from shardwright.rules.algorithm import Chosen
+    from shardwright.rules.alternatives import Way
     from shardwright.rules.decision import Decision
 
 
@@ -27,29 +30,44 @@ class Explanation:
 
     decision: the cheapest rule. moves: per operand what its redistribution would move, over all ranks.
     chosen: the algorithm that runs in its place, where one sends no more; None: the rule runs.
+    way, alternatives: the chosen way with its price, and what else each axis could do; None without a rule.
     """
 
-    op: torch._ops.OpOverload
+    call: Call
     operands: tuple[Layout, ...]
     decision: Decision
     moves: tuple[int, ...]
     chosen: Chosen | None = None
+    way: Way | None = None
+    alternatives: tuple[Way, ...] = ()
+
+    @property
+    def op(self) -> torch._ops.OpOverload:
+        """The overload that was decided."""
+        return self.call.op
 
     def __str__(self) -> str:
         if self.chosen is not None:
             return self._of_algorithm(self.chosen)
         lines = [f"{self.op.name()}: {self.decision.reason}"]
+        names = operand_names(self.call)
+        several = len(self.decision.outputs) > 1
+        width = max(map(len, ("instead", *names, *(["result 0"] if several else ()))))
         pairs = zip(self.operands, self.decision.inputs, self.moves, strict=True)
-        for index, (have, want, moved) in enumerate(pairs):
+        for name, (have, want, moved) in zip(names, pairs, strict=True):
             how = "as it is" if have == want else f"-> {want}   {moved} B over all ranks"
-            lines.append(f"  operand {index}  {have}   {how}")
-        lines += [f"  result {index}   {out}" for index, out in enumerate(self.decision.outputs)]
-        lines += [f"  rule       {rule}" for rule in rules_of(self.op)]
+            lines.append(f"  {name:<{width}}  {have}   {how}")
+        for index, out in enumerate(self.decision.outputs):
+            lines.append(f"  {f'result {index}' if several else 'result':<{width}}  {out}")
+        lines += [f"  {'price':<{width}}  {self.way}"] if self.way else []
+        lines += [f"  {'instead':<{width}}  {way}" for way in self.alternatives]
+        lines += [f"  {'rule':<{width}}  {rule}" for rule in rules_of(self.op)]
         return "\n".join(lines)
 
     def _of_algorithm(self, chosen: Chosen) -> str:
+        pairs = zip(operand_names(self.call), self.operands, strict=True)
         lines = [f"{self.op.name()}: {chosen.reason}"]
-        lines += [f"  operand {index}  {have}   as it is" for index, have in enumerate(self.operands)]
+        lines += [f"  {name}  {have}   as it is" for name, have in pairs]
         lines += [f"  instead of {self.decision.reason}: {self.decision.cost_bytes} B"]
         lines += [f"  rule       {rule}" for rule in rules_of(self.op)]
         lines += [f"  algorithm  {entry.text}" for entry in registry.algorithms_of(self.op)]
@@ -73,7 +91,9 @@ def explain(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str, *oper
         0 if have == want else plan_redistribution(have, want).total_bytes
         for have, want in zip(layouts, decision.inputs, strict=True)
     )
-    return Explanation(overload, layouts, decision, moves, algorithm_for(call, layouts, decision))
+    way, others = alternatives(call, layouts) or (None, ())
+    chosen = algorithm_for(call, layouts, decision)
+    return Explanation(call, layouts, decision, moves, chosen, way, others)
 
 
 def _overload(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str) -> torch._ops.OpOverload:

@@ -55,18 +55,29 @@ def propagate(call: Call, layouts: Sequence[Layout]) -> Decision:
 def propagate_one(call: Call, layouts: tuple[Layout, ...]) -> Decision:
     """`propagate` for a call that is no list of calls."""
     problems: list[str] = []
-    found: list[tuple[Equation, Choice]] = []
+    best = best_way(call, layouts, problems)
+    if best is None:
+        return _fallback(call, layouts, problems)
+    search, choice = best
+    return decide(call, layouts, search.order, search.equation, choice)
+
+
+def best_way(
+    call: Call, layouts: tuple[Layout, ...], problems: list[str]
+) -> tuple[Search, Choice] | None:
+    """The cheapest choice of all equations, with the search that found it; None where no equation fits.
+
+    Args: problems: where it is noted why an equation does not fit.
+    """
+    found: list[tuple[Search, Choice]] = []
     if layouts:
         order = _order(layouts)
         for equation in _equations(call, problems):
             search = Search(equation, call, layouts[0].sizes, _placements(layouts), order)
-            found.append((equation, search.best()))
+            found.append((search, search.best()))
             if found[-1][1].price.free:
                 break
-    if not found:
-        return _fallback(call, layouts, problems)
-    equation, choice = min(found, key=lambda entry: entry[1].price)
-    return decide(call, layouts, order, equation, choice)
+    return min(found, key=lambda entry: entry[1].price) if found else None
 
 
 def _check(call: Call, layouts: tuple[Layout, ...]) -> None:

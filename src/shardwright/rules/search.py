@@ -184,6 +184,13 @@ class Search:
 
     def _consider(self, rewritten: int) -> bool:
         chosen = tuple(candidate for candidate in self._chosen if candidate is not None)
+        price = self._price(chosen, rewritten)
+        if not self._found or price < self._found[-1].price:
+            self._found.append(Choice(chosen, price))
+        return price.free
+
+    def _price(self, chosen: tuple[Candidate, ...], rewritten: int) -> Price:
+        """The price of a candidate for every axis, together."""
         sent = moves = 0
         for operand, transfers in enumerate(self._transfers):
             wanted = tuple(candidate.inputs[operand] for candidate in chosen)
@@ -191,10 +198,27 @@ class Search:
                 moves += 1
                 sent += transfers.joint(wanted)
         work = prod(1 / n for n, candidate in zip(self.sizes, chosen, strict=True) if candidate.divides)
-        price = Price(rewritten.bit_count(), sent, work, moves)
-        if not self._found or price < self._found[-1].price:
-            self._found.append(Choice(chosen, price))
-        return price.free
+        return Price(rewritten.bit_count(), sent, work, moves)
+
+    def instead(self, choice: Choice, axis: int) -> list[Choice]:
+        """The choice with each other candidate of one axis, the cheapest first. For people."""
+        view = AxisView(
+            self.equation,
+            self.call.results,
+            self.sizes[axis],
+            self._columns[axis],
+            States(self.equation.sizes),
+            scattered=False,
+        )
+        found = []
+        for candidate in (*candidates(view), *plain_candidates(view)):
+            chosen = (*choice.candidates[:axis], candidate, *choice.candidates[axis + 1 :])
+            rewritten = 0
+            for other, own in enumerate(chosen):
+                rewritten |= self._rewrites(other, own)
+            if candidate != choice.candidates[axis]:
+                found.append(Choice(chosen, self._price(chosen, rewritten)))
+        return sorted(found, key=lambda entry: entry.price)
 
 
 def is_expanded(info: TensorInfo) -> bool:

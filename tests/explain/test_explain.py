@@ -1,0 +1,53 @@
+"""`explain` prints the rule, what moves, the price, and what else could be done at which price."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+import shardwright as sw
+from shardwright.layout.mesh_shape import MeshShape
+
+ON = MeshShape(("dp", "tp"), (2, 4))
+
+
+def _layout(*shape: int, **placements: object) -> sw.Layout:
+    return sw.Layout(ON, placements, shape, dtype=torch.float32)
+
+
+def test_the_ways_of_each_axis_and_their_prices() -> None:
+    text = str(sw.explain("aten::add.Tensor", _layout(8, 4, tp=sw.Shard(0)), _layout(8, 4, tp=sw.Shard(1))))
+    assert text == (
+        "aten::add.Tensor: [*... -> ...] dp: whole; tp: cut ...-1 as S(0)\n"
+        "  self     f32[8@tp, 4]   as it is\n"
+        "  other    f32[8, 4@tp]   -> f32[8@tp, 4]   192 B over all ranks\n"
+        "  result   f32[8@tp, 4]\n"
+        "  price    dp: whole; tp: cut ...-1 as S(0): 24 B sent by each rank, 1/4 of the work\n"
+        "  instead  tp: cut ...-0 as S(0): 24 B sent by each rank, 1/4 of the work\n"
+        "  instead  tp: whole: 192 B sent by each rank, all of the work\n"
+        "  rule     aten::add: *... -> ...; hom self+other: sum->sum; hom self: avg->avg, max->max, min->min"
+    )
+
+
+def test_an_operand_that_is_written_is_said_to_be_brought_back() -> None:
+    text = str(sw.explain("aten::add_.Tensor", _layout(8, 4), _layout(8, 4, tp=sw.Partial())))
+    assert "tp: self+other: sum->sum: 0 B sent by each rank, all of the work, a written operand" in text
+
+
+def test_the_chosen_way_is_the_cheapest() -> None:
+    found = sw.explain("aten::mm", _layout(8, 16, dp=sw.Shard(0)), _layout(16, 4, tp=sw.Shard(0)))
+    assert all((way.rewritten, way.bytes) >= (0, found.way.bytes) for way in found.alternatives)
+    assert {way.text.partition(":")[0] for way in found.alternatives} == {"dp", "tp"}
+
+
+def test_an_op_without_a_rule_says_so() -> None:
+    found = sw.explain("aten::linalg_inv_ex", _layout(4, 4, tp=sw.Shard(0)))
+    assert found.way is None
+    assert str(found).startswith("aten::linalg_inv_ex: no rule; every operand is made whole")
+
+
+def test_the_function_is_found_whatever_was_imported_first() -> None:
+    """`shardwright.explain` is also the name of a layer of the package."""
+    importlib.import_module("shardwright.explain.op")
+    assert str(sw.explain("aten::relu", _layout(4, 4))).startswith("aten::relu")
