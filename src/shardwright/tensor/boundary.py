@@ -72,7 +72,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     state.functions += 1
     try:
         with torch._C.DisableTorchFunctionSubclass():
-            if "out" in kwargs and not fills_itself(func):
+            if kwargs.get("out") is not None and not fills_itself(func):
                 return call_with_out(func, args, kwargs)
             return func(*args, **kwargs)
     finally:

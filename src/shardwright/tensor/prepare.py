@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,13 +161,24 @@ def _settled(
         written=_written(func, call),
         mutated=mutated,
         brought_back=tuple(m.operand for m in moves if m.operand in mutated),
-        skip=coords is None or (not decision.runs_empty and _holds_nothing(decision.inputs, coords)),
+        skip=coords is None or _contributes_nothing(decision, coords),
         reason=decision.reason,
         fallback=decision.fallback,
         gather_all=False,
         local=None if decision.local is None or coords is None else decision.local.at(func, coords),
         any_size=None if coords is None or overrides or decision.local else decision.any_size,
     )
+
+
+def _contributes_nothing(decision: Decision, coords: tuple[int, ...]) -> bool:
+    """Does this rank hold nothing of what the op reads, and have no finished elements to make?
+
+    `x.new_ones(3)` of an `x` that another rank owns is made by every rank all the same.
+    """
+    if decision.runs_empty or not _holds_nothing(decision.inputs, coords):
+        return False
+    finished = (out for out in decision.outputs if out is not None and not out.pending_axes)
+    return not any(prod(out.local_shape(coords)) for out in finished)
 
 
 def _holds_nothing(inputs: tuple[Layout, ...], coords: tuple[int, ...]) -> bool:
