@@ -31,6 +31,7 @@ SUM = call(aten.sum.dim_IntList, meta(8, 6), [0])
 MERGE = call(aten.view.default, meta(4, 3, 8), [12, 8])
 MERGE_UNEVEN = call(aten.view.default, meta(3, 4, 8), [12, 8])
 SPLIT = call(aten.view.default, meta(5, 12), [5, 4, 3])
+SOFTMAX = call(aten._softmax.default, meta(5, 12), 1, False)
 CHUNK = call(aten.split.Tensor, meta(5, 12), 6, 1)
 
 
@@ -61,6 +62,8 @@ CHUNK = call(aten.split.Tensor, meta(5, 12), 6, 1)
         (SPLIT, (Shard(1),), [Shard(1)]),
         (SPLIT, (Interleaved(1, 4),), [Shard(2)]),
         (CHUNK, (Interleaved(1, 2),), [Shard(1), Shard(1)]),
+        (SOFTMAX, (Owner(1),), [Owner(1)]),
+        (MM, (Owner(0), R), [Owner(0)]),
     ],
     ids=str,
 )

@@ -223,6 +223,7 @@ CASES = {
         True,
     ),
     "index_fill": (lambda x, i: x.index_fill(1, i, 0.5), [X, torch.tensor([7, 0, 3])], True),
+    "index_fill_": (lambda x, i: x.clone().index_fill_(1, i, 3.0), [X, torch.tensor([7, 0])], True),
     "index_put": (
         lambda x, i, j, s: x.index_put((i, j), s),
         [X, torch.tensor([0, 3]), torch.tensor([7, 10]), values(2)],

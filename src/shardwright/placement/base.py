@@ -121,6 +121,8 @@ class Partition(Placement):
     """
 
     is_partition = True
+    # Whether one coord holds all of any tensor, whatever its shape.
+    undivided: ClassVar[bool] = False
 
     def region(self, shape: Shape, n: int, coord: int) -> Region:  # noqa: ARG002 - for subclasses
         """What `coord` of `n` holds of a tensor of this shape (the tensor left by earlier axes)."""

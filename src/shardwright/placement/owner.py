@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Owner(Partition):
     """`coord` holds the whole tensor; every other coord an empty one of shape (0, *shape[1:])."""
 
+    undivided = True
+
     coord: int
 
     def region(self, shape: Shape, n: int, coord: int) -> Region:  # noqa: ARG002 - the same for every axis size

@@ -29,6 +29,7 @@ class Candidate:
         part: how it is cut, as a partition of a 1-d tensor.
         divides: whether the work is divided over the axis.
         scattered: elements are partitioned in a way that labels cannot tell: later axes may use no label.
+        alone: one coord has everything and does everything; the others have nothing and call no kernel.
     """
 
     inputs: tuple[Placement, ...]
@@ -38,6 +39,7 @@ class Candidate:
     part: Partition | None = None
     divides: bool = False
     scattered: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def candidates(view: AxisView) -> list[Candidate]:
     whole = whole_candidate(view)
     if all(placement.is_replicated for placement in view.current):
         return [whole]
-    found = [whole, *_pending(view), *_elementwise(view)]
+    found = [whole, *_pending(view), *_elementwise(view), *_alone(view)]
     if not view.scattered:
         for label, part in _cut_now(view):
             found += cut(view, label, part)
@@ -104,6 +106,19 @@ def _with_outs(
         if operand is not None and placement is not None and view.equation.operands[operand].out:
             found[operand] = placement
     return tuple(found)
+
+
+def _alone(view: AxisView) -> Iterator[Candidate]:
+    """All operands on the coord that has one of them now: true of every op."""
+    if view.equation.same_shape or not all(slot.dims for slot in view.equation.operands if not slot.metadata):
+        return
+    for placement in dict.fromkeys(view.current):
+        if isinstance(placement, Partition) and placement.undivided:
+            inputs = tuple(_free(view, operand, placement) for operand in range(len(view.current)))
+            outputs = tuple(None if slot is None else placement for slot in view.equation.results)
+            if _silent_writes(view, range(len(inputs))):
+                written = _with_outs(view, inputs, outputs)
+                yield Candidate(written, outputs, f"on {placement} alone", alone=True)
 
 
 # ------------------------------------------------------------------------------------ pending values

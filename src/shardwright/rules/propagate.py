@@ -143,7 +143,7 @@ def decide(
         reason=_reason(layouts[0], equation, choice, rewrites),
         cost_bytes=choice.price.bytes,
         overrides=tuple(_overrides(equation, layouts[0].sizes, order, choice, outputs)),
-        runs_empty=equation.formula.elementwise,
+        runs_empty=equation.formula.elementwise and not any(column.alone for column in columns),
         rewrites=rewrites,
         local=_local_call(equation, layouts[0].sizes, order, choice),
         any_size=for_any_size(call, layouts, equation, choice, inputs, outputs),

@@ -167,12 +167,16 @@ def functional_form(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The overload that returns new tensors and takes the same arguments, of an in-place or `out=` form."""
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    wanted = [argument.name for argument in op._schema.arguments if not argument.is_out]
+    wanted = [_named(argument) for argument in op._schema.arguments if not argument.is_out]
     for overload in packet.overloads() if packet is not None else ():
         found: torch._ops.OpOverload = getattr(packet, overload)
-        if [argument.name for argument in found._schema.arguments] == wanted and not found._schema.is_mutable:
+        if [_named(a) for a in found._schema.arguments] == wanted and not found._schema.is_mutable:
             return found
     return None
+
+
+def _named(argument: Any) -> tuple[str, str]:
+    return argument.name, str(argument.type)
 
 
 @lru_cache(maxsize=4096)

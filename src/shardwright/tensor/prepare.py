@@ -56,6 +56,7 @@ class Prepared:
     fallback: bool
     gather_all: bool  # shapes depend on the data: the results' layouts are found after the call
     local: LocalForm | None = None  # what this rank calls in place of the op
+    outs: tuple[int, ...] = ()  # operands that are only written: `out=`
     checked: bool = False
     any_size: AnySize | None = None  # the same call on tensors of other sizes
 
@@ -160,6 +161,7 @@ def _settled(
         results=results,
         written=_written(func, call),
         mutated=mutated,
+        outs=tuple(i for i, operand in enumerate(call.flat_operands) if operand.out),
         brought_back=tuple(m.operand for m in moves if m.operand in mutated),
         skip=coords is None or _contributes_nothing(decision, coords),
         reason=decision.reason,

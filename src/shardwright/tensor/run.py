@@ -37,6 +37,7 @@ def run(
         _move(prepared, func, args, kwargs, tensors, locals_)
     if prepared.skip:
         out = _nothing(prepared, tensors)
+        _fill_outs(prepared, out, locals_)
     else:
         local_args, local_kwargs = _local_call(prepared, func, args, kwargs, locals_)
         out = (prepared.local or func)(*local_args, **local_kwargs)
@@ -152,6 +153,14 @@ def _nothing(prepared: Prepared, tensors: list[DTensor]) -> Any:
     if len(made) == 1:
         return made[0]
     return tuple(made)
+
+
+def _fill_outs(prepared: Prepared, made: Any, locals_: list[torch.Tensor]) -> None:
+    """`out=` operands hold what the results hold, on a rank without elements too: the identity."""
+    results = made if isinstance(made, tuple) else (made,)
+    for operand, result in zip(prepared.written, results, strict=False):
+        if operand in prepared.outs and isinstance(result, torch.Tensor):
+            locals_[operand].copy_(result)
 
 
 def _identity(spec: Spec | None, like: DTensor) -> torch.Tensor | None:

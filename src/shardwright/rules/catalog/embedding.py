@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from shardwright.rules.call import Call
-from shardwright.rules.catalog.held_index import embedded
+from shardwright.rules.catalog.held_index import embedded, table_gradient
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule, rule
 
@@ -14,7 +16,16 @@ rule("aten::embedding", "v e, ... -> ... e", reduce="sum", hom="weight: *", loca
 def embedding_backward(call: Call) -> Formula:
     """Each row sums the gradients of its uses. Scaling by the number of uses needs all of them."""
     rank = len(call.arg("indices").shape)
-    mark = "!" if call.arg("scale_grad_by_freq") else ""
+    # Terms of the whole table are more to add up than the gradients of its uses are to gather.
+    larger = call.arg("num_weights") > prod(call.arg("indices").shape)
+    mark = "!" if call.arg("scale_grad_by_freq") or larger else ""
     index = " ".join(f"a{i}{mark}" for i in range(rank))
-    text = f"{index} e, {index or '()'} -> v! e"
-    return formula(text, reduce="sum", hom="grad_output: sum->sum", ints={"num_weights": "v"})
+    text = f"{index} e, {index or '()'} -> v e"
+    return formula(
+        text,
+        reduce="sum",
+        hom="grad_output: sum->sum",
+        ints={"num_weights": "v"},
+        local=table_gradient,
+        held=("v",),
+    )

@@ -38,6 +38,16 @@ def embedded(op: Op, held: HeldBy, weight: Tensor, indices: Tensor, *rest: Any) 
     return found.masked_fill_(~here.unsqueeze(-1), 0)
 
 
+def table_gradient(
+    op: Op, held: HeldBy, grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, by_freq: bool
+) -> Tensor:
+    """`embedding_dense_backward`: the gradients of the rows that are held; other uses go to one row more."""
+    at, here = _located(held["v"], indices)
+    at = at.masked_fill_(~here | (indices == padding_idx), num_weights)
+    found: Tensor = op(grad, at, num_weights + 1, -1, by_freq)
+    return found.narrow(0, 0, num_weights).contiguous()
+
+
 def indexed(op: Op, held: HeldBy, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """`x[i, j]`: zero where any index is another rank's."""
     local, here = _located_all(held, indices)
