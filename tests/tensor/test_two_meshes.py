@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 import shardwright as sw
 from shardwright.comm import Recorder
@@ -16,6 +17,7 @@ from shardwright.comm.execute import execute
 from shardwright.comm.guard import guarded_plans
 from shardwright.errors import LayoutError, PlanError, RuleError
 from shardwright.layout import MeshShape
+from shardwright.parallel import parallelize_fsdp
 from shardwright.plan import plan_redistribution
 from tests.plan.kinds import small_integers
 from tests.plan.two_meshes import least_elements, random_pairs
@@ -238,6 +240,49 @@ def test_placements_go_by_name_and_ranks_outside_hold_nothing(ranks):
         assert seen["many"] == [(S0,), (R,)]
         assert seen["full"] == ((4, 6) if seen["member"] else (0,))
         assert seen["outside"] == (rank == 6)
+
+
+def gradients_of_any_kind() -> None:
+    """Expanded gradients (of a sum), gradients of gradients, and those of lists."""
+    full = small_integers((8, 6), torch.float32)
+    for placement in (S0, R, sw.Ragged((1, 2, 3), (0, 1)), sw.Owner(1), sw.Partial()):
+        x = sw.distribute_tensor(full.clone().requires_grad_(), trainer(), [S0, R], src_data_rank=None)
+        y = x.redistribute(inference(), [placement], async_op=True)
+        z = sw.redistribute_many([x], inference(), [placement])[0]
+        (y.sum() + z.sum()).backward()
+        assert torch.equal(x.grad.to_local(), own(x, torch.full((8, 6), 2.0)))
+    (first,) = torch.autograd.grad((y * y * y).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((first * first).sum(), x)
+    assert second.full_tensor().equal(36 * full**3 if dist.get_rank() < 4 else torch.empty(0))
+
+
+def test_gradients_of_sums_of_gradients_and_of_lists_go_back(ranks):
+    ranks(6, gradients_of_any_kind)
+
+
+def sharded_model() -> None:
+    """The state of a module under FSDP; ranks that only answer have the same tensors, with nothing inside."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 8))
+    full = {name: x.clone() for name, x in module.state_dict().items()}
+    mesh = mesh_of((0, 1, 2, 3), (4,), ("dp",))
+    if dist.get_rank() < 4:
+        state = parallelize_fsdp(module, mesh).state_dict()
+        state["0.bias"] = theirs(state["0.bias"])
+    else:
+        state = {name: sw.empty(x.shape, device_mesh=mesh, placements=[S0]) for name, x in full.items()}
+    moved = sw.redistribute_many(state, inference(), [S0])
+    assert all(torch.equal(moved[name].to_local(), own(moved[name], x)) for name, x in full.items())
+
+
+def theirs(x: sw.DTensor) -> TorchDTensor:
+    """The same tensor as torch's own class."""
+    shape, stride = torch.Size(x.shape), x.layout.stride
+    return TorchDTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=shape, stride=stride)
+
+
+def test_the_state_of_a_sharded_module_goes_to_ranks_that_never_had_it(ranks):
+    ranks(6, sharded_model)
 
 
 # ------------------------------------------------------------------------------------------------ refusals

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.execute import execute_many
 from shardwright.errors import LayoutError
@@ -15,7 +16,7 @@ from shardwright.tensor.autograd import acceptable_gradient
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import spec_of
-from shardwright.tensor.wrap import wrap
+from shardwright.tensor.wrap import as_ours, wrap
 
 if TYPE_CHECKING:
     from shardwright.layout.layout import Layout
@@ -63,10 +64,10 @@ def redistribute_many(
         device_mesh, placements = None, device_mesh
     if placements is None:
         raise LayoutError("redistribute_many needs placements: one per axis, or {axis name: placement}")
-    names, listed = None, list(tensors.values() if isinstance(tensors, Mapping) else tensors)
+    names, given = None, list(tensors.values() if isinstance(tensors, Mapping) else tensors)
     if isinstance(tensors, Mapping):
         names = list(tensors)
-    _check_tensors(listed, names)
+    listed = [_ours(x, repr(names[i]) if names else f"tensor {i}") for i, x in enumerate(given)]
     moved = _moved(listed, device_mesh, _per_tensor(listed, names, placements))
     return moved if names is None else dict(zip(names, moved, strict=True))
 
@@ -84,14 +85,18 @@ def _moved(
     return cast("list[DTensor]", results)
 
 
-def _check_tensors(tensors: Sequence[object], names: Sequence[str] | None) -> None:
-    for i, x in enumerate(tensors):
-        if not isinstance(x, DTensor):
-            which = f"tensor {i}" if names is None else repr(names[i])
-            raise LayoutError(
-                f"redistribute_many: {which} is a {type(x).__name__}, not a DTensor: place it with "
-                "sw.distribute_tensor first, or leave it out"
-            )
+def _ours(x: object, name: str) -> DTensor:
+    """A DTensor of this library; torch's own is made one, if no gradient is asked of it."""
+    if isinstance(x, DTensor):
+        return x
+    if isinstance(x, TorchDTensor) and not x.requires_grad:
+        return as_ours(x)
+    if isinstance(x, TorchDTensor):
+        raise LayoutError(f"redistribute_many: {name} is torch's own DTensor and needs a gradient: detach it")
+    raise LayoutError(
+        f"redistribute_many: {name} is a {type(x).__name__}, not a DTensor: place it with "
+        "sw.distribute_tensor first, or leave it out"
+    )
 
 
 def _per_tensor(
