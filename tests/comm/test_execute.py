@@ -43,6 +43,7 @@ def thresholds(one_round, straight):
     with (
         mock.patch.object(redistribution, "ONE_ROUND_BYTES", one_round),
         mock.patch.object(runner, "STRAIGHT_BYTES", straight),
+        mock.patch.object(runner, "STRAIGHT_BYTES_UNREPEATED", straight),
     ):
         yield
     redistribution._planned.cache_clear()

@@ -34,9 +34,11 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Place, Step
 from shardwright.plan.transfer import Move, Transfer, local_move, memory_of, transfer
 
-# From this many bytes per rank on, gloo's messages between pairs of ranks are faster than its collectives:
-# those need packed buffers, and repeat what several ranks want. Below, one has the steadier latency.
+# From this many bytes per rank on, messages between pairs of ranks are faster on gloo than its collectives:
+# where several ranks want the same or terms are combined, for a collective needs that repeated, and packed
+# in buffers; and where nothing is repeated. Below, one collective has the lower and steadier latency.
 STRAIGHT_BYTES = 256 * 1024
+STRAIGHT_BYTES_UNREPEATED = 4 * 1024 * 1024
 
 Held = Tensor | Terms
 
@@ -172,7 +174,8 @@ class Runner:
         moved = plan.for_rank.get(key)
         if not isinstance(moved, int):
             moved = plan.for_rank[key] = exchanged(step) * x.element_size() // prod(step.source.sizes)
-        return moved >= STRAIGHT_BYTES
+        repeated = bool(step.terms) or not step.target.cut.issuperset(step.axes)
+        return moved >= (STRAIGHT_BYTES if repeated else STRAIGHT_BYTES_UNREPEATED)
 
     def _straight(self, key: Key, step: Exchange, x: Tensor, *, copies: bool = False) -> Arriving:
         plan = self.plans[0]
