@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardwright.comm import Recorder, runner
+from shardwright.comm import Recorder, messages, runner
 from shardwright.comm.execute import execute, execute_many
 from shardwright.comm.guard import guarded_plans
 from shardwright.errors import PlanError
@@ -49,8 +49,8 @@ def thresholds(one_round, straight):
     redistribution._planned.cache_clear()
 
 
-def random_redistributions(sizes, count, one_round, straight):
-    with thresholds(one_round, straight):
+def random_redistributions(sizes, count, one_round, straight, singly):
+    with thresholds(one_round, straight), mock.patch.object(messages, "_posts_singly", return_value=singly):
         redistribute_at_random(sizes, count, seed=one_round + straight)
 
 
@@ -74,7 +74,11 @@ def redistribute_at_random(sizes, count, seed):
 @pytest.mark.parametrize(("one_round", "straight"), [(0, 0), (65536, 2**40)])
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (2, 3)])
 def test_random_redistributions_on_real_ranks(ranks, sizes, one_round, straight):
-    ranks(prod(sizes), random_redistributions, sizes, 25, one_round, straight)
+    ranks(prod(sizes), random_redistributions, sizes, 25, one_round, straight, singly=True)
+
+
+def test_messages_may_be_posted_as_one_batch(ranks):
+    ranks(4, random_redistributions, (2, 2), 25, 0, 0, singly=False)
 
 
 def dtypes_travel():

@@ -149,7 +149,7 @@ def send_mail(wire: PeerWire, x: Tensor, mail: Mail, reason: str, *, copies: boo
             dtype=x.dtype,
         )
     slots = [_slot(x, mail, index, copies=copies) for index in range(max(mail.terms, 1))]
-    if x.device.type != "cpu":
+    if not _posts_singly(x):
         return _send_as_one_batch(wire, x, mail, slots, copies=copies)
     received = [
         (_post(dist.irecv, tensor, wire.ranks[message.members[0]]), buffer, message)
@@ -174,6 +174,11 @@ def _slot(x: Tensor, mail: Mail, index: int, *, copies: bool) -> Tensor:
 def _keep_own(x: Tensor, mail: Mail, slots: Sequence[Tensor]) -> None:
     if mail.own_term is None:
         move(x, slots[mail.own_slot], mail.own)
+
+
+def _posts_singly(x: Tensor) -> bool:
+    """gloo starts each message when it is posted: the first travel while the others are packed."""
+    return x.device.type == "cpu"
 
 
 def _post(verb: Callable[..., Work | None], tensor: Tensor, rank: int) -> Work:
