@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
-from shardwright.placement.base import Partition, Pending
+from shardwright.placement.base import Partition, Pending, Placement
+from shardwright.placement.joint import Joint, joint_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from shardwright.placement.base import Placement
+    from shardwright.layout.mesh_shape import Coords
     from shardwright.placement.region import Region, Shape
 
 
@@ -20,15 +22,38 @@ if TYPE_CHECKING:
 class Applied:
     """One placement on one axis, its dims counted in the tensor that the earlier axes left.
 
+    Axes that cut together are one step: `coord` is then the row-major index of their coords.
     A coord of an `Owner` that holds nothing of a 0-d tensor has shape (0,): later placements leave it alone.
     """
 
-    axis: int
+    axes: tuple[int, ...]
+    sizes: tuple[int, ...]
     size: int
     placement: Placement
     partition: Partition | None  # the placement, if it decides which elements a coord holds
     pending: Pending | None  # the placement, if it reduces
     ndim: int
+
+    def coord(self, coords: Coords) -> int:
+        """The coord on this step's axes."""
+        if len(self.axes) == 1:
+            return coords[self.axes[0]]
+        coord = 0
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            coord = coord * size + coords[axis]
+        return coord
+
+    def at(self, coords: Coords, coord: int) -> Coords:
+        """These coords, with this one on the step's axes."""
+        found = list(coords)
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            coord, found[axis] = divmod(coord, size)
+        return tuple(found)
+
+    def even(self, shape: Shape) -> bool:
+        """Whether all coords are left with the same shape."""
+        partition = self._cuts(len(shape))
+        return partition is None or partition.even(shape, self.size)
 
     def _cuts(self, ndim: int) -> Partition | None:
         return self.partition if ndim == self.ndim else None
@@ -65,19 +90,48 @@ class Applied:
 def applied_placements(
     placements: Sequence[Placement], sizes: Sequence[int], order: Sequence[int], ndim: int
 ) -> tuple[Applied, ...]:
-    """One step per axis, in order of application.
+    """One step per axis, or group of axes that cut together, in order of application.
 
     After a placement that flattened several dims into one, a later placement of any of them acts on the flat
-    dim.
+    dim. A group acts where the first of its axes does.
     """
     now = {dim: dim for dim in range(ndim)}
     steps = []
-    for axis in order:
-        placement, partition = placements[axis], None
+    for axes, given in _steps(placements, order):
+        placement, partition = given, None
         if isinstance(placement, Partition):
             placement = partition = placement.on_dims(now)
             group = partition.flat_group()
             now = {dim: group[-1] if at in group else at for dim, at in now.items()}
         pending = placement if isinstance(placement, Pending) else None
-        steps.append(Applied(axis, sizes[axis], placement, partition, pending, ndim))
+        own = tuple(sizes[axis] for axis in axes)
+        steps.append(Applied(axes, own, prod(own), placement, partition, pending, ndim))
     return tuple(steps)
+
+
+def _steps(
+    placements: Sequence[Placement], order: Sequence[int]
+) -> list[tuple[tuple[int, ...], Placement]]:
+    groups = {axis: group for group in joint_groups(placements) for axis in group}
+    steps: list[tuple[tuple[int, ...], Placement]] = []
+    done: set[int] = set()
+    for axis in order:
+        if axis in done:
+            continue
+        placement, axes = placements[axis], groups.get(axis, (axis,))
+        if axis in groups and isinstance(placement, Joint):
+            placement = placement.partition
+        steps.append((axes, placement))
+        done.update(axes)
+    return steps
+
+
+def complete(placements: tuple[Placement, ...], shape: Shape) -> tuple[Placement, ...]:
+    """The placements; an axis of a group whose other axes are gone is what it means alone."""
+    if not any(isinstance(p, Joint) for p in placements):
+        return placements
+    grouped = {axis for group in joint_groups(placements) for axis in group}
+    return tuple(
+        p.alone(shape) if isinstance(p, Joint) and axis not in grouped else p
+        for axis, p in enumerate(placements)
+    )

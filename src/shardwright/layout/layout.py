@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.errors import LayoutError
-from shardwright.layout.applied import applied_placements
+from shardwright.layout.applied import applied_placements, complete
 from shardwright.layout.kind import find_kind, hash_without_sizes
 from shardwright.layout.mesh_shape import Coords, as_mesh_shape
 from shardwright.layout.order import canonical, conflicts, order_indices
@@ -128,7 +128,7 @@ class Layout:
         resolved = tuple(p.resolved(len(self.shape)) for p in placements)
         for placement, n in zip(resolved, self.sizes, strict=True):
             placement.validate(self.shape, n)
-        return resolved
+        return complete(resolved, self.shape)
 
     def _canonical(self, order: tuple[int, ...]) -> tuple[int, ...]:
         if order == tuple(range(len(order))):
@@ -195,6 +195,17 @@ class Layout:
         """The placements in order of application, their dims counted in the tensor that each one sees."""
         return self._applied
 
+    @property
+    def is_even(self) -> bool:
+        """True only if all ranks hold equally many elements: every step is even on what it is given."""
+        shapes = self.shapes_along_order((0,) * len(self.sizes))
+        return all(step.even(shape) for step, shape in zip(self._applied, shapes, strict=False))
+
+    @property
+    def partitions(self) -> tuple[Applied, ...]:
+        """The steps that cut, in order of application: axes, and the partition of all of them together."""
+        return tuple(step for step in self._applied if step.partition is not None)
+
     def coords_of(self, rank: int) -> Coords:
         """The coord of a rank on every axis."""
         return self.mesh_shape.coords_of(rank)
@@ -212,7 +223,7 @@ class Layout:
         """The shape that each placement sees, in order of application; last, the local shape."""
         shapes = [self.shape]
         for step in self._applied:
-            shapes.append(step.local_shape(shapes[-1], coords[step.axis]))
+            shapes.append(step.local_shape(shapes[-1], step.coord(coords)))
         return tuple(shapes)
 
     def local_stride(self, coords: Coords) -> Shape:
@@ -233,7 +244,7 @@ class Layout:
         region: Region | None = None
         for step in self._applied:
             if step.partition is not None:
-                region = step.region(self.shape, region, coords[step.axis])
+                region = step.region(self.shape, region, step.coord(coords))
         return Region.whole(self.shape) if region is None else region
 
     # ------------------------------------------------------------------------------------- variations
@@ -272,7 +283,7 @@ class Layout:
         if tuple(full.shape) != self.shape:
             raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot be split as {self}")
         for step in self._applied:
-            full = step.split(full, coords[step.axis])
+            full = step.split(full, step.coord(coords))
         return full
 
     def join(self, locals: Sequence[Tensor]) -> Tensor:  # noqa: A002 - the word of the laws
@@ -287,7 +298,7 @@ class Layout:
         step = self._applied[level]
         joined = []
         for coord in range(1 if step.placement.is_replicated else step.size):
-            at = (*coords[: step.axis], coord, *coords[step.axis + 1 :])
+            at = step.at(coords, coord)
             joined.append(self._join(parts, level + 1, at, step.local_shape(shape, coord)))
         return step.join(joined, shape)
 

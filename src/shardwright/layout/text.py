@@ -170,9 +170,15 @@ def parse_placement(text: str) -> Placement:
         literal.
     """
     try:
-        name, arguments, named = _call(ast.parse(text, mode="eval").body)
+        return _made(ast.parse(text, mode="eval").body)
+    except LayoutError:
+        raise
     except (SyntaxError, ValueError):
         raise LayoutError(f"{text!r} is not a placement such as Interleaved(0, 2)") from None
+
+
+def _made(node: ast.expr) -> Placement:
+    name, arguments, named = _call(node)
     placement: Placement = _class_named(name)(*arguments, **named)
     return placement
 
@@ -185,7 +191,22 @@ def _call(node: ast.expr) -> tuple[str, list[Any], dict[str, Any]]:
 
 
 def _literal(node: ast.expr) -> Any:
-    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+    """A literal; a name stands for itself, a call for a placement, also inside a tuple."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Call):
+        return _nested(node)
+    if isinstance(node, ast.Tuple):
+        return tuple(map(_literal, node.elts))
+    return ast.literal_eval(node)
+
+
+def _nested(node: ast.expr) -> Placement:
+    """A placement inside another one; a call of anything else is no literal."""
+    try:
+        return _made(node)
+    except LayoutError:
+        raise SyntaxError("neither a literal nor a placement") from None
 
 
 def _class_named(name: str) -> type[Placement]:

@@ -36,7 +36,7 @@ class AlongDim(Partition):
 
     def region(self, shape: Shape, n: int, coord: int) -> Region:
         """The runs of `dim`, all of every other dim."""
-        dim = check_dim(self.dim, len(shape), self.text())
+        dim = self._dim(len(shape))
         of_dim = self.runs(shape[dim], n, coord)
         whole = (interval(0, size) for size in shape)
         return Region.from_runs(tuple(of_dim if d == dim else kept for d, kept in enumerate(whole)))
@@ -79,17 +79,20 @@ class AlongDim(Partition):
 
     def resolved(self, ndim: int) -> Partition:
         """The same split with `dim` counted from the front."""
-        dim = check_dim(self.dim, ndim, self.text())
+        dim = self._dim(ndim)
         return self if dim == self.dim else self.moved(dim)
 
     def validate(self, shape: Shape, n: int) -> None:  # noqa: ARG002 - any axis size will do
         """The tensor must have the dim."""
-        check_dim(self.dim, len(shape), self.text())
+        self._dim(len(shape))
+
+    def _dim(self, ndim: int) -> int:
+        """`dim` counted from the front. The text, for the error, may be long: it is made only then."""
+        return self.dim if 0 <= self.dim < ndim else check_dim(self.dim, ndim, self.text())
 
     def text(self) -> str:
         """How the text of a layout names this placement: class and arguments."""
-        state = self._state()
-        return f"{type(self).__name__}({', '.join(repr(value) for value in state.values())})"
+        return self._called()
 
     def _checked(self, name: str, value: Any, least: int) -> None:
         if not isinstance(value, int) or value < least:

@@ -63,6 +63,10 @@ class Placement(TorchPlacement):
         """How the text of a layout names this placement."""
         return repr(self)
 
+    def _called(self) -> str:
+        """Class and arguments, as a call that parses back."""
+        return f"{type(self).__name__}({', '.join(map(written, self._state().values()))})"
+
     def _state(self) -> dict[str, Any]:
         """The attributes, those in slots first."""
         slots = (name for cls in type(self).__mro__ for name in cls.__dict__.get("__slots__", ()))
@@ -105,6 +109,16 @@ class Placement(TorchPlacement):
         }
 
 
+def written(value: Any) -> str:
+    """An argument of a placement as the text of a layout names it; it parses back."""
+    if isinstance(value, Placement):
+        return value.text()
+    if isinstance(value, tuple):
+        inside = ", ".join(map(written, value))
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    return repr(value)
+
+
 def _rebuild(cls: type[Placement], state: dict[str, Any]) -> Placement:
     """Make a placement again from its attributes, without its `__init__`."""
     placement: Placement = cls.__new__(cls)
@@ -143,6 +157,10 @@ class Partition(Placement):
         may be used along them as if it were the logical one.
         """
         return derived_cut_dims(self, shape, n)
+
+    def resolved(self, ndim: int) -> Partition:  # noqa: ARG002 - nothing to resolve without a dim
+        """The same partition with negative dims counted from the front."""
+        return self
 
     def touched_dims(self, shape: Shape, n: int) -> tuple[int, ...]:  # noqa: ARG002 - all, whatever the axis
         """The dims whose local size may differ from the logical one.

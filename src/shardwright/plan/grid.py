@@ -195,6 +195,8 @@ def stretches(common: list[tuple[int, int, int]]) -> tuple[Stretch, ...]:
 def _extended(last: Stretch, source: int, target: int, size: int) -> Stretch | None:
     if last.size != size:
         return None
+    if last.repeat == 1 and (source < last.source or target < last.target):
+        return None  # torch has no negative strides
     if last.repeat == 1:
         return Stretch(last.source, last.target, size, 2, source - last.source, target - last.target)
     regular = (

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from shardwright.placement.runs import Run, intervals
 Ints = npt.NDArray[np.int64]
 Group = tuple[int, ...]
 # One axis that cuts a dim: its position in the mesh, its size, and the partition that it applies.
-Cut = tuple[int, int, Partition]
+Cut = tuple[tuple[int, ...], tuple[int, ...], Partition]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +97,13 @@ def _root(parents: Mapping[int, int], dim: int) -> int:
 def line_of(layout: Layout, group: Group) -> Line:
     """The line of a group of dims of a layout."""
     cuts = tuple(
-        (step.axis, step.size, step.partition)
+        (step.axes, step.sizes, step.partition)
         for step in layout.applied
         if step.partition is not None and _belongs(step.partition, layout, step.size, group)
     )
     if len(group) == 1:
         return _dim_line(layout.shape[group[0]], group[0], len(layout.shape), cuts)
-    return _group_line(layout, group, tuple(axis for axis, _, _ in cuts))
+    return _group_line(layout, group, tuple(axis for axes, _, _ in cuts for axis in axes))
 
 
 def _belongs(partition: Partition, layout: Layout, n: int, group: Group) -> bool:
@@ -161,7 +162,8 @@ def _refined(line: Line, dim: int, ndim: int, cut: Cut) -> Line:
 
     All local dims are laid end to end; the pieces, and the shares of each local dim, cut this one long line.
     """
-    axis, n, partition = cut
+    axes, ns, partition = cut
+    n = prod(ns)
     holder = _holders(line)
     lengths = np.bincount(holder, weights=line.volume).astype(np.int64) if len(holder) else np.zeros(0, int)
     base = np.cumsum(lengths) - lengths
@@ -177,7 +179,7 @@ def _refined(line: Line, dim: int, ndim: int, cut: Cut) -> Line:
     order = np.lexsort((position, holder[piece] * n + coord))
     at = {known: values[piece[order]] for known, values in line.at.items()}
     if n > 1:
-        at[axis] = coord[order]
+        at.update(zip(axes, np.unravel_index(coord[order], ns), strict=True))
     return joined_pieces(Line(line.group, low[order, None], sizes[order, None], at, position[order]))
 
 

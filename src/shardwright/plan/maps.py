@@ -21,7 +21,6 @@ from typing import cast
 import numpy as np
 
 from shardwright.layout.layout import Layout
-from shardwright.placement.base import Partition
 from shardwright.placement.region import Box
 from shardwright.plan.grid import Cell, Grid, Interval, cell_of, flat_cell, numel, row_major
 from shardwright.plan.lines import Group, Ints, Line, groups_of, line_of
@@ -87,13 +86,7 @@ class LayoutMap(_Lines):
     @property
     def is_even(self) -> bool:
         """True only if all ranks hold equally many elements: every placement is even on what it is given."""
-        layout = self.layout
-        shapes = layout.shapes_along_order((0,) * len(layout.sizes))
-        return all(
-            cast("Partition", layout.placements[axis]).even(shape, layout.sizes[axis])
-            for axis, shape in zip(layout.order, shapes, strict=False)
-            if axis in self.cut
-        )
+        return self.layout.is_even
 
     def cell(self, coords: Coords) -> Cell:
         """The layout's region at these coordinates."""

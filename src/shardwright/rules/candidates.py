@@ -215,7 +215,8 @@ def _same_everywhere(view: AxisView, placement: Placement) -> Candidate:
 
     inputs = tuple(_free(view, i, placed(slot)) for i, slot in enumerate(equation.operands))
     outputs = tuple(None if slot is None else placed(slot) for slot in equation.results)
-    return Candidate(inputs, outputs, f"elements as {placement}", divides=True, scattered=True)
+    divides = isinstance(placement, Partition) and bool(placement.cut_dims(common, view.n))
+    return Candidate(inputs, outputs, f"elements as {placement}", divides=divides, scattered=True)
 
 
 # --------------------------------------------------------------------------------------------- labels

@@ -132,6 +132,8 @@ class Equation:
         slots = [*self.operands, *(slot for slot in self.results if slot is not None)]
         shapes = {slot.shape(self.sizes) for slot in slots if slot.dims}
         shapes.discard(())
+        if not shapes:
+            return True  # all of one element, without dims
         return len({shape for shape in shapes if prod(shape) != 1} or shapes) == 1
 
     def lacks(self, result: int, label: int) -> bool:

@@ -1,8 +1,9 @@
-"""Views whose local result is a copy (a slice of a cut dim, say): writes still travel between view and base.
+"""Views whose local result is a copy (every other row of an interleaved cut, say): writes still travel.
 
-A view that had to move data does not share the base's local tensor. It remembers its base: a write into it is
-written back, and after a write into the base it is derived again before its next use. Both are what the
-single-device program does, and both cost what deriving the view cost.
+Such a view does not share the base's local tensor. It remembers its base: a write into it is written back,
+and after a write into the base it is derived again before its next use. Both are what the single-device
+program does. Where each rank copied its own elements neither communicates; where the view had to move data
+both cost what deriving it cost.
 
 Rejected: raising on such writes. `x[2] = 0` and `x[:, 1:3].mul_(2)` are common and have a clear meaning.
 """
@@ -21,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwright.comm.record import record_decision
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
+from shardwright.rules.views.local import ChainedView, LocalView
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_local
 from shardwright.tensor.spec import coords_of
@@ -39,6 +41,7 @@ class _Origin:
     index: int | None  # which of several results
     copied: bool
     version: int | None
+    local: LocalView | ChainedView | None = None  # where it copied its elements from, if it moved none
 
 
 _origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -66,6 +69,19 @@ def remember(
         if isinstance(view, DTensor) and view not in _origins:
             where = index if several else None
             _origins[view] = _Origin(base, func, tuple(rest), kwargs, where, copied, _version(base))
+
+
+def remember_local(
+    out: DTensor,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    index: int | None,
+    local: LocalView | ChainedView,
+) -> None:
+    """Note that `out` is a copy of elements of `args[0]` that this rank holds."""
+    base, *rest = args
+    _origins[out] = _Origin(base, func, tuple(rest), kwargs, index, True, _version(base), local)
 
 
 def around(route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -119,7 +135,9 @@ def _write_back(view: torch.Tensor) -> None:
     origin = _origins.get(view)
     if origin is None or not isinstance(view, DTensor):
         return
-    if origin.copied:
+    if origin.local is not None:
+        origin.local.put(origin.base._local_tensor, view._local_tensor)
+    elif origin.copied:
         _overlay(view, origin)
     _write_back(origin.base)
 

@@ -20,6 +20,7 @@ from shardwright.tensor import (  # noqa: F401  algorithms register themselves
     handlers,
     key_parts,
     other_sizes,
+    views,
     windows,
 )
 from shardwright.tensor.algorithms import ByAlgorithm
@@ -27,6 +28,7 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.mixing import distributed, replicate_plain
 from shardwright.tensor.prepare import NeedsDecomposition, Prepared, prepare, prepare_call
 from shardwright.tensor.run import run
+from shardwright.tensor.views import ViewCall
 from shardwright.tensor.wrap import as_ours
 from shardwright.tensor.written_plain import write_into_plain
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _CACHE_SIZE = 65536
-_cache: dict[tuple[Any, ...], Prepared | NeedsDecomposition | ByAlgorithm] = {}
+_cache: dict[tuple[Any, ...], Prepared | NeedsDecomposition | ByAlgorithm | ViewCall] = {}
 _routes: dict[torch._ops.OpOverload, handlers.Handler] = {}
 _cache_generation = -1
 
@@ -85,6 +87,10 @@ def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
             prepared = prepare(func, args, kwargs, tensors)
             other_sizes.remember(query, prepared)
         _store(frozen, prepared)
+    if isinstance(prepared, Prepared):
+        return _run_prepared(prepared, func, args, kwargs, tensors)
+    if isinstance(prepared, ViewCall):
+        return prepared.run(func, args, kwargs, tensors)
     if isinstance(prepared, NeedsDecomposition):
         out = prepared.run(args, kwargs)
         if out is not NotImplemented:
@@ -93,7 +99,30 @@ def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
         _store(frozen, prepared)
     if isinstance(prepared, ByAlgorithm):
         return prepared.run(args, kwargs)
-    out = run(prepared, func, args, kwargs, tensors)
+    if not isinstance(prepared, Prepared):
+        return prepared.run(func, args, kwargs, tensors)
+    return _run_prepared(prepared, func, args, kwargs, tensors)
+
+
+def _run_prepared(
+    prepared: Prepared,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[Any],
+) -> Any:
+    """A call that the rules decided; what undoes views is put back where the base had it, if known."""
+    if prepared.call is not None:
+        found = views.put_back(func, prepared.call, tensors, tensors[0].device_mesh)
+        if found is not None:
+            return found
+    try:
+        out = run(prepared, func, args, kwargs, tensors)
+    except RuntimeError:
+        again = views.anew(prepared, func, args, kwargs, tensors)
+        if again is None:
+            raise
+        return again
     if prepared.moves and copied_views.is_view(func):
         copied_views.remember(out, func, args, kwargs, copied=True)
     return out
@@ -130,7 +159,9 @@ def _forget() -> None:
     _cache_generation = registry.generation()
 
 
-def _store(key: tuple[Any, ...], prepared: Prepared | NeedsDecomposition | ByAlgorithm) -> None:
+def _store(
+    key: tuple[Any, ...], prepared: Prepared | NeedsDecomposition | ByAlgorithm | ViewCall
+) -> None:
     if len(_cache) >= _CACHE_SIZE:
         _cache.clear()
     _cache[key] = prepared

@@ -78,3 +78,17 @@ def refuse_exchange(op: torch._ops.OpOverload, sent: int, tensors: list[DTensor]
     lines.append(f"  about {sent} B sent by each rank")
     lines.append("  fix:  redistribute the operands so that the dim along which the op works is whole")
     raise ImplicitRedistributionError("\n".join(lines))
+
+
+def refuse_moves(func: torch._ops.OpOverload, x: DTensor, target: Layout, why: str) -> None:
+    """Raise, while `explicit()` is active, for an op that moves an operand to another layout."""
+    if not _mode.explicit:
+        return
+    cost = plan_redistribution(x.layout, target).total_bytes
+    if cost:
+        named = ", ".join(f"{a!r}: {p!r}" for a, p in zip(target.axes, target.placements, strict=True))
+        raise ImplicitRedistributionError(
+            f"{func.name()}: needs an implicit redistribution (explicit mode allows none): {why}\n"
+            f"  operand    {x.layout}   <- must become {target}\n"
+            f"  fix:  operand.redistribute({{{named}}})     {cost} B over all ranks"
+        )

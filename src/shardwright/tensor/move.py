@@ -25,10 +25,11 @@ def move_local(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
     source = x.layout
     if source is target or source == target:
         return x._local_tensor
+    local = x._local_tensor.resolve_conj().resolve_neg()  # what is sent are bytes, not flags
     small = bases(source, target)
     if small is None:
-        return execute(plan_redistribution(source, target), x._local_tensor, x.device_mesh, reason=reason)
-    base, why = base_of(x._local_tensor, source), f"{reason}: what it was expanded from"
+        return execute(plan_redistribution(source, target), local, x.device_mesh, reason=reason)
+    base, why = base_of(local, source), f"{reason}: what it was expanded from"
     moved = execute(plan_redistribution(*small), base, x.device_mesh, reason=why)
     same = target.mesh_shape == source.mesh_shape
     coords = coords_of(x.device_mesh) if same else own_coords(target)

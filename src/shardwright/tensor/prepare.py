@@ -19,12 +19,14 @@ from shardwright.rules.call import Call
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision, propagate
 from shardwright.rules.refusal import meshes_text
+from shardwright.rules.views.aten import is_described, undoes
 from shardwright.tensor.algorithms import ByAlgorithm, may_write
 from shardwright.tensor.boundary import helpers
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.metadata import DataDependentError, described, described_call, result_infos
 from shardwright.tensor.out import functional_form, written_from
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
+from shardwright.tensor.views import ViewCall, view_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +59,7 @@ class Prepared:
     gather_all: bool  # shapes depend on the data: the results' layouts are found after the call
     local: LocalForm | None = None  # what this rank calls in place of the op
     outs: tuple[int, ...] = ()  # operands that are only written: `out=`
+    call: Call | None = None  # of an op that undoes views and moves operands: `views.put_back` may do better
     checked: bool = False
     any_size: AnySize | None = None  # the same call on tensors of other sizes
 
@@ -78,7 +81,7 @@ class NeedsDecomposition:
 
 def prepare(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
-) -> Prepared | NeedsDecomposition | ByAlgorithm:
+) -> Prepared | NeedsDecomposition | ByAlgorithm | ViewCall:
     """Decide the call; raises what the single-device op raises for these shapes, or RuleError."""
     steps = _decomposition(func)
     if steps is not None:
@@ -90,7 +93,7 @@ def prepare(
 
 def prepare_call(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
-) -> Prepared | ByAlgorithm:
+) -> Prepared | ByAlgorithm | ViewCall:
     """Decide the call of this very op, without a look at simpler ones that it may consist of."""
     mesh = _one_mesh(func, args, kwargs, tensors)
     use = _common_use(tensors)
@@ -105,6 +108,10 @@ def prepare_call(
     call = Call(func, *known, infos)
     layouts = tuple(t.layout for t in tensors)
     decision = propagate(call, layouts)
+    if decision.inputs != layouts and is_described(func):
+        view = view_call(func, call, tensors[0], mesh, use)
+        if view is not None:
+            return view
     chosen = algorithm_for(call, layouts, decision) if may_write(func) else None
     if chosen is not None:
         return ByAlgorithm(call, chosen, decision.reason)
@@ -155,6 +162,7 @@ def _settled(
     mutated = tuple(i for i, o in enumerate(call.flat_operands) if o.mutated)
     results = tuple(None if out is None else spec_of(out, mesh, use) for out in decision.outputs)
     overrides = decision.local_args(coords) if coords is not None else {}
+    undone = call if moves and undoes(func) else None
     return Prepared(
         moves=moves,
         overrides=tuple((overrides or {}).items()),
@@ -168,7 +176,8 @@ def _settled(
         fallback=decision.fallback,
         gather_all=False,
         local=None if decision.local is None or coords is None else decision.local.at(func, coords),
-        any_size=None if coords is None or overrides or decision.local else decision.any_size,
+        any_size=None if coords is None or overrides or decision.local or undone else decision.any_size,
+        call=undone,
     )
 
 

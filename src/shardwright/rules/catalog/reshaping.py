@@ -17,7 +17,7 @@ def reshape_formula(source: tuple[int, ...], target: tuple[int, ...]) -> str:
     left: list[str] = []
     right: list[str] = []
     count = 0
-    for own, other in _runs(source, target):
+    for own, other in neighbours(source, target):
         one, two, count = _matched(own, other, count)
         left += one
         right += two
@@ -35,7 +35,9 @@ def _empty_formula(source: tuple[int, ...], target: tuple[int, ...]) -> str:
     return f"{' '.join(left) or '()'} -> {' '.join(right) or '()'}"
 
 
-def _runs(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def neighbours(
+    source: tuple[int, ...], target: tuple[int, ...]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The shortest runs of dims with the same number of elements on both sides, in order."""
     runs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     i = j = 0

@@ -185,10 +185,18 @@ def embed_slice(call: Call) -> Formula:
     dim = call.arg("dim") % rank
     labels = letters(rank)
     full = [*labels[:dim], "_", *labels[dim + 1 :]]
+    if "index" not in call.bound and _all_of_it(call, dim):
+        full = labels
     if "input_sizes" in call.bound:
         return formula(join([full], [full]), hom="grad_output: *", shapes={"input_sizes": "@0"})
     part = [*labels[:dim], *labels[dim + 1 :]] if "index" in call.bound else full
     return formula(join([full, part], [full]), hom="self+src: *")
+
+
+def _all_of_it(call: Call, dim: int) -> bool:
+    """Whether the slice is the whole dim, with bounds that are right for a part of it too."""
+    size = _result_shape(call)[dim]
+    return call.operands[-1].shape[dim] == size and call.arg("step") == 1 and _open(call, size)
 
 
 @register_rule("aten::select_backward", "aten::unfold_backward", "aten::diagonal_backward")
@@ -207,6 +215,16 @@ def embed_select(call: Call) -> Formula | None:
         part = [label for dim, label in enumerate(labels) if dim not in dims]
         return formula(join([[*part, "_"]], [full]), hom="grad_output: *", shapes={"input_sizes": "@0"})
     return None
+
+
+@register_rule("aten::diagonal_scatter")
+def embed_diagonal(call: Call) -> Formula:
+    """A diagonal is put into another tensor along two dims that must be whole."""
+    labels = letters(len(_shape(call)))
+    dims = {call.arg("dim1") % len(labels), call.arg("dim2") % len(labels)}
+    full = ["_" if dim in dims else label for dim, label in enumerate(labels)]
+    part = [label for dim, label in enumerate(labels) if dim not in dims]
+    return formula(join([full, [*part, "_"]], [full]), hom="self+src: *")
 
 
 @register_rule("aten::repeat")

@@ -1,0 +1,37 @@
+"""`Sliced`: the part of a cut dim that a slice leaves, every index where it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwright.placement.along_dim import AlongDim
+from shardwright.placement.one_dim import held, sliced_runs
+
+if TYPE_CHECKING:
+    from shardwright.placement.base import Partition
+    from shardwright.placement.runs import Runs
+
+
+@dataclass(frozen=True, repr=False)
+class Sliced(AlongDim):
+    """Index j is where `source` puts index `start + j * step` of a dim of length `of`; `length` of them.
+
+    Made by views (`x[3:7]` of a cut dim), not written by hand. `source` is a partition of a 1-d tensor. A dim
+    of any other length is cut as `source` cuts it, so that this is a partition of every tensor.
+    """
+
+    any_size = False
+
+    dim: int
+    source: Partition
+    of: int
+    start: int
+    step: int
+    length: int
+
+    def runs(self, length: int, n: int, coord: int) -> Runs:
+        """The source's indices that the slice picks, counted in the slice."""
+        if length != self.length:
+            return held(self.source, length, n, coord)
+        return sliced_runs(held(self.source, self.of, n, coord), self.start, self.step, length)

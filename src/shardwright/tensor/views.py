@@ -1,0 +1,341 @@
+"""Views of cut dims, and their gradients: local, whatever the placement.
+
+A view that the rules would have to gather for goes here: the result gets the layout that describes where its
+elements are (`rules.views`), and each rank takes its local result out of its local tensor. The gradient of
+such a view is put back where it came from; the layout of the base is looked up among the views that were
+taken, since no argument of a gradient's op tells it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.comm.record import record_decision, recording
+from shardwright.errors import LayoutError, PlacementError
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Partition, Pending, Replicate
+from shardwright.placement.interleaved import Interleaved
+from shardwright.plan.redistribution import plan_redistribution
+from shardwright.rules.views.aten import copies, joined_views, on_elements, undone_by, views_of
+from shardwright.rules.views.local import ChainedView, LocalView, local_view
+from shardwright.rules.views.through import through
+from shardwright.rules.views.view import identity
+from shardwright.tensor import copied_views
+from shardwright.tensor.modes import refuse_moves
+from shardwright.tensor.move import move_local
+from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
+from shardwright.tensor.wrap import wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwright.layout.mesh_shape import MeshShape
+    from shardwright.rules.call import Call, TensorInfo
+    from shardwright.rules.views.view import View
+    from shardwright.tensor.dtensor import DTensor
+    from shardwright.tensor.prepare import Prepared
+
+# The layouts that were viewed, by view: the newest first. What a gradient is put back into.
+_MANY = 4096
+_bases: OrderedDict[tuple[MeshShape, View], list[Layout]] = OrderedDict()
+
+
+@dataclass(frozen=True, slots=True)
+class ViewCall:
+    """A view that every rank takes of its local tensor, decided once for one layout.
+
+    on_elements: the op changes what an element is, and is then run on what was taken.
+    """
+
+    views: tuple[tuple[View, ...], ...]
+    results: tuple[Spec, ...]
+    locals: tuple[LocalView | ChainedView, ...]
+    base: Layout
+    several: bool
+    copies: bool
+    on_elements: bool
+
+    def run(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[DTensor],
+    ) -> Any:
+        """The results: aliases of the local tensor, or copies that remember where they came from."""
+        source = tensors[0]._local_tensor
+        found = []
+        for index, (views, spec, local) in enumerate(zip(self.views, self.results, self.locals, strict=True)):
+            if len(views) == 1:
+                _remember_base(views[0], self.base)
+            taken, copied = local.take(source)
+            if self.on_elements:
+                taken = func(taken, *args[1:], **kwargs)
+            if self.copies and not copied:
+                taken = taken.clone()
+            out = wrap(taken, spec)
+            if copied and self.on_elements:
+                copied_views.remember(out, func, args, kwargs, copied=True)
+            elif copied and not self.copies:
+                where = index if self.several else None
+                copied_views.remember_local(out, func, args, kwargs, where, local)
+            found.append(out)
+        return found if self.several else found[0]
+
+
+def view_call(
+    func: torch._ops.OpOverload, call: Call, source: DTensor, mesh: DeviceMesh, use: LocalUse | None
+) -> ViewCall | None:
+    """The view that a call is, for an operand of this layout; None where it is none, or tears elements."""
+    chains = views_of(call)
+    if chains is None:
+        return None
+    layout = source.layout
+    if func._schema.name == "aten::view_as_complex" and _cuts(layout, len(layout.shape) - 1):
+        return None
+    specs, locals_ = [], []
+    try:
+        for views, info in zip(chains, call.results, strict=True):
+            if info is None:
+                return None
+            target, local = _chained(layout, views, info, coords_of(mesh))
+            if on_elements(func):
+                local = _same_order(layout, coords_of(mesh))
+            specs.append(spec_of(target, mesh, use))
+            locals_.append(local)
+    except PlacementError:  # too many elements to list: the rules gather, and say so
+        return None
+    several = not isinstance(func._schema.returns[0].type, torch._C.TensorType)
+    return ViewCall(
+        tuple(chains), tuple(specs), tuple(locals_), layout, several, copies(func), on_elements(func)
+    )
+
+
+def _chained(
+    source: Layout, views: tuple[View, ...], info: TensorInfo, coords: tuple[int, ...] | None
+) -> tuple[Layout, LocalView | ChainedView]:
+    """The layout of what the last of the views sees, and what all of them are of the local tensor."""
+    found = []
+    for view in views:
+        target = through(source, view, info.dtype, info.stride if view is views[-1] else None)
+        if coords is not None:
+            found.append(local_view(source, target, view, coords))
+        source = target
+    if coords is None:
+        return source, LocalView((0,), None, None, overlaps=False)
+    return source, found[0] if len(found) == 1 else ChainedView(tuple(found))
+
+
+def _same_order(layout: Layout, coords: tuple[int, ...] | None) -> LocalView:
+    """The local tensor as it is, for an op that changes what an element is."""
+    if coords is None:
+        return LocalView((0,), None, None, overlaps=False)
+    return local_view(layout, layout, identity(layout.shape), coords)
+
+
+def _cuts(layout: Layout, dim: int) -> bool:
+    return any(
+        step.partition is not None and dim in step.partition.cut_dims(layout.shape, step.size)
+        for step in layout.partitions
+    )
+
+
+def anew(
+    prepared: Prepared,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: Sequence[DTensor],
+) -> DTensor | None:
+    """A reshape whose local strides do not merge although the logical ones do; None: not that.
+
+    A local tensor that is a view itself (every other column of a cut) may lie otherwise than its logical
+    tensor would. Its reshape is then a copy that remembers its base.
+    """
+    spec = prepared.results[0] if len(prepared.results) == 1 else None
+    if func._schema.name not in _RESHAPES or prepared.moves or spec is None:
+        return None
+    coords = coords_of(spec.mesh)
+    if coords is None or "size" not in (a.name for a in func._schema.arguments):
+        return None
+    local = LocalView(spec.layout.local_shape(coords), None, None, overlaps=False)
+    source = tensors[0]
+    taken, copied = local.take(source._local_tensor)
+    out = wrap(taken, spec)
+    if copied and not copies(func):
+        copied_views.remember_local(out, func, args, kwargs, None, local)
+    return out
+
+
+_RESHAPES = frozenset({"aten::view", "aten::_unsafe_view", "aten::_reshape_alias"})
+
+
+# ------------------------------------------------------------------------------------------ gradients
+
+
+def _remember_base(view: View, base: Layout) -> None:
+    key = (base.mesh_shape, view)
+    known = _bases.get(key)
+    if known is None:
+        if len(_bases) >= _MANY:
+            _bases.popitem(last=False)
+        _bases[key] = [base]
+    elif known[0] is not base:
+        if base in known:
+            known.remove(base)
+        known.insert(0, base)
+        del known[8:]
+
+
+def put_back(
+    func: torch._ops.OpOverload, call: Call, tensors: Sequence[DTensor], mesh: DeviceMesh
+) -> DTensor | None:
+    """The result of an op that undoes views: gradients, `slice_scatter`, `cat`, `stack` of a split's parts.
+
+    None where the base is not known, or the rules do as well. Cost: what brings an operand where the view of
+    the base has it; nothing for an operand that is there.
+    """
+    info = call.results[0]
+    if info is None or 0 in info.shape:
+        return None
+    view = undone_by(call)
+    if view is not None and len(tensors) == 2:
+        return _scattered(func, view, tensors[0], tensors[1])
+    views = [view] if view is not None else joined_views(call)
+    if views is None or len(views) != len(tensors):
+        return None
+    exact = view is None and torch._C._current_graph_task_id() == -1
+    base = _base_of(views, tensors, exact=exact)
+    if base is None:
+        return None
+    shaped = base.with_shape(info.shape, info.stride, dtype=info.dtype)
+    return _embedded(func, shaped, views, tensors, mesh)
+
+
+def _base_of(views: Sequence[View], parts: Sequence[DTensor], *, exact: bool) -> Layout | None:
+    """The layout of the tensor of which these views were taken: the one that has the parts nearest.
+
+    exact: only one that has them where they are; then none is guessed.
+    """
+    known: Sequence[Layout] = _bases.get((parts[0].layout.mesh_shape, views[0]), ())
+    bases: dict[Layout, None] = dict.fromkeys(_with_pending(base, parts) for base in known)
+    if not exact:
+        for layout in dict.fromkeys(part.layout for part in parts):
+            bases.update(dict.fromkeys(_guesses(views, layout)))
+    best: tuple[int, Layout] | None = None
+    for base in bases:
+        away = sum(_away(base, view, part) for view, part in zip(views, parts, strict=True))
+        if not away:
+            return base
+        if best is None or away < best[0]:
+            best = away, base
+    return None if exact or best is None else best[1]
+
+
+def _away(base: Layout, view: View, part: DTensor) -> int:
+    """The bytes that bring a part where the view of the base has it."""
+    target = _seen(base, view, part)
+    if target == part.layout:
+        return 0
+    return plan_redistribution(part.layout, target).total_bytes or 1
+
+
+def _guesses(views: Sequence[View], part: Layout) -> Iterator[Layout]:
+    """Bases of which a part may be a view, where none is known: as it is, or its dim cut in every part."""
+    shape = views[0].source
+    for chunks in (None, len(views)):
+        placements = []
+        for placement, n in zip(part.placements, part.sizes, strict=True):
+            cut = placement.cut_dims(part.shape, n) if isinstance(placement, Partition) else ()
+            changed = chunks is not None and len(cut) == 1 and shape[cut[0]] != part.shape[cut[0]]
+            placements.append(Interleaved(cut[0], chunks) if changed and chunks else placement)
+        with suppress(PlacementError, LayoutError):
+            yield Layout(part.mesh_shape, placements, shape, dtype=part.dtype, order=part.order_names)
+
+
+def _with_pending(base: Layout, parts: Sequence[DTensor]) -> Layout:
+    """The base with sums that are still to be made where all parts have them, finished elsewhere."""
+    placements = []
+    for axis, placement in enumerate(base.placements):
+        have = {part.layout.placements[axis] for part in parts}
+        only = next(iter(have))
+        pending = len(have) == 1 and isinstance(only, Pending) and only.linear
+        if placement.is_partition:
+            placements.append(placement)
+        else:
+            placements.append(only if pending else Replicate())
+    return base.with_placements(tuple(placements), order=base.order_names)
+
+
+def _seen(base: Layout, view: View, part: DTensor) -> Layout:
+    return through(base, view, part.layout.dtype, part.layout.stride)
+
+
+def _embedded(
+    func: torch._ops.OpOverload,
+    base: Layout,
+    views: Sequence[View],
+    parts: Sequence[DTensor],
+    mesh: DeviceMesh,
+) -> DTensor:
+    coords = coords_of(mesh)
+    made: torch.Tensor | None = None
+    for view, part in zip(views, parts, strict=True):
+        values, target = _there(func, base, view, part)
+        if coords is None:
+            continue
+        local = _local_view(base, target, view, coords)
+        if made is None:
+            made = local.embed(values, base.local_shape(coords))
+        else:
+            local.put(made, values)
+    if made is None:
+        made = parts[0]._local_tensor.new_empty((0,))
+    return wrap(made, spec_of(base, mesh))
+
+
+def _scattered(func: torch._ops.OpOverload, view: View, base: DTensor, values: DTensor) -> DTensor | None:
+    """A copy of the base with the values where the view sees them."""
+    layout = base.layout
+    if layout.pending_axes:
+        return None
+    coords = coords_of(base.device_mesh)
+    moved, target = _there(func, layout, view, values)
+    local = base._local_tensor.clone()
+    if coords is not None:
+        _local_view(layout, target, view, coords).put(local, moved)
+    return wrap(local, base._spec)
+
+
+def _there(
+    func: torch._ops.OpOverload, base: Layout, view: View, part: DTensor
+) -> tuple[torch.Tensor, Layout]:
+    """The local values of a part where the view of the base has them, and that layout."""
+    target = _seen(base, view, part)
+    if part.layout == target:
+        return part._local_tensor, target
+    why = f"{func.name()}: put where the base has it"
+    refuse_moves(func, part, target, why)
+    if recording():
+        record_decision(func.name(), f"redistribute: {why}", f"{part.layout} -> {target}")
+    return move_local(part, target, reason=why), target
+
+
+@lru_cache(maxsize=8192)
+def _local_view(base: Layout, target: Layout, view: View, coords: tuple[int, ...]) -> LocalView:
+    return local_view(base, target, view, coords)
+
+
+def forget() -> None:
+    """Forget the layouts that were viewed."""
+    _bases.clear()
+
+

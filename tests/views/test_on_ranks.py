@@ -1,0 +1,102 @@
+"""Views on real ranks: a stated sample of `python -m tests.views`, and programs that write through views.
+
+The sample: the first input of eight operators, every partition on two ranks, three pairs of them on four.
+"""
+
+import pytest
+import torch
+
+import shardwright as sw
+from tests.views.sweep import mesh, place, run
+
+SAMPLE = ["slice", "select", "split", "unbind", "unfold", "reshape", "diagonal", "as_strided"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_view_moves_a_byte(ranks, world):
+    for counts, failures in ranks(world, run, SAMPLE, 1, 3):
+        assert not failures, "\n".join(failures)
+        assert counts["cases"] > 30
+
+
+def _weight(placements):
+    full = torch.arange(48.0 * 5).reshape(48, 5)
+    return full, place(full.clone(), placements, None)
+
+
+def _fused(placements):
+    """q, k, v = weight.chunk(3): used, differentiated, written in place."""
+    full, placed = _weight(placements)
+    placed, full = placed.detach().requires_grad_(), full.requires_grad_()
+    weights = [torch.full((16, 5), float(i + 1)) for i in range(3)]
+    (wanted,) = torch.autograd.grad([part * part for part in full.chunk(3)], [full], weights)
+    with sw.trace() as t:
+        parts = placed.chunk(3)
+        out = [part * part for part in parts]
+        pairs = zip(weights, [o.layout for o in out], strict=True)
+        given = [place(w, layout.placements, layout.order_names) for w, layout in pairs]
+        (grad,) = torch.autograd.grad(out, [placed], given)
+        with torch.no_grad():
+            placed.chunk(3)[1].mul_(2)
+            placed[:, 1:3].zero_()
+            placed[7].add_(1)
+    with torch.no_grad():
+        full.chunk(3)[1].mul_(2)
+        full[:, 1:3].zero_()
+        full[7].add_(1)
+    torch.testing.assert_close(grad.full_tensor(), wanted)
+    torch.testing.assert_close(placed.detach().full_tensor(), full.detach())
+    return t.bytes, str(t), [str(p) for p in parts[0].placements]
+
+
+FUSED = [sw.Shard(0), sw.Interleaved(0, 3), sw.BlockCyclic(0, 1), sw.ZigZag(0), sw.Ragged((1, 3), (0,))]
+
+
+@pytest.mark.parametrize("placement", FUSED)
+def test_a_fused_weight_is_split_and_written_through_its_parts(ranks, placement):
+    for sent, told, placements in ranks(2, _fused, [placement]):
+        assert sent == 0, told
+        if placement == sw.Interleaved(0, 3):
+            assert placements == ["S(0)"]
+
+
+@pytest.mark.parametrize("first", [sw.Shard(0), sw.Interleaved(0, 3)])
+def test_a_fused_weight_that_two_axes_cut_is_split_without_moving(ranks, first):
+    for sent, told, _ in ranks(4, _fused, [first, sw.Shard(0)]):
+        assert sent == 0, told
+
+
+def _mixed():
+    """Parts that lie on different ranks meet: what moves is recorded, and the value is right."""
+    full, placed = _weight([sw.Shard(0)])
+    with sw.trace() as t:
+        q, k, v = placed.chunk(3)
+        got = (q * k).softmax(0) @ v.T
+    assert t.decisions
+    wanted_q, wanted_k, wanted_v = full.chunk(3)
+    torch.testing.assert_close(got.full_tensor(), (wanted_q * wanted_k).softmax(0) @ wanted_v.T)
+    return t.bytes
+
+
+def test_parts_on_different_ranks_meet_with_a_record(ranks):
+    assert sum(ranks(2, _mixed)) > 0
+
+
+def _stale():
+    """A copy of a view follows its base, and the base its copy, without communication."""
+    placed = place(torch.arange(24.0).reshape(12, 2), [sw.BlockCyclic(0, 3)], None)
+    with sw.trace() as t:
+        odd = placed[1::2]
+        placed.mul_(10)
+        odd.add_(1)
+        both = odd + 0
+    assert t.bytes == 0
+    wanted = torch.arange(24.0).reshape(12, 2) * 10
+    wanted[1::2] += 1
+    torch.testing.assert_close(placed.full_tensor(), wanted)
+    torch.testing.assert_close(both.full_tensor(), wanted[1::2])
+    return str(mesh())
+
+
+def test_a_view_that_had_to_copy_follows_its_base(ranks):
+    ranks(2, _stale)
