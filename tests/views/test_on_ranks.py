@@ -1,6 +1,7 @@
 """Views on real ranks: a stated sample of `python -m tests.views`, and programs that write through views.
 
-The sample: the first input of eight operators, every partition on two ranks, three pairs of them on four.
+The sample: the first input of four operators under every partition on two ranks, of three others under
+two pairs of partitions on four.
 """
 
 import pytest
@@ -9,14 +10,14 @@ import torch
 import shardwright as sw
 from tests.views.sweep import mesh, place, run
 
-SAMPLE = ["slice", "select", "split", "unbind", "unfold", "reshape", "diagonal", "as_strided"]
+SAMPLE = {2: ["slice", "split", "unfold", "reshape"], 4: ["select", "unbind", "diagonal"]}
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", SAMPLE)
 def test_no_view_moves_a_byte(ranks, world):
-    for counts, failures in ranks(world, run, SAMPLE, 1, 3):
+    for counts, failures in ranks(world, run, SAMPLE[world], 1, 2):
         assert not failures, "\n".join(failures)
-        assert counts["cases"] > 30
+        assert counts["cases"] > 5
 
 
 def _weight(placements):
