@@ -16,7 +16,7 @@ from shardwright.tensor.autograd import FromLocal, Redistribute, apply, finished
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.spec import coords_of
-from shardwright.tensor.unmoved import is_own_layout, unmoved
+from shardwright.tensor.unmoved import is_own_layout, known_target, unmoved
 from shardwright.tensor.wrap import STARTERS
 
 if TYPE_CHECKING:
@@ -157,7 +157,9 @@ def redistribute(
         x = cast("DTensor", x.to(forward_dtype))
     if backward_dtype is not None:
         x = apply(_CastGradient, x, backward_dtype)
-    target = layout_on(x, home, placements, order)
+    target = known_target(x, home, placements) if order is None else None
+    if target is None:
+        target = layout_on(x, home, placements, order)
     if async_op and home == x.device_mesh and x._spec.use is None and not torch.compiler.is_compiling():
         return cast("DTensor", STARTERS[0](x, target))
     return apply(Redistribute, x, target, home)

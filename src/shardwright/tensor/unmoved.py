@@ -1,11 +1,13 @@
-"""A redistribution to the layout that a tensor has: found without making a layout, done without planning."""
+"""What a redistribution need not do again: make the layout it leads to, or move to the layout that it has."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwright.placement.base import Placement
 from shardwright.placement.convert import as_placement
 from shardwright.tensor.autograd import Redistribute, apply
 from shardwright.tensor.wrap import wrap
@@ -13,6 +15,7 @@ from shardwright.tensor.wrap import wrap
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from shardwright.layout.layout import Layout
     from shardwright.tensor.dtensor import DTensor
 
 _without_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -42,6 +45,21 @@ def is_own_layout(x: DTensor, mesh: DeviceMesh | None, given: Any) -> bool:
 
 def _same(given: Any, mine: Any) -> bool:
     return given is mine or as_placement(given) == mine
+
+
+def known_target(x: DTensor, mesh: DeviceMesh, given: Any) -> Layout | None:
+    """The layout that a list of our placements means on the mesh of `x`, made once; else None."""
+    spec = x._spec
+    if mesh is not spec.mesh or not isinstance(given, list | tuple) or hasattr(given, "order"):
+        return None
+    if len(given) != len(spec.placements) or not all(isinstance(p, Placement) for p in given):
+        return None
+    return _target(spec.layout, tuple(as_placement(p) for p in given))
+
+
+@lru_cache(maxsize=4096)
+def _target(layout: Layout, placements: tuple[Placement, ...]) -> Layout:
+    return layout.with_placements(placements)
 
 
 def unmoved(x: DTensor) -> DTensor:
