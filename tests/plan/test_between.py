@@ -255,7 +255,8 @@ def test_what_has_no_meaning_is_refused_in_one_clear_error():
         "instead"
     )
     assert refusal(on(TRAINER, S0, dtype=torch.int64), on(INFERENCE, Partial("avg"), dtype=torch.int64)) == (
-        "P(avg) on axis 'tp' cannot be a target: it has no meaning for torch.int64"
+        "Partial(avg) on axis 'tp' cannot be a target: it has no meaning for torch.int64; "
+        'fix (checked): Replicate() or Partial("sum") or Partial("max") or Partial("bor")'
     )
 
 
