@@ -73,11 +73,9 @@ def groups_of(layouts: Iterable[Layout]) -> tuple[Group, ...]:
     ndim = 0
     for layout in layouts:
         ndim = len(layout.shape)
-        for step in layout.applied:
-            if step.partition is not None:
-                dims = step.partition.touched_dims(layout.shape, step.size)
-                for dim in dims[1:]:
-                    parents[_root(parents, dim)] = _root(parents, dims[0])
+        for dims in _tied(layout):
+            for dim in dims[1:]:
+                parents[_root(parents, dim)] = _root(parents, dims[0])
     if not ndim:
         return ((),)
     if not parents:
@@ -88,12 +86,24 @@ def groups_of(layouts: Iterable[Layout]) -> tuple[Group, ...]:
     return tuple(sorted(tuple(dims) for dims in grouped.values()))
 
 
+@lru_cache(maxsize=1024)
+def _tied(layout: Layout) -> tuple[Group, ...]:
+    """The dims of every placement that acts on several."""
+    acting = (
+        step.partition.touched_dims(layout.shape, step.size)
+        for step in layout.applied
+        if step.partition is not None
+    )
+    return tuple(tuple(dims) for dims in acting if len(dims) > 1)
+
+
 def _root(parents: Mapping[int, int], dim: int) -> int:
     while parents.get(dim, dim) != dim:
         dim = parents[dim]
     return dim
 
 
+@lru_cache(maxsize=1024)
 def line_of(layout: Layout, group: Group) -> Line:
     """The line of a group of dims of a layout."""
     cuts = tuple(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from math import prod
 
 import numpy as np
 
 from shardwright.plan.lines import Ints, Line
+
+_SMALL = 1024  # counts of at most this many coordinates are remembered
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +24,7 @@ class Meeting:
     of_target: Ints
     low: Ints
     size: Ints
+    _known: dict[object, Ints] = field(default_factory=dict, repr=False)
 
     @cached_property
     def volume(self) -> Ints:
@@ -37,6 +41,15 @@ class Meeting:
 
         Axes in both are asked to agree.
         """
+        key = source_axes, target_axes, tuple(sizes)
+        known = self._known.get(key)
+        if known is None:
+            known = self._count(source_axes, target_axes, sizes)
+            if known.size <= _SMALL:
+                self._known[key] = known
+        return known
+
+    def _count(self, source_axes: frozenset[int], target_axes: frozenset[int], sizes: Sequence[int]) -> Ints:
         index = np.zeros(len(self.of_source), dtype=np.int64)
         shape = [1] * len(sizes)
         keep = None
@@ -51,8 +64,8 @@ class Meeting:
         volume = self.volume
         if keep is not None:
             index, volume = index[keep], volume[keep]
-        total = int(np.prod(shape))
-        return np.bincount(index, weights=volume, minlength=total).astype(np.int64).reshape(shape)
+        counts = np.bincount(index, weights=volume, minlength=prod(shape))
+        return counts.astype(np.int64).reshape(shape)
 
     def _coord(self, axis: int, source_axes: frozenset[int], target_axes: frozenset[int]) -> Ints | None:
         if axis in source_axes and axis in self.source.at:

@@ -72,9 +72,7 @@ def described(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(_describe(v) for v in values)
 
 
-def described_call(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Call:
+def described_call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """The logical call; without results where they cannot be known before it runs."""
     try:
         infos = result_infos(func, args, kwargs)

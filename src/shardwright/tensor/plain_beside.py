@@ -40,8 +40,7 @@ def plain_among(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: tor
     ours = [t for t in tensors if isinstance(t, TorchDTensor)]
     names = {id(t): f"operand {i}" for i, t in enumerate(tensors)}
     said: dict[str, object] = {
-        names[id(t)]: layout_of(t._spec) if isinstance(t, TorchDTensor) else _plain_text(t)
-        for t in tensors
+        names[id(t)]: layout_of(t._spec) if isinstance(t, TorchDTensor) else _plain_text(t) for t in tensors
     }
     lines = scene(_headline(name, x), said, {names[id(x)]: "the whole tensor, or this rank's part of one?"})
     for placements in _proposals(x, ours):
