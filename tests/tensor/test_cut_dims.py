@@ -203,3 +203,23 @@ def _of_a_user():
 
 def test_users_add_algorithms_and_wrong_shapes_go_red(ranks):
     ranks(2, _of_a_user)
+
+
+def _written_where_nothing_is():
+    """k is cut in 0 and 5: the rank without k holds the identity in `out=`, not what was there."""
+    mesh = rank_mesh((2,), ("tp",))
+    a, b = torch.randn(3, 5), torch.randn(5, 4)
+    left = sw.distribute_tensor(a, mesh, [sw.Ragged((0, 1), (1,))])
+    right = sw.distribute_tensor(b, mesh, [sw.Ragged((0, 1), (0,))])
+    out = sw.DTensor.from_local(torch.full((3, 4), 7.0), mesh, [sw.Partial("sum")])
+    torch.mm(left, right, out=out)
+    torch.testing.assert_close(out.full_tensor(), a @ b)
+    alone = sw.distribute_tensor(a, mesh, [sw.Owner(1)])
+    with sw.trace() as seen:
+        found = alone.softmax(1)
+    assert (seen.bytes, found.placements) == (0, (sw.Owner(1),))
+    torch.testing.assert_close(found.full_tensor(), a.softmax(1))
+
+
+def test_a_rank_with_nothing_writes_the_identity_and_leaves_the_work_to_the_owner(ranks):
+    ranks(2, _written_where_nothing_is)
