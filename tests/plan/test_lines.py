@@ -131,6 +131,11 @@ def test_what_peers_share_is_what_their_cells_share(pair):
         assert source_views(leaving) == source_views(overlaps(before.cell(me), after.cell(peer)))
 
 
+def _forget() -> None:
+    for known in (lines.line_of, lines._dim_line):
+        known.cache_clear()
+
+
 @pytest.mark.parametrize("fault", ["position", "coord"])
 def test_a_planted_fault_in_the_tables_is_found(monkeypatch, fault):
     right = lines._shares
@@ -142,7 +147,7 @@ def test_a_planted_fault_in_the_tables_is_found(monkeypatch, fault):
             table[[0, -1], column] = table[[-1, 0], column]
         return table
 
-    lines._dim_line.cache_clear()
+    _forget()
     monkeypatch.setattr(lines, "_shares", wrong)
     layout = Layout(MeshShape(("dp",), (3,)), [ZigZag(0)], (13,), dtype=torch.float32)
     checks = {
@@ -151,4 +156,4 @@ def test_a_planted_fault_in_the_tables_is_found(monkeypatch, fault):
     }
     with pytest.raises(AssertionError):
         checks[fault].hypothesis.inner_test((layout, layout))
-    lines._dim_line.cache_clear()
+    _forget()
