@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,7 +94,20 @@ def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
+def _has_plain(values: Iterable[Any]) -> bool:
+    """Is there a plain tensor among the arguments? Most often not: this is asked at every call."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, TorchDTensor):
+                return True
+        elif isinstance(value, list | tuple) and _has_plain(value):
+            return True
+    return False
+
+
 def _refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not _has_plain(args) and not (kwargs and _has_plain(kwargs.values())):
+        return
     for value in tensors_in((*args, *kwargs.values())):
         if isinstance(value, TorchDTensor) or value.numel() == 1 or _is_written(func, value, args, kwargs):
             continue

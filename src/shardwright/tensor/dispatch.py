@@ -27,7 +27,7 @@ from shardwright.tensor.algorithms import ByAlgorithm
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.mixing import distributed, replicate_plain
 from shardwright.tensor.prepare import NeedsDecomposition, Prepared, prepare, prepare_call
-from shardwright.tensor.run import run
+from shardwright.tensor.run import is_simple, run, run_simple
 from shardwright.tensor.views import ViewCall
 from shardwright.tensor.wrap import as_ours
 from shardwright.tensor.written_plain import write_into_plain
@@ -47,7 +47,7 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping
     Raises: RuleError: the op has no meaning on these layouts; what the single-device op raises.
     Cost: the redistributions that `trace()` shows; none when a rule takes the layouts as they are.
     """
-    if registry.generation() != _cache_generation:
+    if registry.registry.generation != _cache_generation:
         _forget()
     route = _routes.get(func)
     if route is None:
@@ -80,6 +80,8 @@ def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
         return _with_plain_tensors(func, args, kwargs, tensors)
     frozen = tuple(key)
     prepared = _cache.get(frozen)
+    if prepared.__class__ is Prepared and prepared.simple:
+        return run_simple(prepared, func, args)
     if prepared is None:
         query = other_sizes.Query(func, args, kwargs)
         prepared = other_sizes.adapt(query, tensors)
@@ -116,6 +118,7 @@ def _run_prepared(
         found = views.put_back(func, prepared.call, tensors, tensors[0].device_mesh)
         if found is not None:
             return found
+    first = not prepared.checked
     try:
         out = run(prepared, func, args, kwargs, tensors)
     except RuntimeError:
@@ -123,9 +126,16 @@ def _run_prepared(
         if again is None:
             raise
         return again
+    if first and prepared.call is None and not _is_reshape(func, args):
+        prepared.simple = is_simple(prepared, out, len(tensors), args, kwargs)
     if prepared.moves and copied_views.is_view(func):
         copied_views.remember(out, func, args, kwargs, copied=True)
     return out
+
+
+def _is_reshape(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """A view with sizes: whether the local tensor can be viewed so depends on its own strides, each time."""
+    return copied_views.is_view(func) and any(isinstance(value, list | tuple) for value in args)
 
 
 def _collect(values: Iterable[Any], tensors: list[Any], key: list[Any]) -> bool:

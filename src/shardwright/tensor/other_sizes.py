@@ -108,7 +108,7 @@ def adapt(query: Query, tensors: list[DTensor]) -> Prepared | None:
     results = tuple(
         None if result is None else _spec(result, tensors, shapes, first, use) for result in form.results
     )
-    return replace(known, moves=moves, results=results, skip=False, checked=False)
+    return replace(known, moves=moves, results=results, skip=False, checked=False, simple=False)
 
 
 def _moves(form: AnySize, tensors: list[DTensor]) -> tuple[Move, ...] | None:

@@ -44,7 +44,7 @@ class Move:
 class Prepared:
     """A decided call on one rank: nothing in it depends on the data.
 
-    Frozen but for `checked`: the rule's promise about local shapes is tested on the first run.
+    Frozen but for `simple` and `checked`: the rule's promise about local shapes is tested on the first run.
     """
 
     moves: tuple[Move, ...]
@@ -62,6 +62,7 @@ class Prepared:
     call: Call | None = None  # of an op that undoes views and moves operands: `views.put_back` may do better
     checked: bool = False
     any_size: AnySize | None = None  # the same call on tensors of other sizes
+    simple: bool = False  # found after the first run: see `run.is_simple`
 
 
 @dataclass(frozen=True, slots=True)

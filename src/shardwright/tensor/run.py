@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -48,6 +48,29 @@ def run(
     if not prepared.checked:
         _check(prepared, func, out)
     return _wrap(prepared, out, tensors)
+
+
+def run_simple(prepared: Prepared, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> DTensor:
+    """`run` for a call that `is_simple`: one local call, one new tensor."""
+    out = func(*[value._local_tensor if isinstance(value, DTensor) else value for value in args])
+    return wrap(out, cast("Spec", prepared.results[0]))
+
+
+def is_simple(
+    prepared: Prepared, out: Any, tensors: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether nothing moves or is overridden, and neither arguments nor result are lists of tensors.
+
+    Decided once the call has run in the ordinary way, which checks the local shapes.
+    """
+    return (
+        prepared.checked
+        and isinstance(out, DTensor)
+        and not (prepared.moves or prepared.overrides or prepared.skip or prepared.local or kwargs)
+        and prepared.written == (None,)
+        and prepared.results[0] is not None
+        and sum(isinstance(value, DTensor) for value in args) == tensors
+    )
 
 
 def _move(
