@@ -129,6 +129,18 @@ def test_gathers_for_shapes_are_recorded_and_refused_in_explicit_mode(ranks):
     ranks(2, _seen)
 
 
+def _expanded():
+    """The gradient of a selection from an expanded pending value asks for zeros like it."""
+    for mask in (torch.tensor([True, False, True]), torch.zeros(3, dtype=torch.bool)):
+        x = place(torch.tensor(2.5), [sw.Partial()], requires_grad=True)
+        torch.masked_select(x, sw.distribute_tensor(mask, mesh())).sum().backward()
+        close(x.grad, mask.sum().to(x.dtype))
+
+
+def test_a_selection_from_an_expanded_pending_value_has_a_gradient(ranks):
+    ranks(2, _expanded)
+
+
 def _two_meshes():
     x = full(4, 6)
     square, line = mesh(), sw.init_device_mesh("cpu", (4,), mesh_dim_names=("w",))

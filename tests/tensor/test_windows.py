@@ -1,7 +1,10 @@
 """Convolutions and pooling along a cut dim: values and gradients of one device, bytes of the borders only."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 import shardwright as sw
@@ -78,6 +81,35 @@ def _values(names):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_values_and_gradients_are_those_of_one_device(ranks, world):
     ranks(world, _values, list(OPS) if world == 2 else FEW)
+
+
+def _network():
+    """Convolutions, batch norm, pooling and a linear layer on images whose rows are cut."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1, groups=2),
+        nn.AvgPool2d(2),
+        nn.Conv2d(8, 4, 3, stride=2, padding=1),
+        nn.Flatten(),
+        nn.Linear(4 * 2 * 2, 5),
+    )
+    x, target = full(4, 3, 16, 16), torch.tensor([0, 1, 2, 3])
+    placed = sw.distribute_module(copy.deepcopy(net), mesh())
+    functional.cross_entropy(net(x), target).backward()
+    rows = [sw.Shard(2)] if mesh().ndim == 1 else [sw.Shard(0), sw.Shard(2)]
+    d = sw.distribute_tensor(x, mesh(), rows)
+    functional.cross_entropy(placed(d), sw.distribute_tensor(target, mesh())).backward()
+    for (name, parameter), other in zip(net.named_parameters(), placed.parameters(), strict=True):
+        close(other.grad, parameter.grad, name)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_a_convolutional_net_on_cut_images_has_the_gradients_of_one_device(ranks, world):
+    ranks(world, _network)
 
 
 def _bytes():

@@ -128,8 +128,10 @@ class Search:
         made = self.call.results[0] if self.call.results else None
         if made is None or not self.equation.formula.elementwise or is_expanded(made):
             return False
-        pairs = zip(candidate.inputs, self.call.operands, strict=True)
-        return any(wanted.is_pending and is_expanded(info) for wanted, info in pairs)
+        pairs = zip(candidate.inputs, self.call.operands, self.equation.operands, strict=True)
+        return any(
+            wanted.is_pending and is_expanded(info) and not slot.metadata for wanted, info, slot in pairs
+        )
 
     def _worth_scattering(self, view: AxisView, candidate: Candidate) -> bool:
         """Whether no small pending value would be cut: a number per row meets the tensor of the rows next.
