@@ -24,7 +24,7 @@ from shardwright.placement.interleaved import Interleaved
 from shardwright.plan.redistribution import plan_redistribution
 from shardwright.rules.views.aten import copies, joined_views, on_elements, undone_by, views_of
 from shardwright.rules.views.local import ChainedView, LocalView, local_view
-from shardwright.rules.views.through import through
+from shardwright.rules.views.through import kept_dims, parts_of, through
 from shardwright.rules.views.view import identity
 from shardwright.tensor import copied_views
 from shardwright.tensor.modes import refuse_moves
@@ -106,6 +106,8 @@ def view_call(
         for views, info in zip(chains, call.results, strict=True):
             if info is None:
                 return None
+            if on_elements(func) and not _in_order(layout, views[0]):
+                return None
             target, local = _chained(layout, views, info, coords_of(mesh))
             if on_elements(func):
                 local = _same_order(layout, coords_of(mesh))
@@ -132,6 +134,12 @@ def _chained(
     if coords is None:
         return source, LocalView((0,), None, None, overlaps=False)
     return source, found[0] if len(found) == 1 else ChainedView(tuple(found))
+
+
+def _in_order(layout: Layout, view: View) -> bool:
+    """Whether the local result has the elements of the local tensor in the same order."""
+    parts = () if view.nothing_changes else parts_of(layout, view)
+    return all(kept_dims(part, view) is not None for part in parts)
 
 
 def _same_order(layout: Layout, coords: tuple[int, ...] | None) -> LocalView:
