@@ -106,11 +106,14 @@ def view_call(
         for views, info in zip(chains, call.results, strict=True):
             if info is None:
                 return None
-            if on_elements(func) and not _in_order(layout, views[0]):
+            in_order = _in_order(layout, views[0]) if on_elements(func) else False
+            if on_elements(func) and not in_order and len(views[0].target) < len(layout.shape):
                 return None
             target, local = _chained(layout, views, info, coords_of(mesh))
-            if on_elements(func):
+            if in_order:
                 local = _same_order(layout, coords_of(mesh))
+            elif on_elements(func) and isinstance(local, LocalView) and coords_of(mesh) is not None:
+                local = local.without_last()
             specs.append(spec_of(target, mesh, use))
             locals_.append(local)
     except PlacementError:  # too many elements to list: the rules gather, and say so

@@ -48,6 +48,13 @@ class LocalView:
         """Whether it sees no element."""
         return prod(self.shape) == 0
 
+    def without_last(self) -> LocalView:
+        """The same without the last dim of the result, at its index 0."""
+        shape = self.shape[:-1]
+        steps = None if self.steps is None else tuple((first, row[:-1]) for first, row in self.steps)
+        index = None if self.index is None else self.index.reshape(self.shape)[..., 0].reshape(-1).copy()
+        return LocalView(shape, steps, index, self.overlaps)
+
     def take(self, local: Tensor) -> tuple[Tensor, bool]:
         """The local result, and whether it is a copy."""
         if self.nothing:
