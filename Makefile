@@ -4,6 +4,7 @@
 #   make bench    time beside torch's DTensor make docs     the manual, in docs/_build/html
 #   make laws     the laws of placements and redistribution, a hundred thousand times
 #   make ops      every operator of torch's database on distributed tensors beside one device
+#   make rules    every rule of the catalog checked, and every planted wrong one caught
 #   make verify   every mesh of the training command beside one device, at full size
 
 SHELL := /bin/bash
@@ -21,11 +22,12 @@ TRAIN_FLAGS ?=
 PYTEST_FLAGS ?=
 LAWS_FLAGS ?=
 OPS_FLAGS ?= --all
+RULES_FLAGS ?=
 
-.PHONY: help install train test laws ops verify lint bench docs clean
+.PHONY: help install train test laws ops rules verify lint bench docs clean
 
 help:
-	@sed -n '2,7s/^# *//p' Makefile
+	@sed -n '2,8s/^# *//p' Makefile
 
 # torch comes first and alone: no range of another package can then choose a different build of it.
 $(VENV)/.torch: constraints.txt
@@ -60,6 +62,9 @@ laws: $(VENV)/.dev
 
 ops: $(VENV)/.dev
 	$(BIN)/python -m tests.ops $(OPS_FLAGS)
+
+rules: $(VENV)/.dev
+	$(BIN)/python -m tests.rules $(RULES_FLAGS)
 
 verify: $(VENV)/.dev
 	$(BIN)/python -m bench.verify_matrix $(VERIFY)

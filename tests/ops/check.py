@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardwright as sw
-from shardwright.rules import registry
 from shardwright.tensor import dispatch
 from tests.ops.cases import ERROR, LENIENT, OK, WRONG, Case, Record
 from tests.ops.compare import difference, whole
@@ -247,26 +246,22 @@ def _weight(x: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _seen(rules: dict[str, str]) -> Iterator[None]:
-    """Note the reason that each ATen operator's decision gave."""
-    run, decomposed = dispatch.run, dispatch.NeedsDecomposition.run
+    """Note the reason that each ATen operator's decision gave, and the algorithms."""
+    run, by_algorithm = dispatch.run, dispatch.ByAlgorithm.run
 
     def noting(prepared: Any, func: Any, *rest: Any) -> Any:
         rules[func.name()] = f"fallback: {prepared.reason}" if prepared.fallback else prepared.reason
         return run(prepared, func, *rest)
 
-    def noting_decomposition(self: Any, *rest: Any) -> Any:
-        return decomposed(self, *rest)
+    def noting_algorithm(self: Any, *rest: Any) -> Any:
+        rules[self.call.op.name()] = f"algorithm: {self.chosen.reason}"
+        return by_algorithm(self, *rest)
 
-    dispatch.run, dispatch.NeedsDecomposition.run = noting, noting_decomposition
+    dispatch.run, dispatch.ByAlgorithm.run = noting, noting_algorithm
     try:
         yield
     finally:
-        dispatch.run, dispatch.NeedsDecomposition.run = run, decomposed
-
-
-def rewritten(name: str) -> bool:
-    """Is the ATen operator carried out by other operators?"""
-    return registry.rewrite_of(getattr(torch.ops.aten, name.removeprefix("aten::"))) is not None
+        dispatch.run, dispatch.ByAlgorithm.run = run, by_algorithm
 
 
 def _line(error: Exception) -> str:

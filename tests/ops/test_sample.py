@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.ops.__main__ import main
-from tests.ops.cases import CRASH, ERROR, OK, WRONG, Options
+from tests.ops.cases import CRASH, ERROR, OK, WRONG, Case, Options, Record
 from tests.ops.compare import difference
 from tests.ops.database import operators
 from tests.ops.excluded import EXCLUDED
-from tests.ops.sample import chosen
+from tests.ops.sample import NETWORKS, chosen
 from tests.ops.sweep import sweep
+from tests.ops.table import MOST_FALLBACKS, PAGE, Row, page, read, rows, stale
 
 
 def test_fewer_than_two_percent_of_the_operators_are_excluded_each_for_a_reason():
@@ -20,11 +23,30 @@ def test_fewer_than_two_percent_of_the_operators_are_excluded_each_for_a_reason(
     assert len(EXCLUDED) < 0.02 * len(op_db)
 
 
-def test_a_sample_of_operators_gives_the_single_device_answer(capsys):
-    """Every placement on the inputs, one input of each dtype, forward and backward, two ranks."""
-    names = ",".join(chosen(operators()))
-    status = main(["--ops", names, "--samples", "1", "--mesh", "2"])
+def test_a_sample_of_operators_gives_the_single_device_answer(capsys, tmp_path):
+    """Every placement on the inputs, one input of each dtype, forward and backward, two ranks.
+
+    What ran under Shard(0) is what the page about operators says.
+    """
+    names, report = ",".join(chosen(operators())), tmp_path / "report.jsonl"
+    status = main(["--ops", names, "--samples", "1", "--mesh", "2", "--jobs", "1", "--report", str(report)])
     assert status == 0, capsys.readouterr().out
+    records = [Record.from_dict(json.loads(line)) for line in report.read_text().splitlines()]
+    text = PAGE.read_text()
+    assert not stale(records, text), "run python -m tests.ops.table"
+    known = read(text)
+    assert not [name for name in NETWORKS if known[name].fallbacks]
+    assert len([row for row in known.values() if row.fallbacks]) <= MOST_FALLBACKS * len(known)
+
+
+def test_a_page_that_says_too_little_is_stale():
+    case = Case("relu", "float32", 0, "call", "Shard(0)", mixed=False)
+    record = Record(case, (2,), OK, fallbacks=["aten::sort"], rules={"aten::relu": "[... -> ...] dp: cut"})
+    made = page(*rows([record]))
+    assert read(made) == {"relu": Row({"relu"}, {"sort"})}
+    assert not stale([record], made)
+    assert stale([record], made.replace("| `sort` |", "|  |")) == ["relu: sort"]
+    assert stale([record], "") == ["relu: relu, sort"]
 
 
 def test_results_that_differ_are_told_apart():

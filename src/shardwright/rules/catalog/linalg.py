@@ -43,12 +43,13 @@ def of_several(call: Call) -> Formula | None:
     return _by_matrix(call, _OF_SEVERAL[call.op._schema.name.partition("::")[2]])
 
 
-@register_rule("aten::_linalg_solve_ex")
+@register_rule("aten::_linalg_solve_ex", "aten::linalg_lstsq")
 def solve(call: Call) -> Formula | None:
     """The right-hand side may be a vector: torch's own criterion."""
-    matrix, right = call.arg("A").shape, call.arg("B").shape
+    system, values = ("A", "B") if "A" in call.bound else ("self", "b")
+    matrix, right = call.arg(system).shape, call.arg(values).shape
     vector = len(right) == 1 or (len(right) + 1 == len(matrix) and right == matrix[:-1])
-    return _by_matrix(call, {"A": 2, "B": 1 if vector else 2})
+    return _by_matrix(call, {system: 2, values: 1 if vector else 2})
 
 
 def _by_matrix(call: Call, dims: Mapping[str, int]) -> Formula | None:
