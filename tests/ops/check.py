@@ -215,7 +215,8 @@ def _out(
 
     def call() -> Any:
         result = info(x, *args, **kwargs, out=out)
-        return [out, result]
+        # The truth is the value itself: torch's own `out=` of ihfftn leaves it unwritten.
+        return [out, result] if wanted is not None else [likes, likes]
 
     return call
 

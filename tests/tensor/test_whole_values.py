@@ -37,6 +37,19 @@ def _composed_functions_fill_what_they_are_given():
     torch.testing.assert_close(whole(out), folded)
 
 
+def _norms_of_every_order():
+    x = full(6, 5) * 3
+    for order in (float("inf"), -float("inf"), 0, 1, 2, 3, -1):
+        out = place(torch.ones(()), [sw.Replicate()] * mesh().ndim)
+        torch.linalg.vector_norm(placed(x), order, out=out)
+        torch.testing.assert_close(whole(out), torch.linalg.vector_norm(x, order))
+
+
+def test_a_norm_of_any_order_fills_what_it_is_given(ranks):
+    """A finished `out` is another problem than a pending result: the norm is reduced at once."""
+    ranks(2, _norms_of_every_order)
+
+
 def test_a_composed_function_fills_what_it_is_given(ranks):
     """Any layout of `out`, also one of no elements; what torch refuses is refused."""
     ranks(2, _composed_functions_fill_what_they_are_given)

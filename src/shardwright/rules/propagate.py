@@ -62,9 +62,7 @@ def propagate_one(call: Call, layouts: tuple[Layout, ...]) -> Decision:
     return decide(call, layouts, search.order, search.equation, choice)
 
 
-def best_way(
-    call: Call, layouts: tuple[Layout, ...], problems: list[str]
-) -> tuple[Search, Choice] | None:
+def best_way(call: Call, layouts: tuple[Layout, ...], problems: list[str]) -> tuple[Search, Choice] | None:
     """The cheapest choice of all equations, with the search that found it; None where no equation fits.
 
     Args: problems: where it is noted why an equation does not fit.

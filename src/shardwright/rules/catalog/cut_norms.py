@@ -7,7 +7,7 @@ for half types, as the kernels compute. Counts are logical, so parts may be unev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 
 import torch
 from torch import Tensor
@@ -214,8 +214,12 @@ def vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """vector_norm: the sum of powers of each row is reduced."""
+    """vector_norm: the sum of powers of each row is reduced, or its extreme, or a count."""
     values = wide(x if dtype is None else x.to(dtype)).abs()
     dims = dims_of(None if dim is None else tuple(dim), x.dim())
-    total = values.pow(ord).sum(dims, keepdim=keepdim)
-    return finish(total, "vector_norm over a cut dim").pow(1.0 / ord)
+    why = "vector_norm over a cut dim"
+    if ord in {inf, -inf}:
+        return finish((values.amax if ord > 0 else values.amin)(dims, keepdim=keepdim), why)
+    if ord == 0:
+        return finish((values != 0).to(values.dtype).sum(dims, keepdim=keepdim), why)
+    return finish(values.pow(ord).sum(dims, keepdim=keepdim), why).pow(1.0 / ord)
