@@ -114,12 +114,12 @@ def read(text: str) -> dict[str, Row]:
 
 
 def stale(records: Iterable[Record], text: str) -> list[str]:
-    """Operators that use a fallback, or a rule, which the page does not name."""
+    """Operators that gather for want of a rule where the page does not say so, and those that it lacks."""
     known = read(text)
     problems = []
     for name, row in rows(records)[0].items():
         there = known.get(name, Row())
-        more = (row.fallbacks - there.fallbacks) | (row.rules - there.rules - there.fallbacks)
+        more = row.fallbacks - there.fallbacks
         if more or name not in known:
             problems.append(f"{name}: {', '.join(sorted(more)) or 'has no row'}")
     return problems

@@ -62,9 +62,7 @@ class Draw:
         shape = tuple(max(self.random.choice(SIZES), int(self.random.random() < 0.9)) for _ in range(ndim))
         while prod(shape) > 400:
             shape = tuple(size // 2 for size in shape)
-        placements = [
-            self.partition(ndim, n) if self.random.random() < 0.85 else Replicate() for n in sizes
-        ]
+        placements = [self.partition(ndim, n) if self.random.random() < 0.85 else Replicate() for n in sizes]
         order = self.random.sample(mesh.axes, len(sizes))
         return Layout(mesh, placements, shape, dtype=torch.int64, order=order)
 
