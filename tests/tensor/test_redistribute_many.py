@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import shardwright as sw
+from shardwright.errors import LayoutError
+from shardwright.testing import rank_mesh
 
 
 def _values_and_gradients() -> int:
@@ -35,6 +38,26 @@ def test_a_list_moves_in_one_collective_per_kind_of_move_with_the_values_and_gra
     assert ranks(2, _values_and_gradients) == [2, 2]  # even parts are gathered, uneven ones exchanged
 
 
+def _second_derivatives() -> None:
+    mesh, line = rank_mesh((2, 2), ("dp", "tp")), rank_mesh((4,), ("all",))
+    whole = torch.arange(42.0).view(7, 6)
+    for home, target in ((mesh, {"dp": sw.Shard(1), "tp": sw.Shard(0)}), (line, [sw.ZigZag(0)])):
+        a, b = (
+            sw.distribute_tensor(whole, mesh, cut, src_data_rank=None).requires_grad_()
+            for cut in ([sw.Shard(0), sw.Shard(1)], [sw.Shard(1), sw.Replicate()])
+        )
+        x, y = sw.redistribute_many([a, b], home, target)
+        first = torch.autograd.grad((x**3 * y**2).sum(), [a, b], create_graph=True)
+        second = torch.autograd.grad(first[0].sum(), [a, b])
+        assert [grad.layout for grad in second] == [a.layout, b.layout]
+        assert torch.equal(second[0].full_tensor(), 6 * whole**3)
+        assert torch.equal(second[1].full_tensor(), 6 * whole**3)
+
+
+def test_a_list_is_differentiated_twice(ranks: Callable[..., list[Any]]) -> None:
+    ranks(4, _second_derivatives)
+
+
 def _placements_per_tensor() -> None:
     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     whole = [torch.randn(4, 4), torch.randn(3, 2)]
@@ -46,6 +69,13 @@ def _placements_per_tensor() -> None:
     assert torch.equal(second.full_tensor(), whole[1])
     with pytest.raises(ValueError, match="1 placements for 2 tensors"):
         sw.redistribute_many(given, [[sw.Shard(1)]])
+    for call in (functools.partial(sw.redistribute_many, given), given[0].redistribute):
+        with pytest.raises(LayoutError, match="two placements"):
+            call([sw.Shard(1)], [sw.Shard(0)])
+        with pytest.raises(LayoutError, match=r"Shard\(dim=1\) alone"):
+            call(mesh, sw.Shard(1))
+        with pytest.raises(LayoutError, match="needs placements"):
+            call(mesh)
 
 
 def test_each_tensor_may_go_elsewhere_and_a_wrong_count_is_refused(ranks: Callable[..., list[Any]]) -> None:

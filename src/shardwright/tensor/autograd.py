@@ -47,7 +47,7 @@ def apply(function: Any, *args: Any) -> DTensor:
     return cast("DTensor", function.apply(*args))
 
 
-def _differentiated(grad: torch.Tensor) -> bool:
+def differentiated(grad: torch.Tensor) -> bool:
     """Is this backward recorded for a second one?"""
     return torch.is_grad_enabled() and grad.requires_grad
 
@@ -68,7 +68,7 @@ class FromLocal(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         target = grad.layout.with_placements(ctx.grad_layout.placements, order=ctx.grad_layout.order_names)
-        if _differentiated(grad):
+        if differentiated(grad):
             moved = apply(Redistribute, grad, target, grad.device_mesh)
             return apply(ToLocal, moved, finished(target)), None, None, None
         local = move_local(grad, target, reason="gradient of from_local")
@@ -89,7 +89,7 @@ class ToLocal(torch.autograd.Function):
         if grad is None:
             return None, None
         layout: Layout = ctx.grad_layout
-        if _differentiated(grad):
+        if differentiated(grad):
             layout = with_dtype(layout, grad.dtype)
             return apply(FromLocal, grad, layout, ctx.mesh, finished(layout)), None
         return wrap(grad, spec_of(with_dtype(layout, grad.dtype), ctx.mesh)), None
@@ -112,7 +112,7 @@ class Redistribute(torch.autograd.Function):
         if grad is None:
             return None, None, None
         target = acceptable_gradient(ctx.source, grad.layout)
-        if _differentiated(grad):
+        if differentiated(grad):
             return apply(Redistribute, grad, target, ctx.mesh), None, None
         local = move_local(grad, target, reason="gradient of redistribute")
         return wrap(local, spec_of(target, ctx.mesh)), None, None
@@ -138,7 +138,7 @@ class Localize(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None:
             return None
-        if _differentiated(grad):
+        if differentiated(grad):
             return apply(RestoreAxes, grad, ctx.spec)
         term = restore_axes(ctx.spec, grad)
         leaf = None if ctx.leaf is None else ctx.leaf()

@@ -14,7 +14,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.tensor.autograd import FromLocal, Redistribute, apply, finished
 from shardwright.tensor.between import layout_on
-from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+from shardwright.tensor.placements import PlacementsArgument, mesh_and_placements, resolve_placements
 from shardwright.tensor.spec import coords_of
 from shardwright.tensor.unmoved import is_own_layout, known_target, unmoved
 from shardwright.tensor.wrap import STARTERS
@@ -145,21 +145,18 @@ def redistribute(
     async_op: bool = False,
 ) -> DTensor:
     """See `DTensor.redistribute`."""
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        mesh, placements = None, mesh
-    if placements is None:
-        raise LayoutError("redistribute needs placements: one per axis, or {axis name: placement}")
+    mesh, given = mesh_and_placements("redistribute", mesh, placements)
     as_it_is = forward_dtype is None and backward_dtype is None and order is None
-    if as_it_is and is_own_layout(x, mesh, placements):
+    if as_it_is and is_own_layout(x, mesh, given):
         return unmoved(x)
-    home = mesh if isinstance(mesh, DeviceMesh) else x.device_mesh
+    home = x.device_mesh if mesh is None else mesh
     if forward_dtype is not None and forward_dtype != x.dtype:
         x = cast("DTensor", x.to(forward_dtype))
     if backward_dtype is not None:
         x = apply(_CastGradient, x, backward_dtype)
-    target = known_target(x, home, placements) if order is None else None
+    target = known_target(x, home, given) if order is None else None
     if target is None:
-        target = layout_on(x, home, placements, order)
+        target = layout_on(x, home, given, order)
     if async_op and home == x.device_mesh and x._spec.use is None and not torch.compiler.is_compiling():
         return cast("DTensor", STARTERS[0](x, target))
     return apply(Redistribute, x, target, home)

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Placement as TorchPlacement
 
 from shardwright.comm.execute import execute_many
 from shardwright.errors import LayoutError
 from shardwright.plan.redistribution import plan_together
-from shardwright.tensor.autograd import acceptable_gradient
+from shardwright.tensor.autograd import acceptable_gradient, differentiated
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.placements import mesh_and_placements
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import as_ours, wrap
 
@@ -60,15 +62,12 @@ def redistribute_many(
     Cost: the sum of the plans' bytes, in one message per kind where one by one would be many. The messages of
         all tensors are held at once: twice the parts of this rank at most.
     """
-    if not isinstance(device_mesh, DeviceMesh | None):
-        device_mesh, placements = None, device_mesh
-    if placements is None:
-        raise LayoutError("redistribute_many needs placements: one per axis, or {axis name: placement}")
+    mesh, each = mesh_and_placements("redistribute_many", device_mesh, placements)
     names, given = None, list(tensors.values() if isinstance(tensors, Mapping) else tensors)
     if isinstance(tensors, Mapping):
         names = list(tensors)
     listed = [_ours(x, repr(names[i]) if names else f"tensor {i}") for i, x in enumerate(given)]
-    moved = _moved(listed, device_mesh, _per_tensor(listed, names, placements))
+    moved = _moved(listed, mesh, _per_tensor(listed, names, each))
     return moved if names is None else dict(zip(names, moved, strict=True))
 
 
@@ -102,7 +101,8 @@ def _ours(x: object, name: str) -> DTensor:
 def _per_tensor(
     tensors: Sequence[DTensor], names: Sequence[str] | None, placements: PlacementsForMany
 ) -> Sequence[PlacementsArgument]:
-    entries = list(placements.values() if isinstance(placements, Mapping) else placements)
+    given = placements.values() if isinstance(placements, Mapping) else placements
+    entries = () if isinstance(given, TorchPlacement) else list(given)
     if not any(isinstance(entry, Mapping | list | tuple) for entry in entries):
         return [cast("PlacementsArgument", placements)] * len(tensors)
     if isinstance(placements, Mapping):
@@ -163,8 +163,12 @@ class _Together(torch.autograd.Function):
         present = [i for i, grad in enumerate(grads) if grad is not None]
         given = [cast(DTensor, grads[i]) for i in present]
         targets = [acceptable_gradient(ctx.sources[i], g.layout) for i, g in zip(present, given, strict=True)]
-        moved = _move(given, targets, "gradient of redistribute_many")
         results: list[Any] = [None] * len(grads)
-        for i, local, target in zip(present, moved, targets, strict=True):
-            results[i] = wrap(local, spec_of(target, ctx.mesh))
+        if any(differentiated(grad) for grad in given):
+            moved = _Together.apply(ctx.mesh, targets, *given)  # type: ignore[no-untyped-call]
+        else:
+            locals_ = _move(given, targets, "gradient of redistribute_many")
+            moved = [wrap(x, spec_of(target, ctx.mesh)) for x, target in zip(locals_, targets, strict=True)]
+        for i, x in zip(present, moved, strict=True):
+            results[i] = x
         return (None, None, *results)

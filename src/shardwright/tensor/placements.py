@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement as TorchPlacement
 
 from shardwright.compat import axis_names
 from shardwright.errors import LayoutError
@@ -18,6 +19,20 @@ if TYPE_CHECKING:
 
 PlacementsArgument = Sequence[Any] | Mapping[str, Any]
 Unnamed = Literal["replicate", "layout", "error"]
+
+
+def mesh_and_placements(call: str, mesh: DeviceMesh | Any, placements: Any) -> tuple[DeviceMesh | None, Any]:
+    """The two, told apart where the placements stand first and no mesh is given.
+
+    Raises: LayoutError: no placements, or two.
+    """
+    first = None if mesh is None or isinstance(mesh, DeviceMesh) else mesh
+    if first is not None and placements is not None:
+        raise LayoutError(f"{call} got two placements, {first} and {placements}: a mesh stands first, if any")
+    given = placements if first is None else first
+    if given is None:
+        raise LayoutError(f"{call} needs placements: one per axis, or {{axis name: placement}}")
+    return (mesh if isinstance(mesh, DeviceMesh) else None), given
 
 
 def resolve_placements(
@@ -34,6 +49,10 @@ def resolve_placements(
     names = axis_names(mesh)
     if isinstance(given, Mapping):
         return _by_name(names, given, default, x)
+    if isinstance(given, TorchPlacement):
+        raise LayoutError(
+            f"{given!r} alone: give a list with one placement per axis of {names}, or a mapping"
+        )
     placements = tuple(as_placement(p) for p in given)
     if len(placements) != len(names):
         raise LayoutError(
