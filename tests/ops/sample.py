@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import xxhash
 
-HASHED = 30
+HASHED = 15
 
 # What a transformer, a convolutional network and an optimizer call.
 NETWORKS = (

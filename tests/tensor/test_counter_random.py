@@ -144,6 +144,11 @@ def _values(name, layout):
     return whole(made), torch.rand(1)
 
 
+def _same(value, other, name):
+    """Bit for bit; only what a softmax makes of the numbers is rounded in the order of the parts."""
+    return torch.allclose(value, other, rtol=1e-6) if name == "gumbel softmax" else torch.equal(value, other)
+
+
 def _all_values():
     """Per op the one value that every layout of this world gives."""
     layouts = [(sw.Replicate(), sw.Shard(1)), (sw.Shard(1), sw.Shard(0)), (sw.Ragged((3, 1)), sw.Owner(0))]
@@ -154,7 +159,7 @@ def _all_values():
         value, after = _values(name, layouts[0])
         for layout in layouts[1:]:
             again, went_on = _values(name, layout)
-            assert torch.equal(again, value), f"{name} {layout}"
+            assert _same(again, value, name), f"{name} {layout}"
             assert torch.equal(went_on, after), f"{name} {layout}: the generator"
         found[name] = value
     return found
@@ -166,7 +171,7 @@ def test_the_numbers_are_the_same_in_every_layout_and_world(ranks):
     for found in worlds:
         for of_rank in found:
             for name, value in of_rank.items():
-                assert torch.equal(value, worlds[0][0][name]), name
+                assert _same(value, worlds[0][0][name], name), name
 
 
 def _steps_and_gradients():

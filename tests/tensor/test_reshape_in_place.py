@@ -19,8 +19,7 @@ def _in_place() -> None:
     assert (d.shape, d.stride()) == (wanted.shape, wanted.stride())
     assert d.placements == (sw.Shard(2),)
     assert torch.equal(d.full_tensor(), wanted)
-    with pytest.raises(RuntimeError, match="without the underscore"):
-        d.resize_(3)
+    assert d.resize_(3).shape == (3,)
 
 
 def test_shapes_change_in_place(ranks):
