@@ -224,6 +224,45 @@ def test_the_guard_names_both_sides_on_every_rank(ranks):
         assert "f32[4, 4] {a0: Partial(sum)} -> f32[4, 4]" in text
 
 
+def different_lists():
+    """What the guard says where the third of a list, its length, or only the steps differ on a rank."""
+    mesh, first = mesh_of((2,)), dist.get_rank() == 0
+    source = Layout(mesh, [R], (4, 6), dtype=torch.float32)
+    to_rows, to_dim_1, back = (
+        plan_redistribution(a, b)
+        for a, b in (
+            (source, source.with_placements([S0])),
+            (source, source.with_placements([S1])),
+            (source.with_placements([S0]), source),
+        )
+    )
+    in_pieces = plan_redistribution(back.source, back.target, max_extra_bytes=back.peak_bytes - 8)
+    lists = (
+        [to_rows, to_rows, to_rows if first else to_dim_1],
+        [to_rows] * (2 + first),
+        [in_pieces if first else back],
+    )
+    said = []
+    for plans in lists:
+        locals_ = [torch.ones(plan.source.local_shape(mesh.get_coordinate())) for plan in plans]
+        with guarded_plans(), pytest.raises(PlanError) as caught:
+            execute_many(plans, locals_, mesh)
+        said.append(str(caught.value))
+    with guarded_plans():
+        execute_many([to_rows, to_dim_1], [torch.ones(4, 6)] * 2, mesh)
+        assert execute_many([], [], mesh) == []
+    return said
+
+
+def test_the_guard_compares_lists_their_lengths_and_steps(ranks):
+    for third, length, steps in ranks(2, different_lists):
+        assert "f32[4, 6] -> f32[4@a0, 6]" in third
+        assert "f32[4, 6] -> f32[4, 6@a0]" in third
+        assert "the first of 3: " in length
+        assert "the first of 2: " in length
+        assert "about to run different redistributions" in steps
+
+
 def outside():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a0", "a1"))["a1"]
     source = Layout(mesh, [Ragged((3, 1), (0,))], (8, 6), dtype=torch.float32)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.between import run_between
-from shardwright.comm.guard import check_same_plan, guarding
+from shardwright.comm.guard import check_same_plans, guarding
 from shardwright.comm.later import Later
 from shardwright.comm.runner import Runner
 from shardwright.comm.traced import is_traced
@@ -36,7 +36,9 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = "") ->
     Raises:
         PlanError: `local` has not the shape or dtype that the source layout says.
     """
-    return execute_together((plan,), (local,), mesh, reason=reason)[0]
+    if guarding():
+        check_same_plans((plan,))
+    return _together((plan,), (local,), mesh, reason)[0]
 
 
 def execute_later(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = "") -> Tensor | Later:
@@ -47,7 +49,7 @@ def execute_later(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = 
     Raises: PlanError: as `execute`.
     """
     if guarding():
-        check_same_plan(plan)
+        check_same_plans((plan,))
     position = mesh.get_coordinate() if plan.steps else None
     if position is None:
         return local
@@ -68,26 +70,23 @@ def execute_many(
     packed together if their dtypes are equal too. All ranks pass the same plans in the same order.
     Raises: PlanError: as `execute`.
     """
+    if guarding():
+        check_same_plans(plans)
     results = list(locals_)
     groups: dict[object, list[int]] = {}
     for i, plan in enumerate(plans):
         groups.setdefault((plan.form, plan.source.dtype), []).append(i)
     for members in groups.values():
-        done = execute_together(
-            [plans[i] for i in members], [locals_[i] for i in members], mesh, reason=reason
-        )
+        done = _together([plans[i] for i in members], [locals_[i] for i in members], mesh, reason)
         for i, result in zip(members, done, strict=True):
             results[i] = result
     return results
 
 
-def execute_together(
-    plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh, *, reason: str = ""
+def _together(
+    plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh, reason: str
 ) -> list[Tensor]:
     """Run plans of one form and dtype step by step, each collective once for all of them."""
-    if guarding():
-        for plan in plans:
-            check_same_plan(plan)
     locals_ = [_materialised(local) for local in locals_]
     first = plans[0]
     if isinstance(first, PlanBetween):
