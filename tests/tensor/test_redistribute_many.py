@@ -58,6 +58,31 @@ def test_a_list_is_differentiated_twice(ranks: Callable[..., list[Any]]) -> None
     ranks(4, _second_derivatives)
 
 
+def _compiled() -> None:
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    whole = torch.arange(42.0).view(7, 6)
+    given = {
+        name: sw.distribute_tensor(whole, mesh, cut, src_data_rank=None).requires_grad_()
+        for name, cut in (("a", [sw.Shard(0), sw.Shard(1)]), ("b", [sw.Shard(1), sw.Replicate()]))
+    }
+
+    def doubled(state: dict[str, sw.DTensor]) -> dict[str, sw.DTensor]:
+        moved = sw.redistribute_many(state, {"a": [sw.ZigZag(1), sw.Shard(0)], "b": {"tp": sw.Shard(0)}})
+        return {name: x * 2 for name, x in moved.items()}
+
+    result = torch.compile(doubled, backend="aot_eager", fullgraph=True)(given)
+    assert result["a"].placements == (sw.ZigZag(1), sw.Shard(0))
+    assert result["b"].placements == (sw.Shard(1), sw.Shard(0))
+    sum(x.sum() for x in result.values()).backward()
+    for name, x in result.items():
+        assert torch.equal(x.full_tensor(), 2 * whole)
+        assert torch.equal(given[name].grad.full_tensor(), torch.full_like(whole, 2.0))
+
+
+def test_a_list_moves_in_a_compiled_graph(ranks: Callable[..., list[Any]]) -> None:
+    ranks(4, _compiled)
+
+
 def _placements_per_tensor() -> None:
     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     whole = [torch.randn(4, 4), torch.randn(3, 2)]

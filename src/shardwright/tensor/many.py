@@ -60,7 +60,7 @@ def redistribute_many(
     Returns: the tensors in the order given, or by name.
     Raises: LayoutError: as many entries as tensors are needed; what `DTensor.redistribute` refuses.
     Cost: the sum of the plans' bytes, in one message per kind where one by one would be many. The messages of
-        all tensors are held at once: twice the parts of this rank at most.
+        all tensors are held at once: twice the parts of this rank at most. In a compiled graph: one by one.
     """
     mesh, each = mesh_and_placements("redistribute_many", device_mesh, placements)
     names, given = None, list(tensors.values() if isinstance(tensors, Mapping) else tensors)
@@ -74,6 +74,8 @@ def redistribute_many(
 def _moved(
     tensors: Sequence[DTensor], mesh: DeviceMesh | None, placements: Sequence[PlacementsArgument]
 ) -> list[DTensor]:
+    if torch.compiler.is_compiling():  # a graph holds the calls, and the moves are planned when it is traced
+        return [x.redistribute(mesh, given) for x, given in zip(tensors, placements, strict=True)]
     homes = [x.device_mesh if mesh is None else mesh for x in tensors]
     targets = [layout_on(x, home, p) for x, home, p in zip(tensors, homes, placements, strict=True)]
     results: list[DTensor | None] = [None] * len(tensors)
