@@ -266,7 +266,8 @@ def _guesses(views: Sequence[View], part: Layout) -> Iterator[Layout]:
         placements = []
         for placement, n in zip(part.placements, part.sizes, strict=True):
             cut = placement.cut_dims(part.shape, n) if isinstance(placement, Partition) else ()
-            changed = chunks is not None and len(cut) == 1 and shape[cut[0]] != part.shape[cut[0]]
+            one = len(cut) == 1 and cut[0] < len(shape)  # a window has a dim that its base has not
+            changed = chunks is not None and one and shape[cut[0]] != part.shape[cut[0]]
             placements.append(Interleaved(cut[0], chunks) if changed and chunks else placement)
         with suppress(PlacementError, LayoutError):
             yield Layout(part.mesh_shape, placements, shape, dtype=part.dtype, order=part.order_names)

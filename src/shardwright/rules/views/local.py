@@ -139,7 +139,7 @@ def local_view(source: Layout, target: Layout, view: View, coords: Coords) -> Lo
         return LocalView(shape, None, None, overlaps)
     parts = [] if view.nothing_changes else parts_of(source, view)
     if view.rows is None:
-        return LocalView(shape, None, _reordered(source, view, parts, coords), overlaps)
+        return LocalView(shape, None, _reordered(source, shape, view, parts, coords), overlaps)
     walks = _Walks(source, target, view, parts, coords)
     steps = walks.steps()
     return LocalView(shape, steps, None if steps is not None else walks.index(), overlaps)
@@ -175,29 +175,35 @@ def _coord(part: Part, coords: Coords) -> int:
 # ------------------------------------------------------------------------------------------- reshapes
 
 
-def _reordered(source: Layout, view: View, parts: Sequence[Part], coords: Coords) -> Indices | None:
-    """Places in the local source of the local result's elements; None where they are in the same order."""
-    local = source.local_shape(coords)
-    orders: dict[int, Indices] = {}
-    for part in parts:
-        order = _order_of(part, view, coords)
-        if order is not None:
-            orders[part.source[0]] = order
-    if not orders:
+def _reordered(
+    source: Layout, target: Shape, view: View, parts: Sequence[Part], coords: Coords
+) -> Indices | None:
+    """Places in the local source of the local result's elements; None where they are in the same order.
+
+    Each part, and each block of dims that none cuts, becomes one dim; its elements are put in order, and it
+    is taken apart into the result's dims. Dims of a part need not be neighbours.
+    """
+    orders = [_order_of(part, view, coords) for part in parts]
+    neighbours = all(_adjacent(part.source) and _adjacent(part.target) for part in parts)
+    if neighbours and all(order is None for order in orders):
         return None
-    places: Indices = np.arange(prod(local)).reshape(local)
-    dim, left = 0, {part.source[0]: part.source for part in parts}
-    out_shape: list[int] = []
-    taken = places
-    while dim < len(local):
-        block = left.get(dim, (dim,)) if dim in orders else (dim,)
-        length = prod(local[d] for d in block)
-        out_shape.append(length)
-        taken = taken.reshape((*out_shape, *local[block[-1] + 1 :]))
-        if dim in orders:
-            taken = np.take(taken, orders[dim], axis=len(out_shape) - 1)
-        dim = block[-1] + 1
-    return np.ascontiguousarray(taken.reshape(-1))
+    local = source.local_shape(coords)
+    cut = {dim for part in parts for dim in part.source}
+    units = [(part.source, part.target, order) for part, order in zip(parts, orders, strict=True)]
+    units += [(own, other, None) for own, other in view.blocks() if not cut & set(own)]
+    places: Indices = np.arange(prod(local)).reshape(local).transpose([d for own, _, _ in units for d in own])
+    places = places.reshape([prod(local[dim] for dim in own) for own, _, _ in units])
+    for at, (_, _, order) in enumerate(units):
+        if order is not None:
+            places = np.take(places, order, axis=at)
+    dims = [dim for _, other, _ in units for dim in other]
+    places = places.reshape([target[dim] for dim in dims]).transpose(np.argsort(dims))
+    found = np.ascontiguousarray(places.reshape(-1))
+    return None if bool((found == np.arange(len(found))).all()) else found
+
+
+def _adjacent(dims: tuple[int, ...]) -> bool:
+    return not dims or dims == tuple(range(dims[0], dims[-1] + 1))
 
 
 def _order_of(part: Part, view: View, coords: Coords) -> Indices | None:
@@ -208,7 +214,7 @@ def _order_of(part: Part, view: View, coords: Coords) -> Indices | None:
     if one_dim_form(cut, shape, n) is not None:
         return None
     group = cut.flat_group()
-    if len(part.steps) == 1 and group and group == tuple(range(group[0], group[-1] + 1)):
+    if len(part.steps) == 1 and group and _adjacent(group):
         return None
     found = imaged(part, view).positions(n, _coord(part, coords))
     return None if bool((found == np.arange(len(found))).all()) else found
