@@ -6,6 +6,7 @@ call with the same layouts costs one look-up. Ops that are not one local call pe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,8 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping
     route = _routes.get(func)
     if route is None:
         route = _routes[func] = _route_of(func)
+        if copied_views.is_view(func):
+            route = _routes[func] = partial(_as_the_base, route)
     if copied_views.exist():
         return copied_views.around(route, func, args, kwargs)
     return route(func, args, kwargs)
@@ -66,6 +69,16 @@ def _route_of(func: torch._ops.OpOverload) -> handlers.Handler:
     if rewrite is not None:
         return lambda op, args, kwargs: rewrite(op, *args, **kwargs)
     return dispatch_by_rule
+
+
+def _as_the_base(
+    route: handlers.Handler, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """The views, ordinary tensors where their base is one: torch asks that in inference mode too."""
+    if not torch.is_inference_mode_enabled() or args[0].is_inference():
+        return route(func, args, kwargs)
+    with torch.inference_mode(False), torch.no_grad():
+        return route(func, args, kwargs)
 
 
 def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -169,9 +182,7 @@ def _forget() -> None:
     _cache_generation = registry.generation()
 
 
-def _store(
-    key: tuple[Any, ...], prepared: Prepared | NeedsDecomposition | ByAlgorithm | ViewCall
-) -> None:
+def _store(key: tuple[Any, ...], prepared: Prepared | NeedsDecomposition | ByAlgorithm | ViewCall) -> None:
     if len(_cache) >= _CACHE_SIZE:
         _cache.clear()
     _cache[key] = prepared

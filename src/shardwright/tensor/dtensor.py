@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -209,6 +210,26 @@ class DTensor(TorchDTensor):
         return cls._dispatch(func, args, kwargs or {})
 
     # -- protocol: pickling ---------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """A leaf of the same layout, `requires_grad`, gradient and attributes. Cost: none.
+
+        Not torch's: it looks for a storage where the local tensor starts inside one (a row of a table).
+        Raises: RuntimeError: not a leaf, as for a plain tensor.
+        """
+        if id(self) in memo:
+            return cast("DTensor", memo[id(self)])
+        if not self.is_leaf:
+            raise RuntimeError(
+                "only leaves of the autograd graph can be deep-copied\n  fix: copy `x.detach()`"
+            )
+        with torch.no_grad():
+            twin = cast("DTensor", self.clone())
+        memo[id(self)] = twin.requires_grad_(self.requires_grad)
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         return _rebuild, (self._local_tensor.detach(), self._spec, self.requires_grad, dict(vars(self)))

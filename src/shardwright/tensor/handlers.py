@@ -10,7 +10,7 @@ import torch
 from shardwright.comm.record import record_decision, recording
 from shardwright.rules.ops import FINISH
 from shardwright.tensor.algorithms import finish
-from shardwright.tensor.lists import run_on_lists
+from shardwright.tensor.lists import run_on_lists, takes_lists
 from shardwright.tensor.local import replicated
 from shardwright.tensor.modes import refuse_to_gather
 from shardwright.tensor.random import draw, is_random
@@ -30,8 +30,7 @@ def find(func: torch._ops.OpOverload) -> Handler | None:
         return reshape_in_place
     if is_random(func):
         return draw
-    name = func._schema.name
-    if name.startswith(("aten::_foreach_", "aten::_fused_")):
+    if takes_lists(func):
         _HANDLERS[func] = run_on_lists
         return run_on_lists
     return None

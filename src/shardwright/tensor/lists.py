@@ -24,6 +24,13 @@ _REDUCING = ("norm", "max", "powsum")
 _LINEAR = frozenset({"aten::_foreach_neg", "aten::_foreach_neg_"})
 
 
+def takes_lists(func: torch._ops.OpOverload) -> bool:
+    """Is it one of these ops? Not every fused op is: `_fused_rms_norm` takes one tensor, and has a rule."""
+    schema = func._schema
+    named = schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+    return named and isinstance(schema.arguments[0].type, torch._C.ListType)
+
+
 def run_on_lists(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """A list op on DTensors.
 
