@@ -358,3 +358,17 @@ def test_the_guard_finds_ranks_that_plan_another_move(ranks):
     for text in ranks(6, guarded):
         assert "about to run different redistributions" in text
         assert "f32[4@dp, 6] on ranks (0, 1, 2, 3) -> f32[4@tp, 6] on ranks (3, 4, 5)" in text
+
+
+def in_a_graph() -> None:
+    grid = trainer()
+    x = sw.distribute_tensor(torch.arange(42.0).view(7, 6), grid, [S0, S1], src_data_rank=None)
+    line = mesh_of((2, 0, 3), (3,), ("tp",))
+    same = torch.compile(lambda a: a.redistribute(grid, [S1, S0]), backend="aot_eager", fullgraph=True)
+    assert torch.equal(same(x).full_tensor(), torch.arange(42.0).view(7, 6))
+    with pytest.raises(RuntimeError, match="a traced graph cannot hold messages between two meshes"):
+        torch.compile(lambda a: a.redistribute(line, [S1]), backend="aot_eager", fullgraph=True)(x)
+
+
+def test_a_compiled_graph_refuses_a_move_between_meshes(ranks):
+    ranks(4, in_a_graph)

@@ -12,7 +12,7 @@ from shardwright.comm.between import run_between
 from shardwright.comm.guard import check_same_plans, guarding
 from shardwright.comm.later import Later
 from shardwright.comm.runner import Runner
-from shardwright.comm.traced import is_traced
+from shardwright.comm.traced import is_traced, refuse_between
 from shardwright.errors import PlanError
 from shardwright.plan.between_plan import PlanBetween
 from shardwright.plan.by_axis import crosses_several_axes, plans_by_axis
@@ -105,11 +105,8 @@ def _together(
 
 def _between(plans: Sequence[Plan], locals_: Sequence[Tensor], reason: str) -> list[Tensor]:
     first = plans[0]
-    if any(is_traced(local) for local in locals_):
-        raise PlanError(
-            f"{first.source!r} -> {first.target!r}: a traced graph cannot hold messages between two meshes; "
-            "redistribute before the compiled function"
-        )
+    for local in locals_:
+        refuse_between(f"{first.source!r} -> {first.target!r}", local)
     why = f"{reason}: {first.reason}" if reason else first.reason
     return run_between(cast("Sequence[PlanBetween]", plans), locals_, why)
 

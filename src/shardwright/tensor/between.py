@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from shardwright.comm.traced import refuse_between
 from shardwright.compat import root_ranks
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
@@ -32,11 +33,12 @@ def layout_on(
         given: one placement per axis, or a mapping; axes that it does not name keep the placement that `x`
             has on an axis of that name, and replicate if `x` has none.
     Raises: LayoutError: a wrong count or axis; between meshes: two types of device, or a slice of a larger
-        mesh, which is another one on every rank.
+        mesh, which is another one on every rank. PlanError: between meshes in a traced graph.
     """
     if mesh == x.device_mesh:
         resolved, kept = resolve_placements(mesh, given, default="layout", x=x)
         return x.layout.with_placements(resolved, order=order if order is not None else kept)
+    refuse_between(x.layout, x._local_tensor)
     fault = _fault(x.device_mesh, mesh)
     if fault:
         raise LayoutError(f"{x.layout} {fault}")
