@@ -44,7 +44,10 @@ def is_own_layout(x: DTensor, mesh: DeviceMesh | None, given: Any) -> bool:
 
 
 def _same(given: Any, mine: Any) -> bool:
-    return given is mine or as_placement(given) == mine
+    if given is mine:
+        return True
+    other = given if given.__class__ is mine.__class__ else as_placement(given)
+    return bool(other == mine)
 
 
 def known_target(x: DTensor, mesh: DeviceMesh, given: Any) -> Layout | None:
