@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 
@@ -47,12 +46,6 @@ def all_kinds(ndim: int, n: int) -> list[Placement]:
         Partial("product"),
     ]
     return kinds + ([Ragged((1,) * n, (0, 1)), Interleaved(1, 2)] if ndim > 1 else [])
-
-
-def core_layouts(sizes: tuple[int, ...], shape: tuple[int, ...]) -> list[Layout]:
-    """Every combination of the core kinds."""
-    choices = itertools.product(core_kinds(len(shape)), repeat=len(sizes))
-    return [Layout(mesh_shape(sizes), choice, shape, dtype=torch.float32) for choice in choices]
 
 
 def random_pairs(sizes: tuple[int, ...], count: int, seed: int) -> Iterator[tuple[Layout, Layout]]:

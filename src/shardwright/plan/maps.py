@@ -110,12 +110,8 @@ class LayoutMap(_Lines):
 class _OwnMemory(_Lines):
     """A map whose local tensors are its own: a row-major product, or flat boxes one after the other."""
 
+    cut: frozenset[int]  # the axes that make a difference
     _cells: dict[Coords, Cell]
-
-    @property
-    def cut(self) -> frozenset[int]:
-        """The axes that make a difference."""
-        raise NotImplementedError
 
     def cell(self, coords: Coords) -> Cell:
         """What these coordinates hold."""
@@ -175,7 +171,7 @@ class MixedMap(_OwnMemory):
         return self.target.cut if self.from_target is None else self.from_target & self.target.cut
 
     @cached_property
-    def cut(self) -> frozenset[int]:
+    def cut(self) -> frozenset[int]:  # type: ignore[override]
         """Axes of both kinds and the free ones."""
         return self.from_source | self._of_target | frozenset(self.free)
 
@@ -215,7 +211,7 @@ class SlabMap(_OwnMemory):
         return self.base.sizes
 
     @property
-    def cut(self) -> frozenset[int]:
+    def cut(self) -> frozenset[int]:  # type: ignore[override]
         """Those of the whole map."""
         return self.base.cut
 
