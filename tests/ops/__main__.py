@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.ops.cases import BAD, Options, Record
-from tests.ops.database import operators
+from tests.ops.database import SAMPLE, SOURCES, operators
 from tests.ops.excluded import EXCLUDED
 from tests.ops.placing import KINDS, MORE_KINDS
 from tests.ops.report import failures, summary
@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
             dtypes=tuple(options.dtypes.split(",")),
             samples=options.samples,
             backward=not options.no_backward,
+            source=options.inputs,
         )
         for mesh in options.mesh.split(";")
     ]
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mesh", default="2;2,2", help="sizes of the axes; several meshes by semicolon")
     parser.add_argument("--dtypes", default="float32,int64")
     parser.add_argument("--samples", type=int, default=3, help="inputs per operator and dtype")
+    parser.add_argument("--inputs", choices=SOURCES, default=SAMPLE, help="which inputs of the database")
     parser.add_argument("--jobs", type=int, default=2, help="operators at a time")
     parser.add_argument("--no-backward", action="store_true")
     parser.add_argument("--report", help="write every record to this file, one JSON object per line")

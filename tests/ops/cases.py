@@ -20,6 +20,7 @@ class Options:
     dtypes: tuple[str, ...] = ("float32", "int64")
     samples: int = 3
     backward: bool = True
+    source: str = "sample"  # which inputs of the database: see `database.SOURCES`
 
     def torch_dtypes(self) -> tuple[torch.dtype, ...]:
         return tuple(getattr(torch, name) for name in self.dtypes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import islice
 from math import prod
 from typing import Any
@@ -17,6 +18,8 @@ from tests.ops.excluded import EXCLUDED
 _LOOKED_AT = 80  # sample inputs of one operator and dtype among which the distinct ones are chosen
 SEED = 11
 Shapes = tuple[tuple[int, ...], ...]
+SAMPLE, REFERENCE, REFUSED = "sample", "reference", "refused"
+SOURCES = (SAMPLE, REFERENCE, REFUSED)
 
 
 def operators() -> dict[str, Any]:
@@ -38,15 +41,26 @@ def seed() -> None:
     torch.manual_seed(SEED)
 
 
-def samples_of(info: Any, dtype: torch.dtype, count: int) -> list[tuple[int, Any]]:
-    """Up to `count` sample inputs with distinct shapes, spread over what the operator offers.
+def samples_of(info: Any, dtype: torch.dtype, count: int, source: str = SAMPLE) -> list[tuple[int, Any]]:
+    """Up to `count` inputs with distinct shapes, spread over what the operator offers.
 
+    Args:
+        source: the operator's samples, its inputs for comparisons with references, or those that it refuses.
     Returns: (index in the operator's own list, sample), in its order.
     """
     seed()
-    grad = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    offered = list(islice(info.sample_inputs("cpu", dtype, requires_grad=grad), _LOOKED_AT))
+    offered = list(islice(_offered(info, dtype, source), _LOOKED_AT))
     return [(index, offered[index]) for index in _chosen([_shapes(sample) for sample in offered], count)]
+
+
+def _offered(info: Any, dtype: torch.dtype, source: str) -> Iterator[Any]:
+    grad = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+    if source == SAMPLE:
+        yield from info.sample_inputs("cpu", dtype, requires_grad=grad)
+    elif source == REFERENCE:
+        yield from info.reference_inputs("cpu", dtype, requires_grad=grad)
+    elif info.error_inputs_func is not None:
+        yield from (refused.sample_input for refused in info.error_inputs("cpu"))
 
 
 def _chosen(shapes: list[Shapes], count: int) -> list[int]:

@@ -50,7 +50,7 @@ def check_operator(name: str, options: Options, file: str, start: int) -> int:
 
 def _cases(info: Any, options: Options) -> Iterator[tuple[Case, Any]]:
     for dtype in dtypes_of(info, options.torch_dtypes()):
-        chosen = samples_of(info, dtype, options.samples)
+        chosen = samples_of(info, dtype, options.samples, options.source)
         short = str(dtype).removeprefix("torch.")
         for position, (index, sample) in enumerate(chosen):
             if not _has_tensor(sample):

@@ -103,8 +103,16 @@ def test_a_shape_argument_must_be_the_shape() -> None:
         (call(aten.view.default, meta(6, 4), [24]), ((Shard(0), R),)),
         (OPS["addmm"](6, 4, 8), ((R, R), (R, Shard(1)), (R, Shard(0)))),
         (OPS["exp"](6, 4, 0), ((Ragged((1, 2), (0,)), R),)),
+        (call(aten.glu.default, meta(2, 4), 0), ((R, Shard(1)),)),
     ],
-    ids=("bytes are compared", "something is reduced", "dims are merged", "parts may be empty", "ragged"),
+    ids=(
+        "bytes are compared",
+        "something is reduced",
+        "dims are merged",
+        "parts may be empty",
+        "ragged",
+        "half of two is one by chance",
+    ),
 )
 def test_a_decision_that_looked_at_sizes_has_no_such_form(made, placements) -> None:
     assert _form(made, *placements) is None

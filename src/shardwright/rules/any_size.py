@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwright.rules.equation import Dim, Equation, Slot
+from shardwright.rules.equation import UNTOLD, Dim, Equation, Slot
 from shardwright.rules.registry import registry
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _size(dim: Dim, places: dict[int, list[Place]]) -> Place | int | None:
     factor = dim.factors[0]
     if factor.label >= 0:
         return places[factor.label][0] if factor.label in places else None
-    return factor.size if factor.size < 2 else None
+    return factor.size if factor.size < 2 and factor.label != UNTOLD else None
 
 
 def _shows(operand: int, slot: Slot, places: dict[int, list[Place]]) -> bool:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from shardwright.rules.aliases import aliases_of
 from shardwright.rules.call import Call, TensorInfo, parameters_of
 from shardwright.rules.described import BindingError, Described, find_ellipsis, spell_out
-from shardwright.rules.equation import BoundHom, Dim, Equation, Factor, Slot
+from shardwright.rules.equation import UNTOLD, BoundHom, Dim, Equation, Factor, Slot
 from shardwright.rules.formula import Formula, parse_hom
 from shardwright.rules.label_sizes import LabelSizes, solve_sizes
 from shardwright.rules.notation import Fixed, Group, Item, Label, Notation, Pattern, parse, parse_pattern
@@ -139,7 +139,9 @@ def _slot(tensor: Described, index: dict[str, int], sizes: LabelSizes) -> Slot:
 def _dim(item: Item, size: int, index: dict[str, int], sizes: LabelSizes) -> Dim:
     if isinstance(item, Group):
         return Dim(tuple(_factor(part, index) for part in item.parts))
-    if isinstance(item, Label) and item.name != "_" and sizes.known[item.name] == size:
+    if isinstance(item, Label) and item.name == "_":
+        return Dim((Factor(UNTOLD, size),))
+    if isinstance(item, Label) and sizes.known[item.name] == size:
         return Dim((Factor(index[item.name]),))
     return Dim((Factor(-1, size),))
 

@@ -9,6 +9,7 @@ from math import prod
 from shardwright.rules.formula import Formula, Hom
 
 Sizes = tuple[int, ...]
+UNTOLD = -2  # in place of a label: `_`, a dim whose size the rule does not tell
 
 
 @dataclass(frozen=True, slots=True)

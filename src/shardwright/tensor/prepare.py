@@ -194,8 +194,17 @@ def _contributes_nothing(decision: Decision, coords: tuple[int, ...]) -> bool:
 
 
 def _holds_nothing(inputs: tuple[Layout, ...], coords: tuple[int, ...]) -> bool:
-    """Does a cut leave this rank without elements of an operand that has some?"""
-    return any(layout.numel > 0 and 0 in layout.local_shape(coords) for layout in inputs)
+    """Does a cut leave this rank without elements of an operand that has some, or empty one dim more?
+
+    A batch of no images is an argument to the op; images without channels are not.
+    """
+    return any(_emptied(layout, layout.local_shape(coords)) for layout in inputs)
+
+
+def _emptied(layout: Layout, local: tuple[int, ...]) -> bool:
+    if 0 not in local:
+        return False
+    return layout.numel > 0 or any(own == 0 != size for own, size in zip(local, layout.shape, strict=False))
 
 
 def _gathered(call: Call, tensors: list[DTensor], reason: str) -> Prepared:

@@ -36,7 +36,7 @@ def run(
     if prepared.moves:
         _move(prepared, func, args, kwargs, tensors, locals_)
     if prepared.skip:
-        out = _nothing(prepared, tensors)
+        out = _nothing(prepared, func, tensors)
         _fill_outs(prepared, out, locals_)
     else:
         local_args, local_kwargs = _local_call(prepared, func, args, kwargs, locals_)
@@ -168,19 +168,25 @@ def _check(prepared: Prepared, func: torch._ops.OpOverload, out: Any) -> None:
     prepared.checked = True
 
 
-def _nothing(prepared: Prepared, tensors: list[DTensor]) -> Any:
+def _nothing(prepared: Prepared, func: torch._ops.OpOverload, tensors: list[DTensor]) -> Any:
     """What a rank contributes that holds nothing: an empty part, or the identity of the reduction."""
     made = [_identity(spec, tensors[0]) for spec in prepared.results]
     if not made:
         return None
-    if len(made) == 1:
-        return made[0]
-    return tuple(made)
+    if _returns_a_list(func):
+        return made
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def _returns_a_list(func: torch._ops.OpOverload) -> bool:
+    """One list of tensors, which may well hold a single one."""
+    returns = func._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
 def _fill_outs(prepared: Prepared, made: Any, locals_: list[torch.Tensor]) -> None:
     """`out=` operands hold what the results hold, on a rank without elements too: the identity."""
-    results = made if isinstance(made, tuple) else (made,)
+    results = made if isinstance(made, tuple | list) else (made,)
     for operand, result in zip(prepared.written, results, strict=False):
         if operand in prepared.outs and isinstance(result, torch.Tensor):
             locals_[operand].copy_(result)
