@@ -49,7 +49,7 @@ def samples_of(info: Any, dtype: torch.dtype, count: int, source: str = SAMPLE) 
     Returns: (index in the operator's own list, sample), in its order.
     """
     seed()
-    offered = list(islice(_offered(info, dtype, source), _LOOKED_AT))
+    offered = list(islice(filter(_has_data, _offered(info, dtype, source)), _LOOKED_AT))
     return [(index, offered[index]) for index in _chosen([_shapes(sample) for sample in offered], count)]
 
 
@@ -58,9 +58,17 @@ def _offered(info: Any, dtype: torch.dtype, source: str) -> Iterator[Any]:
     if source == SAMPLE:
         yield from info.sample_inputs("cpu", dtype, requires_grad=grad)
     elif source == REFERENCE:
-        yield from info.reference_inputs("cpu", dtype, requires_grad=grad)
+        for sample in info.reference_inputs("cpu", dtype):  # some cannot be made with gradients
+            if grad and isinstance(sample.input, torch.Tensor) and sample.input.dtype == dtype:
+                sample.input.requires_grad_()
+            yield sample
     elif info.error_inputs_func is not None:
         yield from (refused.sample_input for refused in info.error_inputs("cpu"))
+
+
+def _has_data(sample: Any) -> bool:
+    leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
+    return not any(isinstance(x, torch.Tensor) and x.is_meta for x in leaves)
 
 
 def _chosen(shapes: list[Shapes], count: int) -> list[int]:

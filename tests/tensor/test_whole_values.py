@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.nn import functional
@@ -35,6 +37,46 @@ def _composed_functions_fill_what_they_are_given():
     out = placed(torch.ones(2, 5, 4), dim=1)
     torch.matmul(placed(full(2, 5, 3), dim=1), placed(full(3, 4)), out=out)
     torch.testing.assert_close(whole(out), folded)
+
+
+def _kernels_fill_what_has_another_size():
+    """By a rule, by an algorithm (rows are cut), on whole operands, and where the data tell the size."""
+    x, y = full(4, 6), full(4, 6, seed=1)
+    for function, operands in (
+        (lambda x, y, out: torch.cat([x, y], out=out), (x, y)),
+        (lambda x, out: torch.tril(x, out=out), (x,)),
+        (lambda x, out: torch.cumsum(x, 0, out=out), (x,)),
+        (lambda x, out: torch.logsumexp(x, 0, out=out), (x,)),
+        (lambda x, out: torch.linalg.vector_norm(x, dim=0, out=out), (x,)),
+        (lambda x, y, out: torch.masked_select(x, y > 0, out=out), (x, y)),
+    ):
+        for given in (torch.empty(0), torch.ones(2, 6)):
+            wanted = given.clone()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says that it resizes what is not empty
+                function(*operands, out=wanted)
+                out = placed(given)
+                assert function(*(placed(v) for v in operands), out=out) is out
+            assert out.shape == wanted.shape
+            torch.testing.assert_close(whole(out), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_what_has_another_size_is_resized_and_filled(ranks):
+    ranks(2, _kernels_fill_what_has_another_size)
+
+
+def _made_of_no_data():
+    empty = torch.ones(3, 0, 2)
+    rank = torch.linalg.matrix_rank(placed(empty))
+    assert isinstance(rank, sw.DTensor)
+    assert torch.equal(whole(rank), torch.linalg.matrix_rank(empty))
+    given = torch.zeros(6, 4)
+    assert torch.add(placed(full(6, 4)), 1, out=given) is given
+
+
+def test_a_result_that_torch_makes_of_no_data_is_distributed(ranks):
+    """A plain tensor that was given and filled stays what it is."""
+    ranks(2, _made_of_no_data)
 
 
 def _norms_of_every_order():

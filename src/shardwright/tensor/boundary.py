@@ -20,6 +20,7 @@ from shardwright.errors import RuleError
 from shardwright.tensor.host_reads import READING, with_host_values
 from shardwright.tensor.out import call_with_out, fills_itself
 from shardwright.tensor.plain_beside import plain_among
+from shardwright.tensor.wrap import as_replicated
 
 
 class _State(threading.local):
@@ -74,9 +75,29 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if kwargs.get("out") is not None and not fills_itself(func):
                 return call_with_out(func, args, kwargs)
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
     finally:
         state.functions -= 1
+    return out if out.__class__ is not torch.Tensor else _made_by_torch(func, args, kwargs, out)
+
+
+# Functions whose result is plain because the user asks for it.
+_ASK_FOR_PLAIN = frozenset({"__get__", "as_subclass"})
+
+
+def _made_by_torch(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor
+) -> torch.Tensor:
+    """A plain tensor that torch made of none of its operands' data (the rank of a matrix without elements).
+
+    The same on every rank, so the result is a DTensor as it is for other operands. One that was given and
+    written into stays what it is.
+    """
+    given = list(tensors_in((*args, *kwargs.values())))
+    ours = next((value for value in given if isinstance(value, TorchDTensor)), None)
+    if ours is None or getattr(func, "__name__", "") in _ASK_FOR_PLAIN or any(out is v for v in given):
+        return out
+    return as_replicated(out, ours.device_mesh)
 
 
 def asked_by_torch(depth: int) -> bool:

@@ -12,10 +12,9 @@ import torch
 
 from shardwright.errors import RuleError
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.mixing import as_replicated
 from shardwright.tensor.move import move_local
 from shardwright.tensor.spec import spec_of, with_dtype
-from shardwright.tensor.wrap import wrap
+from shardwright.tensor.wrap import as_replicated, wrap
 
 aten = torch.ops.aten
 # Reductions of each element: their results are no partitions of the operand.

@@ -9,12 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import RuleError
-from shardwright.layout.layout import Layout
-from shardwright.placement.base import Replicate
 from shardwright.tensor.boundary import helpers_allowed
 from shardwright.tensor.plain_beside import plain_beside
-from shardwright.tensor.spec import spec_of
-from shardwright.tensor.wrap import wrap
+from shardwright.tensor.wrap import as_replicated
 
 if TYPE_CHECKING:
     from shardwright.tensor.dtensor import DTensor
@@ -29,12 +26,6 @@ def replicate_plain(x: torch.Tensor, mesh: DeviceMesh, func: torch._ops.OpOverlo
     if x.numel() == 1 or helpers_allowed():
         return as_replicated(x, mesh)
     raise RuleError(plain_beside(func.name(), x))
-
-
-def as_replicated(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """The DTensor that every rank holds whole; not differentiable."""
-    layout = Layout(mesh, (Replicate(),) * mesh.ndim, tuple(x.shape), dtype=x.dtype, stride=tuple(x.stride()))
-    return wrap(x.detach(), spec_of(layout, mesh))
 
 
 def distributed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

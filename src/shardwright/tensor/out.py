@@ -8,7 +8,7 @@ rule for its kernel is not taken apart: the kernel writes into the local tensors
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -88,9 +88,27 @@ def functional_form(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None
     return None
 
 
+@lru_cache(maxsize=4096)
+def out_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
+    """The arguments that the op only writes."""
+    return tuple(a.name for a in func._schema.arguments if a.is_out)
+
+
+def resized_first(func: torch._ops.OpOverload, sizes: Sequence[tuple[int, ...]]) -> Callable[..., Any]:
+    """`func` on `out` tensors that get the sizes of the results before it runs, as on one device."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for target, size in zip(tree_leaves([kwargs[name] for name in out_names(func)]), sizes, strict=True):
+            if tuple(target.shape) != size:
+                target.resize_(size)
+        return func(*args, **kwargs)
+
+    return call
+
+
 def written_from(func: torch._ops.OpOverload, functional: torch._ops.OpOverload) -> Callable[..., Any]:
     """`func` as its functional form and a copy into what it writes."""
-    outs = [a.name for a in func._schema.arguments if a.is_out]
+    outs = out_names(func)
     asked = {a.name for a in functional._schema.arguments} - {a.name for a in func._schema.arguments}
 
     def call(*args: Any, **kwargs: Any) -> Any:

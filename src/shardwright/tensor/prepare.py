@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
@@ -24,7 +25,7 @@ from shardwright.tensor.algorithms import ByAlgorithm, may_write
 from shardwright.tensor.boundary import helpers
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.metadata import DataDependentError, described, described_call, result_infos
-from shardwright.tensor.out import functional_form, written_from
+from shardwright.tensor.out import functional_form, out_names, resized_first, written_from
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
 from shardwright.tensor.views import ViewCall, view_call
 
@@ -84,7 +85,7 @@ def prepare(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
 ) -> Prepared | NeedsDecomposition | ByAlgorithm | ViewCall:
     """Decide the call; raises what the single-device op raises for these shapes, or RuleError."""
-    steps = _decomposition(func)
+    steps = _decomposition(func) or _with_out_of_another_size(func, args, kwargs)
     if steps is not None:
         return steps
     prepared = prepare_call(func, args, kwargs, tensors)
@@ -127,6 +128,25 @@ def _decomposition(func: torch._ops.OpOverload) -> NeedsDecomposition | None:
         return NeedsDecomposition(func.decompose)
     function = registry.fallback_decomposition(func)
     return _by_functional_form(func) if function is None else NeedsDecomposition(function)
+
+
+def _with_out_of_another_size(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> NeedsDecomposition | None:
+    """`out=` that has another size than the result gets that size first; where data decide it, after."""
+    names = out_names(func)
+    if not names:
+        return None
+    try:
+        infos = result_infos(func, args, kwargs)
+    except DataDependentError:
+        functional = functional_form(func)
+        return None if functional is None else NeedsDecomposition(written_from(func, functional))
+    targets = tree_leaves([kwargs[name] for name in names])
+    sizes = [info.shape for info in infos if info is not None]
+    if len(sizes) != len(targets) or all(t.shape == s for t, s in zip(targets, sizes, strict=True)):
+        return None
+    return NeedsDecomposition(resized_first(func, sizes))
 
 
 def _by_functional_form(func: torch._ops.OpOverload) -> NeedsDecomposition | None:

@@ -12,11 +12,10 @@ from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.rules.identity import identity_of
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.mixing import as_replicated
 from shardwright.tensor.move import move_local
 from shardwright.tensor.refusing import refuse_implicit
 from shardwright.tensor.spec import Spec, coords_of, spec_of
-from shardwright.tensor.wrap import wrap
+from shardwright.tensor.wrap import as_replicated, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
 from shardwright.tensor.spec import layout_of, spec_of
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor as TorchDTensor
 
     from shardwright.tensor.dtensor import DTensor
@@ -31,3 +34,9 @@ def as_ours(x: TorchDTensor) -> DTensor:
         return cast("DTensor", x)
     spec = x._spec
     return wrap(x._local_tensor.detach(), spec_of(layout_of(spec), spec.mesh))
+
+
+def as_replicated(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """The DTensor that every rank holds whole; not differentiable."""
+    layout = Layout(mesh, (Replicate(),) * mesh.ndim, tuple(x.shape), dtype=x.dtype, stride=tuple(x.stride()))
+    return wrap(x.detach(), spec_of(layout, mesh))
