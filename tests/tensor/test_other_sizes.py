@@ -1,26 +1,29 @@
 """The same call on tensors of other sizes is decided from what is known, and gives one device's answer."""
 
+from itertools import product
+
 import pytest
 import torch
 
 import shardwright as sw
 from shardwright.rules import registry
-from shardwright.tensor import other_sizes
+from shardwright.tensor import local_reshape, other_sizes
+from shardwright.tensor.dispatch import clear_cache
 
 from .cases import full, mesh, place
 
 ROWS = (3, 8, 1, 5, 2, 4, 7)
 
 
-def _adapted(function):
+def _adapted(function, module=other_sizes):
     """How many calls inside were decided from another size."""
     found = []
-    plain = other_sizes.adapt
-    other_sizes.adapt = lambda *args: found.append(plain(*args)) or found[-1]
+    plain = module.adapt
+    module.adapt = lambda *args: found.append(plain(*args)) or found[-1]
     try:
         function()
     finally:
-        other_sizes.adapt = plain
+        module.adapt = plain
     return sum(prepared is not None for prepared in found)
 
 
@@ -30,7 +33,7 @@ def _grows():
 
     def program(x, w, b):
         y = torch.softmax(torch.nn.functional.layer_norm(x @ w + b, (5,)), -1)
-        return (y.t() * 2).sum(0), x.sum()
+        return (y.t() * 2).sum(0), x.sum(), x.amax(0)
 
     def run():
         for rows in ROWS:
@@ -77,3 +80,67 @@ def _follows():
 
 def test_a_rule_takes_effect_at_once(ranks):
     ranks(2, _follows)
+
+
+# A pattern of sizes, first for one shape, then for others: some fit what was learned, some do not.
+RESHAPES = (
+    "8,6>8,2,3 12,10>12,2,5 5,4>5,2,2 1,6>1,2,3 4,8>4,1,8",
+    "8,6>4,2,6 12,5>4,3,5 6,4>2,3,4 9,2>3,3,2 8,6>1,8,6",
+    "4,2,6>8,6 8,3,2>24,2 3,5,2>15,2 4,0,2>0,2 2,2,2>4,2",
+    "4,6>-1 8,3>-1 7,5>-1 1,1>-1 2,0>0",
+    "1,1>1,1,1 2,1>2,1,1 1,1>1,1,1 3,1>1,3,1 4,1>1,2,2",
+    "4,1,6>4,6 8,1,3>8,3 8,2,3>8,6 5,1,2>5,2 6,4,1>6,4",
+    "4,6,8>4,6,2,-1 8,2,4>8,2,2,2 3,4,6>3,4,2,-1 4,6,4>2,12,2,2",
+)
+CUTS = (
+    sw.Shard(0),
+    sw.Shard(-1),
+    sw.Interleaved(0, 2),
+    sw.Ragged((1, 3), (0,)),
+    sw.Partial(),
+    sw.Replicate(),
+)
+
+
+def _calls(pattern):
+    """The shape and the size of each reshape."""
+    pairs = [call.split(">") for call in pattern.split()]
+    return [[tuple(map(int, sizes.split(","))) for sizes in pair] for pair in pairs]
+
+
+def _reshapes():
+    """Values and layouts as when every shape is decided on its own, and nothing moves."""
+
+    def run():
+        for pattern, pair in product(RESHAPES, list(product(CUTS, CUTS))[::3]):
+            clear_cache()
+            taken = [(given, _viewed(*given, pair)) for given in _calls(pattern)]
+            for given, layout in taken:
+                clear_cache()
+                alone = _viewed(*given, pair)
+                assert (layout, layout.kind) == (alone, alone.kind), given
+
+    return _adapted(run, local_reshape)
+
+
+def _viewed(shape, size, placements):
+    """The layout of the view; this rank's part is that of the view of the whole tensor."""
+    grid, x = mesh(), full(*shape)
+    coords = tuple(grid.get_coordinate())
+    layout = sw.Layout(grid, placements, shape, dtype=x.dtype)
+    local = _terms(layout).split(x, coords).clone()
+    with sw.trace() as trace:
+        y = sw.DTensor.from_local(local, grid, placements, shape=shape, stride=x.stride()).view(size)
+    assert not trace.collectives
+    assert torch.equal(y.to_local(), _terms(y.layout).split(x.view(size), coords)), (shape, size, y.layout)
+    return y.layout
+
+
+def _terms(layout):
+    """Every rank's term of a sum is the value itself here."""
+    placements = [sw.Replicate() if p.is_pending else p for p in layout.placements]
+    return layout.with_placements(placements, order=layout.order_names)
+
+
+def test_reshapes_of_other_sizes_are_decided_as_if_they_were_the_first(ranks):
+    assert all(count > 40 for count in ranks(4, _reshapes))

@@ -23,10 +23,21 @@ if TYPE_CHECKING:
 class Kind:
     """Mesh, placements, order and dtype; per dim whether its size is 0, 1 or more; the order of the strides.
 
+    classes: per dim 0, 1 or 2 for more. rows: stored row by row.
     One object per kind: compared and hashed by identity.
     """
 
-    __slots__ = ("applied", "base_hash", "dtype", "mesh_shape", "order", "placements", "stride_order")
+    __slots__ = (
+        "applied",
+        "base_hash",
+        "classes",
+        "dtype",
+        "mesh_shape",
+        "order",
+        "placements",
+        "rows",
+        "stride_order",
+    )
 
     def __init__(
         self,
@@ -34,6 +45,7 @@ class Kind:
         placements: tuple[Placement, ...],
         order: tuple[int, ...],
         dtype: torch.dtype,
+        classes: tuple[int, ...],
         strides: tuple[int, ...],
         applied: tuple[Applied, ...],
     ) -> None:
@@ -41,7 +53,9 @@ class Kind:
         self.placements = placements
         self.order = order
         self.dtype = dtype
+        self.classes = classes
         self.stride_order = strides
+        self.rows = strides == tuple(range(len(strides)))
         self.applied = applied
         self.base_hash = hash_without_sizes(mesh_shape, placements, order, dtype)
 
@@ -73,11 +87,11 @@ def find_kind(
     strides = stride_order(shape, stride)
     if strides is None or not all(placement.any_size for placement in placements):
         return None
-    classes = tuple(min(2, size) for size in shape)
+    classes = tuple([min(2, size) for size in shape])
     key = (mesh_shape, placements, order, dtype, classes, strides)
     known = _known.get(key)
     if known is None:
         if len(_known) >= _MANY:
             _known.clear()
-        known = _known[key] = Kind(mesh_shape, placements, order, dtype, strides, applied)
+        known = _known[key] = Kind(mesh_shape, placements, order, dtype, classes, strides, applied)
     return known

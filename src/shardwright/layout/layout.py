@@ -108,7 +108,8 @@ class Layout:
         put(self, "mesh_shape", kind.mesh_shape)
         put(self, "shape", shape)
         put(self, "dtype", kind.dtype)
-        put(self, "stride", ordered_stride(shape, kind.stride_order))
+        rows = kind.rows
+        put(self, "stride", contiguous_stride(shape) if rows else ordered_stride(shape, kind.stride_order))
         put(self, "placements", kind.placements)
         put(self, "order", kind.order)
         put(self, "_kind", kind)

@@ -66,18 +66,19 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling():
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if not state.functions and not state.blocks:
+    depth = state.functions
+    if not depth and not state.blocks and (_has_plain(args) or (kwargs and _has_plain(kwargs.values()))):
         _refuse_plain(func, args, kwargs)
     if func in READING:
         args, kwargs = with_host_values(func, args, kwargs)
-    state.functions += 1
+    state.functions = depth + 1
     try:
         with torch._C.DisableTorchFunctionSubclass():
-            if kwargs.get("out") is not None and not fills_itself(func):
+            if kwargs and kwargs.get("out") is not None and not fills_itself(func):
                 return call_with_out(func, args, kwargs)
             out = func(*args, **kwargs)
     finally:
-        state.functions -= 1
+        state.functions = depth
     return out if out.__class__ is not torch.Tensor else _made_by_torch(func, args, kwargs, out)
 
 
@@ -115,20 +116,28 @@ def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
+# Classes whose values are neither plain tensors nor lists of them, as met: asking a class is slow.
+_harmless: set[type] = set()
+
+
 def _has_plain(values: Iterable[Any]) -> bool:
     """Is there a plain tensor among the arguments? Most often not: this is asked at every call."""
     for value in values:
-        if isinstance(value, torch.Tensor):
-            if not isinstance(value, TorchDTensor):
+        cls = value.__class__
+        if cls in _harmless:
+            continue
+        if issubclass(cls, torch.Tensor):
+            if not issubclass(cls, TorchDTensor):
                 return True
-        elif isinstance(value, list | tuple) and _has_plain(value):
-            return True
+        elif issubclass(cls, list | tuple):
+            if _has_plain(value):
+                return True
+            continue
+        _harmless.add(cls)
     return False
 
 
 def _refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not _has_plain(args) and not (kwargs and _has_plain(kwargs.values())):
-        return
     for value in tensors_in((*args, *kwargs.values())):
         if isinstance(value, TorchDTensor) or value.numel() == 1 or _is_written(func, value, args, kwargs):
             continue

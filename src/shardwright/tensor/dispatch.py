@@ -20,15 +20,18 @@ from shardwright.tensor import (  # noqa: F401  algorithms register themselves
     cut_scans,
     handlers,
     key_parts,
+    local_reshape,
     other_sizes,
     views,
     windows,
 )
 from shardwright.tensor.algorithms import ByAlgorithm
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.local_reshape import RESHAPES, LocalReshape
 from shardwright.tensor.mixing import distributed, replicate_plain
 from shardwright.tensor.prepare import NeedsDecomposition, Prepared, prepare, prepare_call
-from shardwright.tensor.run import is_simple, run, run_simple
+from shardwright.tensor.run import check_simple, is_simple, run, run_simple
+from shardwright.tensor.spec import Spec
 from shardwright.tensor.views import ViewCall
 from shardwright.tensor.wrap import as_ours
 from shardwright.tensor.written_plain import write_into_plain
@@ -37,7 +40,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _CACHE_SIZE = 65536
-_cache: dict[tuple[Any, ...], Prepared | NeedsDecomposition | ByAlgorithm | ViewCall] = {}
+_Decided = Prepared | NeedsDecomposition | ByAlgorithm | ViewCall
+# A spec: one local call on the operands as they are gives one tensor of this spec.
+_cache: dict[tuple[Any, ...], Spec | LocalReshape | _Decided] = {}
 _routes: dict[torch._ops.OpOverload, handlers.Handler] = {}
 _cache_generation = -1
 
@@ -92,31 +97,84 @@ def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
     if not ours:
         return _with_plain_tensors(func, args, kwargs, tensors)
     frozen = tuple(key)
-    prepared = _cache.get(frozen)
-    if prepared.__class__ is Prepared and prepared.simple:
-        return run_simple(prepared, func, args)
-    if prepared is None:
-        query = other_sizes.Query(func, args, kwargs)
-        prepared = other_sizes.adapt(query, tensors)
-        if prepared is None:
-            prepared = prepare(func, args, kwargs, tensors)
-            other_sizes.remember(query, prepared)
-        _store(frozen, prepared)
-    if isinstance(prepared, Prepared):
-        return _run_prepared(prepared, func, args, kwargs, tensors)
-    if isinstance(prepared, ViewCall):
-        return prepared.run(func, args, kwargs, tensors)
-    if isinstance(prepared, NeedsDecomposition):
-        out = prepared.run(args, kwargs)
+    known = _cache.get(frozen)
+    if isinstance(known, Spec):
+        return run_simple(known, func, args)
+    if isinstance(known, LocalReshape):
+        return known.run(func, args)
+    if known is None:
+        return _first(frozen, func, args, kwargs, tensors)
+    return _again(known, frozen, func, args, kwargs, tensors)
+
+
+def _first(
+    key: tuple[Any, ...],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[Any],
+) -> Any:
+    """A call on layouts that were not seen before, as what is known of other sizes tells, or decided anew."""
+    if func in RESHAPES and len(args) == 2 and not kwargs:
+        reshape = local_reshape.adapt(func, args)
+        if reshape is not None:
+            _store(key, reshape)
+            return reshape.run(func, args)
+    known = other_sizes.adapt(func, key, args, kwargs, tensors)
+    if isinstance(known, Spec):
+        out = run_simple(known, func, args)
+        check_simple(known, func, out, tensors)
+        _store(key, known)
+        return out
+    decided = prepare(func, args, kwargs, tensors) if known is None else known
+    _store(key, decided)
+    return _again(decided, key, func, args, kwargs, tensors)
+
+
+def _again(
+    known: _Decided,
+    key: tuple[Any, ...],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[Any],
+) -> Any:
+    """A call that was decided, in whatever way."""
+    if isinstance(known, NeedsDecomposition):
+        out = known.run(args, kwargs)
         if out is not NotImplemented:
             return tree_map_only(torch.Tensor, lambda x: distributed(x, tensors[0].device_mesh), out)
-        prepared = prepare_call(func, args, kwargs, tensors)  # no steps for these arguments
-        _store(frozen, prepared)
-    if isinstance(prepared, ByAlgorithm):
-        return prepared.run(args, kwargs)
-    if not isinstance(prepared, Prepared):
-        return prepared.run(func, args, kwargs, tensors)
-    return _run_prepared(prepared, func, args, kwargs, tensors)
+        known = prepare_call(func, args, kwargs, tensors)  # no steps for these arguments
+        _store(key, known)
+    if isinstance(known, ByAlgorithm):
+        return known.run(args, kwargs)
+    if isinstance(known, ViewCall):
+        return known.run(func, args, kwargs, tensors)
+    first = not known.checked
+    out = _run_prepared(known, func, args, kwargs, tensors)
+    if first:
+        _settle(known, out, key, func, args, kwargs, tensors)
+    return out
+
+
+def _settle(
+    prepared: Prepared,
+    out: Any,
+    key: tuple[Any, ...],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[Any],
+) -> None:
+    """Once a call has run: the short way to run it again, and what it tells of other sizes."""
+    reshape = local_reshape.of_prepared(func, args, prepared, out)
+    if reshape is not None:
+        _store(key, reshape)
+    elif prepared.call is None and not _is_reshape(func, args):
+        prepared.simple = is_simple(prepared, out, len(tensors), args, kwargs)
+        if prepared.simple and prepared.results[0] is not None:
+            _store(key, prepared.results[0])
+    other_sizes.remember(func, key, args, kwargs, prepared)
 
 
 def _run_prepared(
@@ -131,7 +189,6 @@ def _run_prepared(
         found = views.put_back(func, prepared.call, tensors, tensors[0].device_mesh)
         if found is not None:
             return found
-    first = not prepared.checked
     try:
         out = run(prepared, func, args, kwargs, tensors)
     except RuntimeError:
@@ -139,8 +196,6 @@ def _run_prepared(
         if again is None:
             raise
         return again
-    if first and prepared.call is None and not _is_reshape(func, args):
-        prepared.simple = is_simple(prepared, out, len(tensors), args, kwargs)
     if prepared.moves and copied_views.is_view(func):
         copied_views.remember(out, func, args, kwargs, copied=True)
     return out
@@ -158,7 +213,11 @@ def _collect(values: Iterable[Any], tensors: list[Any], key: list[Any]) -> bool:
     """
     ours = True
     for value in values:
-        if isinstance(value, DTensor):
+        cls = value.__class__
+        if cls in _SCALARS:
+            key.append(cls)
+            key.append(value)
+        elif isinstance(value, DTensor):
             tensors.append(value)
             key.append(value._spec)
         elif isinstance(value, torch.Tensor):
@@ -168,10 +227,13 @@ def _collect(values: Iterable[Any], tensors: list[Any], key: list[Any]) -> bool:
             key.append(len(value))
             ours = _collect(value, tensors, key) and ours
         else:
-            key.append(value.__class__)
+            key.append(cls)
             if value is not None:
-                key.append(value if value.__hash__ is not None else id(value))
+                key.append(value if cls.__hash__ is not None else id(value))
     return ours
+
+
+_SCALARS = frozenset({bool, int, float, str, torch.dtype})
 
 
 def _forget() -> None:
@@ -182,7 +244,7 @@ def _forget() -> None:
     _cache_generation = registry.generation()
 
 
-def _store(key: tuple[Any, ...], prepared: Prepared | NeedsDecomposition | ByAlgorithm | ViewCall) -> None:
+def _store(key: tuple[Any, ...], prepared: Spec | LocalReshape | _Decided) -> None:
     if len(_cache) >= _CACHE_SIZE:
         _cache.clear()
     _cache[key] = prepared
@@ -224,6 +286,7 @@ def clear_cache() -> None:
     """Forget every prepared call (after a change of devices or process groups)."""
     _cache.clear()
     other_sizes.forget()
+    local_reshape.forget()
 
 
 DTensor._dispatch = staticmethod(dispatch)

@@ -1,8 +1,8 @@
 """Prepared calls for shapes never seen: what was decided for one shape of a kind serves the others.
 
-A look-up by kinds of layouts in place of layouts, then the layouts of the results from the labels of the
-rule: no metadata call, no search. What does not fit (sizes that the rule says are equal and are not, a rank
-that holds nothing) is prepared in the ordinary way, which also raises what one device raises.
+A look-up by kinds of specs in place of specs, then the layouts of the results from the labels of the rule: no
+metadata call, no search. What does not fit (sizes that the rule says are equal and are not, a rank that holds
+nothing) is prepared in the ordinary way, which also raises what one device raises.
 """
 
 from __future__ import annotations
@@ -10,79 +10,60 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardwright.layout.layout import Layout
-from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.prepare import Move, Prepared
-from shardwright.tensor.spec import Spec, coords_of, spec_of
+from shardwright.tensor.spec import Spec, SpecKind, coords_of, spec_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
+    from shardwright.placement.region import Shape
     from shardwright.rules.any_size import AnySize, ResultForm
+    from shardwright.tensor.dtensor import DTensor
 
 _MANY = 65536
-_known: dict[tuple[Any, ...], Prepared] = {}
+_known: dict[tuple[Any, ...], Known] = {}
 # Ops with arguments that are a shape: their positions and names. Their values are no part of a key.
 _shape_arguments: dict[torch._ops.OpOverload, frozenset[int | str]] = {}
 
 
-class Query:
-    """What is looked for: the op and its values, kinds in place of layouts; apart, arguments that are shapes.
+class Known:
+    """A prepared call that holds for other sizes, and the kinds of its results.
 
-    key: None where a layout has no kind.
+    simple: nothing moves and there is one new tensor: the spec of the result is all that a call needs.
     """
 
-    __slots__ = ("func", "key", "shapes")
+    __slots__ = ("form", "kinds", "prepared", "simple")
 
-    def __init__(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.func = func
-        self.shapes: dict[int | str, Any] = {}
-        found: list[Any] = [func]
-        known = self._describe(enumerate(args), found) and self._describe(kwargs.items(), found)
-        self.key = tuple(found) if known else None
-
-    def _describe(self, values: Any, found: list[Any]) -> bool:
-        places = _shape_arguments.get(self.func, ())
-        for place, value in values:
-            if place in places:
-                self.shapes[place] = value
-                found.append(len(value))
-                continue
-            found.append(place)
-            if not _describe(value, found):
-                return False
-        return True
+    def __init__(self, prepared: Prepared, form: AnySize, kinds: tuple[SpecKind | None, ...]) -> None:
+        self.prepared = prepared
+        self.form = form
+        self.kinds = kinds
+        self.simple = prepared.simple and not form.arguments
 
 
-def _describe(value: Any, found: list[Any]) -> bool:
-    """Append what identifies a value; False for a layout without a kind, or an object that may change."""
-    if isinstance(value, DTensor):
-        kind = value._spec.layout.kind
-        found.append(kind)
-        return kind is not None
-    if isinstance(value, list | tuple):
-        found.append(len(value))
-        return all(_describe(v, found) for v in value)
-    found.append(value.__class__)
-    found.append(value)
-    return value.__hash__ is not None
-
-
-def remember(query: Query, prepared: object) -> None:
-    """Keep a prepared call that holds for other sizes."""
-    if query.key is None or not isinstance(prepared, Prepared) or prepared.any_size is None:
+def remember(
+    func: torch._ops.OpOverload,
+    key: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    prepared: Prepared,
+) -> None:
+    """Keep a prepared call that holds for other sizes; it has run, so that its local shapes are checked."""
+    form = prepared.any_size
+    if form is None or not prepared.checked:
         return
-    names = {name for name, _ in prepared.any_size.arguments}
-    if names and query.func not in _shape_arguments:
-        schema = enumerate(query.func._schema.arguments)
-        positions = {i for i, argument in schema if argument.name in names}
-        _shape_arguments[query.func] = frozenset({*positions, *names})
-        return  # the next call of the op has a key without them
+    names = {name for name, _ in form.arguments}
+    if _shape_arguments.get(func, names) and not names:
+        return  # its other calls are known without the sizes that this one depends on
+    if names and func not in _shape_arguments:
+        positions = {i for i, argument in enumerate(func._schema.arguments) if argument.name in names}
+        _shape_arguments[func] = frozenset({*positions, *names})
     if len(_known) >= _MANY:
         _known.clear()
-    _known[query.key] = prepared
+    kinds = tuple([None if spec is None else spec.kind for spec in prepared.results])
+    _known[_key(func, key, args, kwargs, [])] = Known(prepared, form, kinds)
 
 
 def forget() -> None:
@@ -91,24 +72,76 @@ def forget() -> None:
     _shape_arguments.clear()
 
 
-def adapt(query: Query, tensors: list[DTensor]) -> Prepared | None:
-    """The prepared call of the same kind for these tensors; None if there is none or it does not fit."""
-    known = _known.get(query.key) if query.key is not None else None
-    if known is None or known.any_size is None:
+def adapt(
+    func: torch._ops.OpOverload,
+    key: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[DTensor],
+) -> Spec | Prepared | None:
+    """The prepared call of the same kind for these tensors; None if there is none or it does not fit.
+
+    Args: key: what identifies the call, sizes included.
+    Returns: the spec of the result where that is all that is needed.
+    """
+    arguments: list[Sequence[int]] = []
+    known = _known.get(_key(func, key, args, kwargs, arguments))
+    if known is None:
         return None
-    form = known.any_size
-    shapes = [t._spec.layout.shape for t in tensors]
-    if not form.fits(shapes, query.shapes.values()):
+    specs = [t._spec for t in tensors]
+    shapes = [spec.layout.shape for spec in specs]
+    if not known.form.fits(shapes, arguments):
         return None
-    moves = _moves(form, tensors)
+    if known.simple:
+        return None if _holds_nothing(tensors) else _spec(known, 0, specs, shapes)
+    moves = _moves(known.form, tensors)
     if moves is None:
         return None
-    first = tensors[0]._spec
-    use = first.use if all(t._spec.use == first.use for t in tensors) else None
-    results = tuple(
-        None if result is None else _spec(result, tensors, shapes, first, use) for result in form.results
-    )
-    return replace(known, moves=moves, results=results, skip=False, checked=False, simple=False)
+    results = tuple([_spec(known, index, specs, shapes) for index in range(len(known.kinds))])
+    return replace(known.prepared, moves=moves, results=results, skip=False, checked=False, simple=False)
+
+
+def _key(
+    func: torch._ops.OpOverload,
+    key: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    arguments: list[Sequence[int]],
+) -> tuple[Any, ...]:
+    """The same with kinds in place of specs; `arguments` gets those that are shapes.
+
+    A spec that has no kind stands for itself.
+    """
+    places = _shape_arguments.get(func)
+    if places is None:
+        return tuple([part.kind or part if part.__class__ is Spec else part for part in key])
+    found: list[Any] = [func]
+    for place, value in (*enumerate(args), *kwargs.items()):
+        if place in places:
+            arguments.append(value)
+            found.append(len(value))
+        else:
+            found.append(place)
+            _describe(value, found)
+    return tuple(found)
+
+
+def _describe(value: Any, found: list[Any]) -> None:
+    spec = getattr(value, "_spec", None)
+    if spec is not None:
+        found.append(spec.kind or spec)
+    elif isinstance(value, list | tuple):
+        found.append(len(value))
+        for part in value:
+            _describe(part, found)
+    else:
+        found.append(value.__class__)
+        found.append(value if value.__hash__ is not None else id(value))
+
+
+def _holds_nothing(tensors: Sequence[DTensor]) -> bool:
+    """Does this rank hold no element of an operand? A rule may then need another local call."""
+    return any(0 in t._local_tensor.shape for t in tensors)
 
 
 def _moves(form: AnySize, tensors: list[DTensor]) -> tuple[Move, ...] | None:
@@ -120,8 +153,9 @@ def _moves(form: AnySize, tensors: list[DTensor]) -> tuple[Move, ...] | None:
         if kind is None:
             local = tuple(tensor._local_tensor.shape)
         else:
-            target = Layout.of_kind(kind, tensor._spec.layout.shape)
-            coords = coords_of(tensor._spec.mesh)
+            spec = tensor._spec
+            target = spec_kind(kind, spec.mesh, spec.use).spec(spec.layout.shape).layout
+            coords = coords_of(spec.mesh)
             if coords is None:
                 return None
             local = target.local_shape(coords)
@@ -131,9 +165,11 @@ def _moves(form: AnySize, tensors: list[DTensor]) -> tuple[Move, ...] | None:
     return tuple(found)
 
 
-def _spec(
-    result: ResultForm, tensors: list[DTensor], shapes: list[tuple[int, ...]], first: Spec, use: Any
-) -> Spec:
-    if result.like is not None and tensors[result.like]._spec.use == use:
-        return tensors[result.like]._spec
-    return spec_of(Layout.of_kind(result.kind, result.shape(shapes)), first.mesh, use)
+def _spec(known: Known, index: int, specs: list[Spec], shapes: list[Shape]) -> Spec | None:
+    kind = known.kinds[index]
+    form: ResultForm | None = known.form.results[index]
+    if kind is None or form is None:
+        return None
+    if form.like is not None and specs[form.like].kind is kind:
+        return specs[form.like]
+    return kind.spec(form.shape(shapes))

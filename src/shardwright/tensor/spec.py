@@ -17,6 +17,9 @@ from shardwright.layout.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from shardwright.layout.kind import Kind
+    from shardwright.placement.region import Shape
+
 
 @dataclass(frozen=True, slots=True)
 class LocalUse:
@@ -73,18 +76,25 @@ class Spec(DTensorSpec):
 
     layout: Layout
     use: LocalUse | None
+    kind: SpecKind | None
 
     def __init__(self, layout: Layout, mesh: DeviceMesh, use: LocalUse | None = None) -> None:
+        self.__dict__.update(_without_sizes(layout.placements, layout.order, mesh, use, None))
+        self._sized(layout)
+
+    @staticmethod
+    def of_kind(kind: SpecKind, layout: Layout) -> Spec:
+        """The spec of a layout of this kind: what does not depend on its sizes is taken as it is."""
+        self = Spec.__new__(Spec)
+        self.__dict__.update(kind.fields)
+        self._sized(layout)
+        return self
+
+    def _sized(self, layout: Layout) -> None:
         fields = self.__dict__
         fields["layout"] = layout
-        fields["use"] = use
-        fields["mesh"] = mesh
-        fields["placements"] = layout.placements
-        fields["tensor_meta"] = TensorMeta(torch.Size(layout.shape), tuple(layout.stride), layout.dtype)
-        entries = torch_shard_order(layout.placements, layout.order)
-        fields["shard_order"] = Extra(entries, layout.order, use)
-        fields["use_strided_shard_as_shard_order"] = False
-        fields["_hash"] = hash((layout, use))
+        fields["tensor_meta"] = TensorMeta(torch.Size(layout.shape), layout.stride, layout.dtype)
+        fields["_hash"] = hash((layout, fields["use"]))
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -106,9 +116,73 @@ class Spec(DTensorSpec):
         return Spec, (self.layout, self.mesh, self.use)
 
 
-@lru_cache(maxsize=65536)
+def _without_sizes(
+    placements: tuple[Any, ...],
+    order: tuple[int, ...],
+    mesh: DeviceMesh,
+    use: LocalUse | None,
+    kind: SpecKind | None,
+) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "use": use,
+        "mesh": mesh,
+        "placements": placements,
+        "shard_order": Extra(torch_shard_order(placements, order), order, use),
+        "use_strided_shard_as_shard_order": False,
+    }
+
+
+class SpecKind:
+    """What the specs of all layouts of one kind on one mesh share; makes them, one object per shape.
+
+    Compared and hashed by identity. Not a spec: it has no sizes.
+    """
+
+    __slots__ = ("_specs", "fields", "layouts")
+
+    def __init__(self, layouts: Kind, mesh: DeviceMesh, use: LocalUse | None) -> None:
+        self.layouts = layouts
+        self.fields = _without_sizes(layouts.placements, layouts.order, mesh, use, self)
+        self._specs: dict[Shape, Spec] = {}
+
+    def spec(self, shape: Shape, layout: Layout | None = None) -> Spec:
+        """The one spec of this kind for a tensor of this shape, whose dims are 0, 1 or more as the kind's."""
+        known = self._specs.get(shape)
+        if known is None:
+            if len(self._specs) >= _MANY_SHAPES:
+                self._specs.clear()
+            layout = Layout.of_kind(self.layouts, shape) if layout is None else layout
+            known = self._specs[layout.shape] = Spec.of_kind(self, layout)
+        return known
+
+
+_MANY_SHAPES = 4096
+_MANY_KINDS = 16384
+_kinds: dict[tuple[Kind, DeviceMesh, LocalUse | None], SpecKind] = {}
+
+
 def spec_of(layout: Layout, mesh: DeviceMesh, use: LocalUse | None = None) -> Spec:
-    """The one spec object of a layout on a mesh: cached, so that dispatch compares by identity."""
+    """The one spec object of a layout on a mesh: remembered, so that dispatch compares by identity."""
+    kind = layout.kind
+    if kind is None:
+        return _spec_without_kind(layout, mesh, use)
+    return spec_kind(kind, mesh, use).spec(layout.shape, layout)
+
+
+def spec_kind(kind: Kind, mesh: DeviceMesh, use: LocalUse | None = None) -> SpecKind:
+    """The one object of a kind of layouts on a mesh."""
+    key = kind, mesh, use
+    known = _kinds.get(key)
+    if known is None:
+        if len(_kinds) >= _MANY_KINDS:
+            _kinds.clear()
+        known = _kinds[key] = SpecKind(kind, mesh, use)
+    return known
+
+
+@lru_cache(maxsize=65536)
+def _spec_without_kind(layout: Layout, mesh: DeviceMesh, use: LocalUse | None) -> Spec:
     return Spec(layout, mesh, use)
 
 

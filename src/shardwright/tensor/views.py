@@ -172,13 +172,25 @@ def anew(
     tensor would. Its reshape is then a copy that remembers its base.
     """
     spec = prepared.results[0] if len(prepared.results) == 1 else None
-    if func._schema.name not in _RESHAPES or prepared.moves or spec is None:
+    if prepared.moves or spec is None:
+        return None
+    return copied_reshape(spec, func, args, kwargs, tensors[0])
+
+
+def copied_reshape(
+    spec: Spec,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    source: DTensor,
+) -> DTensor | None:
+    """A reshape to this spec, the elements of the local tensor in their order; None for other ops."""
+    if func._schema.name not in _RESHAPES:
         return None
     coords = coords_of(spec.mesh)
     if coords is None or "size" not in (a.name for a in func._schema.arguments):
         return None
     local = LocalView(spec.layout.local_shape(coords), None, None, overlaps=False)
-    source = tensors[0]
     taken, copied = local.take(source._local_tensor)
     out = wrap(taken, spec)
     if copied and not copies(func):
@@ -349,5 +361,3 @@ def _local_view(base: Layout, target: Layout, view: View, coords: tuple[int, ...
 def forget() -> None:
     """Forget the layouts that were viewed."""
     _bases.clear()
-
-
