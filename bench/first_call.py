@@ -161,7 +161,8 @@ def _compare(mesh: DeviceMesh, case: Case, placed: _Placed, shapes: _Shapes, tur
     size = "x".join(map(str, mesh.shape))
     print(
         f"{size:<9}{case.name:<18} {', '.join(placed):<22} {ours * 1e6:>9.0f} {peer * 1e6:>10.0f} "
-        f"{ours / peer:>8.4f} {ours / again:>7.2f} {known['ours'] * 1e6:>12.0f} {known['theirs'] * 1e6:>6.0f}",
+        f"{ours / peer:>8.4f} {ours / again:>7.2f} "
+        f"{known['ours'] * 1e6:>12.0f} {known['theirs'] * 1e6:>6.0f}",
         flush=True,
     )
     return ours / peer
