@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.ops.cases import BAD, Options, Record
 from tests.ops.database import SAMPLE, SOURCES, operators
 from tests.ops.excluded import EXCLUDED
-from tests.ops.placing import KINDS, MORE_KINDS
+from tests.ops.placing import KINDS, MORE_KINDS, UNLIKE
 from tests.ops.report import failures, summary
 from tests.ops.sweep import sweep
 
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.ops", description=__doc__)
     parser.add_argument("--ops", help="operators, by comma (default: all)")
     parser.add_argument("--all", action="store_true", help="every operator of the database")
-    kinds = ", ".join([*KINDS, *MORE_KINDS])
+    kinds = "; ".join([*KINDS, *MORE_KINDS, *UNLIKE])
     parser.add_argument("--placements", help=f"by semicolon, of: {kinds} (default: {', '.join(KINDS)})")
     parser.add_argument("--mesh", default="2;2,2", help="sizes of the axes; several meshes by semicolon")
     parser.add_argument("--dtypes", default="float32,int64")

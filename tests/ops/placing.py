@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -52,11 +53,17 @@ MORE_KINDS: dict[str, Kind] = {
     "BlockCyclic": _first(lambda: sw.BlockCyclic(0, 2)),
     "flat": _flat,
 }
+# Operands that are placed unlike one another: the kinds of the first, second, ... tensor, over again.
+UNLIKE: dict[str, tuple[str, ...]] = {
+    "unlike": ("Shard(0)", "Shard(-1)", "Partial", "Replicate", "Interleaved"),
+    "unlike, pending": ("Partial", "Shard(0)", "Replicate", "Ragged", "Shard(-1)"),
+    "unlike, whole": ("Replicate", "Partial", "Shard(-1)", "Shard(0)", "flat"),
+}
 
 
 def placements_for(kind: str, x: torch.Tensor, mesh: DeviceMesh, *, mixed: bool) -> list[sw.Placement]:
     """One placement per axis: the kind on each, or (`mixed`) on the first only."""
-    make = {**KINDS, **MORE_KINDS}[kind]
+    make = {**KINDS, **MORE_KINDS}[UNLIKE.get(kind, (kind,))[0]]
     placed = [make(tuple(x.shape), mesh.size(axis)) for axis in range(mesh.ndim)]
     if mixed and mesh.ndim > 1:
         placed[1:] = [sw.Replicate()] * (mesh.ndim - 1)
@@ -104,7 +111,8 @@ def copied(tree: Any) -> Any:
 
 def placed(tree: Any, kind: str, mesh: DeviceMesh, *, mixed: bool) -> Any:
     """The same arguments with every tensor a DTensor."""
-    return _mapped(tree, lambda x: place(x, mesh, placements_for(kind, x, mesh, mixed=mixed)))
+    kinds = cycle(UNLIKE.get(kind, (kind,)))
+    return _mapped(tree, lambda x: place(x, mesh, placements_for(next(kinds), x, mesh, mixed=mixed)))
 
 
 def _mapped(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.ops.cases import Options, Record
 from tests.ops.database import operators
-from tests.ops.sample import NETWORKS
+from tests.ops.sample import OF_NETWORKS
 from tests.ops.sweep import sweep
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/ops.md"
@@ -87,7 +87,7 @@ def page(found: dict[str, Row], equations: dict[str, set[str]]) -> str:
         share=share,
         most=MOST_FALLBACKS,
         samples=SAMPLES,
-        networks=len(NETWORKS),
+        networks=len(OF_NETWORKS),
     )
     lines = [summary]
     for name, row in sorted(found.items()):
@@ -140,7 +140,7 @@ def main() -> int:
     PAGE.write_text(page(found, equations))
     falling = [name for name, row in found.items() if row.fallbacks]
     print(f"{len(falling)} of {len(found)} operators fall back: {', '.join(sorted(falling))}")
-    return 1 if len(falling) > MOST_FALLBACKS * len(found) or set(falling) & set(NETWORKS) else 0
+    return 1 if len(falling) > MOST_FALLBACKS * len(found) or set(falling) & set(OF_NETWORKS) else 0
 
 
 if __name__ == "__main__":

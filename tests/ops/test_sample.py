@@ -12,7 +12,7 @@ from tests.ops.cases import CRASH, ERROR, OK, WRONG, Case, Options, Record
 from tests.ops.compare import difference
 from tests.ops.database import operators
 from tests.ops.excluded import EXCLUDED
-from tests.ops.sample import NETWORKS, chosen
+from tests.ops.sample import OF_NETWORKS, chosen
 from tests.ops.sweep import sweep
 from tests.ops.table import MOST_FALLBACKS, PAGE, Row, page, read, rows, stale
 
@@ -35,7 +35,7 @@ def test_a_sample_of_operators_gives_the_single_device_answer(capsys, tmp_path):
     text = PAGE.read_text()
     assert not stale(records, text), "run python -m tests.ops.table"
     known = read(text)
-    assert not [name for name in NETWORKS if known[name].fallbacks]
+    assert not [name for name in OF_NETWORKS if known[name].fallbacks]
     assert len([row for row in known.values() if row.fallbacks]) <= MOST_FALLBACKS * len(known)
 
 

@@ -125,6 +125,33 @@ def _seen():
         torch.nonzero(d > 0)
 
 
+def _masked():
+    """As many places as there are, all get the same: no rank has to know how many the others have."""
+    x = full(6, 7)
+    writes = {
+        "numbers": lambda y: y.__setitem__(y > 0, 3.0),
+        "rows": lambda y: y.__setitem__(y[:, 0] > 0, y[0].detach().clone()),
+        "columns": lambda y: y.__setitem__((slice(None), y[0] > 0), y[:, :1].detach().clone()),
+        "added": lambda y: y.index_put_((y > 0,), y.new_ones(()), accumulate=True),
+    }
+    for name, write in writes.items():
+        plain = x.clone().requires_grad_()
+        wanted = _written(write)(plain)
+        wanted.square().sum().backward()
+        d = place(x, [sw.Shard(0)] * mesh().ndim, requires_grad=True)
+        with sw.trace() as t:
+            got = _written(write)(d)
+            got.square().sum().backward()
+        close(got.detach(), wanted.detach(), name)
+        close(d.grad, plain.grad, name)
+        assert not any(decision.reason.startswith("fallback") for decision in t.decisions), name
+        assert name in {"rows", "columns"} or t.bytes == 0, f"{name}: {t.bytes} B"
+
+
+def test_what_is_written_where_a_mask_says_so_gathers_nothing(ranks):
+    ranks(2, _masked)
+
+
 def test_gathers_for_shapes_are_recorded_and_refused_in_explicit_mode(ranks):
     ranks(2, _seen)
 

@@ -109,6 +109,8 @@ def _other_losses():
         (functional.binary_cross_entropy_with_logits, (y > 0).float()),
         (lambda a, b: functional.kl_div(a.log_softmax(-1), b, reduction="batchmean"), y.softmax(-1)),
         (lambda a, b: functional.nll_loss(a.log_softmax(-1), b), torch.tensor([1, 0, 6, 3, 2])),
+        (functional.multi_margin_loss, torch.tensor([1, 0, 6, 3, 2])),
+        (functional.multilabel_margin_loss, torch.tensor([[2, 5, -1, 3, 3, 0, 1]] * 5)),
     ]
     for index, (function, target) in enumerate(cases):
         for layout in layouts_of(2):

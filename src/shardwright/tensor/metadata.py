@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+# Ops without a kernel for tensors without data: results that are like `self`, each with its dtype if another.
+_LIKE_SELF: dict[str, tuple[torch.dtype | None, ...]] = {
+    "aten::fake_quantize_per_channel_affine_cachemask": (None, torch.bool),
+    "aten::fake_quantize_per_tensor_affine_cachemask": (None, torch.bool),
+    "aten::fractional_max_pool3d_backward": (None,),
+    "aten::multi_margin_loss_backward": (None,),
+    "aten::multilabel_margin_loss_backward": (None,),
+}
+
+
 class DataDependentError(Exception):
     """The op's result cannot be described without its data."""
 
@@ -35,12 +45,20 @@ def result_infos(
         try:  # NotImplementedError is how torch says that an op has no kernel without data
             out = func(*meta_args, **meta_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
-            raise DataDependentError(func.name()) from error
+            if func._schema.name not in _LIKE_SELF:
+                raise DataDependentError(func.name()) from error
+            out = _like_self(func, meta_args)
         except RuntimeError as error:
             if torch.Tag.dynamic_output_shape in func.tags:  # some say it in words of their own
                 raise DataDependentError(func.name()) from error
             raise
     return tuple(_info(value) for value in tree_flatten(out)[0])
+
+
+def _like_self(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    own = args[[argument.name for argument in func._schema.arguments].index("self")]
+    like: torch.Tensor = own.contiguous()
+    return tuple(torch.empty_like(like, dtype=dtype or like.dtype) for dtype in _LIKE_SELF[func._schema.name])
 
 
 def called(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:

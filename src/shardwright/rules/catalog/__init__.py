@@ -2,6 +2,7 @@
 
 from shardwright.rules.catalog import (
     attention,
+    chunked_loss,
     convolution,
     cut_extremes,
     cut_norms,
@@ -12,6 +13,7 @@ from shardwright.rules.catalog import (
     joining,
     linalg,
     losses,
+    margin_losses,
     matmul,
     means,
     norms,
@@ -26,6 +28,7 @@ from shardwright.rules.catalog import (
 
 __all__ = [
     "attention",
+    "chunked_loss",
     "convolution",
     "cut_extremes",
     "cut_norms",
@@ -36,6 +39,7 @@ __all__ = [
     "joining",
     "linalg",
     "losses",
+    "margin_losses",
     "matmul",
     "means",
     "norms",

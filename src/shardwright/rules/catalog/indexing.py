@@ -25,9 +25,24 @@ def _worth_looking_up(call: Call) -> bool:
     return made is not None and 2 * prod(made.shape) <= prod(call.arg("self").shape)
 
 
+def _one(call: Call, name: str, label: str = "_") -> str:
+    """The dims of a tensor that stands beside one without dims: it has one or none."""
+    return label if call.arg(name).shape else "()"
+
+
+def _of_one_value(rest: str, hom: str | tuple[str, ...] = ()) -> Formula:
+    """An indexed tensor without dims is whole."""
+    return formula(f"(), {rest}", hom=hom, prefix=("*",))
+
+
 @register_rule("aten::gather")
 def gather(call: Call) -> Formula:
     """One value per index. Cut along the dim, the holder of an index has its value: a pending sum."""
+    if not call.arg("self").shape:
+        return _of_one_value(f"{_one(call, 'index', 'i')} -> {_one(call, 'index', 'i')}", "self: *")
+    if _empty_of_other_rank(call):
+        places = letters(len(call.arg("index").shape))
+        return formula(join([["_"] * len(call.arg("self").shape), places], [places]), hom="self: *")
     dim = "d" if _worth_looking_up(call) else "_"
     return formula(
         f"...[dim:{dim}], ...[dim:j] -> ...[dim:j]",
@@ -40,13 +55,14 @@ def gather(call: Call) -> Formula:
 
 
 @register_rule("aten::index_select")
-def index_select(call: Call) -> Formula | None:
+def index_select(call: Call) -> Formula:
     """Rows by number along the dim."""
-    if not call.arg("self").shape or not call.arg("index").shape:
-        return None
+    if not call.arg("self").shape:
+        return _of_one_value(f"{_one(call, 'index')} -> ()", "self: *")
     dim = "d" if _worth_looking_up(call) else "_"
+    several = bool(call.arg("index").shape)
     return formula(
-        f"...[dim:{dim}], i -> ...[dim:i]",
+        f"...[dim:{dim}], {'i' if several else '()'} -> ...[dim:{'i' if several else '_'}]",
         reduce=_sums(call.arg("self")),
         hom="self: *",
         local=looked_up,
@@ -54,11 +70,33 @@ def index_select(call: Call) -> Formula | None:
     )
 
 
+def _empty_of_other_rank(call: Call) -> bool:
+    """An index that names nothing may have any number of dims."""
+    return len(call.arg("index").shape) != len(call.arg("self").shape)
+
+
+def _nothing_written(call: Call, source: str) -> Formula:
+    """The tensor stays what it is."""
+    own, given = letters(len(call.arg("self").shape)), call.bound.get(source)
+    others = [["_"] * len(call.arg("index").shape)]
+    if isinstance(given, TensorInfo):
+        others.append(["_"] * len(given.shape))
+    return formula(join([own, *others], [own]), hom="self: *")
+
+
+def _onto_one_value(call: Call, source: str) -> Formula:
+    """What is written onto a tensor without dims is whole, too."""
+    given = isinstance(call.bound.get(source), TensorInfo)
+    return _of_one_value(f"{_one(call, 'index')}{', ' + _one(call, source) if given else ''} -> ()")
+
+
 @register_rule("aten::scatter", "aten::scatter_reduce")
-def scatter(call: Call) -> Formula | None:
+def scatter(call: Call) -> Formula:
     """Values go to places along the dim. With a reduction they meet what is there."""
-    if len(call.arg("index").shape) != len(call.arg("self").shape):
-        return None
+    if not call.arg("self").shape:
+        return _onto_one_value(call, "src")
+    if _empty_of_other_rank(call):
+        return _nothing_written(call, "src")
     patterns = ["...[dim:d]", "...[dim:j!]"]
     if isinstance(call.bound.get("src"), TensorInfo):
         patterns.append("...[dim:j!]" if call.arg("src").shape == call.arg("index").shape else "...[dim:_]")
@@ -69,10 +107,12 @@ def scatter(call: Call) -> Formula | None:
 
 
 @register_rule("aten::scatter_add")
-def scatter_add(call: Call) -> Formula | None:
+def scatter_add(call: Call) -> Formula:
     """A sum over the index: cut along it, every coord holds terms."""
-    if len(call.arg("index").shape) != len(call.arg("self").shape):
-        return None
+    if not call.arg("self").shape:
+        return _onto_one_value(call, "src")
+    if _empty_of_other_rank(call):
+        return _nothing_written(call, "src")
     same = call.arg("src").shape == call.arg("index").shape
     source = "...[dim:j]" if same else "...[dim:_]"
     index = "...[dim:j]" if same else "...[dim:_]"
@@ -86,13 +126,20 @@ def scatter_add(call: Call) -> Formula | None:
     )
 
 
+def _with_one_row(call: Call) -> str:
+    """An index without dims names one row; the source may lack dims where there is but one to fill."""
+    source = "...[dim:_]" if call.arg("source").shape else "()"
+    return f"...[dim:d], {_one(call, 'index')}, {source} -> ...[dim:d]"
+
+
 @register_rule("aten::index_add")
-def index_add(call: Call) -> Formula | None:
+def index_add(call: Call) -> Formula:
     """Rows are added at places along the dim."""
     if not call.arg("self").shape:
-        return None
+        return _onto_one_value(call, "source")
+    several = call.arg("index").shape and call.arg("source").shape
     return formula(
-        "...[dim:d], i, ...[dim:i] -> ...[dim:d]",
+        "...[dim:d], i, ...[dim:i] -> ...[dim:d]" if several else _with_one_row(call),
         reduce="sum",
         hom="self+source: sum->sum",
         local=scattered,
@@ -101,10 +148,12 @@ def index_add(call: Call) -> Formula | None:
 
 
 @register_rule("aten::index_reduce")
-def index_reduce(call: Call) -> Formula | None:
+def index_reduce(call: Call) -> Formula:
     """Rows meet what is there, at places along the dim."""
     if not call.arg("self").shape:
-        return None
+        return _onto_one_value(call, "source")
+    if not (call.arg("index").shape and call.arg("source").shape):
+        return formula(_with_one_row(call).replace("dim:d", "dim:d!"))
     return formula("...[dim:d!], i!, ...[dim:i!] -> ...[dim:d!]")
 
 
@@ -127,15 +176,23 @@ def diag_embed(call: Call) -> Formula:
 
 
 @register_rule("aten::index_copy", "aten::index_fill")
-def index_copy(call: Call) -> Formula | None:
+def index_copy(call: Call) -> Formula:
     """Rows are replaced at places along the dim."""
+    if not call.arg("self").shape and "source" in call.bound:
+        return _onto_one_value(call, "source")
     if not call.arg("self").shape:
-        return None
+        return _of_one_value(f"{_one(call, 'index')}{_value(call)} -> ()")
     if "source" in call.bound:
         text = "...[dim:d], i!, ...[dim:i!] -> ...[dim:d]"
+        if not (call.arg("index").shape and call.arg("source").shape):
+            text = _with_one_row(call)
         return formula(text, hom="self+source: *", local=scattered, held=("d",))
-    value = ", -" if isinstance(call.arg("value"), TensorInfo) else ""
-    return formula(f"...[dim:d], i!{value} -> ...[dim:d]", local=scattered, held=("d",))
+    index = _one(call, "index")
+    return formula(f"...[dim:d], {index}{_value(call)} -> ...[dim:d]", local=scattered, held=("d",))
+
+
+def _value(call: Call) -> str:
+    return ", -" if isinstance(call.arg("value"), TensorInfo) else ""
 
 
 @register_rule("aten::index.Tensor", "aten::_unsafe_index.Tensor")
@@ -159,7 +216,7 @@ def index_put(call: Call) -> Formula | None:
     """Values go to indexed places; the dims that are not indexed may be cut."""
     parts = _index_parts(call, whole=True)
     if parts is None:
-        return None
+        return _masked_put(call)
     own, index_items, result = parts
     values = result[len(result) - len(call.arg("values").shape) :]
     if len(call.arg("values").shape) > len(result):
@@ -168,6 +225,24 @@ def index_put(call: Call) -> Formula | None:
     optional = [item if item.endswith("_") else f"{item}?" for item in values]
     text = join([own, *index_items, optional], [own])
     return formula(text, hom=fact, local=put, held=_indexed_labels(own))
+
+
+def _masked_put(call: Call) -> Formula | None:
+    """`x[:, mask] = values` where every place that the mask chooses gets the same: no place is counted."""
+    indices: tuple[TensorInfo | None, ...] = tuple(call.arg("indices"))
+    given = [(dim, info) for dim, info in enumerate(indices) if info is not None]
+    if len(given) != 1 or given[0][1].dtype not in {torch.bool, torch.uint8}:
+        return None
+    at, mask = given[0]
+    own = letters(len(call.arg("self").shape))
+    result = [*own[:at], "_", *own[at + len(mask.shape) :]]  # with one dim for the places that are chosen
+    shape: tuple[int, ...] = call.arg("values").shape
+    values = result[len(result) - len(shape) :]
+    if len(shape) > len(result) or any(n != 1 for n, item in zip(shape, values, strict=True) if item == "_"):
+        return None
+    fact = "self+values: sum->sum" if call.arg("accumulate") else "self+values: *"
+    optional = [item if item == "_" else f"{item}?" for item in values]
+    return formula(join([own, own[at : at + len(mask.shape)], optional], [own]), hom=fact)
 
 
 def _indexed_labels(own: Sequence[str]) -> tuple[str, ...]:
