@@ -111,7 +111,7 @@ def _with_outs(
 def _alone(view: AxisView) -> Iterator[Candidate]:
     """All operands on the coord that has one of them now: true of every op."""
     shapes = [slot.shape(view.equation.sizes) for slot in view.equation.operands if not slot.metadata]
-    if view.equation.same_shape or not all(shapes) or any(0 in shape for shape in shapes):
+    if view.equation.same_shape or not shapes or any(0 in shape for shape in shapes):
         return  # of what has no elements, no coord can be told to have none
     for placement in dict.fromkeys(view.current):
         if isinstance(placement, Partition) and placement.undivided:

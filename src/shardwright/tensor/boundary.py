@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,10 @@ state = _State()
 
 # Functions that take a loss and parameters side by side, and must see the parameters themselves.
 AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+
+
+# Functions that the library does in its own way above autograd: `(func, args, kwargs) -> result`.
+OWN: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 
 
 def helpers_allowed() -> bool:
@@ -76,7 +80,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if kwargs and kwargs.get("out") is not None and not fills_itself(func):
                 return call_with_out(func, args, kwargs)
-            out = func(*args, **kwargs)
+            own = OWN.get(func)
+            out = func(*args, **kwargs) if own is None else own(func, args, kwargs)
     finally:
         state.functions = depth
     return out if out.__class__ is not torch.Tensor else _made_by_torch(func, args, kwargs, out)

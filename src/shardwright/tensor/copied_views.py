@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -22,12 +22,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwright.comm.record import record_decision
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
-from shardwright.rules.views.local import ChainedView, LocalView
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_local
 from shardwright.tensor.spec import coords_of
 
 Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+class LocalCopy(Protocol):
+    """Knows where in the base's local tensor the elements of a copy are."""
+
+    def put(self, local: torch.Tensor, values: torch.Tensor) -> None:
+        """Write them there."""
 
 
 @dataclass(slots=True)
@@ -41,7 +47,7 @@ class _Origin:
     index: int | None  # which of several results
     copied: bool
     version: int | None
-    local: LocalView | ChainedView | None = None  # where it copied its elements from, if it moved none
+    local: LocalCopy | None = None  # where it copied its elements from, if it moved none
 
 
 _origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -77,7 +83,7 @@ def remember_local(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     index: int | None,
-    local: LocalView | ChainedView,
+    local: LocalCopy,
 ) -> None:
     """Note that `out` is a copy of elements of `args[0]` that this rank holds."""
     base, *rest = args
@@ -153,7 +159,7 @@ def _overlay(view: DTensor, origin: _Origin) -> None:
         return
     values, touched = _blank(base), _blank(base)
     _seen(values, origin).copy_(whole)
-    _seen(touched, origin).fill_(1)
+    _seen(touched, origin).fill_(1 + 1j if view.is_complex() else 1)  # both halves of a complex number
     mask = _finished(base.layout).split(touched, coords) != 0
     base._local_tensor.copy_(torch.where(mask, base.layout.split(values, coords), base._local_tensor))
 

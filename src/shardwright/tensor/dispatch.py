@@ -186,7 +186,8 @@ def _run_prepared(
 ) -> Any:
     """A call that the rules decided; what undoes views is put back where the base had it, if known."""
     if prepared.call is not None:
-        found = views.put_back(func, prepared.call, tensors, tensors[0].device_mesh)
+        moves = bool(prepared.moves)
+        found = views.put_back(func, prepared.call, tensors, tensors[0].device_mesh, moves=moves)
         if found is not None:
             return found
     try:

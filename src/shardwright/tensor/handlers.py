@@ -16,6 +16,7 @@ from shardwright.tensor.modes import refuse_to_gather
 from shardwright.tensor.random import draw, is_random
 from shardwright.tensor.reshaping import changes_shape_in_place, reshape_in_place
 from shardwright.tensor.resizing import resize, resize_as
+from shardwright.tensor.strided_views import as_strided, as_strided_scatter
 
 Handler = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
 aten = torch.ops.aten
@@ -61,5 +62,8 @@ _HANDLERS: dict[torch._ops.OpOverload, Handler] = {
     aten.equal.default: equal,
     aten.resize_.default: resize,
     aten.resize_as_.default: resize_as,
+    aten.as_strided.default: as_strided,
+    aten.as_strided_copy.default: as_strided,
+    aten.as_strided_scatter.default: as_strided_scatter,
     FINISH: finish,
 }

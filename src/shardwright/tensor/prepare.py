@@ -20,7 +20,7 @@ from shardwright.rules.call import Call
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision, propagate
 from shardwright.rules.refusal import meshes_text
-from shardwright.rules.views.aten import is_described, undoes
+from shardwright.rules.views.aten import gives_back, is_described, undoes
 from shardwright.tensor.algorithms import ByAlgorithm, may_write
 from shardwright.tensor.boundary import helpers
 from shardwright.tensor.dtensor import DTensor
@@ -60,7 +60,7 @@ class Prepared:
     gather_all: bool  # shapes depend on the data: the results' layouts are found after the call
     local: LocalForm | None = None  # what this rank calls in place of the op
     outs: tuple[int, ...] = ()  # operands that are only written: `out=`
-    call: Call | None = None  # of an op that undoes views and moves operands: `views.put_back` may do better
+    call: Call | None = None  # of an op that undoes views: `views.put_back` may do better
     checked: bool = False
     any_size: AnySize | None = None  # the same call on tensors of other sizes
     simple: bool = False  # found after the first run: see `run.is_simple`
@@ -111,7 +111,7 @@ def prepare_call(
     layouts = tuple(t.layout for t in tensors)
     decision = propagate(call, layouts)
     if decision.inputs != layouts and is_described(func):
-        view = view_call(func, call, tensors[0], mesh, use)
+        view = view_call(func, call, layouts[0], mesh, use)
         if view is not None:
             return view
     chosen = algorithm_for(call, layouts, decision) if may_write(func) else None
@@ -183,7 +183,7 @@ def _settled(
     mutated = tuple(i for i, o in enumerate(call.flat_operands) if o.mutated)
     results = tuple(None if out is None else spec_of(out, mesh, use) for out in decision.outputs)
     overrides = decision.local_args(coords) if coords is not None else {}
-    undone = call if moves and undoes(func) else None
+    undone = call if _may_be_put_back(func, tensors, moves=bool(moves)) else None
     return Prepared(
         moves=moves,
         overrides=tuple((overrides or {}).items()),
@@ -199,6 +199,25 @@ def _settled(
         local=None if decision.local is None or coords is None else decision.local.at(func, coords),
         any_size=None if coords is None or overrides or decision.local or undone else decision.any_size,
         call=undone,
+    )
+
+
+def _may_be_put_back(func: torch._ops.OpOverload, tensors: list[DTensor], *, moves: bool) -> bool:
+    """Whether the call undoes views and `views.put_back` may know a better layout than the rules.
+
+    A sum is the gradient of an expansion: the rules say it as well where each axis cuts one dim.
+    """
+    if not undoes(func) or not (moves or gives_back(func)):
+        return False
+    return func._schema.name != "aten::sum" or _mixes_dims(tensors[0].layout)
+
+
+def _mixes_dims(layout: Layout) -> bool:
+    """Whether axes cut together, or one of them several dims."""
+    return any(
+        len(step.axes) > 1 or len(step.partition.cut_dims(layout.shape, step.size)) > 1
+        for step in layout.partitions
+        if step.partition is not None
     )
 
 

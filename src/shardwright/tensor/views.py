@@ -12,6 +12,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,9 @@ from shardwright.plan.redistribution import plan_redistribution
 from shardwright.rules.views.aten import copies, joined_views, on_elements, undone_by, views_of
 from shardwright.rules.views.local import ChainedView, LocalView, local_view
 from shardwright.rules.views.through import kept_dims, parts_of, through
-from shardwright.rules.views.view import identity
-from shardwright.tensor import copied_views
+from shardwright.rules.views.view import identity, reshaped
+from shardwright.tensor import copied_views, graph_bases
+from shardwright.tensor.element_views import ElementView, PairView, pair_view, tears
 from shardwright.tensor.modes import refuse_moves
 from shardwright.tensor.move import move_local
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
@@ -38,10 +40,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardwright.layout.mesh_shape import MeshShape
+    from shardwright.placement.region import Shape
     from shardwright.rules.call import Call, TensorInfo
     from shardwright.rules.views.view import View
     from shardwright.tensor.dtensor import DTensor
     from shardwright.tensor.prepare import Prepared
+
+Taken = LocalView | ChainedView | ElementView | PairView
 
 # The layouts that were viewed, by view: the newest first. What a gradient is put back into.
 _MANY = 4096
@@ -50,18 +55,14 @@ _bases: OrderedDict[tuple[MeshShape, View], list[Layout]] = OrderedDict()
 
 @dataclass(frozen=True, slots=True)
 class ViewCall:
-    """A view that every rank takes of its local tensor, decided once for one layout.
-
-    on_elements: the op changes what an element is, and is then run on what was taken.
-    """
+    """A view that every rank takes of its local tensor, decided once for one layout."""
 
     views: tuple[tuple[View, ...], ...]
     results: tuple[Spec, ...]
-    locals: tuple[LocalView | ChainedView, ...]
+    locals: tuple[Taken, ...]
     base: Layout
     several: bool
     copies: bool
-    on_elements: bool
 
     def run(
         self,
@@ -72,19 +73,16 @@ class ViewCall:
     ) -> Any:
         """The results: aliases of the local tensor, or copies that remember where they came from."""
         source = tensors[0]._local_tensor
+        graph_bases.note(tensors[0])
         found = []
         for index, (views, spec, local) in enumerate(zip(self.views, self.results, self.locals, strict=True)):
             if len(views) == 1:
                 _remember_base(views[0], self.base)
             taken, copied = local.take(source)
-            if self.on_elements:
-                taken = func(taken, *args[1:], **kwargs)
             if self.copies and not copied:
                 taken = taken.clone()
             out = wrap(taken, spec)
-            if copied and self.on_elements:
-                copied_views.remember(out, func, args, kwargs, copied=True)
-            elif copied and not self.copies:
+            if copied and not self.copies:
                 where = index if self.several else None
                 copied_views.remember_local(out, func, args, kwargs, where, local)
             found.append(out)
@@ -92,36 +90,31 @@ class ViewCall:
 
 
 def view_call(
-    func: torch._ops.OpOverload, call: Call, source: DTensor, mesh: DeviceMesh, use: LocalUse | None
+    func: torch._ops.OpOverload, call: Call, layout: Layout, mesh: DeviceMesh, use: LocalUse | None
 ) -> ViewCall | None:
     """The view that a call is, for an operand of this layout; None where it is none, or tears elements."""
     chains = views_of(call)
     if chains is None:
         return None
-    layout = source.layout
-    if func._schema.name == "aten::view_as_complex" and _cuts(layout, len(layout.shape) - 1):
-        return None
-    specs, locals_ = [], []
+    specs: list[Spec] = []
+    locals_: list[Taken] = []
+    taken: Taken | None
     try:
         for views, info in zip(chains, call.results, strict=True):
             if info is None:
                 return None
-            in_order = _in_order(layout, views[0]) if on_elements(func) else False
-            if on_elements(func) and not in_order and len(views[0].target) < len(layout.shape):
-                return None
             target, local = _chained(layout, views, info, coords_of(mesh))
-            if in_order:
-                local = _same_order(layout, coords_of(mesh))
-            elif on_elements(func) and isinstance(local, LocalView) and coords_of(mesh) is not None:
-                local = local.without_last()
+            taken = local
+            if on_elements(func):
+                taken = _on_elements(func, layout, views[0], target, coords_of(mesh))
+            if taken is None:
+                return None
             specs.append(spec_of(target, mesh, use))
-            locals_.append(local)
+            locals_.append(taken)
     except PlacementError:  # too many elements to list: the rules gather, and say so
         return None
     several = not isinstance(func._schema.returns[0].type, torch._C.TensorType)
-    return ViewCall(
-        tuple(chains), tuple(specs), tuple(locals_), layout, several, copies(func), on_elements(func)
-    )
+    return ViewCall(tuple(chains), tuple(specs), tuple(locals_), layout, several, copies(func))
 
 
 def _chained(
@@ -139,24 +132,29 @@ def _chained(
     return source, found[0] if len(found) == 1 else ChainedView(tuple(found))
 
 
+def _on_elements(
+    func: torch._ops.OpOverload, layout: Layout, view: View, target: Layout, coords: tuple[int, ...] | None
+) -> Taken | None:
+    """What a view that changes what an element is, is of a local tensor; None where a cut tears elements."""
+    paired = len(view.target) < len(layout.shape)
+    if paired and tears(layout):
+        return None
+    if coords is None:
+        return LocalView((0,), None, None, overlaps=False)
+    shape = target.local_shape(coords)
+    if _in_order(layout, view):
+        whole = local_view(layout, layout, identity(layout.shape), coords)
+        return ElementView(func, whole, shape)
+    if paired:
+        return pair_view(layout, coords)
+    seen = local_view(layout, target, view, coords)
+    return ElementView(func, seen.without_last() if len(target.shape) > len(layout.shape) else seen, shape)
+
+
 def _in_order(layout: Layout, view: View) -> bool:
     """Whether the local result has the elements of the local tensor in the same order."""
     parts = () if view.nothing_changes else parts_of(layout, view)
     return all(kept_dims(part, view) is not None for part in parts)
-
-
-def _same_order(layout: Layout, coords: tuple[int, ...] | None) -> LocalView:
-    """The local tensor as it is, for an op that changes what an element is."""
-    if coords is None:
-        return LocalView((0,), None, None, overlaps=False)
-    return local_view(layout, layout, identity(layout.shape), coords)
-
-
-def _cuts(layout: Layout, dim: int) -> bool:
-    return any(
-        step.partition is not None and dim in step.partition.cut_dims(layout.shape, step.size)
-        for step in layout.partitions
-    )
 
 
 def anew(
@@ -219,12 +217,16 @@ def _remember_base(view: View, base: Layout) -> None:
 
 
 def put_back(
-    func: torch._ops.OpOverload, call: Call, tensors: Sequence[DTensor], mesh: DeviceMesh
+    func: torch._ops.OpOverload, call: Call, tensors: Sequence[DTensor], mesh: DeviceMesh, *, moves: bool
 ) -> DTensor | None:
     """The result of an op that undoes views: gradients, `slice_scatter`, `cat`, `stack` of a split's parts.
 
-    None where the base is not known, or the rules do as well. Cost: what brings an operand where the view of
-    the base has it; nothing for an operand that is there.
+    None where the base is not known, or the rules do as well. Where these move nothing (one rank has all of
+    a part), a base that has the parts where they are is still better: the gradients of other parts of it lie
+    as it does, and are added to this one.
+
+    Args: moves: whether the rules move an operand.
+    Cost: what brings an operand where the view of the base has it; nothing for an operand that is there.
     """
     info = call.results[0]
     if info is None or 0 in info.shape:
@@ -235,12 +237,35 @@ def put_back(
     views = [view] if view is not None else joined_views(call)
     if views is None or len(views) != len(tensors):
         return None
-    exact = view is None and torch._C._current_graph_task_id() == -1
-    base = _base_of(views, tensors, exact=exact)
+    summed = func._schema.name == "aten::sum"
+    base = _base_in_graph(views, tensors, info.shape, exact=not moves or summed)
+    if base is None and not summed:
+        exact = not moves or (view is None and torch._C._current_graph_task_id() == -1)
+        base = _base_of(views, tensors, exact=exact)
     if base is None:
         return None
     shaped = base.with_shape(info.shape, info.stride, dtype=info.dtype)
     return _embedded(func, shaped, views, tensors, mesh)
+
+
+def _base_in_graph(
+    views: Sequence[View], parts: Sequence[DTensor], shape: Shape, *, exact: bool
+) -> Layout | None:
+    """The layout of the base as autograd's graph tells it, for a result of this shape.
+
+    exact: only if it has the parts where they are.
+    """
+    base = graph_bases.base_layout()
+    if base is None or base.mesh_shape != parts[0].layout.mesh_shape:
+        return None
+    if base.shape != shape:
+        if shape[max(len(shape) - len(base.shape), 0) :] != base.shape or prod(shape) != base.numel:
+            return None
+        base = through(base, reshaped(base.shape, shape), base.dtype, None)  # dims of size 1 in front
+    base = _with_pending(base, parts)
+    if exact and any(_away(base, view, part) for view, part in zip(views, parts, strict=True)):
+        return None
+    return base
 
 
 def _base_of(views: Sequence[View], parts: Sequence[DTensor], *, exact: bool) -> Layout | None:

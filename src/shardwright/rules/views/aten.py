@@ -143,26 +143,37 @@ def _unfold(call: Call) -> list[View]:
 
 def _diagonal(call: Call) -> list[View]:
     length = _results(call)[0][-1]
-    return [
-        diagonal(_shape(call), int(call.arg("offset")), _dim(call, "dim1"), _dim(call, "dim2"), length)
-    ]
+    return [diagonal(_shape(call), int(call.arg("offset")), _dim(call, "dim1"), _dim(call, "dim2"), length)]
 
 
 def _strided(call: Call) -> Chains | None:
-    """A view of the dims as they are, or of the memory, where an index would carry from one into the next."""
-    info = call.operands[0]
-    offset = call.arg("storage_offset")
-    shape, size, stride = tuple(info.shape), tuple(call.arg("size")), tuple(call.arg("stride"))
-    found = strided(shape, tuple(info.stride), size, stride, int(offset or 0))
+    info, offset = call.operands[0], call.arg("storage_offset")
+    where = tuple(call.arg("size")), tuple(call.arg("stride")), int(offset or 0)
+    found = strided_views(tuple(info.shape), tuple(info.stride), *where)
+    return None if found is None else [found]
+
+
+def strided_views(
+    shape: Shape, own: Shape, size: Shape, stride: Shape, offset: int
+) -> tuple[View, ...] | None:
+    """`as_strided` of a tensor that lies with strides `own` from place 0, as views one after another.
+
+    A view of the dims as they are, or of the memory, where an index would carry from one into the next; None
+    where it leaves the tensor's elements.
+    """
+    found = strided(shape, own, size, stride, offset)
     if found is not None:
-        return [(found,)]
-    outer_first = sorted(range(len(shape)), key=lambda d: (info.stride[d], shape[d]), reverse=True)
-    lying = permuted(shape, tuple(outer_first))
-    if tuple(info.stride[d] for d in outer_first) != contiguous_stride(lying.target):
+        return (found,)
+    kept = [dim for dim, extent in enumerate(shape) if extent != 1]
+    ones = [dim for dim, extent in enumerate(shape) if extent == 1]
+    outer_first = (*ones, *sorted(kept, key=lambda d: own[d], reverse=True))
+    lying = permuted(shape, outer_first)
+    dense = contiguous_stride(lying.target)
+    if any(own[dim] != dense[at] for at, dim in enumerate(outer_first) if shape[dim] != 1):
         return None
     memory = reshaped(lying.target, (prod(shape),))
-    picked = strided(memory.target, (1,), size, stride, int(offset or 0))
-    return None if picked is None else [(lying, memory, picked)]
+    picked = strided(memory.target, (1,), size, stride, offset)
+    return None if picked is None else (lying, memory, picked)
 
 
 def _as_complex(call: Call) -> list[View]:
@@ -250,13 +261,20 @@ def _undo_diagonal(call: Call) -> View:
     return diagonal(shape, int(call.arg("offset")), one, two, tuple(call.operands[-1].shape)[-1])
 
 
-_UNDONE: dict[str, Callable[[Call], View]] = {
+def _undo_expand(call: Call) -> View | None:
+    """A sum that keeps its dims is the gradient of an expansion."""
+    shape, summed = _whole_shape(call), _shape(call)
+    return expanded(shape, summed) if call.bound.get("keepdim") and len(shape) == len(summed) else None
+
+
+_UNDONE: dict[str, Callable[[Call], View | None]] = {
     "diagonal_backward": _undo_diagonal,
     "diagonal_scatter": _undo_diagonal,
     "select_backward": _undo_select,
     "select_scatter": _undo_select,
     "slice_backward": _undo_slice,
     "slice_scatter": _undo_slice,
+    "sum": _undo_expand,
     "unfold_backward": _undo_unfold,
 }
 
@@ -267,6 +285,12 @@ def undoes(op: torch._ops.OpOverload) -> bool:
     name = op._schema.name.partition("::")[2]
     functional = not any(result.alias_info is not None for result in op._schema.returns)
     return functional and (name in _UNDONE or name in {"cat", "stack"})
+
+
+@lru_cache(maxsize=4096)
+def gives_back(op: torch._ops.OpOverload) -> bool:
+    """Whether the op puts what one view sees into a whole of zeros: the gradient of a view."""
+    return undoes(op) and op._schema.name.endswith("_backward")
 
 
 def joined_views(call: Call) -> list[View] | None:

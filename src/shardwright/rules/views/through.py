@@ -83,7 +83,7 @@ def parts_of(layout: Layout, view: View) -> list[Part]:
     parts: list[Part] = []
     for step in layout.partitions:
         source, target = _reach(step, view)
-        if not source:
+        if cast_partition(step).undivided:
             continue  # an owner: it has whatever the view sees
         touching = [p for p in parts if set(p.source) & source or set(p.target) & target]
         parts = [p for p in parts if p not in touching]
@@ -109,12 +109,15 @@ def _reach(step: Applied, view: View) -> tuple[set[int], set[int]]:
 
 
 def _cut(step: Applied, shape: Shape) -> tuple[int, ...]:
-    """The dims that a step cuts; all, where its dims cannot be counted in fewer."""
+    """The dims that a step cuts; all, where its dims cannot be counted in fewer.
+
+    A class that does not renumber its dims has a meaning for the very shape that it was given: where it cuts
+    none of its dims, one coord may still hold the elements in an order of its own.
+    """
     partition = cast_partition(step)
-    cut = partition.cut_dims(shape, step.size)
-    if cut and type(partition).on_dims is Partition.on_dims:
+    if not partition.undivided and type(partition).on_dims is Partition.on_dims:
         return tuple(range(len(shape)))
-    return cut
+    return partition.cut_dims(shape, step.size)
 
 
 def cast_partition(step: Applied) -> Partition:
@@ -167,9 +170,7 @@ def kept_dims(part: Part, view: View) -> dict[int, int] | None:
     known = {dim: target for dim in part.source if (target := view.keeps(dim)) is not None}
     if len(known) != len(part.source):
         return None
-    if any(
-        _renumbered(cast_partition(step), known, view.source, step.size) is None for step in part.steps
-    ):
+    if any(_renumbered(cast_partition(step), known, view.source, step.size) is None for step in part.steps):
         return None
     return known
 
@@ -248,5 +249,3 @@ def imaged(part: Part, view: View) -> Imaged:
     base = tuple(view.base[dim] for dim in part.source)
     rows = tuple(tuple(view.rows[dim][e] for e in part.target) for dim in part.source)
     return Imaged(0, cut, target, shape, base, rows)
-
-

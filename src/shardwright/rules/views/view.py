@@ -124,6 +124,10 @@ def strided(source: Shape, own: Shape, target: Shape, stride: Shape, offset: int
 
     Memory places are read as indices: by the dims of the source with the largest stride first.
     """
+    if 0 in target:
+        return View(source, target, (0,) * len(source), ((0,) * len(target),) * len(source))
+    if offset < 0 or 0 in source:
+        return None
     order = sorted((d for d, size in enumerate(source) if size > 1), key=lambda d: -own[d])
     base, left = [0] * len(source), offset
     for d in order:
@@ -136,7 +140,7 @@ def strided(source: Shape, own: Shape, target: Shape, stride: Shape, offset: int
                 rows[d][e], step = divmod(step, own[d])
         if step:
             return None
-    if 0 not in target and any(
+    if any(
         base[d] + sum(row[e] * (size - 1) for e, size in enumerate(target)) >= source[d]
         for d, row in enumerate(rows)
     ):

@@ -1,0 +1,44 @@
+"""What autograd's graph tells of a view's base while a gradient is put back into it: its layout.
+
+No argument of a gradient's op says how the base of the view was laid out. Its node does: the one that follows
+it in the graph made the base, and notes here how it lies; a leaf is known itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.tensor.dtensor import DTensor
+
+if TYPE_CHECKING:
+    from shardwright.layout.layout import Layout
+
+_KEY = "shardwright: layouts of the results"
+
+
+def note(x: DTensor) -> None:
+    """Remember the layout of a tensor of which a view is taken, as long as its graph lives."""
+    if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    node: Any = x.grad_fn
+    if node is not None:
+        node.metadata.setdefault(_KEY, {})[x.output_nr] = x.layout
+
+
+def base_layout() -> Layout | None:
+    """The layout of the only tensor for which the running node computes a gradient; None: not known."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    node: Any = torch._C._current_autograd_node()
+    if node is None or len(node.next_functions) != 1:
+        return None
+    following, output = node.next_functions[0]
+    if following is None:
+        return None
+    leaf = getattr(following, "variable", None)
+    if leaf is not None:
+        return leaf.layout if isinstance(leaf, DTensor) else None
+    known: dict[int, Layout] = following.metadata.get(_KEY, {})
+    return known.get(output)
