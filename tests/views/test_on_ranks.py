@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import shardwright as sw
-from tests.views.sweep import mesh, place, run
+from tests.views.placed import mesh, place
+from tests.views.sweep import run
 
 SAMPLE = {2: ["slice", "split", "unfold", "reshape"], 4: ["select", "unbind", "diagonal"]}
 

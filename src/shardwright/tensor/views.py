@@ -239,9 +239,8 @@ def put_back(
         return None
     summed = func._schema.name == "aten::sum"
     base = _base_in_graph(views, tensors, info.shape, exact=not moves or summed)
-    if base is None and not summed:
-        exact = not moves or (view is None and torch._C._current_graph_task_id() == -1)
-        base = _base_of(views, tensors, exact=exact)
+    if base is None and moves and not summed:
+        base = _base_of(views, tensors, exact=view is None and torch._C._current_graph_task_id() == -1)
     if base is None:
         return None
     shaped = base.with_shape(info.shape, info.stride, dtype=info.dtype)
