@@ -252,7 +252,7 @@ def _base_in_graph(
 ) -> Layout | None:
     """The layout of the base as autograd's graph tells it, for a result of this shape.
 
-    exact: only if it has the parts where they are.
+    exact: only if no byte has to move.
     """
     base = graph_bases.base_layout()
     if base is None or base.mesh_shape != parts[0].layout.mesh_shape:
@@ -262,7 +262,7 @@ def _base_in_graph(
             return None
         base = through(base, reshaped(base.shape, shape), base.dtype, None)  # dims of size 1 in front
     base = _with_pending(base, parts)
-    if exact and any(_away(base, view, part) for view, part in zip(views, parts, strict=True)):
+    if exact and any(_bytes_to(base, view, part) for view, part in zip(views, parts, strict=True)):
         return None
     return base
 
@@ -288,11 +288,14 @@ def _base_of(views: Sequence[View], parts: Sequence[DTensor], *, exact: bool) ->
 
 
 def _away(base: Layout, view: View, part: DTensor) -> int:
+    """The bytes that bring a part where the view of the base has it; more than 0 unless it lies as that."""
+    return 0 if _seen(base, view, part) == part.layout else _bytes_to(base, view, part) or 1
+
+
+def _bytes_to(base: Layout, view: View, part: DTensor) -> int:
     """The bytes that bring a part where the view of the base has it."""
     target = _seen(base, view, part)
-    if target == part.layout:
-        return 0
-    return plan_redistribution(part.layout, target).total_bytes or 1
+    return 0 if target == part.layout else plan_redistribution(part.layout, target).total_bytes
 
 
 def _guesses(views: Sequence[View], part: Layout) -> Iterator[Layout]:
