@@ -20,7 +20,7 @@ from tests.ops.sample import OF_NETWORKS
 from tests.ops.sweep import sweep
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/ops.md"
-SAMPLES = 2
+SAMPLES = 3
 MOST_FALLBACKS = 0.15
 _EQUATION = re.compile(r"^\[(.*)\] \w+: ")
 _ROW = re.compile(r"^\| `([^`]+)` \| (.*) \| (.*) \|$")
