@@ -245,6 +245,11 @@ CASES = {
         [values(LONG, 4), torch.tensor([[2, 1], [0, 2], [10, 5]])],
         True,
     ),
+    "embedding_renorm_": (
+        lambda w, i: torch.embedding_renorm_(w.clone(), i, 0.5, 2.0),
+        [values(LONG, 4), integers(LONG, 3, 2)],
+        True,
+    ),
     "layer_norm": (
         lambda x, w, b: functional.layer_norm(x, (LONG,), w, b),
         [X, values(LONG, seed=1), values(LONG, seed=2)],

@@ -78,6 +78,7 @@ KINDS = {
     "empty mean": lambda x: x[:0].mean(),
     "empty matrices": lambda x: x[:, :0] @ x[:, :0].t(),
     "empty and not": lambda x: torch.cat([x[:0], x]),
+    "statistics of half": lambda x: torch.native_layer_norm((x * 0).bfloat16(), (7,), None, None, 1e-5)[1],
     "made of nothing read": lambda x: x.new_ones(2, 3) + x.new_full((), 2.0),
 }
 

@@ -25,6 +25,8 @@ _LIKE_SELF: dict[str, tuple[torch.dtype | None, ...]] = {
     "aten::multi_margin_loss_backward": (None,),
     "aten::multilabel_margin_loss_backward": (None,),
 }
+# Norms whose CPU kernel keeps mean and deviation in the operands' type; other devices keep them in float32.
+_STATISTICS = frozenset({"aten::native_layer_norm"})
 
 
 class DataDependentError(Exception):
@@ -52,7 +54,23 @@ def result_infos(
             if torch.Tag.dynamic_output_shape in func.tags:  # some say it in words of their own
                 raise DataDependentError(func.name()) from error
             raise
-    return tuple(_info(value) for value in tree_flatten(out)[0])
+    infos = [_info(value) for value in tree_flatten(out)[0]]
+    if func._schema.name in _STATISTICS:
+        _in_the_type_of_the_operands(infos, [x for x in tree_flatten((args, kwargs))[0] if _is_ours(x)])
+    return tuple(infos)
+
+
+def _is_ours(x: Any) -> bool:
+    return isinstance(x, DTensor)
+
+
+def _in_the_type_of_the_operands(infos: list[TensorInfo | None], operands: list[DTensor]) -> None:
+    dtypes = {x.dtype for x in operands}
+    if len(dtypes) > 1 or operands[0].device.type != "cpu":
+        return
+    for index in (1, 2):
+        info = infos[index]
+        infos[index] = None if info is None else TensorInfo(info.shape, info.stride, next(iter(dtypes)))
 
 
 def _like_self(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:

@@ -5,11 +5,19 @@ from __future__ import annotations
 from math import prod
 
 from shardwright.rules.call import Call
-from shardwright.rules.catalog.held_index import embedded, table_gradient
+from shardwright.rules.catalog.held_index import embedded, renormed, table_gradient
+from shardwright.rules.catalog.labels import join
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule, rule
 
 rule("aten::embedding", "v e, ... -> ... e", reduce="sum", hom="weight: *", local=embedded, held=("v",))
+
+
+@register_rule("aten::embedding_renorm")
+def embedding_renorm(call: Call) -> Formula:
+    """Rows that are used get no longer than they may be; who holds a row does it."""
+    used = ["_"] * len(call.arg("indices").shape)
+    return formula(join([["v", "_"], used], [["v", "_"]]), local=renormed, held=("v",))
 
 
 @register_rule("aten::embedding_dense_backward")

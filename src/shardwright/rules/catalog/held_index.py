@@ -48,6 +48,13 @@ def table_gradient(
     return found.narrow(0, 0, num_weights).contiguous()
 
 
+def renormed(op: Op, held: HeldBy, weight: Tensor, indices: Tensor, *rest: Any) -> Tensor:
+    """`embedding_renorm_`: of the rows that are used, those that are held."""
+    at, here = _located(held["v"], indices)
+    changed: Tensor = op(weight, at[here], *rest)
+    return changed
+
+
 def indexed(op: Op, held: HeldBy, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """`x[i, j]`: zero where any index is another rank's."""
     local, here = _located_all(held, indices)

@@ -84,6 +84,7 @@ def cross(call: Call) -> Formula:
     return formula(text, hom=("self: sum->sum", "other: sum->sum"))
 
 
+rule("aten::_linalg_check_errors", "- ->")  # what one matrix refuses, every rank must refuse
 rule("aten::_cdist_forward", "... m _, ... n _ -> ... m n")
 rule(
     "aten::_cdist_backward",
