@@ -24,6 +24,7 @@ from shardwright.rules.views.aten import gives_back, is_described, undoes
 from shardwright.tensor.algorithms import ByAlgorithm, may_write
 from shardwright.tensor.boundary import helpers
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.lazy_conjugates import kernel_of
 from shardwright.tensor.metadata import DataDependentError, described, described_call, result_infos
 from shardwright.tensor.out import functional_form, out_names, resized_first, written_from
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
@@ -196,7 +197,7 @@ def _settled(
         reason=decision.reason,
         fallback=decision.fallback,
         gather_all=False,
-        local=None if decision.local is None or coords is None else decision.local.at(func, coords),
+        local=_local_form(func, decision, coords) or kernel_of(func, {t.dtype for t in tensors}),
         any_size=None if coords is None or overrides or decision.local or undone else decision.any_size,
         call=undone,
     )
@@ -219,6 +220,12 @@ def _mixes_dims(layout: Layout) -> bool:
         for step in layout.partitions
         if step.partition is not None
     )
+
+
+def _local_form(
+    func: torch._ops.OpOverload, decision: Decision, coords: tuple[int, ...] | None
+) -> LocalForm | None:
+    return None if decision.local is None or coords is None else decision.local.at(func, coords)
 
 
 def _contributes_nothing(decision: Decision, coords: tuple[int, ...]) -> bool:
@@ -262,6 +269,7 @@ def _gathered(call: Call, tensors: list[DTensor], reason: str) -> Prepared:
         reason=reason,
         fallback=True,
         gather_all=True,
+        local=kernel_of(call.op, {t.dtype for t in tensors}),
     )
 
 
