@@ -186,8 +186,9 @@ def _run_prepared(
 ) -> Any:
     """A call that the rules decided; what undoes views is put back where the base had it, if known."""
     if prepared.call is not None:
-        moves = bool(prepared.moves)
-        found = views.put_back(func, prepared.call, tensors, tensors[0].device_mesh, moves=moves)
+        result = None if prepared.moves else prepared.results[0]
+        given = None if result is None else result.layout
+        found = views.put_back(func, prepared.call, tensors, tensors[0].device_mesh, given)
         if found is not None:
             return found
     try:

@@ -217,7 +217,11 @@ def _remember_base(view: View, base: Layout) -> None:
 
 
 def put_back(
-    func: torch._ops.OpOverload, call: Call, tensors: Sequence[DTensor], mesh: DeviceMesh, *, moves: bool
+    func: torch._ops.OpOverload,
+    call: Call,
+    tensors: Sequence[DTensor],
+    mesh: DeviceMesh,
+    given: Layout | None,
 ) -> DTensor | None:
     """The result of an op that undoes views: gradients, `slice_scatter`, `cat`, `stack` of a split's parts.
 
@@ -225,11 +229,11 @@ def put_back(
     a part), a base that has the parts where they are is still better: the gradients of other parts of it lie
     as it does, and are added to this one.
 
-    Args: moves: whether the rules move an operand.
+    Args: given: what the rules give, if they move nothing.
     Cost: what brings an operand where the view of the base has it; nothing for an operand that is there.
     """
     info = call.results[0]
-    if info is None or 0 in info.shape:
+    if info is None or 0 in info.shape or (given is not None and graph_bases.base_layout() in {None, given}):
         return None
     view = undone_by(call)
     if view is not None and len(tensors) == 2:
@@ -238,8 +242,8 @@ def put_back(
     if views is None or len(views) != len(tensors):
         return None
     summed = func._schema.name == "aten::sum"
-    base = _base_in_graph(views, tensors, info.shape, exact=not moves or summed)
-    if base is None and moves and not summed:
+    base = _base_in_graph(views, tensors, info.shape, exact=given is not None or summed)
+    if base is None and given is None and not summed:
         base = _base_of(views, tensors, exact=view is None and torch._C._current_graph_task_id() == -1)
     if base is None:
         return None
