@@ -98,3 +98,10 @@ def test_a_slice_that_begins_too_late_goes_red():
     check_view(layout, view, seen, Counter())
     with pytest.raises(AssertionError):
         check_view(layout, view, seen, Counter(), see=_late)
+
+
+def test_a_group_of_dims_in_another_order_keeps_it_through_a_reshape():
+    layout = Layout(LINE, [Flat((1, 0), Shard(0))], (2, 3), dtype=torch.int64)
+    seen = numbered((2, 3)).unsqueeze(2)
+    new = check_view(layout, reshaped((2, 3), (2, 3, 1)), seen, Counter())
+    assert new.placements == layout.placements

@@ -92,11 +92,16 @@ def _stale():
         placed.mul_(10)
         odd.add_(1)
         both = odd + 0
+        placed.mul_(1)
     assert t.bytes == 0
     wanted = torch.arange(24.0).reshape(12, 2) * 10
     wanted[1::2] += 1
     torch.testing.assert_close(placed.full_tensor(), wanted)
     torch.testing.assert_close(both.full_tensor(), wanted[1::2])
+    placed.add_(5)
+    torch.testing.assert_close(odd.full_tensor(), wanted[1::2] + 5)
+    placed.add_(5)
+    torch.testing.assert_close(odd.to_local(), (odd + 0).to_local())
     return str(mesh())
 
 

@@ -59,6 +59,9 @@ def _through_memory():
             part.as_strided((2, 3), (6, 1), 7).mul_(10)
             compare("written through the base", placed + 0, plain)
             compare("seen by another view", part + 0, some)
+            part.as_strided((3,), (4,), 9).mul_(-1)
+            some.as_strided((3,), (4,), 9).mul_(-1)
+            compare("written beside the view", placed + 0, plain)
         with pytest.raises(RuleError, match="leave the elements"):
             part.detach().as_strided((2, 2), (1, 1))
 

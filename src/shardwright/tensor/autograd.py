@@ -13,7 +13,7 @@ from shardwright.tensor.between import acceptable_between
 from shardwright.tensor.move import move_local
 from shardwright.tensor.spec import spec_of, with_dtype
 from shardwright.tensor.use import kept_spec, restore_axes
-from shardwright.tensor.wrap import as_ours, wrap
+from shardwright.tensor.wrap import as_ours, up_to_date, wrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -82,6 +82,7 @@ class ToLocal(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, grad_layout: Layout) -> torch.Tensor:
         ctx.grad_layout, ctx.mesh = grad_layout, x.device_mesh
         ctx.set_materialize_grads(False)
+        up_to_date(x)
         return x._local_tensor.view_as(x._local_tensor)
 
     @staticmethod
@@ -102,6 +103,7 @@ class Redistribute(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, target: Layout, mesh: DeviceMesh) -> torch.Tensor:
         ctx.source, ctx.mesh = x.layout, x.device_mesh
         ctx.set_materialize_grads(False)
+        up_to_date(x)
         local = move_local(x, target, reason="redistribute")
         if local is x._local_tensor:
             local = local.view_as(local)

@@ -25,6 +25,7 @@ from shardwright.placement.base import Replicate
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_local
 from shardwright.tensor.spec import coords_of
+from shardwright.tensor.wrap import REFRESHERS
 
 Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
 
@@ -107,6 +108,14 @@ def around(route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwar
 def _version(x: torch.Tensor) -> int | None:
     """torch's count of writes, shared by a base and its views; None where torch keeps none."""
     return None if x.is_inference() else x._version
+
+
+def _refresh_if_any(view: DTensor) -> None:
+    if _origins.data:
+        _refresh(view)
+
+
+REFRESHERS.append(_refresh_if_any)
 
 
 def _refresh(view: DTensor) -> None:

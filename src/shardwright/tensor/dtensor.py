@@ -18,7 +18,7 @@ from shardwright.tensor.chunks import chunk_list, shard_of, write_items
 from shardwright.tensor.local import from_local, redistribute, replicated
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.spec import Extra, Spec, coords_of, spec_of
-from shardwright.tensor.wrap import CLASSES, wrap
+from shardwright.tensor.wrap import CLASSES, up_to_date, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -97,6 +97,7 @@ class DTensor(TorchDTensor):
             default the tensor's own placements with pending ones finished.
         Cost: none.
         """
+        up_to_date(self)
         if not torch.is_grad_enabled() or not self.requires_grad:
             return (
                 self._local_tensor.view_as(self._local_tensor) if self.requires_grad else self._local_tensor

@@ -106,7 +106,10 @@ def as_strided(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mappi
     called = (x, size, stride, first)
     decided = _decided(func, x._spec, size, stride, place)
     if decided is not None:
-        return decided.run(func, called, {}, [x])
+        out = decided.run(func, called, {}, [x])
+        if x is not given and not copies(func):  # a view of the base, and not of its view that was given
+            copied_views.remember(out, func, called, {}, copied=False)
+        return out
     whole = _gathered(func, x)
     out = _known(_decided(func, whole._spec, size, stride, place)).run(func, called, {}, [whole])
     if not copies(func):

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 CLASSES: list[Any] = [None, None]
 # The function that starts a redistribution without waiting, entered by the module of the class it returns.
 STARTERS: list[Any] = []
+# What brings a view that had to copy up to date with its base, entered by the module that knows such views.
+REFRESHERS: list[Any] = []
+
+
+def up_to_date(x: TorchDTensor) -> None:
+    """Derive the local tensor again if `x` is a copied view of a base that was written since."""
+    for refresh in REFRESHERS:
+        refresh(x)
 
 
 def wrap(local: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:

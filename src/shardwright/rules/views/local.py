@@ -123,12 +123,15 @@ class ChainedView:
 
     def put(self, local: Tensor, values: Tensor) -> None:
         """Write the elements of the result to where they are in a local source, in place."""
-        seen = [local]
+        seen, copied = [local], []
         for view in self.views[:-1]:
-            seen.append(view.take(seen[-1])[0])
-        for view, source in zip(reversed(self.views), reversed(seen), strict=True):
-            view.put(source, values)
-            values = source
+            taken, anew = view.take(seen[-1])
+            seen.append(taken)
+            copied.append(anew)
+        self.views[-1].put(seen[-1], values)
+        for at in reversed(range(len(copied))):
+            if copied[at]:  # else what was written is the source's memory
+                self.views[at].put(seen[at], seen[at + 1])
 
 
 def local_view(source: Layout, target: Layout, view: View, coords: Coords) -> LocalView:
@@ -211,7 +214,7 @@ def _order_of(part: Part, view: View, coords: Coords) -> Indices | None:
     shape = tuple(view.source[dim] for dim in part.source)
     cut = part.together(view.source)
     n = prod(part.sizes)
-    if one_dim_form(cut, shape, n) is not None:
+    if one_dim_form(cut, shape, n) is not None or kept_dims(part, view) is not None:
         return None
     group = cut.flat_group()
     if len(part.steps) == 1 and group and _adjacent(group):
