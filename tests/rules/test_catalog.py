@@ -10,6 +10,7 @@ from shardwright.placement.partial import Partial
 from shardwright.placement.shard import Shard
 from shardwright.rules import rules_of
 from shardwright.testing.check_rule import check_rule
+from shardwright.testing.simulate import Sample, in_double
 from tests.rules.calls import call, decide, mesh, meta
 from tests.rules.samples import SAMPLES, samples_of
 
@@ -44,3 +45,13 @@ def test_the_grouped_product_cuts_columns_and_the_contracted_dim() -> None:
     made = call(op, meta(8, 16, dtype=half), meta(2, 16, 24, dtype=half), meta(2, dtype=torch.int32))
     assert decide(made, tp, Replicate(), Shard(2), Replicate()).outputs[0].placements == (Shard(1),)
     assert decide(made, tp, Shard(1), Shard(1), Replicate()).outputs[0].placements == (Partial("sum"),)
+
+
+def test_a_sample_in_double_says_so_in_its_arguments() -> None:
+    """An op that is told its operands' dtype (an accumulator's, say) is told the wider one."""
+    x, index = torch.ones(2), torch.ones(2, dtype=torch.int64)
+    named = {"acc_dtype": torch.float32, "to": torch.int64}
+    wide = in_double(Sample((x, torch.float32, [index, torch.float16]), named))
+    assert wide.args[0].dtype == wide.args[1] == wide.kwargs["acc_dtype"] == torch.float64
+    assert (wide.args[2][0].dtype, wide.args[2][1]) == (torch.int64, torch.float16)
+    assert wide.kwargs["to"] == torch.int64

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
@@ -62,13 +62,22 @@ def run_whole(op: torch._ops.OpOverload, sample: Sample) -> Whole:
 
 
 def in_double(sample: Sample) -> Sample:
-    """The sample with floating-point tensors in double precision."""
+    """The sample with floating-point tensors in double precision, and arguments that name their dtype."""
+    tensors = [value for value in tree_leaves((sample.args, sample.kwargs)) if isinstance(value, Tensor)]
+    dtypes = {x.dtype for x in tensors}
 
-    def double(x: Tensor) -> Tensor:
-        wider = torch.complex128 if x.is_complex() else torch.float64
-        return x.detach().to(wider) if x.is_floating_point() or x.is_complex() else x.detach()
+    def double(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to(_wider(value.dtype))
+        return _wider(value) if isinstance(value, torch.dtype) and value in dtypes else value
 
-    return Sample(*tree_map_only(Tensor, double, (sample.args, sample.kwargs)))
+    return Sample(*tree_map(double, (sample.args, sample.kwargs)))
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
 
 
 def describe(op: torch._ops.OpOverload, sample: Sample, result: object) -> Call:
