@@ -5,6 +5,7 @@
 #   make laws     the laws of placements and redistribution, a hundred thousand times
 #   make ops      every operator of torch's database on distributed tensors beside one device
 #   make rules    every rule of the catalog checked, and every planted wrong one caught
+#   make models   twenty architectures of transformers in three shardings beside one device
 #   make verify   every mesh of the training command beside one device, at full size
 
 SHELL := /bin/bash
@@ -23,11 +24,12 @@ PYTEST_FLAGS ?=
 LAWS_FLAGS ?=
 OPS_FLAGS ?= --all
 RULES_FLAGS ?=
+MODELS_FLAGS ?=
 
-.PHONY: help install train test laws ops rules verify lint bench docs clean
+.PHONY: help install train test laws ops rules models verify lint bench docs clean
 
 help:
-	@sed -n '2,8s/^# *//p' Makefile
+	@sed -n '2,9s/^# *//p' Makefile
 
 # torch comes first and alone: no range of another package can then choose a different build of it.
 $(VENV)/.torch: constraints.txt
@@ -65,6 +67,9 @@ ops: $(VENV)/.dev
 
 rules: $(VENV)/.dev
 	$(BIN)/python -m tests.rules $(RULES_FLAGS)
+
+models: $(VENV)/.dev
+	$(BIN)/python -m tests.models $(MODELS_FLAGS)
 
 verify: $(VENV)/.dev
 	$(BIN)/python -m bench.verify_matrix $(VERIFY)
