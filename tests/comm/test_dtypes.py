@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.comm.execute import execute
 from shardwright.errors import PlanError
@@ -12,6 +11,7 @@ from shardwright.layout import MeshShape
 from shardwright.layout.layout import Layout
 from shardwright.placement import Interleaved, Owner, Partial, Ragged, Replicate, Shard, ZigZag
 from shardwright.plan import plan_redistribution
+from shardwright.testing import rank_mesh
 
 from .test_execute import thresholds
 
@@ -85,7 +85,7 @@ def moved() -> None:
 
 
 def mesh_of(sizes: tuple[int, ...]):
-    return init_device_mesh("cpu", sizes, mesh_dim_names=tuple(f"a{i}" for i in range(len(sizes))))
+    return rank_mesh(sizes, tuple(f"a{i}" for i in range(len(sizes))))
 
 
 def check_move(full, sizes, placements) -> None:

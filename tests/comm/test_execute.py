@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwright.comm import Recorder, messages, runner
@@ -21,13 +20,14 @@ from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement import Owner, Partial, Ragged, Replicate, Shard, ZigZag
 from shardwright.plan import plan_redistribution, redistribution
+from shardwright.testing import rank_mesh
 from tests.plan.kinds import random_pairs, small_integers
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
 
 def mesh_of(sizes):
-    return init_device_mesh("cpu", sizes, mesh_dim_names=tuple(f"a{i}" for i in range(len(sizes))))
+    return rank_mesh(sizes, tuple(f"a{i}" for i in range(len(sizes))))
 
 
 def bytes_of_all(seen) -> int:
@@ -264,7 +264,7 @@ def test_the_guard_compares_lists_their_lengths_and_steps(ranks):
 
 
 def outside():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a0", "a1"))["a1"]
+    mesh = rank_mesh((2, 2), ("a0", "a1"))["a1"]
     source = Layout(mesh, [Ragged((3, 1), (0,))], (8, 6), dtype=torch.float32)
     full = torch.arange(48.0).view(8, 6)
     coords = tuple(mesh.get_coordinate())

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_ as torch_clip
 
 from shardwright.comm.record import Recorder
@@ -16,6 +15,7 @@ from shardwright.grads import NonFiniteNormError, clip_grad_norm_
 from shardwright.placement import Partial, Replicate, Shard
 from shardwright.tensor.api import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
+from shardwright.testing import rank_mesh
 
 SHAPES = [(5, 3), (4,), (8, 2, 3), (1, 6), (7,)]
 
@@ -96,7 +96,7 @@ def test_ranks_without_gradients_do_not_hang_their_peers(ranks):
 
 
 def _pending():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = rank_mesh((2,), ("dp",))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
     parameter.grad = DTensor.from_local(torch.full((4,), float(dist.get_rank() + 1)), mesh, [Partial("sum")])
     return clip_grad_norm_([parameter], 3.0), parameter.grad.to_local(), list(parameter.grad.placements)
@@ -111,7 +111,7 @@ def test_a_pending_gradient_is_summed_before_its_norm_is_taken(ranks):
 
 
 def _empty_and_none():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = rank_mesh((2,), ("dp",))
     parameter = nn.Parameter(distribute_tensor(torch.ones(1, 2), mesh, [Shard(0)]))
     nothing = [clip_grad_norm_([], 1.0).item(), clip_grad_norm_([parameter], 1.0, math.inf).item()]
     parameter.grad = distribute_tensor(torch.tensor([[3.0, -4.0]]), mesh, [Shard(0)])
@@ -123,7 +123,7 @@ def test_no_gradients_and_empty_parts_have_norm_zero(ranks):
 
 
 def _nonfinite():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = rank_mesh((2,), ("dp",))
     parameter = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)]))
     parameter.grad = distribute_tensor(torch.tensor([1.0, math.inf]), mesh, [Shard(0)])
     with pytest.raises(NonFiniteNormError) as caught:

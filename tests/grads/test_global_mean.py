@@ -3,16 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.errors import ParallelError
 from shardwright.grads import global_mean
+from shardwright.testing import rank_mesh
 
 
 def _mean_of_squares(counts, mesh_shape):
     """Each rank holds `counts[rank]` of the items; the model is one weight per feature."""
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "cp")[: len(mesh_shape)])
+    mesh = rank_mesh(mesh_shape, ("dp", "cp")[: len(mesh_shape)])
     items = torch.randn(sum(counts), 3, generator=torch.Generator().manual_seed(2))
     mine = items.split(counts)[dist.get_rank()]
     weight = torch.ones(3, requires_grad=True)
@@ -43,7 +43,7 @@ def test_value_and_summed_gradient_are_those_of_one_device(ranks, counts, mesh_s
 
 
 def _over_one_axis():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
     rank = dist.get_rank()
     return global_mean(torch.tensor(float(rank // 2)), 1, mesh["dp"]).item()
 
@@ -54,7 +54,7 @@ def test_only_the_axes_given_are_counted(ranks):
 
 
 def _refusals():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = rank_mesh((2,), ("dp",))
     messages = []
     for bad in (torch.ones(2), DTensor.from_local(torch.ones(()), mesh, [Replicate()])):
         with pytest.raises(ParallelError) as caught:
@@ -72,7 +72,7 @@ def test_what_is_no_plain_scalar_is_refused(ranks):
 
 
 def _keeps_dtype():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = rank_mesh((2,), ("dp",))
     x = torch.tensor(3.0, dtype=torch.bfloat16, requires_grad=True)
     loss = global_mean(x, 2**25 + 1, mesh)
     loss.backward()

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
@@ -14,12 +13,13 @@ from shardwright.grads import GradientSynchronizer
 from shardwright.placement import Partial, Replicate, Shard
 from shardwright.tensor.api import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
+from shardwright.testing import rank_mesh
 
 SUM = Partial("sum")
 
 
 def _mesh(*shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
+    return rank_mesh(shape, ("a", "b", "c")[: len(shape)])
 
 
 def _parameter(mesh, placements, shape=(4, 6)):

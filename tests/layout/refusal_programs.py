@@ -6,6 +6,7 @@ import torch
 
 import shardwright as sw
 from shardwright.errors import ShardwrightError
+from shardwright.testing import rank_mesh
 
 
 class NoTarget(sw.Pending):
@@ -52,7 +53,7 @@ def _explicitly(op):
 
 def refused(name):
     """The class and the text of the error of one wrong use."""
-    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
     try:
         _uses(mesh, torch.ones(4, 4))[name]()
     except ShardwrightError as error:
@@ -62,7 +63,7 @@ def refused(name):
 
 def swapped_values():
     """Where two pendings can be combined and made anew, an op gives the value of one device."""
-    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
     rank = torch.distributed.get_rank()
     terms = torch.full((3, 2), float(rank))  # the value: max over tp of each dp, summed: 1 + 3
     both = sw.DTensor.from_local(terms, mesh, [sw.Partial("sum"), sw.Partial("max")])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwright.testing import rank_mesh
 from tests.placement.user_placements import Band, Checkerboard, PermutedRows
 
 KINDS = {"rows": PermutedRows(7), "band": Band(), "tiles": Checkerboard(2)}
@@ -18,7 +19,7 @@ def kind(request):
 
 
 def mesh_of(sw, *sizes):
-    return sw.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+    return rank_mesh(sizes, ("dp", "tp")[: len(sizes)])
 
 
 def full_tensor():

@@ -12,10 +12,11 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwright as sw
+from shardwright.testing import rank_mesh
 
 
 def mesh_of(*sizes):
-    return sw.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+    return rank_mesh(sizes, ("dp", "tp")[: len(sizes)])
 
 
 def numbered(rows, columns=2):

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 import shardwright as sw
+from shardwright.testing import rank_mesh
 
 from .cases import close, full, mesh, place
 
@@ -88,7 +89,7 @@ def test_values_and_gradients_are_those_of_one_device(ranks, world):
 
 def _sent():
     """256 keys for 4 queries of 2 heads: gathering keys and values would send 24,576 B."""
-    line = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    line = rank_mesh((4,), ("cp",))
     q, k, v = full(1, 2, 4, 16), full(1, 2, 256, 16, seed=1), full(1, 2, 256, 16, seed=2)
     wanted = functional.scaled_dot_product_attention(q, k, v)
     q, *keys = (

@@ -16,7 +16,7 @@ from shardwright.testing import rank_mesh
 
 
 def _values_and_gradients() -> int:
-    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = rank_mesh((2,), ("dp",))
     whole = [torch.randn(n, 3) for n in (4, 6, 2, 5, 1, 0)]  # cut evenly, and not
     leaves = [
         sw.distribute_tensor(x.requires_grad_(), mesh, [sw.Shard(0)], src_data_rank=None) for x in whole
@@ -84,7 +84,7 @@ def test_a_list_moves_in_a_compiled_graph(ranks: Callable[..., list[Any]]) -> No
 
 
 def _placements_per_tensor() -> None:
-    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = rank_mesh((2,), ("dp",))
     whole = [torch.randn(4, 4), torch.randn(3, 2)]
     given = [sw.distribute_tensor(x, mesh, [sw.Shard(0)], src_data_rank=None) for x in whole]
     first, second = sw.redistribute_many(given, [[sw.Shard(1)], {"dp": sw.Replicate()}])
@@ -109,7 +109,7 @@ def test_each_tensor_may_go_elsewhere_and_a_wrong_count_is_refused(ranks: Callab
 
 def _a_thousand_parameters() -> tuple[int, int, int]:
     """Shapes, dtypes, layouts of a model, mixed: collectives; rounds of each form and dtype; of each plan."""
-    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
     shapes = [(64, 16), (48, 32), (7, 3), (1,), (16,), (0, 4), (5, 6), (8, 8, 2)]
     kinds = [
         {"dp": sw.Shard(0)},
@@ -145,7 +145,7 @@ def test_a_thousand_parameters_take_one_collective_per_form_and_dtype(
 
 
 def _many_small_sums() -> tuple[list[str], int, int]:
-    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    mesh = rank_mesh((4,), ("dp",))
     terms = [torch.full((64, 64), float(i + mesh.get_rank())) for i in range(100)]
     gradients = [sw.DTensor.from_local(x, mesh, [sw.Partial()]) for x in terms]
     with sw.trace() as trace:

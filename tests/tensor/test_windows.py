@@ -10,6 +10,7 @@ from torch.nn import functional
 import shardwright as sw
 from shardwright.errors import ImplicitRedistributionError
 from shardwright.rules import windows as plans
+from shardwright.testing import rank_mesh
 
 from .cases import close, full, mesh, place
 
@@ -115,7 +116,7 @@ def test_a_convolutional_net_on_cut_images_has_the_gradients_of_one_device(ranks
 def _bytes():
     """16 x 16 in 8 channels, 4 images, over 4 ranks: a row of the image is 4 * 8 * 16 * 4 = 2048 B."""
     x, w = full(4, 8, 16, 16), full(8, 8, 3, 3, seed=1)
-    line = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    line = rank_mesh((4,), ("tp",))
     found = []
     for placement in (sw.Shard(2), sw.Shard(3)):
         d = sw.distribute_tensor(x, line, [placement]).requires_grad_()
