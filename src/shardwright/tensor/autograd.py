@@ -123,7 +123,9 @@ class Redistribute(torch.autograd.Function):
 class Localize(torch.autograd.Function):
     """Parameter -> what the computation sees of it: its local tensor, or a DTensor on the axes that are left.
 
-    Backward: the gradient gets the parameter's axes back, Pending(sum) on the axes where ranks still differ.
+    Backward: on the axes that are left the gradient is brought to the parameter's own placements, whatever
+    the data made of it there; it gets the other axes back, Pending(sum) on those where ranks still differ.
+    So its layout follows from the parameter alone: ranks with other rows, or none, agree without asking.
     """
 
     @staticmethod
@@ -131,7 +133,6 @@ class Localize(torch.autograd.Function):
         ctx.spec = x._spec
         ctx.leaf = weakref.ref(x) if x.is_leaf else None
         ctx.set_materialize_grads(False)
-        ctx.stride = x._local_tensor.stride()
         local = x._local_tensor.view_as(x._local_tensor)
         inner = kept_spec(x._spec)
         return local if inner is None else wrap(local, inner)
@@ -140,25 +141,35 @@ class Localize(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None:
             return None
+        inner = kept_spec(ctx.spec)
         if differentiated(grad):
+            if inner is not None:
+                grad = apply(Redistribute, grad, with_dtype(finished(inner.layout), grad.dtype), inner.mesh)
             return apply(RestoreAxes, grad, ctx.spec)
-        term = restore_axes(ctx.spec, grad)
+        local = grad if inner is None else _brought_to(inner, cast("DTensor", grad))
+        term = restore_axes(ctx.spec, local)
         leaf = None if ctx.leaf is None else ctx.leaf()
         if leaf is None or leaf.grad is None:
-            return wrap(_own_copy(term._local_tensor, ctx.stride), term._spec)
+            return wrap(_own_copy(term._local_tensor, leaf), term._spec)
         leaf.grad = as_term(leaf.grad, term.layout)
         return term
 
 
-def _own_copy(local: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+def _brought_to(inner: Spec, grad: DTensor) -> DTensor:
+    """A gradient in the layout that the computation saw the parameter in, finished."""
+    target = with_dtype(finished(inner.layout), grad.dtype)
+    return wrap(move_local(grad, target, reason="gradient of a parameter"), spec_of(target, inner.mesh))
+
+
+def _own_copy(local: torch.Tensor, parameter: DTensor | None) -> torch.Tensor:
     """A part that nobody else holds, laid out like the parameter's.
 
     torch keeps a first gradient without a copy when nobody else refers to it. It looks at the new wrapper,
     not at the local tensor inside, which may be another parameter's gradient too (x + a + b), or expanded.
     """
-    if local.dim() != len(stride):
+    if parameter is None or parameter._local_tensor.shape != local.shape:
         return local.clone()
-    return local.new_empty_strided(local.shape, stride).copy_(local)
+    return torch.empty_like(parameter._local_tensor, dtype=local.dtype).copy_(local)
 
 
 class RestoreAxes(torch.autograd.Function):
