@@ -116,7 +116,7 @@ def placements_for(turn: int, x: torch.Tensor, mesh: DeviceMesh) -> list[sw.Plac
 def _seen(
     before: dict[str, sw.DTensor], after: dict[str, sw.DTensor], spec: dict[str, torch.Tensor], trace: Any
 ) -> Hop:
-    pairs = [(before[name].layout, after[name].layout) for name in spec]
+    pairs = [(sw.layout_of(before[name]), sw.layout_of(after[name])) for name in spec]
     rank = dist.get_rank()
     whole = [_largest(before[name], after[name]) for name in spec]
     return Hop(
@@ -143,9 +143,9 @@ def _mask(layout: sw.Layout, rank: int) -> torch.Tensor:
 
 def _equal(x: sw.DTensor, full: torch.Tensor) -> bool:
     rank = dist.get_rank()
-    if rank not in x.layout.ranks:
+    if rank not in sw.layout_of(x).ranks:
         return x.to_local().numel() == 0
-    return torch.equal(x.to_local(), x.layout.split(full, x.layout.coords_of(rank)))
+    return torch.equal(x.to_local(), sw.layout_of(x).split(full, sw.layout_of(x).coords_of(rank)))
 
 
 class _Storages(TorchDispatchMode):

@@ -58,7 +58,9 @@ def measure(pair: Pair, shape: tuple[int, int], turns: int, calls: int) -> RankR
     with trace() as seen:
         programs[0]()
     sent = bytes_sent(programs[1])
-    plan = sw.plan_redistribution(ours.layout, ours.layout.with_placements(placements(sw, pair.target)))
+    plan = sw.plan_redistribution(
+        sw.layout_of(ours), sw.layout_of(ours).with_placements(placements(sw, pair.target))
+    )
     times = _take_turns(programs, turns, calls)
     return RankResult(
         *times, sent, plan.total_bytes, plan.lower_bound, [event.op for event in seen.collectives]

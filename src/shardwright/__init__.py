@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardwright.comm import use_network
     from shardwright.debug import trace
     from shardwright.explain import explain, visualize
-    from shardwright.layout import Layout, from_partition_spec, to_partition_spec
+    from shardwright.layout import Layout, from_partition_spec, layout_of, to_partition_spec
     from shardwright.placement import (
         BlockCyclic,
         Box,
@@ -56,7 +56,7 @@ _HOME = {
     "shardwright.comm": ("use_network",),
     "shardwright.debug": ("trace",),
     "shardwright.explain": ("explain", "visualize"),
-    "shardwright.layout": ("Layout", "from_partition_spec", "to_partition_spec"),
+    "shardwright.layout": ("Layout", "from_partition_spec", "layout_of", "to_partition_spec"),
     "shardwright.placement": (
         "BlockCyclic",
         "Box",
@@ -121,6 +121,7 @@ __all__ = [
     "from_partition_spec",
     "full",
     "init_device_mesh",
+    "layout_of",
     "local_map",
     "ones",
     "pack_blocks",

@@ -20,7 +20,7 @@ def told(folder: str) -> tuple[str, int, int]:
         full = torch.arange(64.0 * 64).view(64, 64)
         x = sw.distribute_tensor(full, mesh, [sw.Shard(0), sw.Shard(0)], src_data_rank=None)
         assert torch.equal(x.full_tensor(), full)
-        plan = sw.plan_redistribution(x.layout, x.layout.with_placements([sw.Replicate()] * 2))
+        plan = sw.plan_redistribution(sw.layout_of(x), sw.layout_of(x).with_placements([sw.Replicate()] * 2))
         return network.to_json(), plan.rounds, plan.slow_bytes
     finally:
         sw.use_network(sw.Network())

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from xml.etree import ElementTree as ET
 
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
 
 from shardwright.errors import LayoutError
 from shardwright.explain import layout_table, visualize
@@ -122,10 +119,5 @@ def test_the_table_of_parameters_counts_bytes():
     assert table.total_bytes == 7 * 4 * 4 + 2 + 12
     assert "f32[7@dp, 4]" in table.text
     assert "3 tensors" in table.text
-    torchs = SimpleNamespace(
-        device_mesh=MESH, placements=(TorchShard(0), TorchReplicate()), shape=(6, 2), dtype=torch.float64,
-        stride=lambda: (2, 1),
-    )  # fmt: skip
-    assert layout_table({"torch's own": torchs}).rows[0].layout == "f64[6@dp, 2]"
     last = layout_table([("w", make([Shard(0), Replicate()], (7, 4)))], rank=3)
     assert last.rows[0].local == (3, 4)

@@ -98,7 +98,7 @@ def _two_uses():
     for axes in (("a",), ("b",), ("a", "b")):
         layer = parallelize_replicate(torch.nn.Linear(4, 2), mesh[axes])
         function(x, layer.weight, layer.bias).sum().backward()
-        layout = layer.weight.grad.layout
+        layout = sw.layout_of(layer.weight.grad)
         assert layout.axes == axes
         assert all(p == sw.Partial("sum") for p in layout.placements)
         assert (layer.weight.grad.full_tensor() == 3 * 2 ** len(axes)).all()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+import shardwright as sw
 from shardwright.context import DeviceMeshParameters
 from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer, clip_grad_norm_, global_mean
@@ -117,10 +118,10 @@ def _step(order, ep, counts, replicate=1, context=1, mode="plain"):
 
     backward()
     check_full_gradients(model, wanted)
-    labels = {n: str(p.grad.layout) for n, p in model.named_parameters()}
+    labels = {n: str(sw.layout_of(p.grad)) for n, p in model.named_parameters()}
     sync.synchronize()
     check_full_gradients(model, wanted)
-    assert all(p.grad.layout.placements == p.layout.placements for p in model.parameters())
+    assert all(sw.layout_of(p.grad).placements == sw.layout_of(p).placements for p in model.parameters())
     backward()
     check_full_gradients(model, wanted, scale=2)
     sync.synchronize()
@@ -173,7 +174,7 @@ def test_experts_without_tokens_have_zero_gradients(ranks):
 
 def _layouts():
     model = _place(_model(), _context(2, replicate=2), "experts, then replicate and fsdp")
-    return {n: str(p.layout) for n, p in model.named_parameters()}
+    return {n: str(sw.layout_of(p)) for n, p in model.named_parameters()}
 
 
 def test_the_dense_strategy_leaves_experts_alone(ranks):

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardwright as sw
+
 from . import naive
 from .models import (
     check_full_gradients,
@@ -85,12 +87,12 @@ def test_ranks_without_a_sequence_take_part(ranks, name):
 def _outside(name):
     """Attributes of parameters and the layouts that a checkpoint or an optimizer sees."""
     model, local, count, _ = _setup(name)
-    layouts = {n: p.layout for n, p in model.named_parameters()}
+    layouts = {n: sw.layout_of(p) for n, p in model.named_parameters()}
     sum_loss(model, local, count).backward()
     for n, p in model.named_parameters():
-        assert p.layout == layouts[n], n
+        assert sw.layout_of(p) == layouts[n], n
         if p.grad is not None:
-            assert p.grad.layout.mesh_shape == p.layout.mesh_shape, n
+            assert sw.layout_of(p.grad).mesh_shape == sw.layout_of(p).mesh_shape, n
             assert p.grad.shape == p.shape
     torch.testing.assert_close(model.embed.weight.full_tensor(), tricky().embed.weight.detach())
 

@@ -114,7 +114,7 @@ def _step(tp, data, sizes, mode="plain"):
     theirs.step()
     for p, q in zip(model.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-4, atol=1e-4)
-    return {n: str(p.layout) for n, p in model.named_parameters()}
+    return {n: str(sw.layout_of(p)) for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("data", ["replicate", "fsdp"])

@@ -40,7 +40,7 @@ def torchs_placements_everywhere():
         assert torch.equal(local.full_tensor(), full), placements
         ones = sw.ones(12, 2, device_mesh=mesh, placements=[TorchShard(0)] * 2)
         assert torch.equal((ones * theirs).full_tensor(), full), placements
-        assert sw.Layout(mesh, placements, full.shape, dtype=full.dtype) == ours.layout
+        assert sw.Layout(mesh, placements, full.shape, dtype=full.dtype) == sw.layout_of(ours)
 
 
 def strided_shards_of_seven_rows():
@@ -50,9 +50,9 @@ def strided_shards_of_seven_rows():
     ours = sw.distribute_tensor(full, mesh, strided)
     assert torch.equal(ours.full_tensor(), full)
     tp_first = ours.redistribute(mesh, sw.from_partition_spec(mesh, (("tp", "dp"), None)))
-    assert tp_first.layout != ours.layout
+    assert sw.layout_of(tp_first) != sw.layout_of(ours)
     assert torch.equal(tp_first.full_tensor(), full)
-    return ours.layout, tp_first.layout
+    return sw.layout_of(ours), sw.layout_of(tp_first)
 
 
 class Weights(nn.Module):
@@ -73,7 +73,7 @@ def fully_sharded(rows, placement):
     )
     parallelize_fsdp(model, mesh["dp"])
     with sw.trace() as trace:
-        layouts = {name: sw.DTensor.detach(p).layout for name, p in model.named_parameters()}
+        layouts = {name: sw.layout_of(p) for name, p in model.named_parameters()}
     assert not trace.collectives
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, TorchDTensor)

@@ -73,7 +73,7 @@ def check_op(function, operands, layouts, *, gradient=True):
         place(x, layout, requires_grad=gradient and x.is_floating_point())
         for x, layout in zip(operands, layouts, strict=True)
     ]
-    where = f"layouts {[str(p.layout) for p in placed]}"
+    where = f"layouts {[str(sw.layout_of(p)) for p in placed]}"
     wanted, got = function(*plain), function(*placed)
     wanted, got = (v if isinstance(v, tuple | list) else (v,) for v in (wanted, got))
     assert len(wanted) == len(got), where

@@ -130,7 +130,7 @@ def _language_model(steps, batch):
         two.step()
         losses.append(wanted.item())
         sent.append(seen.bytes)
-    return losses, sent, [p.layout.placements for p in placed.parameters()]
+    return losses, sent, [sw.layout_of(p).placements for p in placed.parameters()]
 
 
 def test_a_model_with_a_cut_vocabulary_trains_without_gathering_its_logits(ranks):
@@ -151,7 +151,7 @@ def _chosen():
         rows.softmax(1)
     said = [(d.op, d.reason.split(":")[0], d.details.split(" ")[0]) for d in seen.decisions]
     assert said == [("aten::_softmax", "algorithm softmax", "instead")], seen.decisions
-    text = str(sw.explain("aten::_softmax", x.layout, 1, False))
+    text = str(sw.explain("aten::_softmax", sw.layout_of(x), 1, False))
     assert text.startswith("aten::_softmax: algorithm softmax: the maximum and the sum of each row")
     with sw.explicit():
         rows.softmax(1)

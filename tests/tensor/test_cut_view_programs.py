@@ -95,7 +95,7 @@ def _copied():
         view.tag = "kept"
         twin = copy.deepcopy(view)
         assert twin.tag == "kept"
-        assert twin.layout.placements == view.layout.placements
+        assert sw.layout_of(twin).placements == sw.layout_of(view).placements
         twin.zero_()
         close(base, full(4, 6), str(cut))
         leaf = view.requires_grad_()

@@ -41,10 +41,10 @@ def _in_place(name):
     for left in layouts_of(2):
         for right in layouts_of(2):
             d, e = place(x, left), place(y, right)
-            before = d.layout
+            before = sw.layout_of(d)
             local = d._local_tensor
             function(d, e)
-            assert d.layout == before, f"{left} {right}"
+            assert sw.layout_of(d) == before, f"{left} {right}"
             assert d._local_tensor is local, "the storage that others may share is written"
             close(d, wanted, f"{left} {right}")
             close(e, y, "the other operand")
@@ -89,10 +89,10 @@ def _through_views(name):
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             with mode():
                 d = place(x, layout)
-                before = d.layout
+                before = sw.layout_of(d)
                 write(d)
                 close(d, wanted, f"{layout} {mode.__name__}")
-                assert d.layout == before
+                assert sw.layout_of(d) == before
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

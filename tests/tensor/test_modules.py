@@ -42,7 +42,7 @@ def _by_pattern():
     plain = _net()
     plain.layers[0].weight.decay = 0.5
     seen = []
-    plain.layers[1].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.layout))
+    plain.layers[1].bias.register_post_accumulate_grad_hook(lambda p: seen.append(sw.layout_of(p.grad)))
     keys, one = list(plain.state_dict()), copy.deepcopy(plain)
     placements = {
         "layers.*.weight": {"tp": sw.Shard(0)},
@@ -53,9 +53,11 @@ def _by_pattern():
     assert model is plain
     assert list(model.state_dict()) == keys
     assert model.head.weight is model.embed.weight
-    assert model.embed.weight.layout.placements[-1] == sw.Shard(1)
-    assert model.layers[0].weight.layout.placements[-1] == sw.Shard(0), "the first pattern that matches"
-    assert model.layers[1].bias.layout.is_fully_replicated
+    assert sw.layout_of(model.embed.weight).placements[-1] == sw.Shard(1)
+    assert sw.layout_of(model.layers[0].weight).placements[-1] == sw.Shard(0), (
+        "the first pattern that matches"
+    )
+    assert sw.layout_of(model.layers[1].bias).is_fully_replicated
     assert isinstance(model.shift, sw.DTensor)
     assert isinstance(model.norm.running_mean, sw.DTensor)
     assert model.layers[0].weight.decay == 0.5

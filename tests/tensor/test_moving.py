@@ -25,7 +25,7 @@ def _round_trips():
             assert d.stride() == x.stride()
             assert d.placements == placements
             assert torch.equal(d.full_tensor(), x)
-            local = d.layout.split(x, tuple(mesh().get_coordinate()))
+            local = sw.layout_of(d).split(x, tuple(mesh().get_coordinate()))
             assert torch.equal(d.to_local(), local)
             again = sw.DTensor.from_local(d.to_local(), mesh(), placements, shape=x.shape, stride=x.stride())
             assert torch.equal(again.full_tensor(), x)
@@ -63,13 +63,13 @@ def _unmoved():
     for given in ([sw.Shard(0), theirs.Replicate()], {"a": sw.Shard(-2)}, {}, d.placements):
         same = d.redistribute(given) if isinstance(given, dict) else d.redistribute(grid, given)
         assert same is not d
-        assert same.layout == d.layout
+        assert sw.layout_of(same) == sw.layout_of(d)
         assert same.to_local().data_ptr() == d.to_local().data_ptr()
         d.grad = None
         # The gradient of this product is replicated on `a` and must come back in the layout of `d`.
         weight = sw.distribute_tensor(full(8, 6, seed=1), grid)
         (same.redistribute({"a": sw.Replicate()}) * weight).sum().backward()
-        assert d.grad.layout == d.layout
+        assert sw.layout_of(d.grad) == sw.layout_of(d)
         close(d.grad, full(8, 6, seed=1), given)
     with torch.no_grad():
         assert not d.redistribute({}).requires_grad
@@ -86,9 +86,9 @@ def _order_is_a_move():
     x = full(6, 3)
     both = [sw.Shard(0), sw.Shard(0)]
     d = sw.distribute_tensor(x, grid).redistribute(grid, both, order=("b", "a"))
-    assert d.redistribute({}).layout == d.layout
+    assert sw.layout_of(d.redistribute({})) == sw.layout_of(d)
     left = d.redistribute(grid, both)
-    assert left.layout != d.layout
+    assert sw.layout_of(left) != sw.layout_of(d)
     assert torch.equal(left.full_tensor(), x)
 
 
@@ -120,7 +120,7 @@ def _mappings():
     assert torch.equal(f.full_tensor(), x)
     g = sw.distribute_tensor(x, grid, {"dp": sw.Shard(0), "tp": sw.Shard(0)}, order=("tp", "dp"))
     assert torch.equal(g.full_tensor(), x)
-    assert str(g.layout) == "f32[6@(tp, dp), 4]"
+    assert str(sw.layout_of(g)) == "f32[6@(tp, dp), 4]"
     h = g.redistribute({"tp": sw.Replicate()})
     assert torch.equal(h.full_tensor(), x)
     with sw.init_device_mesh("cpu", (4,), mesh_dim_names=("all",)):
@@ -140,9 +140,9 @@ def _orders():
         assert torch.equal(d.full_tensor(), x)
         for target in itertools.permutations(("dp", "tp")):
             moved = d.redistribute(placements=[sw.Shard(0), sw.Shard(0)], order=target)
-            assert moved.layout.order_names == target
+            assert sw.layout_of(moved).order_names == target
             assert torch.equal(moved.full_tensor(), x)
-            assert torch.equal(moved.to_local(), moved.layout.split(x, tuple(grid.get_coordinate())))
+            assert torch.equal(moved.to_local(), sw.layout_of(moved).split(x, tuple(grid.get_coordinate())))
         assert torch.equal((d * 2 + 1).full_tensor(), x * 2 + 1)
         assert torch.equal((d.t() * 2).full_tensor(), x.t() * 2)
 

@@ -38,7 +38,7 @@ def _steps(name, mode):
             ours.step()
             theirs.step()
         for p, d in zip(plain, placed, strict=True):
-            close(d, p.detach(), f"{d.layout}")
+            close(d, p.detach(), f"{sw.layout_of(d)}")
             assert type(d) is sw.DTensor
             for key, value in theirs.state[p].items():
                 close(ours.state[d][key], value, key)

@@ -68,13 +68,13 @@ def test_sizes_that_do_not_fit_are_refused_as_on_one_device(ranks):
 def _follows():
     """A rule that comes takes effect at once, for shapes that are known by their kind too."""
     x = place(full(8, 4), (sw.Partial(),))
-    assert not torch.sin(x).layout.pending_axes
+    assert not sw.layout_of(torch.sin(x)).pending_axes
     rule = sw.rule("aten::sin", "... -> ...", hom="self: sum->sum")  # wrong, but a rule
     try:
-        assert torch.sin(place(full(6, 4), (sw.Partial(),))).layout.pending_axes
+        assert sw.layout_of(torch.sin(place(full(6, 4), (sw.Partial(),)))).pending_axes
     finally:
         registry.registry.remove(rule)
-    assert not torch.sin(place(full(7, 4), (sw.Partial(),))).layout.pending_axes
+    assert not sw.layout_of(torch.sin(place(full(7, 4), (sw.Partial(),)))).pending_axes
     assert mesh().ndim == 1
 
 
@@ -132,8 +132,12 @@ def _viewed(shape, size, placements):
     with sw.trace() as trace:
         y = sw.DTensor.from_local(local, grid, placements, shape=shape, stride=x.stride()).view(size)
     assert not trace.collectives
-    assert torch.equal(y.to_local(), _terms(y.layout).split(x.view(size), coords)), (shape, size, y.layout)
-    return y.layout
+    assert torch.equal(y.to_local(), _terms(sw.layout_of(y)).split(x.view(size), coords)), (
+        shape,
+        size,
+        sw.layout_of(y),
+    )
+    return sw.layout_of(y)
 
 
 def _terms(layout):

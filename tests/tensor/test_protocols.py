@@ -25,7 +25,7 @@ def _copies():
         d = place(full(5, 7), layout, requires_grad=True)
         twin = copy.deepcopy(d)
         assert type(twin) is sw.DTensor
-        assert twin.layout == d.layout
+        assert sw.layout_of(twin) == sw.layout_of(d)
         assert twin.requires_grad
         with torch.no_grad():
             twin.zero_()
@@ -40,9 +40,9 @@ def _copies():
         assert isinstance(nn.Parameter(d.detach()), sw.DTensor)
         assert "DTensor(" in repr(d)
         assert "f32[" in repr(d)
-        layout_again = pickle.loads(pickle.dumps(d.layout))
-        assert layout_again == d.layout
-        assert hash(layout_again) == hash(d.layout)
+        layout_again = pickle.loads(pickle.dumps(sw.layout_of(d)))
+        assert layout_again == sw.layout_of(d)
+        assert hash(layout_again) == hash(sw.layout_of(d))
         assert pickle.loads(pickle.dumps(d.placements)) == d.placements
 
 
@@ -58,7 +58,7 @@ def _saved():
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
     assert type(loaded["d"]) is sw.DTensor
-    assert loaded["d"].layout == d.layout
+    assert sw.layout_of(loaded["d"]) == sw.layout_of(d)
     assert torch.equal(loaded["d"].to_local(), d.to_local())
     close(loaded["d"], full(5, 7))
 

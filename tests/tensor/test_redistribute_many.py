@@ -24,7 +24,7 @@ def _values_and_gradients() -> int:
     with sw.trace() as trace:
         moved = sw.redistribute_many(leaves, {"dp": sw.Replicate()})
     for x, y in zip(whole, moved, strict=True):
-        assert y.layout.is_fully_replicated
+        assert sw.layout_of(y).is_fully_replicated
         assert torch.equal(y.to_local(), x)
     sum(((i + 1) * y.square()).sum() for i, y in enumerate(moved)).backward()
     for i, (leaf, x) in enumerate(zip(leaves, whole, strict=True)):
@@ -49,7 +49,7 @@ def _second_derivatives() -> None:
         x, y = sw.redistribute_many([a, b], home, target)
         first = torch.autograd.grad((x**3 * y**2).sum(), [a, b], create_graph=True)
         second = torch.autograd.grad(first[0].sum(), [a, b])
-        assert [grad.layout for grad in second] == [a.layout, b.layout]
+        assert [sw.layout_of(grad) for grad in second] == [sw.layout_of(a), sw.layout_of(b)]
         assert torch.equal(second[0].full_tensor(), 6 * whole**3)
         assert torch.equal(second[1].full_tensor(), 6 * whole**3)
 
@@ -131,7 +131,9 @@ def _a_thousand_parameters() -> tuple[int, int, int]:
         full = sw.redistribute_many(state, replicate)  # as a full state dict
     for x, y in zip(whole, full, strict=True):
         assert torch.equal(y.to_local(), x)
-    plans = [sw.plan_redistribution(x.layout, y.layout) for x, y in zip(state, full, strict=True)]
+    plans = [
+        sw.plan_redistribution(sw.layout_of(x), sw.layout_of(y)) for x, y in zip(state, full, strict=True)
+    ]
     forms = {(plan.form, plan.source.dtype): plan.rounds for plan in plans}
     return len(trace.collectives), sum(forms.values()), sum(plan.rounds for plan in plans)
 
@@ -153,7 +155,8 @@ def _many_small_sums() -> tuple[list[str], int, int]:
     for i, y in enumerate(sums):
         assert torch.equal(y.to_local(), torch.full((64, 64), 4.0 * i + 6))
     least = sum(
-        sw.plan_redistribution(x.layout, y.layout).lower_bound for x, y in zip(gradients, sums, strict=True)
+        sw.plan_redistribution(sw.layout_of(x), sw.layout_of(y)).lower_bound
+        for x, y in zip(gradients, sums, strict=True)
     )
     return [event.op for event in trace.collectives], trace.bytes, least
 

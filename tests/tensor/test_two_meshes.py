@@ -41,7 +41,7 @@ def inference() -> DeviceMesh:
 
 def own(x: sw.DTensor, full: torch.Tensor) -> torch.Tensor:
     """The part of the full tensor that belongs on this rank."""
-    layout = x.layout
+    layout = sw.layout_of(x)
     return (
         layout.split(full, layout.coords_of(dist.get_rank()))
         if dist.get_rank() in layout.ranks
@@ -102,7 +102,7 @@ def there_and_back() -> dict[str, int]:
     assert torch.equal(y.to_local(), own(y, full))
     with sw.trace() as back:
         (y * y * y).sum().backward()
-    assert x.grad.layout == x.layout
+    assert sw.layout_of(x.grad) == sw.layout_of(x)
     assert torch.equal(x.grad.to_local(), own(x, 3 * full * full))
     return {"there": there.bytes, "back": back.bytes, "axis": {event.axis for event in there.collectives}}
 
@@ -228,7 +228,7 @@ def words() -> dict[str, object]:
         "cast": cast.dtype,
         "many": [y.placements for y in again],
         "full": tuple(kept.full_tensor().shape),
-        "member": dist.get_rank() in kept.layout.ranks,
+        "member": dist.get_rank() in sw.layout_of(kept).ranks,
         "outside": torch.equal(x.to_local(), nobody) and torch.equal(kept.to_local(), nobody),
     }
 
@@ -277,7 +277,7 @@ def sharded_model() -> None:
 
 def theirs(x: sw.DTensor) -> TorchDTensor:
     """The same tensor as torch's own class."""
-    shape, stride = torch.Size(x.shape), x.layout.stride
+    shape, stride = torch.Size(x.shape), sw.layout_of(x).stride
     return TorchDTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=shape, stride=stride)
 
 

@@ -34,12 +34,12 @@ def compare(what, got, wanted):
     got, wanted = got.detach(), wanted.detach()
     if not isinstance(got, sw.DTensor):
         part, mine = wanted, got
-    elif got.layout.pending_axes:  # terms of a sum: gathered, by every rank alike
+    elif sw.layout_of(got).pending_axes:  # terms of a sum: gathered, by every rank alike
         part, mine = wanted, got.full_tensor()
     else:
         assert got.shape == wanted.shape, f"{what}: {tuple(got.shape)}, wanted {tuple(wanted.shape)}"
-        covers(got.layout)
-        part, mine = got.layout.split(wanted, tuple(mesh().get_coordinate())), got.to_local()
+        covers(sw.layout_of(got))
+        part, mine = sw.layout_of(got).split(wanted, tuple(mesh().get_coordinate())), got.to_local()
     torch.testing.assert_close(mine, part, rtol=1e-6, atol=1e-6, msg=lambda m: f"{what}: {m}")
 
 

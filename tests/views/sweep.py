@@ -127,7 +127,9 @@ class Case:
     def __init__(self, info, sample, placements, order):
         self.info, self.sample, self.placements, self.order = info, sample, placements, order
         self.sent, self.told, self.writable = 0, [], False
-        self.torn = info.name == "view_as_complex" and tears(place(sample.input, placements, order).layout)
+        self.torn = info.name == "view_as_complex" and tears(
+            sw.layout_of(place(sample.input, placements, order))
+        )
 
     def call(self, first, wrapped):
         """The op on the first tensors; other tensors whole on every rank."""
@@ -176,7 +178,8 @@ class Case:
         weights = [torch.cos(torch.arange(w.numel())).reshape(w.shape).to(w.dtype) for w in wanted]
         grads = torch.autograd.grad(wanted, plain, weights, allow_unused=True)
         given = [
-            place(v, g.layout.placements, g.layout.order_names) for v, g in zip(weights, got, strict=True)
+            place(v, sw.layout_of(g).placements, sw.layout_of(g).order_names)
+            for v, g in zip(weights, got, strict=True)
         ]
         with self.watched("backward"):
             made = torch.autograd.grad(got, placed, given, allow_unused=True)

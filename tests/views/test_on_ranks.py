@@ -35,7 +35,7 @@ def _fused(placements):
     with sw.trace() as t:
         parts = placed.chunk(3)
         out = [part * part for part in parts]
-        pairs = zip(weights, [o.layout for o in out], strict=True)
+        pairs = zip(weights, [sw.layout_of(o) for o in out], strict=True)
         given = [place(w, layout.placements, layout.order_names) for w, layout in pairs]
         (grad,) = torch.autograd.grad(out, [placed], given)
         with torch.no_grad():

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.manifest import Manifest, SavedTensor
 from shardwright.errors import CheckpointError
+from shardwright.layout.of_tensor import layout_of
 
 _COMPILED = "_orig_mod."
 
@@ -81,8 +82,7 @@ def describe(tensor: torch.Tensor) -> SavedTensor:
         raise CheckpointError(
             f"a tensor with placements {tensor.placements} is not finished: reduce it first"
         )
-    layout = getattr(tensor, "layout", tensor.placements)
-    return SavedTensor(shape=tuple(tensor.shape), dtype=str(tensor.dtype), layout=str(layout))
+    return SavedTensor(shape=tuple(tensor.shape), dtype=str(tensor.dtype), layout=str(layout_of(tensor)))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from shardwright.errors import LayoutError
 from shardwright.explain.console import render
 from shardwright.explain.holders import Holders, holders_of, ranks_text
 from shardwright.explain.palette import color_of
-from shardwright.explain.subject import layout_of
+from shardwright.explain.subject import layout_if_any
 from shardwright.explain.svg import draw, draw_lines
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def visualize(x: Any) -> Picture:
     One or two dims: a grid of blocks with their ranks; more: a table of the ranks. No communication.
     Raises: LayoutError: a plain tensor.
     """
-    layout = layout_of(x)
+    layout = layout_if_any(x)
     if layout is None:
         raise LayoutError(f"a plain {type(x).__name__} has no layout to draw; distribute it first")
     picture = Picture(layout)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.tensor import DTensor
+
 from shardwright.layout.layout import Layout
+from shardwright.layout.of_tensor import layout_of
 
 
-def layout_of(value: Any) -> Layout | None:
-    """Its layout; that of torch's own DTensor from mesh and placements; None for a plain tensor."""
+def layout_if_any(value: Any) -> Layout | None:
+    """Its layout; None for a plain tensor."""
     if isinstance(value, Layout):
         return value
-    layout = getattr(value, "layout", None)
-    if isinstance(layout, Layout):
-        return layout
-    mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", None)
-    if mesh is None or placements is None:
-        return None
-    return Layout(mesh, placements, value.shape, dtype=value.dtype, stride=value.stride())
+    return layout_of(value) if isinstance(value, DTensor) else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from shardwright.explain.console import render
-from shardwright.explain.subject import layout_of
+from shardwright.explain.subject import layout_if_any
 from shardwright.layout.dtypes import dtype_name
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def layout_table(
 
 
 def _row(name: str, value: Any, rank: int | None) -> Row:
-    layout = layout_of(value)
+    layout = layout_if_any(value)
     if layout is None:
         shape, size = tuple(value.shape), prod(value.shape) * value.dtype.itemsize
         return Row(name, shape, f"{dtype_name(value.dtype)}{list(shape)}", "plain", shape, size, size)

@@ -95,7 +95,7 @@ def _key(parameter: Tensor) -> _Key:
     """Return where a parameter's norm must be added up: its mesh, and the axes that cut it."""
     if not isinstance(parameter, TorchDTensor):
         return None, ()
-    layout = as_ours(parameter).layout
+    layout = as_ours(parameter)._spec.layout
     cut = tuple(a for a, p in zip(layout.axes, layout.placements, strict=True) if p.is_partition)
     return parameter.device_mesh, cut
 

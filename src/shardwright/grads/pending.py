@@ -73,7 +73,7 @@ def _finish(mesh: DeviceMesh, work: Sequence[tuple[_Entry, GradientState]], buck
     buckets: defaultdict[tuple[bool, ...], list[_Entry]] = defaultdict(list)
     for entry, state in work:
         if state.other:
-            target = entry.placed.layout
+            target = entry.placed._spec.layout
             moved = _gradient(entry).redistribute(mesh, list(target.placements), order=target.order_names)
             entry.parameter.grad = moved.detach()
         elif any(state.pending):
@@ -91,7 +91,9 @@ def _sum_in_buckets(
     terms = [_term(entry, pending) for entry in entries]
     sums: list[Tensor] = list(terms)
     summed = {
-        axis for axis, is_summed in zip(entries[0].placed.layout.axes, pending, strict=True) if is_summed
+        axis
+        for axis, is_summed in zip(entries[0].placed._spec.layout.axes, pending, strict=True)
+        if is_summed
     }
     for axis, group in groups_above_one(mesh):
         if axis in summed:
@@ -118,9 +120,9 @@ def _term(entry: _Entry, pending: tuple[bool, ...]) -> Tensor:
 
 def _label(entry: _Entry, local: Tensor) -> None:
     """Make `local`, laid out as the gradient that was there, the gradient in the parameter's layout."""
-    layout = entry.placed.layout
+    layout = entry.placed._spec.layout
     if not entry.own.missing:
-        layout = _gradient(entry).layout.with_placements(layout.placements, order=layout.order_names)
+        layout = _gradient(entry)._spec.layout.with_placements(layout.placements, order=layout.order_names)
     entry.parameter.grad = wrap(local, spec_of(layout, entry.placed.device_mesh))
 
 

@@ -85,11 +85,11 @@ def _layout_of(name: str, gradient: Tensor, parameter: DTensor) -> Layout:
     if not isinstance(gradient, TorchDTensor):
         raise ParallelError(
             f"the gradient of {name} is a plain tensor although the parameter is distributed "
-            f"({parameter.layout}); assign a DTensor on the parameter's mesh"
+            f"({parameter._spec.layout}); assign a DTensor on the parameter's mesh"
         )
     if gradient.device_mesh != parameter.device_mesh:
         raise ParallelError(
             f"the gradient of {name} is on {gradient.device_mesh}, its parameter on "
             f"{parameter.device_mesh}; redistribute it to the parameter's mesh"
         )
-    return as_ours(gradient).layout
+    return as_ours(gradient)._spec.layout

@@ -2,6 +2,7 @@
 
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
+from shardwright.layout.of_tensor import layout_of
 from shardwright.layout.order import OrderedPlacements
 from shardwright.layout.partition_spec import from_partition_spec, to_partition_spec
 from shardwright.layout.strided import same_regions, to_ordered, to_strided
@@ -11,6 +12,7 @@ __all__ = [
     "MeshShape",
     "OrderedPlacements",
     "from_partition_spec",
+    "layout_of",
     "same_regions",
     "to_ordered",
     "to_partition_spec",

@@ -306,16 +306,12 @@ class Layout:
     # ------------------------------------------------------------------------------------------ object
 
     def __eq__(self, other: object) -> bool:
-        """Equal: the same tensor, laid out in the same way on the same ranks.
-
-        Also equal to `torch.strided`: `x.layout` hides the attribute of that name of plain tensors, which
-        torch's Python code compares with it (`torch.norm` does) to tell dense tensors from sparse ones.
-        """
+        """Equal: the same tensor, laid out in the same way on the same ranks."""
         if self is other:
             return True
         if isinstance(other, Layout):
             return self._hash == other._hash and self._key() == other._key()
-        return other is torch.strided
+        return NotImplemented
 
     def __hash__(self) -> int:
         return self._hash

@@ -82,9 +82,9 @@ def _take_over(experts: nn.Module) -> None:
         if not isinstance(parameter, TorchDTensor) or parameter in plain:
             continue
         ours = as_ours(parameter)
-        if not ours.layout.is_fully_replicated:
+        if not ours._spec.layout.is_fully_replicated:
             raise ParallelError(
-                f"expert parallelism: {slot.path} is cut already ({ours.layout}); "
+                f"expert parallelism: {slot.path} is cut already ({ours._spec.layout}); "
                 "apply parallelize_expert_parallel before the strategy that cuts the dense parameters"
             )
         made = nn.Parameter(ours._local_tensor.detach(), requires_grad=parameter.requires_grad)

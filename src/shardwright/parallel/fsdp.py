@@ -105,7 +105,7 @@ def _refuse_twice(slots: list[Slot], axes: tuple[str, ...], ignored: set[nn.Para
         if twice:
             raise ParallelError(
                 f"{slot.path}: axis {twice[0]!r} places this parameter already "
-                f"({as_ours(parameter).layout}); apply a strategy once per parameter and axis"
+                f"({as_ours(parameter)._spec.layout}); apply a strategy once per parameter and axis"
             )
 
 

@@ -74,7 +74,7 @@ def placed_parameter(
         value = _on_more_axes(before, mesh, placements, use, source)
     else:
         plain = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
-        value = wrap(plain._local_tensor, spec_of(plain.layout, mesh, use))
+        value = wrap(plain._local_tensor, spec_of(plain._spec.layout, mesh, use))
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
     carry_over(parameter, new)
     return new
@@ -87,10 +87,10 @@ def _nothing_to_do(before: DTensor, mesh: DeviceMesh) -> bool:
 
 
 def _refuse_twice(path: str, before: DTensor, mesh: DeviceMesh) -> None:
-    twice = [axis for axis in axis_names(mesh) if axis in before.layout.axes]
+    twice = [axis for axis in axis_names(mesh) if axis in before._spec.layout.axes]
     if twice:
         raise ParallelError(
-            f"{path}: axis {twice[0]!r} places this parameter already ({before.layout}); "
+            f"{path}: axis {twice[0]!r} places this parameter already ({before._spec.layout}); "
             "apply a strategy once per parameter and axis"
         )
 
@@ -100,16 +100,16 @@ def _on_more_axes(
 ) -> DTensor:
     """Old axes keep their placements and come first in order; the new axes place what those leave."""
     inner = distribute_tensor(before._local_tensor.detach(), mesh, placements, src_data_rank=source)
-    old = dict(zip(before.layout.axes, before.layout.placements, strict=True))
+    old = dict(zip(before._spec.layout.axes, before._spec.layout.placements, strict=True))
     new = dict(zip(axis_names(mesh), placements, strict=True))
     both = union_mesh([before.device_mesh, mesh])
-    order = (*before.layout.order_names, *axis_names(mesh))
+    order = (*before._spec.layout.order_names, *axis_names(mesh))
     layout = Layout(
         both,
         {**old, **new},
-        before.layout.shape,
+        before._spec.layout.shape,
         dtype=before.dtype,
-        stride=before.layout.stride,
+        stride=before._spec.layout.stride,
         order=order,
     )
     earlier = before._spec.use or LocalUse((), ())

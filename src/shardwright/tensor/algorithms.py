@@ -60,7 +60,7 @@ class ByAlgorithm:
 
     def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Why it may not run, in terms of the op that the user called."""
-        layouts = tuple(x.layout for x in tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor))
+        layouts = tuple(x._spec.layout for x in tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor))
         return implicit_text(self.call, layouts, propagate(self.call, layouts).inputs, self.chosen.reason)
 
     def _compute(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -112,10 +112,10 @@ def finished(x: DTensor, why: str) -> DTensor:
 
     Not differentiable. Cost: an all-reduce per pending axis.
     """
-    pending: dict[str, Any] = {x.layout.axes[axis]: Replicate() for axis in x.layout.pending_axes}
+    pending: dict[str, Any] = {x._spec.layout.axes[axis]: Replicate() for axis in x._spec.layout.pending_axes}
     if not pending:
         return x
-    target = x.layout.with_placements(pending)
+    target = x._spec.layout.with_placements(pending)
     refuse_to_finish(x, target, why)
     return wrap(move_local(x, target, reason=why), spec_of(target, x.device_mesh, x._spec.use))
 

@@ -89,5 +89,7 @@ def _from_source(full: torch.Tensor, mesh: DeviceMesh, source: int) -> torch.Ten
 
 def _already(x: DTensor, mesh: DeviceMesh, placements: tuple[object, ...]) -> DTensor:
     if x.device_mesh != mesh or x.placements != placements:
-        raise LayoutError(f"the tensor is already distributed as {x.layout}; use redistribute to move it")
+        raise LayoutError(
+            f"the tensor is already distributed as {x._spec.layout}; use redistribute to move it"
+        )
     return x

@@ -62,10 +62,10 @@ class _Start(Redistribute):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: Layout, mesh: Any) -> torch.Tensor:
-        ctx.source, ctx.mesh = x.layout, mesh
+        ctx.source, ctx.mesh = x._spec.layout, mesh
         ctx.set_materialize_grads(False)
         local = x._local_tensor
-        plan = plan_redistribution(x.layout, target)
+        plan = plan_redistribution(x._spec.layout, target)
         moved = execute_later(plan, local, mesh, reason="redistribute")
         spec = spec_of(target, mesh)
         if isinstance(moved, Later):

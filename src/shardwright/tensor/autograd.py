@@ -67,7 +67,9 @@ class FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         if grad is None:
             return None, None, None, None
-        target = grad.layout.with_placements(ctx.grad_layout.placements, order=ctx.grad_layout.order_names)
+        target = grad._spec.layout.with_placements(
+            ctx.grad_layout.placements, order=ctx.grad_layout.order_names
+        )
         if differentiated(grad):
             moved = apply(Redistribute, grad, target, grad.device_mesh)
             return apply(ToLocal, moved, finished(target)), None, None, None
@@ -101,7 +103,7 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: Layout, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.source, ctx.mesh = x.layout, x.device_mesh
+        ctx.source, ctx.mesh = x._spec.layout, x.device_mesh
         ctx.set_materialize_grads(False)
         up_to_date(x)
         local = move_local(x, target, reason="redistribute")
@@ -113,7 +115,7 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
         if grad is None:
             return None, None, None
-        target = acceptable_gradient(ctx.source, grad.layout)
+        target = acceptable_gradient(ctx.source, grad._spec.layout)
         if differentiated(grad):
             return apply(Redistribute, grad, target, ctx.mesh), None, None
         local = move_local(grad, target, reason="gradient of redistribute")
@@ -151,7 +153,7 @@ class Localize(torch.autograd.Function):
         leaf = None if ctx.leaf is None else ctx.leaf()
         if leaf is None or leaf.grad is None:
             return wrap(_own_copy(term._local_tensor, leaf), term._spec)
-        leaf.grad = as_term(leaf.grad, term.layout)
+        leaf.grad = as_term(leaf.grad, term._spec.layout)
         return term
 
 
@@ -180,7 +182,7 @@ class RestoreAxes(torch.autograd.Function):
         ctx.inner = kept_spec(spec)
         ctx.set_materialize_grads(False)
         term = restore_axes(spec, grad.detach())
-        ctx.layout = term.layout
+        ctx.layout = term._spec.layout
         return term
 
     @staticmethod

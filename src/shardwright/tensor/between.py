@@ -37,13 +37,13 @@ def layout_on(
     """
     if mesh == x.device_mesh:
         resolved, kept = resolve_placements(mesh, given, default="layout", x=x)
-        return x.layout.with_placements(resolved, order=order if order is not None else kept)
-    refuse_between(x.layout, x._local_tensor)
+        return x._spec.layout.with_placements(resolved, order=order if order is not None else kept)
+    refuse_between(x._spec.layout, x._local_tensor)
     fault = _fault(x.device_mesh, mesh)
     if fault:
-        raise LayoutError(f"{x.layout} {fault}")
+        raise LayoutError(f"{x._spec.layout} {fault}")
     resolved, kept = resolve_placements(mesh, given, default="layout", x=x)
-    old = x.layout
+    old = x._spec.layout
     order = order if order is not None else kept
     return Layout(mesh, resolved, old.shape, dtype=old.dtype, stride=old.stride, order=order)
 

@@ -7,7 +7,6 @@ the program is; further down it counts as replicated.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,12 +103,6 @@ def _made_by_torch(
     if ours is None or getattr(func, "__name__", "") in _ASK_FOR_PLAIN or any(out is v for v in given):
         return out
     return as_replicated(out, ours.device_mesh)
-
-
-def asked_by_torch(depth: int) -> bool:
-    """Is it a function of torch that asks, `depth` frames above the caller?"""
-    name: str = sys._getframe(depth + 1).f_globals.get("__name__", "")
-    return name.startswith("torch.")
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:

@@ -23,7 +23,7 @@ def _chunks(x: DTensor) -> tuple[Chunk, ...]:
     """
     x._raise_if_contains_partial_placements()
     coords = coords_of(x.device_mesh)
-    return () if coords is None else chunks_of(x.layout.region(coords))
+    return () if coords is None else chunks_of(x._spec.layout.region(coords))
 
 
 def chunk_list(x: DTensor) -> list[ChunkStorageMetadata]:
@@ -57,10 +57,11 @@ def shard_of(x: DTensor, index: MetadataIndex) -> torch.Tensor:
     if index.offset is None:
         if len(chunks) != 1:
             raise LayoutError(
-                f"{index.fqn}: {x.layout} holds {len(chunks)} boxes on this rank; an offset must say which"
+                f"{index.fqn}: {x._spec.layout} holds {len(chunks)} boxes on this rank; "
+                "an offset must say which"
             )
         return chunks[0].view(x._local_tensor)
     for chunk in chunks:
         if tuple(chunk.box.offset) == tuple(index.offset):
             return chunk.view(x._local_tensor)
-    raise LayoutError(f"{index.fqn}: no box at offset {tuple(index.offset)} on this rank of {x.layout}")
+    raise LayoutError(f"{index.fqn}: no box at offset {tuple(index.offset)} on this rank of {x._spec.layout}")

@@ -160,21 +160,23 @@ def _write_back(view: torch.Tensor) -> None:
 def _overlay(view: DTensor, origin: _Origin) -> None:
     base = origin.base
     record_decision(
-        origin.func.name(), "redistribute: a view of a cut dim was written", f"{view.layout} -> {base.layout}"
+        origin.func.name(),
+        "redistribute: a view of a cut dim was written",
+        f"{view._spec.layout} -> {base._spec.layout}",
     )
-    whole = move_local(view, _finished(view.layout, everywhere=True), reason="write through a view")
+    whole = move_local(view, _finished(view._spec.layout, everywhere=True), reason="write through a view")
     coords = coords_of(base.device_mesh)
     if coords is None:
         return
     values, touched = _blank(base), _blank(base)
     _seen(values, origin).copy_(whole)
     _seen(touched, origin).fill_(1 + 1j if view.is_complex() else 1)  # both halves of a complex number
-    mask = _finished(base.layout).split(touched, coords) != 0
-    base._local_tensor.copy_(torch.where(mask, base.layout.split(values, coords), base._local_tensor))
+    mask = _finished(base._spec.layout).split(touched, coords) != 0
+    base._local_tensor.copy_(torch.where(mask, base._spec.layout.split(values, coords), base._local_tensor))
 
 
 def _blank(base: DTensor) -> torch.Tensor:
-    layout = base.layout
+    layout = base._spec.layout
     device = base._local_tensor.device
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device).zero_()
 

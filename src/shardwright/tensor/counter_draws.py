@@ -155,7 +155,7 @@ def source_for(
 
 
 def _fill(x: DTensor, make: Draw, given: Mapping[str, Any]) -> DTensor:
-    mesh, layout = x.device_mesh, x.layout
+    mesh, layout = x.device_mesh, x._spec.layout
     source = source_for(finished(layout), mesh, x._local_tensor.device, given["generator"])
     if source is not None:
         x._local_tensor.copy_(_embedded(make(source, given, x.dtype), layout, source.coords))
@@ -173,7 +173,7 @@ def _embedded(local: Tensor, layout: Layout, coords: tuple[int, ...]) -> Tensor:
 
 def made_like(x: DTensor, make: Draw, given: Mapping[str, Any], dtype: torch.dtype) -> DTensor:
     """A new tensor of the shape and the finished layout of `x`."""
-    layout = with_dtype(finished(x.layout), dtype)
+    layout = with_dtype(finished(x._spec.layout), dtype)
     return made(layout, x.device_mesh, x._local_tensor.device, make, given, x._spec.use)
 
 

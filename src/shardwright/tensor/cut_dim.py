@@ -74,7 +74,7 @@ def gather_along(x: DTensor, cut: CutDim, local: torch.Tensor, why: str) -> torc
 
     Cost: an all-gather of `local` over the axes that cut the dim.
     """
-    layout = x.layout
+    layout = x._spec.layout
     shape = list(layout.shape)
     shape[cut.dim] = local.shape[cut.dim] * len(cut.held)
     placements = [Shard(cut.dim) if axis in cut.axes else p for axis, p in enumerate(layout.placements)]
@@ -86,13 +86,13 @@ def gather_along(x: DTensor, cut: CutDim, local: torch.Tensor, why: str) -> torc
 
 def like_cut(x: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor of x's shape and placements, maybe of another dtype."""
-    layout = with_dtype(x.layout, local.dtype)
+    layout = with_dtype(x._spec.layout, local.dtype)
     return wrap(local, spec_of(layout, x.device_mesh, x._spec.use))
 
 
 def whole_along(x: DTensor, cut: CutDim, local: torch.Tensor, length: int) -> DTensor:
     """A DTensor of x's placements, but whole and of this length along the dim."""
-    layout = x.layout
+    layout = x._spec.layout
     shape = (*layout.shape[: cut.dim], length, *layout.shape[cut.dim + 1 :])
     whole = [Replicate() if axis in cut.axes else p for axis, p in enumerate(layout.placements)]
     made = Layout(layout.mesh_shape, whole, shape, dtype=local.dtype, order=layout.order_names)

@@ -63,7 +63,7 @@ def kthvalue(_op: object, x: DTensor, k: int, dim: int = -1, keepdim: bool = Fal
 
 
 def _first(x: DTensor, k: int, dim: int, *, largest: bool) -> tuple[DTensor, DTensor]:
-    cut = find_cut(x.layout, dim)
+    cut = find_cut(x._spec.layout, dim)
     assert cut is not None  # noqa: S101  the cost said so
     if is_outside(x):
         nothing = x._local_tensor
@@ -81,7 +81,7 @@ def _first(x: DTensor, k: int, dim: int, *, largest: bool) -> tuple[DTensor, DTe
 def _candidates(x: DTensor, cut: CutDim, k: int, *, largest: bool) -> tuple[Tensor, Tensor]:
     """Each rank's first k (or all that it has), with their logical indices, on every rank."""
     local, coords = x._local_tensor, coords_of(x.device_mesh)
-    held = cut.held[cut.own(x.layout, coords or ())]
+    held = cut.held[cut.own(x._spec.layout, coords or ())]
     counts = [min(k, other.length) for other in cut.held]
     values, at = local.topk(min(k, held.length), cut.dim, largest)
     places = held.positions(local.device)[at]

@@ -68,12 +68,12 @@ def _cost(extra: int) -> Cost:
 
 def run_scan(x: DTensor, dim: int, scan: Scan, dtypes: Sequence[torch.dtype]) -> tuple[DTensor, ...]:
     """The scan of a DTensor along a dim that is cut; the results are cut as x is."""
-    cut = find_cut(x.layout, dim)
+    cut = find_cut(x._spec.layout, dim)
     assert cut is not None  # noqa: S101  the cost said so
     local = x._local_tensor
     if is_outside(x):
         return tuple(like_cut(x, local.to(dtype)) for dtype in dtypes)
-    own = cut.own(x.layout, coords_of(x.device_mesh) or ())
+    own = cut.own(x._spec.layout, coords_of(x.device_mesh) or ())
     pieces = cut.held[own].pieces
     parts = local.split([length for _, length in pieces], cut.dim) if pieces else ()
     states = [scan.along(part, cut.dim, start) for part, (start, _) in zip(parts, pieces, strict=True)]

@@ -40,18 +40,8 @@ class DTensor(TorchDTensor):
 
     # -- what it is -----------------------------------------------------------------------------------
 
-    @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        """Where each element lives: mesh axes, placements, order, logical shape, stride, dtype.
-
-        torch's own functions ask by this name whether a tensor is sparse; to them it says `torch.strided`.
-        """
-        if not torch.compiler.is_compiling() and boundary.asked_by_torch(1):
-            return cast("Layout", torch.strided)
-        return self._spec.layout
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"DTensor({self.layout}, local={self._local_tensor})"
+        return f"DTensor({self._spec.layout}, local={self._local_tensor})"
 
     def __format__(self, spec: str) -> str:
         return self.item().__format__(spec) if spec and self.dim() == 0 else object.__format__(self, spec)
@@ -103,12 +93,12 @@ class DTensor(TorchDTensor):
                 self._local_tensor.view_as(self._local_tensor) if self.requires_grad else self._local_tensor
             )
         if grad_placements is None:
-            grad_layout = finished(self.layout)
+            grad_layout = finished(self._spec.layout)
         else:
             placements, order = resolve_placements(
                 self.device_mesh, grad_placements, default="layout", x=self
             )
-            grad_layout = self.layout.with_placements(placements, order=order)
+            grad_layout = self._spec.layout.with_placements(placements, order=order)
         return apply(ToLocal, self, grad_layout)
 
     def redistribute(
@@ -136,7 +126,7 @@ class DTensor(TorchDTensor):
             order: axes in order of application, if not left to right.
         Raises: LayoutError: unknown axis, wrong count, a mesh of other devices. PlanError: no way to the
             target.
-        Cost: `plan_redistribution(x.layout, target).total_bytes` over all ranks.
+        Cost: `plan_redistribution(sw.layout_of(x), target).total_bytes` over all ranks.
         """
         return redistribute(
             self,
@@ -180,8 +170,8 @@ class DTensor(TorchDTensor):
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """A compiled backward expects finished gradients of finished values."""
-        target = finished(self.layout)
-        return self if target == self.layout else self.redistribute(placements=target.placements)
+        target = finished(self._spec.layout)
+        return self if target == self._spec.layout else self.redistribute(placements=target.placements)
 
     def __coerce_same_metadata_as_tangent__(
         self, flatten_spec: tuple[Any, ...], expected_type: type | None = None
@@ -247,8 +237,8 @@ class DTensor(TorchDTensor):
         return shard_of(self, index)
 
     def _raise_if_contains_partial_placements(self) -> None:
-        if any(p.is_pending for p in self.layout.placements):
-            raise LayoutError(f"{self.layout} is not finished; redistribute it before saving")
+        if any(p.is_pending for p in self._spec.layout.placements):
+            raise LayoutError(f"{self._spec.layout} is not finished; redistribute it before saving")
 
 
 def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: dict[str, Any]) -> DTensor:

@@ -24,7 +24,7 @@ def note(x: DTensor) -> None:
         return
     node: Any = x.grad_fn
     if node is not None:
-        node.metadata.setdefault(_KEY, {})[x.output_nr] = x.layout
+        node.metadata.setdefault(_KEY, {})[x.output_nr] = x._spec.layout
 
 
 def base_layout() -> Layout | None:
@@ -39,6 +39,6 @@ def base_layout() -> Layout | None:
         return None
     leaf = getattr(following, "variable", None)
     if leaf is not None:
-        return leaf.layout if isinstance(leaf, DTensor) else None
+        return leaf._spec.layout if isinstance(leaf, DTensor) else None
     known: dict[int, Layout] = following.metadata.get(_KEY, {})
     return known.get(output)

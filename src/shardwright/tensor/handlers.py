@@ -44,7 +44,7 @@ def item(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
     refuse_to_gather(func, x, why)
     whole = replicated(x)
     if whole is not x and recording():
-        record_decision(func.name(), f"redistribute: {why}", str(x.layout))
+        record_decision(func.name(), f"redistribute: {why}", str(x._spec.layout))
     return func(whole._local_tensor, *args[1:], **kwargs)
 
 

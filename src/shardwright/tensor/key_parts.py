@@ -44,7 +44,7 @@ def on_key_parts(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """attention over cut keys: each rank attends to its own, the results are averaged by their weights."""
     given = by_name(op, args, kwargs)
     tensors = [value for value in given.values() if isinstance(value, DTensor)]
-    plan = _plan(called(op, args, kwargs), tuple(x.layout for x in tensors)) if tensors else None
+    plan = _plan(called(op, args, kwargs), tuple(x._spec.layout for x in tensors)) if tensors else None
     if plan is None:
         return op(*args, **kwargs)
     mesh = tensors[0].device_mesh

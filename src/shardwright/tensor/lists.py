@@ -64,13 +64,13 @@ def _columns(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[DTen
 
 
 def _pending(x: DTensor) -> bool:
-    return any(p.is_pending for p in x.layout.placements)
+    return any(p.is_pending for p in x._spec.layout.placements)
 
 
 def _agree(column: list[DTensor]) -> bool:
     """Same cut everywhere: equal placements and order on equal meshes and shapes (dtypes may differ)."""
-    first = column[0].layout if column else None
-    return first is None or all(_same_cut(first, t.layout) for t in column[1:])
+    first = column[0]._spec.layout if column else None
+    return first is None or all(_same_cut(first, t._spec.layout) for t in column[1:])
 
 
 def _same_cut(left: Any, right: Any) -> bool:
@@ -96,7 +96,7 @@ def _call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
 def _wrapped(local: torch.Tensor, like: Any) -> Any:
     if not isinstance(like, DTensor):
         return local
-    layout = with_dtype(like.layout, local.dtype)
+    layout = with_dtype(like._spec.layout, local.dtype)
     return wrap(local, spec_of(layout, like.device_mesh, like._spec.use))
 
 
@@ -124,14 +124,15 @@ def _aligned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[An
 def _as_parameter(value: Any, parameter: Any) -> Any:
     if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
-    if _same_cut(value.layout, parameter.layout):
+    if _same_cut(value._spec.layout, parameter._spec.layout):
         return value
-    if value.layout.mesh_shape != parameter.layout.mesh_shape:
+    if value._spec.layout.mesh_shape != parameter._spec.layout.mesh_shape:
         raise RuleError(
-            f"fused optimizer: {value.layout} beside its parameter {parameter.layout} on another mesh"
+            f"fused optimizer: {value._spec.layout} beside its parameter "
+            f"{parameter._spec.layout} on another mesh"
         )
-    order = parameter.layout.order_names
-    target = value.layout.with_placements(parameter.layout.placements, order=order)
+    order = parameter._spec.layout.order_names
+    target = value._spec.layout.with_placements(parameter._spec.layout.placements, order=order)
     return wrap(move_local(value, target, reason="fused optimizer"), spec_of(target, value.device_mesh))
 
 

@@ -75,7 +75,7 @@ def _enter(
     if want is not None and tuple(want) != tuple(x.placements):
         if not redistribute:
             raise LayoutError(
-                f"local_map: argument {index} has layout {x.layout}, expected {tuple(want)}; "
+                f"local_map: argument {index} has layout {x._spec.layout}, expected {tuple(want)}; "
                 "redistribute it, or pass redistribute_inputs=True"
             )
         x = x.redistribute(placements=want)

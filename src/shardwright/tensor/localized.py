@@ -92,13 +92,13 @@ def _localized(value: Any) -> Any:
 def _without_pending(x: DTensor) -> DTensor:
     """What a reduction over a cut parameter left unfinished is finished first: a term is not the value."""
     use = x._spec.use
-    pairs = zip(x.layout.axes, x.layout.placements, strict=True)
+    pairs = zip(x._spec.layout.axes, x._spec.layout.placements, strict=True)
     pending = {
         axis: Replicate() for axis, p in pairs if p.is_pending and use is not None and axis in use.axes
     }
     if not pending:
         return x
-    record_decision("local use", "redistribute: a pending value meets local tensors", str(x.layout))
+    record_decision("local use", "redistribute: a pending value meets local tensors", str(x._spec.layout))
     return x.redistribute(pending)
 
 

@@ -140,7 +140,7 @@ def _by_meshes(
 
 def _move(xs: Sequence[DTensor], targets: Sequence[Layout], reason: str) -> list[torch.Tensor]:
     """The local tensors of the targets; the tensors are on one mesh, the targets on one."""
-    plans = plan_together((x.layout, target) for x, target in zip(xs, targets, strict=True))
+    plans = plan_together((x._spec.layout, target) for x, target in zip(xs, targets, strict=True))
     if not plans:
         return []
     return execute_many(plans, [x._local_tensor for x in xs], xs[0].device_mesh, reason=reason)
@@ -151,7 +151,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, targets: list[Layout], *xs: DTensor) -> tuple[DTensor, ...]:
-        ctx.mesh, ctx.sources = xs[0].device_mesh, [x.layout for x in xs]
+        ctx.mesh, ctx.sources = xs[0].device_mesh, [x._spec.layout for x in xs]
         ctx.set_materialize_grads(False)
         moved = _move(xs, targets, "redistribute_many")
         fresh = [m.view_as(m) if m is x._local_tensor else m for m, x in zip(moved, xs, strict=True)]
@@ -164,7 +164,9 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, *grads: DTensor | None) -> tuple[Any, ...]:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         given = [cast(DTensor, grads[i]) for i in present]
-        targets = [acceptable_gradient(ctx.sources[i], g.layout) for i, g in zip(present, given, strict=True)]
+        targets = [
+            acceptable_gradient(ctx.sources[i], g._spec.layout) for i, g in zip(present, given, strict=True)
+        ]
         results: list[Any] = [None] * len(grads)
         if any(differentiated(grad) for grad in given):
             moved = _Together.apply(ctx.mesh, targets, *given)  # type: ignore[no-untyped-call]

@@ -99,7 +99,7 @@ def infos_of(
 
 
 def _meta(x: DTensor | TensorInfo) -> torch.Tensor:
-    info = x.layout if isinstance(x, DTensor) else x
+    info = x._spec.layout if isinstance(x, DTensor) else x
     return torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device="meta")
 
 
@@ -119,7 +119,7 @@ def described_call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: M
 
 def _describe(value: Any) -> Any:
     if isinstance(value, DTensor):
-        layout = value.layout
+        layout = value._spec.layout
         return TensorInfo(tuple(layout.shape), tuple(layout.stride), layout.dtype)
     if isinstance(value, list | tuple):
         return described(tuple(value))

@@ -46,12 +46,12 @@ def refuse_to_gather(func: torch._ops.OpOverload, x: DTensor, why: str) -> None:
     """Raise, while `explicit()` is active, for an op that needs the whole value of `x`."""
     if not _mode.explicit:
         return
-    whole = x.layout.with_placements((Replicate(),) * len(x.layout.placements))
-    cost = plan_redistribution(x.layout, whole).total_bytes
+    whole = x._spec.layout.with_placements((Replicate(),) * len(x._spec.layout.placements))
+    cost = plan_redistribution(x._spec.layout, whole).total_bytes
     if cost:
         raise ImplicitRedistributionError(
             f"{func.name()}: needs an implicit redistribution (explicit mode allows none): {why}\n"
-            f"  {func._schema.arguments[0].name}  {x.layout}\n"
+            f"  {func._schema.arguments[0].name}  {x._spec.layout}\n"
             f"  fix (checked):  call full_tensor() on it first     {cost} B over all ranks"
         )
 
@@ -60,11 +60,11 @@ def refuse_to_finish(x: DTensor, target: Layout, why: str) -> None:
     """Raise, while `explicit()` is active, for a step that reduces a pending value."""
     if not _mode.explicit:
         return
-    cost = plan_redistribution(x.layout, target).total_bytes
+    cost = plan_redistribution(x._spec.layout, target).total_bytes
     if cost:
         raise ImplicitRedistributionError(
             f"{why}: needs an implicit redistribution (explicit mode allows none): it finishes terms\n"
-            f"  {x.layout} -> {target}     {cost} B over all ranks\n"
+            f"  {x._spec.layout} -> {target}     {cost} B over all ranks\n"
             "  fix:  redistribute the operand of the op so that the dim it works along is whole"
         )
 
@@ -74,7 +74,7 @@ def refuse_exchange(op: torch._ops.OpOverload, sent: int, tensors: list[DTensor]
     if not _mode.explicit or not sent:
         return
     lines = [f"{op.name()}: would {what} (explicit mode allows no implicit communication)"]
-    lines += [f"  operand {index}  {x.layout}" for index, x in enumerate(tensors)]
+    lines += [f"  operand {index}  {x._spec.layout}" for index, x in enumerate(tensors)]
     lines.append(f"  about {sent} B sent by each rank")
     lines.append("  fix:  redistribute the operands so that the dim along which the op works is whole")
     raise ImplicitRedistributionError("\n".join(lines))
@@ -84,11 +84,11 @@ def refuse_moves(func: torch._ops.OpOverload, x: DTensor, target: Layout, why: s
     """Raise, while `explicit()` is active, for an op that moves an operand to another layout."""
     if not _mode.explicit:
         return
-    cost = plan_redistribution(x.layout, target).total_bytes
+    cost = plan_redistribution(x._spec.layout, target).total_bytes
     if cost:
         named = ", ".join(f"{a!r}: {p!r}" for a, p in zip(target.axes, target.placements, strict=True))
         raise ImplicitRedistributionError(
             f"{func.name()}: needs an implicit redistribution (explicit mode allows none): {why}\n"
-            f"  operand    {x.layout}   <- must become {target}\n"
+            f"  operand    {x._spec.layout}   <- must become {target}\n"
             f"  fix:  operand.redistribute({{{named}}})     {cost} B over all ranks"
         )

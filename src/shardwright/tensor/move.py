@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def move_local(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
     """The local tensor that this rank holds once `x` has the layout `target` (the same object if it has it).
 
-    Not differentiable: autograd lies above. Cost: what `plan_redistribution(x.layout, target)` states.
+    Not differentiable: autograd lies above. Cost: what `plan_redistribution(sw.layout_of(x), target)` states.
     """
-    source = x.layout
+    source = x._spec.layout
     if source is target or source == target:
         return x._local_tensor
     local = x._local_tensor.resolve_conj().resolve_neg()  # what is sent are bytes, not flags

@@ -71,11 +71,15 @@ def _by_name(
     missing = [name for name in names if name not in given]
     if missing and default == "error":
         raise LayoutError(f"no placement for axis {missing[0]!r}: every axis of {names} must be named here")
-    own = dict(zip(x.layout.axes, x.layout.placements, strict=True)) if x is not None else {}
+    own = dict(zip(x._spec.layout.axes, x._spec.layout.placements, strict=True)) if x is not None else {}
     keep = default == "layout" and x is not None
     filled: list[Placement] = [
         as_placement(given[name]) if name in given else (own.get(name, Replicate()) if keep else Replicate())
         for name in names
     ]
-    order = tuple(name for name in x.layout.order_names if name in names) if keep and x is not None else None
+    order = (
+        tuple(name for name in x._spec.layout.order_names if name in names)
+        if keep and x is not None
+        else None
+    )
     return tuple(filled), order

@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
+from shardwright.layout.of_tensor import layout_of
 from shardwright.placement.base import Placement, Replicate
 from shardwright.rules.fix import mapping_code
 from shardwright.rules.refusal import scene
 from shardwright.tensor.modes import explicit
-from shardwright.tensor.spec import layout_of, spec_of
+from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import wrap
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -40,12 +41,12 @@ def plain_among(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: tor
     ours = [t for t in tensors if isinstance(t, TorchDTensor)]
     names = {id(t): f"operand {i}" for i, t in enumerate(tensors)}
     said: dict[str, object] = {
-        names[id(t)]: layout_of(t._spec) if isinstance(t, TorchDTensor) else _plain_text(t) for t in tensors
+        names[id(t)]: layout_of(t) if isinstance(t, TorchDTensor) else _plain_text(t) for t in tensors
     }
     lines = scene(_headline(name, x), said, {names[id(x)]: "the whole tensor, or this rank's part of one?"})
     for placements in _proposals(x, ours):
         if _runs(func, args, kwargs, placements, run):
-            text = mapping_code(dict(zip(layout_of(ours[0]._spec).axes, placements, strict=True)))
+            text = mapping_code(dict(zip(layout_of(ours[0]).axes, placements, strict=True)))
             return "\n".join([*lines, *_ways_out(names[id(x)].replace(" ", "_"), text, checked=True)])
     return "\n".join([*lines, *_ways_out(names[id(x)].replace(" ", "_"), "placements", checked=False)])
 
@@ -81,7 +82,7 @@ def _tensors(values: Sequence[Any]) -> Iterator[Any]:
 def _proposals(x: torch.Tensor, ours: list[Any]) -> Iterator[tuple[Placement, ...]]:
     """The placements of a DTensor of the same shape, unless it is pending; then whole on every rank."""
     for other in ours:
-        layout = layout_of(other._spec)
+        layout = layout_of(other)
         if layout.shape == tuple(x.shape) and not layout.pending_axes:
             yield layout.placements
     yield (Replicate(),) * ours[0].device_mesh.ndim
@@ -95,7 +96,7 @@ def _runs(
 
     def blank(x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, TorchDTensor):
-            layout, local = layout_of(x._spec), x._local_tensor.shape
+            layout, local = layout_of(x), x._local_tensor.shape
         else:
             layout = Layout(mesh, placements, tuple(x.shape), dtype=x.dtype, stride=tuple(x.stride()))
             local = torch.Size(layout.local_shape(tuple(mesh.get_coordinate() or (0,) * mesh.ndim)))

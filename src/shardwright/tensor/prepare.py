@@ -109,7 +109,7 @@ def prepare_call(
         reason = f"{func.name()}: the shape of its result depends on the data"
         return _gathered(Call(func, *known, ()), tensors, reason)
     call = Call(func, *known, infos)
-    layouts = tuple(t.layout for t in tensors)
+    layouts = tuple(t._spec.layout for t in tensors)
     decision = propagate(call, layouts)
     if decision.inputs != layouts and is_described(func):
         view = view_call(func, call, layouts[0], mesh, use)
@@ -179,7 +179,7 @@ def _settled(
     moves = tuple(
         Move(i, want)
         for i, (want, t) in enumerate(zip(decision.inputs, tensors, strict=True))
-        if want != t.layout
+        if want != t._spec.layout
     )
     mutated = tuple(i for i, o in enumerate(call.flat_operands) if o.mutated)
     results = tuple(None if out is None else spec_of(out, mesh, use) for out in decision.outputs)
@@ -210,7 +210,7 @@ def _may_be_put_back(func: torch._ops.OpOverload, tensors: list[DTensor], *, mov
     """
     if not undoes(func) or not (moves or gives_back(func)):
         return False
-    return func._schema.name != "aten::sum" or _mixes_dims(tensors[0].layout)
+    return func._schema.name != "aten::sum" or _mixes_dims(tensors[0]._spec.layout)
 
 
 def _mixes_dims(layout: Layout) -> bool:
@@ -255,8 +255,8 @@ def _emptied(layout: Layout, local: tuple[int, ...]) -> bool:
 
 def _gathered(call: Call, tensors: list[DTensor], reason: str) -> Prepared:
     """Every operand whole: right for any deterministic op, and what comes out says what its shape is."""
-    moves = tuple(Move(i, replicated_layout(t.layout)) for i, t in enumerate(tensors))
-    moves = tuple(m for m in moves if m.target != tensors[m.operand].layout)
+    moves = tuple(Move(i, replicated_layout(t._spec.layout)) for i, t in enumerate(tensors))
+    moves = tuple(m for m in moves if m.target != tensors[m.operand]._spec.layout)
     mutated = tuple(i for i, o in enumerate(call.flat_operands) if o.mutated)
     return Prepared(
         moves=moves,
@@ -299,8 +299,13 @@ def _one_mesh(
 ) -> DeviceMesh:
     mesh: DeviceMesh = tensors[0].device_mesh
     for other in tensors[1:]:
-        if other.device_mesh is not mesh and other.layout.mesh_shape != tensors[0].layout.mesh_shape:
-            raise RuleError(meshes_text(described_call(func, args, kwargs), [t.layout for t in tensors]))
+        if (
+            other.device_mesh is not mesh
+            and other._spec.layout.mesh_shape != tensors[0]._spec.layout.mesh_shape
+        ):
+            raise RuleError(
+                meshes_text(described_call(func, args, kwargs), [t._spec.layout for t in tensors])
+            )
     return mesh
 
 

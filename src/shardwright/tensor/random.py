@@ -133,7 +133,7 @@ def _whole(func: torch._ops.OpOverload, name: str, value: Any, mesh: DeviceMesh)
         return value if is_written else replicate_plain(value, mesh, func)._local_tensor
     only_filled = (name == func._schema.arguments[0].name and fills(func)) or argument.is_out
     if only_filled or coords_of(mesh) is None:
-        layout = value.layout
+        layout = value._spec.layout
         made = torch.empty_strided(
             layout.shape, layout.stride, dtype=value.dtype, device=value._local_tensor.device
         )
@@ -146,7 +146,7 @@ def _gathered(func: torch._ops.OpOverload, x: DTensor, *, copy: bool) -> torch.T
     refuse_to_gather(func, x, why)
     found = replicated(x)
     if found is not x and recording():
-        record_decision(func.name(), f"redistribute: {why}", str(x.layout))
+        record_decision(func.name(), f"redistribute: {why}", str(x._spec.layout))
     return found._local_tensor.clone() if copy else found._local_tensor
 
 
@@ -162,7 +162,7 @@ def _written(
 def _write_back(func: torch._ops.OpOverload, given: torch.Tensor, whole: torch.Tensor) -> None:
     if not isinstance(given, DTensor):
         return
-    layout = given.layout
+    layout = given._spec.layout
     if tuple(whole.shape) != tuple(layout.shape):
         raise RuleError(
             f"{func.name()}: out= is {layout}, the result has shape {tuple(whole.shape)}\n"
@@ -180,8 +180,8 @@ def _part(whole: torch.Tensor, operands: list[DTensor]) -> DTensor:
     placements: Any = (Replicate(),) * mesh.ndim
     order = None
     if like is not None:
-        placements = tuple(Replicate() if p.is_pending else p for p in like.layout.placements)
-        order = like.layout.order_names
+        placements = tuple(Replicate() if p.is_pending else p for p in like._spec.layout.placements)
+        order = like._spec.layout.order_names
     layout = Layout(
         mesh, placements, tuple(whole.shape), dtype=whole.dtype, stride=tuple(whole.stride()), order=order
     )
@@ -199,12 +199,12 @@ def _own(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh, like: Spec) -> D
 
 def _dropout(x: DTensor, p: float, train: bool | None) -> tuple[DTensor, DTensor]:
     """Linear in x for a given mask, so a pending sum stays pending."""
-    placements = tuple(Replicate() if q.is_pending else q for q in x.layout.placements)
-    layout = x.layout.with_placements(placements, order=x.layout.order_names)
+    placements = tuple(Replicate() if q.is_pending else q for q in x._spec.layout.placements)
+    layout = x._spec.layout.with_placements(placements, order=x._spec.layout.order_names)
     if random_mode.is_counter():
         scaled, mask = counter_draws.dropout(x, layout, p, train)
     else:
-        ones = torch.ones(x.layout.shape, dtype=x.dtype, device=x._local_tensor.device)
+        ones = torch.ones(x._spec.layout.shape, dtype=x.dtype, device=x._local_tensor.device)
         drawn = aten.native_dropout(ones, p, train)
         layouts = (layout, with_dtype(layout, drawn[1].dtype))
         scaled, mask = (_own(*pair, x.device_mesh, x._spec) for pair in zip(drawn, layouts, strict=True))

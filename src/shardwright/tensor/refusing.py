@@ -33,7 +33,7 @@ def refuse_implicit(
     """
     if not is_explicit():
         return
-    layouts = [t.layout for t in tensors]
+    layouts = [t._spec.layout for t in tensors]
     wanted = list(layouts)
     for move in prepared.moves:
         wanted[move.operand] = move.target

@@ -40,11 +40,11 @@ def _resized(
         why = "the elements of a resized tensor keep their order"
         refuse_to_gather(func, x, why)
         if recording():
-            record_decision(func.name(), f"gather: {why}", str(x.layout))
+            record_decision(func.name(), f"gather: {why}", str(x._spec.layout))
     whole = replicated(x)._local_tensor.detach().clone().resize_(size, **kwargs)
     kept = x.dim() == len(size)
-    placements = tuple(p if kept and not p.is_pending else Replicate() for p in x.layout.placements)
-    order = x.layout.order_names if kept else None
+    placements = tuple(p if kept and not p.is_pending else Replicate() for p in x._spec.layout.placements)
+    order = x._spec.layout.order_names if kept else None
     layout = Layout(
         x.device_mesh, placements, tuple(size), dtype=x.dtype, stride=tuple(whole.stride()), order=order
     )

@@ -98,7 +98,9 @@ def _move(
         source = tensors[move.operand]
         if recording():
             kind = "fallback" if prepared.fallback else "redistribute"
-            record_decision(func.name(), f"{kind}: {prepared.reason}", f"{source.layout} -> {move.target}")
+            record_decision(
+                func.name(), f"{kind}: {prepared.reason}", f"{source._spec.layout} -> {move.target}"
+            )
         locals_[move.operand] = move_local(source, move.target, reason=f"{func.name()}: {prepared.reason}")
 
 
@@ -108,7 +110,7 @@ def _bring_back(
     """The call wrote into a copy of another layout: the tensor that was given gets the values."""
     target = next(m.target for m in prepared.moves if m.operand == operand)
     changed = wrap(local, spec_of(target, written.device_mesh))
-    back = move_local(changed, written.layout, reason=f"{func.name()}: written in place")
+    back = move_local(changed, written._spec.layout, reason=f"{func.name()}: written in place")
     written._local_tensor.copy_(back)
 
 

@@ -10,8 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
-from shardwright.compat import shard_order_axes, torch_shard_order
-from shardwright.errors import LayoutError
+from shardwright.compat import torch_shard_order
 from shardwright.layout.layout import Layout
 
 if TYPE_CHECKING:
@@ -184,22 +183,6 @@ def spec_kind(kind: Kind, mesh: DeviceMesh, use: LocalUse | None = None) -> Spec
 @lru_cache(maxsize=65536)
 def _spec_without_kind(layout: Layout, mesh: DeviceMesh, use: LocalUse | None) -> Spec:
     return Spec(layout, mesh, use)
-
-
-def layout_of(spec: DTensorSpec) -> Layout:
-    """The layout that a spec means, torch's own specs included.
-
-    Raises: LayoutError: the spec has no tensor metadata.
-    """
-    if isinstance(spec, Spec):
-        return spec.layout
-    meta = spec.tensor_meta
-    if meta is None:
-        raise LayoutError("a DTensorSpec without tensor_meta has no logical shape, so no layout")
-    placements, order = shard_order_axes(spec)
-    return Layout(
-        spec.mesh, placements, tuple(meta.shape), dtype=meta.dtype, stride=tuple(meta.stride), order=order
-    )
 
 
 def with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:

@@ -64,7 +64,7 @@ def _base(x: torch.Tensor) -> DTensor | None:
 def _inside(x: DTensor, size: Shape, stride: Shape, offset: int | None) -> int | None:
     """The first place that a view sees, counted in `x`; None if `x` has not all places that it sees."""
     place = 0 if offset is None else offset - storage_offset(x)
-    seen = strided_views(tuple(x.shape), tuple(x.layout.stride), size, stride, place)
+    seen = strided_views(tuple(x.shape), tuple(x._spec.layout.stride), size, stride, place)
     return None if seen is None else place
 
 
@@ -87,7 +87,7 @@ def _leaves(x: DTensor, size: Shape, stride: Shape, offset: int | None) -> str:
     own = storage_offset(x)
     return (
         f"as_strided: size {size}, stride {stride}, storage offset {own if offset is None else offset} leave "
-        f"the elements of a DTensor of shape {tuple(x.shape)}, stride {tuple(x.layout.stride)}, "
+        f"the elements of a DTensor of shape {tuple(x.shape)}, stride {tuple(x._spec.layout.stride)}, "
         f"storage offset {own}\n  fix: take the view of the tensor that has these elements"
     )
 
@@ -141,10 +141,10 @@ def as_strided_scatter(func: torch._ops.OpOverload, args: tuple[Any, ...], kwarg
 
 def _moved(func: torch._ops.OpOverload, x: DTensor, target: Layout, why: str) -> torch.Tensor:
     """The local tensor in another layout, recorded; refused where nothing may move unasked."""
-    if x.layout != target:
+    if x._spec.layout != target:
         refuse_moves(func, x, target, why)
         if recording():
-            record_decision(func.name(), f"redistribute: {why}", f"{x.layout} -> {target}")
+            record_decision(func.name(), f"redistribute: {why}", f"{x._spec.layout} -> {target}")
     return move_local(x, target, reason=f"{func.name()}: {why}")
 
 
@@ -173,7 +173,7 @@ def _known(decided: ViewCall | None) -> ViewCall:
 
 
 def _gathered(func: torch._ops.OpOverload, x: DTensor) -> DTensor:
-    target = x.layout.with_placements((Replicate(),) * len(x.layout.placements))
+    target = x._spec.layout.with_placements((Replicate(),) * len(x._spec.layout.placements))
     whole = _moved(func, x, target, "too many elements to list where each is")
     return wrap(whole, spec_of(target, x.device_mesh))
 
@@ -190,7 +190,7 @@ def taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if place is None:
         raise RuleError(_leaves(x, size, stride, offset))
     out: torch.Tensor = x
-    for view in strided_views(tuple(x.shape), tuple(x.layout.stride), size, stride, place) or ():
+    for view in strided_views(tuple(x.shape), tuple(x._spec.layout.stride), size, stride, place) or ():
         out = as_torch_views(view, out)
     return out.clone(memory_format=torch.contiguous_format) if func in _COPYING else out
 

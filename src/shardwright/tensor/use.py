@@ -62,7 +62,7 @@ def restore_axes(spec: Spec, grad: torch.Tensor) -> DTensor:
     if isinstance(grad, TorchDTensor):
         ours = as_ours(grad)
         local = ours._local_tensor
-        inner = dict(zip(ours.layout.axes, ours.layout.placements, strict=True))
+        inner = dict(zip(ours._spec.layout.axes, ours._spec.layout.placements, strict=True))
     placements = []
     for axis, placement in zip(layout.axes, layout.placements, strict=True):
         if axis in inner:

@@ -259,7 +259,7 @@ def _base_in_graph(
     exact: only if no byte has to move.
     """
     base = graph_bases.base_layout()
-    if base is None or base.mesh_shape != parts[0].layout.mesh_shape:
+    if base is None or base.mesh_shape != parts[0]._spec.layout.mesh_shape:
         return None
     if base.shape != shape:
         if shape[max(len(shape) - len(base.shape), 0) :] != base.shape or prod(shape) != base.numel:
@@ -276,10 +276,10 @@ def _base_of(views: Sequence[View], parts: Sequence[DTensor], *, exact: bool) ->
 
     exact: only one that has them where they are; then none is guessed.
     """
-    known: Sequence[Layout] = _bases.get((parts[0].layout.mesh_shape, views[0]), ())
+    known: Sequence[Layout] = _bases.get((parts[0]._spec.layout.mesh_shape, views[0]), ())
     bases: dict[Layout, None] = dict.fromkeys(_with_pending(base, parts) for base in known)
     if not exact:
-        for layout in dict.fromkeys(part.layout for part in parts):
+        for layout in dict.fromkeys(part._spec.layout for part in parts):
             bases.update(dict.fromkeys(_guesses(views, layout)))
     best: tuple[int, Layout] | None = None
     for base in bases:
@@ -293,13 +293,13 @@ def _base_of(views: Sequence[View], parts: Sequence[DTensor], *, exact: bool) ->
 
 def _away(base: Layout, view: View, part: DTensor) -> int:
     """The bytes that bring a part where the view of the base has it; more than 0 unless it lies as that."""
-    return 0 if _seen(base, view, part) == part.layout else _bytes_to(base, view, part) or 1
+    return 0 if _seen(base, view, part) == part._spec.layout else _bytes_to(base, view, part) or 1
 
 
 def _bytes_to(base: Layout, view: View, part: DTensor) -> int:
     """The bytes that bring a part where the view of the base has it."""
     target = _seen(base, view, part)
-    return 0 if target == part.layout else plan_redistribution(part.layout, target).total_bytes
+    return 0 if target == part._spec.layout else plan_redistribution(part._spec.layout, target).total_bytes
 
 
 def _guesses(views: Sequence[View], part: Layout) -> Iterator[Layout]:
@@ -320,7 +320,7 @@ def _with_pending(base: Layout, parts: Sequence[DTensor]) -> Layout:
     """The base with sums that are still to be made where all parts have them, finished elsewhere."""
     placements = []
     for axis, placement in enumerate(base.placements):
-        have = {part.layout.placements[axis] for part in parts}
+        have = {part._spec.layout.placements[axis] for part in parts}
         only = next(iter(have))
         pending = len(have) == 1 and isinstance(only, Pending) and only.linear
         if placement.is_partition:
@@ -331,7 +331,7 @@ def _with_pending(base: Layout, parts: Sequence[DTensor]) -> Layout:
 
 
 def _seen(base: Layout, view: View, part: DTensor) -> Layout:
-    return through(base, view, part.layout.dtype, part.layout.stride)
+    return through(base, view, part._spec.layout.dtype, part._spec.layout.stride)
 
 
 def _embedded(
@@ -359,7 +359,7 @@ def _embedded(
 
 def _scattered(func: torch._ops.OpOverload, view: View, base: DTensor, values: DTensor) -> DTensor | None:
     """A copy of the base with the values where the view sees them."""
-    layout = base.layout
+    layout = base._spec.layout
     if layout.pending_axes:
         return None
     coords = coords_of(base.device_mesh)
@@ -375,12 +375,12 @@ def _there(
 ) -> tuple[torch.Tensor, Layout]:
     """The local values of a part where the view of the base has them, and that layout."""
     target = _seen(base, view, part)
-    if part.layout == target:
+    if part._spec.layout == target:
         return part._local_tensor, target
     why = f"{func.name()}: put where the base has it"
     refuse_moves(func, part, target, why)
     if recording():
-        record_decision(func.name(), f"redistribute: {why}", f"{part.layout} -> {target}")
+        record_decision(func.name(), f"redistribute: {why}", f"{part._spec.layout} -> {target}")
     return move_local(part, target, reason=why), target
 
 

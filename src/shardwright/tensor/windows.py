@@ -46,7 +46,7 @@ def on_windows(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     tensors = [value for value in given.values() if isinstance(value, DTensor)]
     if not tensors:
         return op(*args, **kwargs)
-    plan = _plan(called(op, args, kwargs), tuple(x.layout for x in tensors))
+    plan = _plan(called(op, args, kwargs), tuple(x._spec.layout for x in tensors))
     if plan is None:
         return op(*args, **kwargs)
     out = _run(op, given, tensors, plan)

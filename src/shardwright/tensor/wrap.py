@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from shardwright.layout.layout import Layout
+from shardwright.layout.of_tensor import layout_of_spec
 from shardwright.placement.base import Replicate
-from shardwright.tensor.spec import layout_of, spec_of
+from shardwright.tensor.spec import spec_of
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,7 @@ def as_ours(x: TorchDTensor) -> DTensor:
     if isinstance(x, CLASSES[0]):
         return cast("DTensor", x)
     spec = x._spec
-    return wrap(x._local_tensor.detach(), spec_of(layout_of(spec), spec.mesh))
+    return wrap(x._local_tensor.detach(), spec_of(layout_of_spec(spec), spec.mesh))
 
 
 def as_replicated(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:

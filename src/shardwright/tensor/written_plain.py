@@ -51,4 +51,4 @@ def _bring_back(owners: dict[int, DTensor], values: list[torch.Tensor]) -> None:
         owner = owners.get(id(value))
         coords = None if owner is None else coords_of(owner.device_mesh)
         if owner is not None and coords is not None and owner._local_tensor is not value:
-            owner._local_tensor.copy_(owner.layout.split(value, coords))
+            owner._local_tensor.copy_(owner._spec.layout.split(value, coords))
