@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.grouped_products import grouped_product
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 # Ops without a kernel for tensors without data: results that are like `self`, each with its dtype if another.
@@ -25,6 +26,8 @@ _LIKE_SELF: dict[str, tuple[torch.dtype | None, ...]] = {
     "aten::multi_margin_loss_backward": (None,),
     "aten::multilabel_margin_loss_backward": (None,),
 }
+# Ops whose function for tensors without data asks for more than their kernels do, and one that does not.
+_OWN: dict[str, Callable[..., torch.Tensor]] = {"aten::_grouped_mm": grouped_product}
 # Norms whose CPU kernel keeps mean and deviation in the operands' type; other devices keep them in float32.
 _STATISTICS = frozenset({"aten::native_layer_norm"})
 
@@ -45,7 +48,7 @@ def result_infos(
         if "device" in meta_kwargs:
             meta_kwargs["device"] = torch.device("meta")
         try:  # NotImplementedError is how torch says that an op has no kernel without data
-            out = func(*meta_args, **meta_kwargs)
+            out = _without_data(func)(*meta_args, **meta_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
             if func._schema.name not in _LIKE_SELF:
                 raise DataDependentError(func.name()) from error
@@ -58,6 +61,11 @@ def result_infos(
     if func._schema.name in _STATISTICS:
         _in_the_type_of_the_operands(infos, [x for x in tree_flatten((args, kwargs))[0] if _is_ours(x)])
     return tuple(infos)
+
+
+def _without_data(func: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What makes the results of an op from operands without data."""
+    return _OWN.get(func._schema.name, func)
 
 
 def _is_ours(x: Any) -> bool:
@@ -95,7 +103,8 @@ def infos_of(
     """As `result_infos`, of arguments that are described by `TensorInfo`."""
     with _disable_current_modes(), torch.no_grad():
         meta_args, meta_kwargs = tree_map_only(TensorInfo, _meta, (args, dict(kwargs)))
-        return tuple(_info(value) for value in tree_flatten(func(*meta_args, **meta_kwargs))[0])
+        out = _without_data(func)(*meta_args, **meta_kwargs)
+        return tuple(_info(value) for value in tree_flatten(out)[0])
 
 
 def _meta(x: DTensor | TensorInfo) -> torch.Tensor:

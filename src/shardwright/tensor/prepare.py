@@ -24,7 +24,7 @@ from shardwright.rules.views.aten import gives_back, is_described, undoes
 from shardwright.tensor.algorithms import ByAlgorithm, may_write
 from shardwright.tensor.boundary import helpers
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.lazy_conjugates import kernel_of
+from shardwright.tensor.kernels import kernel_of
 from shardwright.tensor.metadata import DataDependentError, described, described_call, result_infos
 from shardwright.tensor.out import functional_form, out_names, resized_first, written_from
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
