@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 import shardwright as sw
 from shardwright.testing.meshes import rank_mesh
@@ -29,7 +29,7 @@ def _operands(form, dtype, *, turned):
 
 def _product(a, b, offs):
     a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
-    out = F.grouped_mm(a, b, offs=offs)
+    out = functional.grouped_mm(a, b, offs=offs)
     out.square().sum().backward()
     return out.detach(), a.grad, b.grad
 
