@@ -6,6 +6,7 @@
 #   make ops      every operator of torch's database on distributed tensors beside one device
 #   make rules    every rule of the catalog checked, and every planted wrong one caught
 #   make models   twenty architectures of transformers in three shardings beside one device
+#   make witness  what the process groups were asked to do beside what `sw.trace()` lists
 #   make verify   every mesh of the training command beside one device, at full size
 
 SHELL := /bin/bash
@@ -24,12 +25,13 @@ PYTEST_FLAGS ?=
 LAWS_FLAGS ?=
 OPS_FLAGS ?= --all
 RULES_FLAGS ?=
+WITNESS_FLAGS ?=
 MODELS_FLAGS ?=
 
 .PHONY: help install train test laws ops rules models verify lint bench docs clean
 
 help:
-	@sed -n '2,9s/^# *//p' Makefile
+	@sed -n '2,10s/^# *//p' Makefile
 
 # torch comes first and alone: no range of another package can then choose a different build of it.
 $(VENV)/.torch: constraints.txt
@@ -70,6 +72,9 @@ rules: $(VENV)/.dev
 
 models: $(VENV)/.dev
 	$(BIN)/python -m tests.models $(MODELS_FLAGS)
+
+witness: $(VENV)/.dev
+	$(BIN)/python -m tests.witness $(WITNESS_FLAGS)
 
 verify: $(VENV)/.dev
 	$(BIN)/python -m bench.verify_matrix $(VERIFY)

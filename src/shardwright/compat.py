@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
@@ -213,3 +214,34 @@ def _follow_dtype(fsdp: Any, group: Any) -> None:
             group._init_mp_dtypes()
 
     fsdp.reset_sharded_param = reset_sharded_param
+
+
+def before_each_call(
+    namespace: str, names: Sequence[str], tell: Callable[[str, tuple[Any, ...]], None]
+) -> Callable[[], None]:
+    """Call `tell(name, args)` before operators run, whoever calls them, from Python or C++, in any thread.
+
+    Below every dispatch mode and subclass: what is told of really runs. Returns: what undoes it.
+    """
+    library = torch.library.Library(namespace, "IMPL")
+    for name in names:
+        op = getattr(getattr(torch.ops, namespace), name).default
+        library.impl(name, _telling(name, op, tell), "BackendSelect", with_keyset=True)
+    return library._destroy
+
+
+def _telling(
+    name: str, op: torch._ops.OpOverload, tell: Callable[[str, tuple[Any, ...]], None]
+) -> Callable[..., Any]:
+    key = torch._C.DispatchKey.BackendSelect
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        tell(name, args)
+        return op.redispatch(keys.remove(key), *args)
+
+    return kernel
+
+
+def group_of(boxed: Any) -> ProcessGroup:
+    """The process group that an operator was given."""
+    return boxed if isinstance(boxed, ProcessGroup) else ProcessGroup.unbox(boxed)

@@ -86,3 +86,15 @@ def test_a_block_that_raises_ends_its_trace():
         raise KeyError
     send()
     assert not t.collectives
+
+
+def _kernels_in_the_way() -> int:
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::"))
+    return sum(torch._C._dispatch_has_kernel_for_dispatch_key(name, "BackendSelect") for name in names)
+
+
+def test_calls_of_process_groups_are_looked_at_only_while_somebody_traces():
+    assert _kernels_in_the_way() == 0
+    with trace(), trace():
+        assert _kernels_in_the_way() > 15
+    assert _kernels_in_the_way() == 0

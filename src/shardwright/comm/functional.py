@@ -8,15 +8,26 @@ is passed by its name because a name is a constant in a traced graph. A group of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwright.comm.record import record_collective, recording
+from shardwright.comm.record import Sending, recording
 from shardwright.comm.wire import as_bytes, carrier, moves_natively
 
 _ops = torch.ops._c10d_functional
+
+
+# The group of a collective, and what the record says of it: axis and reason. No class: a call less each time.
+Told = tuple[ProcessGroup, str, str]
+
+
+def _sending(told: Told, op: str, x: Tensor, sent: int) -> Sending:
+    """The block that makes one call of the process group, for the record."""
+    _, axis, reason = told
+    return Sending(op, axis=axis, bytes_sent=sent, reason=reason, shape=tuple(x.shape), dtype=x.dtype)
 
 
 def exchange_rows(
@@ -34,28 +45,31 @@ def exchange_rows(
     """
     if group.size() == 1:
         return x.clone()
-    if recording():
-        row = x[0].numel() if x.shape[0] else 0
-        sent = (x.shape[0] - in_splits[group.rank()]) * row * x.element_size()
-        record_collective(
-            "all_to_all", axis=axis, bytes_sent=sent, reason=reason, shape=x.shape, dtype=x.dtype
-        )
+    told = (group, axis, reason)
     if moves_natively(x.dtype):
-        return _all_to_all(x.contiguous(), list(out_splits), list(in_splits), group)
-    return _exchange_as_bytes(x, out_splits, in_splits, group)
+        return _all_to_all(x.contiguous(), list(out_splits), list(in_splits), told)
+    return _exchange_as_bytes(x, out_splits, in_splits, told)
 
 
-def _exchange_as_bytes(
-    x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], group: ProcessGroup
-) -> Tensor:
-    row = x.element_size()
-    for size in x.shape[1:]:
-        row *= size
-    received = _all_to_all(as_bytes(x), [row * s for s in out_splits], [row * s for s in in_splits], group)
+def _exchange_as_bytes(x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], told: Told) -> Tensor:
+    row = _row_bytes(x)
+    received = _all_to_all(as_bytes(x), [row * s for s in out_splits], [row * s for s in in_splits], told)
     return received.view(x.dtype).view(sum(out_splits), *x.shape[1:])
 
 
-def _all_to_all(x: Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> Tensor:
+def _row_bytes(x: Tensor) -> int:
+    return x.element_size() * prod(x.shape[1:])
+
+
+def _all_to_all(x: Tensor, out_splits: list[int], in_splits: list[int], told: Told) -> Tensor:
+    if recording():
+        sent = (x.shape[0] - in_splits[told[0].rank()]) * _row_bytes(x)
+        with _sending(told, "all_to_all", x, sent):
+            return _exchanged(x, out_splits, in_splits, told[0])
+    return _exchanged(x, out_splits, in_splits, told[0])
+
+
+def _exchanged(x: Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> Tensor:
     received: Tensor = _ops.wait_tensor(_ops.all_to_all_single(x, out_splits, in_splits, group.group_name))
     return received
 
@@ -75,28 +89,28 @@ def start_reduction(
 ) -> Callable[[], Tensor]:
     """As `reduce_over`, only posted: the function that it returns waits. x is read no more."""
     carried = carrier(x.dtype, op)
-    n = group.size()
-    if n == 1:
+    if group.size() == 1:
         return x.clone
-    if recording():
-        sent = 2 * (n - 1) * x.numel() * carried.itemsize // n
-        record_collective(
-            "all_reduce", axis=axis, bytes_sent=sent, reason=reason, shape=x.shape, dtype=x.dtype
-        )
+    told = (group, axis, reason)
     if x.is_complex():
-        pairs = _start_reduction(torch.view_as_real(x.resolve_conj()), op, group)
+        pairs = _start_reduction(torch.view_as_real(x.resolve_conj()), op, told)
         return lambda: torch.view_as_complex(pairs())
-    reduced, dtype = _start_reduction(x.to(carried), op, group), x.dtype
+    reduced, dtype = _start_reduction(x.to(carried), op, told), x.dtype
     return lambda: reduced().to(dtype)
 
 
-def _start_reduction(x: Tensor, op: str, group: ProcessGroup) -> Callable[[], Tensor]:
+def _start_reduction(x: Tensor, op: str, told: Told) -> Callable[[], Tensor]:
     if op in ("max", "min") and x.is_floating_point():
-        finished = _extreme(x, op, group)
+        finished = _extreme(x, op, told)
         return lambda: finished
+    n = told[0].size()
     native = "sum" if op == "avg" else op
-    reduced = _ops.all_reduce(x.contiguous(), native, group.group_name)
-    return lambda: _reduced(reduced, op, group.size())
+    if recording():
+        with _sending(told, "all_reduce", x, 2 * (n - 1) * x.nbytes // n):
+            reduced = _ops.all_reduce(x.contiguous(), native, told[0].group_name)
+    else:
+        reduced = _ops.all_reduce(x.contiguous(), native, told[0].group_name)
+    return lambda: _reduced(reduced, op, n)
 
 
 def _reduced(pending: Tensor, op: str, n: int) -> Tensor:
@@ -104,14 +118,14 @@ def _reduced(pending: Tensor, op: str, n: int) -> Tensor:
     return reduced.div_(n) if op == "avg" else reduced
 
 
-def _extreme(x: Tensor, op: str, group: ProcessGroup) -> Tensor:
+def _extreme(x: Tensor, op: str, told: Told) -> Tensor:
     """Max or min in which NaN wins, as in `torch.maximum`; the backends' own drops it. Sends what they do."""
-    n = group.size()
+    n = told[0].size()
     part = -(-x.numel() // n)
     padded = torch.nn.functional.pad(x.reshape(-1), (0, n * part - x.numel()))
-    terms = _all_to_all(padded, [part] * n, [part] * n, group).view(n, part)
+    terms = _all_to_all(padded, [part] * n, [part] * n, told).view(n, part)
     finished = terms.amax(0) if op == "max" else terms.amin(0)
-    return _all_gather(finished, [part] * n, group)[: x.numel()].view(x.shape)
+    return _all_gather(finished, [part] * n, told)[: x.numel()].view(x.shape)
 
 
 def gather_rows(
@@ -121,35 +135,35 @@ def gather_rows(
 
     Cost: each rank sends n-1 times its rows; equal sizes use the native all-gather.
     """
-    n = group.size()
-    if n == 1:
+    if group.size() == 1:
         return x.clone()
-    if recording():
-        sent = (n - 1) * x.numel() * x.element_size()
-        record_collective(
-            "all_gather", axis=axis, bytes_sent=sent, reason=reason, shape=x.shape, dtype=x.dtype
-        )
+    told = (group, axis, reason)
     if not moves_natively(x.dtype):
-        return _gather_as_bytes(x, sizes, group)
-    return _all_gather(x.contiguous(), sizes, group)
+        return _gather_as_bytes(x, sizes, told)
+    return _all_gather(x.contiguous(), sizes, told)
 
 
-def _gather_as_bytes(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    row = x.element_size()
-    for size in x.shape[1:]:
-        row *= size
-    received = _all_gather(as_bytes(x), [row * s for s in sizes], group)
+def _gather_as_bytes(x: Tensor, sizes: Sequence[int], told: Told) -> Tensor:
+    row = _row_bytes(x)
+    received = _all_gather(as_bytes(x), [row * s for s in sizes], told)
     return received.view(x.dtype).view(sum(sizes), *x.shape[1:])
 
 
-def _all_gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    n = group.size()
-    if all(size == sizes[0] for size in sizes):
-        gathered: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(x, n, group.group_name))
-        return gathered
-    # Uneven: an all-to-all that repeats the rows moves exactly the missing ones; padding would move more.
-    repeated = x.repeat(n, *([1] * (x.dim() - 1)))
-    return _all_to_all(repeated, list(sizes), [x.shape[0]] * n, group)
+def _all_gather(x: Tensor, sizes: Sequence[int], told: Told) -> Tensor:
+    n = told[0].size()
+    if any(size != sizes[0] for size in sizes):
+        # Uneven: an all-to-all that repeats the rows moves exactly the missing ones; padding would move more.
+        repeated = x.repeat(n, *([1] * (x.dim() - 1)))
+        return _all_to_all(repeated, list(sizes), [x.shape[0]] * n, told)
+    if recording():
+        with _sending(told, "all_gather", x, (n - 1) * x.nbytes):
+            return _gathered(x, told[0])
+    return _gathered(x, told[0])
+
+
+def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
+    gathered: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(x, group.size(), group.group_name))
+    return gathered
 
 
 def reduce_scatter_rows_raw(

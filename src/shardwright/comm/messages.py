@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from shardwright.comm.packing import copy_in, joined, move, new_tensor, view_of
-from shardwright.comm.record import record_collective, recording
+from shardwright.comm.record import Sending, recording
 from shardwright.comm.terms import Terms
 from shardwright.comm.wire import bits
 from shardwright.comm.wires import TAG, PeerWire
@@ -138,16 +138,21 @@ def send_mail(wire: PeerWire, x: Tensor, mail: Mail, reason: str, *, copies: boo
     copies: take nothing from the memory of `x` after the return, so that it may be written to.
     All ranks post the messages of a pair in the order of their plans: these have no number to be told by.
     """
-    if recording():
-        count = sum(message.numel * len(message.members) for message in mail.outgoing)
-        record_collective(
-            "send_recv",
-            axis=wire.axis,
-            bytes_sent=count * x.element_size(),
-            reason=reason,
-            shape=x.shape,
-            dtype=x.dtype,
-        )
+    if not (recording() and (mail.outgoing or mail.incoming)):
+        return _posted(wire, x, mail, copies=copies)
+    count = sum(message.numel * len(message.members) for message in mail.outgoing)
+    with Sending(
+        "send_recv",
+        axis=wire.axis,
+        bytes_sent=count * x.element_size(),
+        reason=reason,
+        shape=tuple(x.shape),
+        dtype=x.dtype,
+    ):
+        return _posted(wire, x, mail, copies=copies)
+
+
+def _posted(wire: PeerWire, x: Tensor, mail: Mail, *, copies: bool) -> Arriving:
     slots = [_slot(x, mail, index, copies=copies) for index in range(max(mail.terms, 1))]
     if not _posts_singly(x):
         return _send_as_one_batch(wire, x, mail, slots, copies=copies)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.record import record_collective, recording
+from shardwright.comm.record import Sending, recording
 from shardwright.comm.wire import as_bytes, moves_natively
 
 # Keeps these messages apart from the user's own untagged ones and from those inside one mesh.
@@ -41,15 +41,20 @@ def send(mail: Mail, dtype: torch.dtype, *, axis: str, reason: str) -> Travellin
     A message that is one stretch of memory is sent from there and received there; others are packed.
     """
     leaving = {peer: _packed(views) for peer, views in sorted(mail.outgoing.items())}
-    if recording() and (mail.outgoing or mail.incoming):
-        record_collective(
-            "send_recv",
-            axis=axis,
-            bytes_sent=sum(message.nbytes for message in leaving.values()),
-            reason=reason,
-            shape=(sum(message.numel() for message in leaving.values()),),
-            dtype=dtype,
-        )
+    if not (recording() and (mail.outgoing or mail.incoming)):
+        return _posted(leaving, mail)
+    with Sending(
+        "send_recv",
+        axis=axis,
+        bytes_sent=sum(message.nbytes for message in leaving.values()),
+        reason=reason,
+        shape=(sum(message.numel() for message in leaving.values()),),
+        dtype=dtype,
+    ):
+        return _posted(leaving, mail)
+
+
+def _posted(leaving: dict[int, Tensor], mail: Mail) -> Travelling:
     arriving = {peer: _room(views) for peer, views in sorted(mail.incoming.items())}
     operations = [
         dist.P2POp(function, _on_the_wire(message), peer, tag=_TAG)

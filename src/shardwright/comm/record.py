@@ -1,5 +1,7 @@
-"""What the library communicated and decided, kept only while somebody looks.
+"""What was communicated and decided, kept only while somebody looks.
 
+What the library sends it records itself, with axis and reason. What reaches a process group from anybody
+else (torch's DTensor, `fully_shard`, a compiled graph, the program) is recorded from the tap of the groups.
 The active recorders are one stack for the whole process, not a context variable: autograd runs backward
 passes on threads of its own, and what they send must be seen too.
 """
@@ -8,20 +10,46 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
+
+from shardwright.comm.tap import GroupCall, listen, stop_listening
 
 # Not resolved: code objects name files as they were imported, through a link if there is one.
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = str(Path(threading.__file__).parent)
 
+# Between the program and a process group: they hand a call on and do not want it.
+_HANDS_ON = (
+    "torch._library",
+    "torch._ops",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.c10d_logger",
+    "torch.distributed.distributed_c10d",
+    "torch.library",
+)
+_BELOW = frozenset({"shardwright.comm.record", "shardwright.comm.tap", "shardwright.compat"})
+_PACKAGE_NAME = "shardwright"
+
 _active: tuple[Recorder, ...] = ()
 _lock = threading.Lock()
+
+
+class _Thread(threading.local):
+    """own: inside a call that the library has recorded itself. reason: why what follows is sent."""
+
+    own = 0
+    reason = ""
+
+
+_thread = _Thread()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +90,8 @@ class Recorder:
     def __enter__(self) -> Self:
         global _active  # noqa: PLW0603 - one stack per process is the point of this module
         with _lock:
+            if not _active:
+                listen(_record_others)
             _active = (*_active, self)
         return self
 
@@ -71,6 +101,8 @@ class Recorder:
         global _active  # noqa: PLW0603
         with _lock:
             _active = tuple(recorder for recorder in _active if recorder is not self)
+            if not _active:
+                stop_listening(_record_others)
 
 
 def recording() -> bool:
@@ -87,6 +119,67 @@ def record_collective(
     event = Event(op, axis, bytes_sent, reason, source_line(), tuple(shape), dtype)
     for recorder in _active:
         recorder.collectives.append(event)
+
+
+class Sending:
+    """A block that makes calls of process groups, which are one event: what `record_collective` takes."""
+
+    def __init__(self, op: str, **facts: Any) -> None:
+        self._op, self._facts = op, facts
+
+    def __enter__(self) -> None:
+        record_collective(self._op, **self._facts)
+        _thread.own += 1
+
+    def __exit__(self, *_: object) -> None:
+        _thread.own -= 1
+
+
+@contextmanager
+def because(reason: str) -> Iterator[None]:
+    """Why `torch.distributed` is called in this block, for the record."""
+    outer, _thread.reason = _thread.reason, reason
+    try:
+        yield
+    finally:
+        _thread.reason = outer
+
+
+def _record_others(call: GroupCall) -> None:
+    """What a process group was asked to do by anybody but this library's own recorded calls."""
+    if _thread.own:
+        return
+    tensors = call.tensors
+    event = Event(
+        call.op,
+        call.axis,
+        call.bytes_sent,
+        _thread.reason or _asker(),
+        source_line(),
+        tuple(tensors[0].shape) if len(tensors) == 1 else (sum(x.numel() for x in tensors),),
+        tensors[0].dtype if tensors else torch.uint8,
+    )
+    for recorder in _active:
+        recorder.collectives.append(event)
+
+
+def _asker() -> str:
+    """Which part of torch asked for it, or that the program did."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if frame.f_code.co_filename.startswith("<eval_with_key>") or module.startswith("torch._inductor"):
+            return "a compiled graph"
+        if not _is_library(frame.f_code.co_filename):
+            return "the program itself"
+        if module.startswith(("torch", _PACKAGE_NAME)) and not _hands_on(module):
+            return module
+        frame = frame.f_back
+    return "torch"
+
+
+def _hands_on(module: str) -> bool:
+    return module.startswith(_HANDS_ON) or module in _BELOW
 
 
 def record_decision(op: str, reason: str, details: str = "") -> None:
@@ -106,7 +199,7 @@ def source_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not _is_library(name):
+        if not _is_library(name) and not frame.f_globals.get("__name__", "").startswith("torch._inductor"):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

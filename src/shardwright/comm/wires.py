@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm import functional
-from shardwright.comm.record import record_collective, recording
+from shardwright.comm.record import Sending, recording
 from shardwright.comm.wire import as_bytes, moves_natively
 from shardwright.plan.maps import Coords
 from shardwright.plan.plan import Plan
@@ -62,16 +62,19 @@ class PeerWire:
     ) -> Tensor:
         """Send `in_counts[i]` elements to member i, receive `out_counts[i]`, flat, in member order."""
         own = self.ranks.index(dist.get_rank())
-        if recording():
-            sent = (sum(in_counts) - in_counts[own]) * buffer.element_size()
-            record_collective(
-                "send_recv",
-                axis=self.axis,
-                bytes_sent=sent,
-                reason=reason,
-                shape=buffer.shape,
-                dtype=buffer.dtype,
-            )
+        if not (recording() and (any(in_counts) or any(out_counts))):
+            return self._moved(buffer, out_counts, in_counts, own)
+        with Sending(
+            "send_recv",
+            axis=self.axis,
+            bytes_sent=(sum(in_counts) - in_counts[own]) * buffer.element_size(),
+            reason=reason,
+            shape=tuple(buffer.shape),
+            dtype=buffer.dtype,
+        ):
+            return self._moved(buffer, out_counts, in_counts, own)
+
+    def _moved(self, buffer: Tensor, out_counts: Sequence[int], in_counts: Sequence[int], own: int) -> Tensor:
         if moves_natively(buffer.dtype):
             return self._exchange(buffer, out_counts, in_counts, own)
         width = buffer.element_size()

@@ -5,6 +5,7 @@ torch issues these collectives itself; its hook for custom communication is wher
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from shardwright.comm.record import record_collective, recording
+from shardwright.comm.record import Sending, recording
 
 
 class RecordedAllGather(DefaultAllGather):
@@ -25,8 +26,9 @@ class RecordedAllGather(DefaultAllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather `input_tensor` into `output_tensor`. Cost: each rank sends its part to n-1 peers."""
-        _record("all_gather", self.axis, input_tensor, group, (group.size() - 1) * input_tensor.nbytes)
-        return super().__call__(output_tensor, input_tensor, group, async_op)
+        sent = (group.size() - 1) * input_tensor.nbytes
+        with _sending("all_gather", self.axis, input_tensor, group, sent):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
 class RecordedReduceScatter(DefaultReduceScatter):
@@ -45,8 +47,8 @@ class RecordedReduceScatter(DefaultReduceScatter):
     ) -> dist.Work:
         """Sum `input_tensor` into `output_tensor`. Cost: each rank sends (n-1)/n of the input."""
         sent = input_tensor.nbytes * (group.size() - 1) // group.size()
-        _record("reduce_scatter", self.axis, input_tensor, group, sent)
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        with _sending("reduce_scatter", self.axis, input_tensor, group, sent):
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
 def record_sharded_traffic(unit: nn.Module, axis: str) -> None:
@@ -56,7 +58,10 @@ def record_sharded_traffic(unit: nn.Module, axis: str) -> None:
         unit.set_custom_reduce_scatter(RecordedReduceScatter(axis))
 
 
-def _record(op: str, axis: str, x: Tensor, group: dist.ProcessGroup, sent: int) -> None:
-    if group.size() > 1 and recording():
-        reason = "parameters of a sharded unit" if op == "all_gather" else "gradients of a sharded unit"
-        record_collective(op, axis=axis, bytes_sent=sent, reason=reason, shape=tuple(x.shape), dtype=x.dtype)
+def _sending(
+    op: str, axis: str, x: Tensor, group: dist.ProcessGroup, sent: int
+) -> AbstractContextManager[None]:
+    if group.size() == 1 or not recording():
+        return nullcontext()
+    reason = "parameters of a sharded unit" if op == "all_gather" else "gradients of a sharded unit"
+    return Sending(op, axis=axis, bytes_sent=sent, reason=reason, shape=tuple(x.shape), dtype=x.dtype)

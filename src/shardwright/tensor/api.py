@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.comm.record import record_collective, recording
+from shardwright.comm.record import because
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
@@ -73,17 +73,8 @@ def _from_source(full: torch.Tensor, mesh: DeviceMesh, source: int) -> torch.Ten
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
         root = dist.get_global_rank(group, source)
-        dist.broadcast(result, root, group)
-        if recording():
-            sent = result.numel() * result.element_size() * (mesh.size(axis) - 1)
-            record_collective(
-                "broadcast",
-                axis=str(axis),
-                bytes_sent=sent if dist.get_rank() == root else 0,
-                reason="distribute_tensor",
-                shape=tuple(result.shape),
-                dtype=result.dtype,
-            )
+        with because("distribute_tensor"):
+            dist.broadcast(result, root, group)
     return result if full.is_contiguous() else torch.empty_like(full).copy_(result)
 
 

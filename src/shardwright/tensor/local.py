@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
+from shardwright.comm.record import because
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
@@ -130,7 +131,8 @@ def _same_on_replicas(local: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> 
     for axis, placement in enumerate(layout.placements):
         if placement.is_replicated:
             group = mesh.get_group(axis)
-            dist.broadcast(result, dist.get_global_rank(group, 0), group)
+            with because("from_local(run_check=True)"):
+                dist.broadcast(result, dist.get_global_rank(group, 0), group)
     return local + (result - local).detach() if local.requires_grad else result
 
 
