@@ -4,6 +4,7 @@
 #   make bench    time beside torch's DTensor make docs     the manual, in docs/_build/html
 #   make laws     the laws of placements and redistribution, a hundred thousand times
 #   make ops      every operator of torch's database on distributed tensors beside one device
+#   make fuzz     20,000 random programs on distributed tensors beside one device
 #   make rules    every rule of the catalog checked, and every planted wrong one caught
 #   make models   twenty architectures of transformers in three shardings beside one device
 #   make witness  what the process groups were asked to do beside what `sw.trace()` lists
@@ -27,8 +28,9 @@ OPS_FLAGS ?= --all
 RULES_FLAGS ?=
 WITNESS_FLAGS ?=
 MODELS_FLAGS ?=
+FUZZ_FLAGS ?= --programs 20000
 
-.PHONY: help install train test laws ops rules models verify lint bench docs clean
+.PHONY: help install train test laws ops fuzz rules models verify lint bench docs clean
 
 help:
 	@sed -n '2,10s/^# *//p' Makefile
@@ -66,6 +68,9 @@ laws: $(VENV)/.dev
 
 ops: $(VENV)/.dev
 	$(BIN)/python -m tests.ops $(OPS_FLAGS)
+
+fuzz: $(VENV)/.dev
+	$(BIN)/python -m tests.fuzz $(FUZZ_FLAGS)
 
 rules: $(VENV)/.dev
 	$(BIN)/python -m tests.rules $(RULES_FLAGS)

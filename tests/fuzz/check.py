@@ -1,0 +1,185 @@
+"""One program on one rank: on plain tensors, then on DTensors; everything that can be seen is compared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tests.fuzz.program import Program
+from tests.fuzz.run import OnMesh, Outcome, Plain, run
+from tests.fuzz.tolerance import SAFETY, Truth, floor
+from tests.fuzz.verdicts import OK, SILENT, UNDUE, WRONG, Verdict
+
+
+def check(program: Program, mesh: DeviceMesh, alike: Callable[[str], bool]) -> Verdict:
+    """Compare; every rank of the mesh calls it together.
+
+    `alike(text)`: do all ranks say the same text here? Where they do not, nothing is gathered any more.
+    """
+    truth = Truth(program, run(program, Plain()))
+    got = run(program, OnMesh(mesh))
+    said = f"{got.step} {type(got.error).__name__}"
+    if not alike(said):
+        text = _line(got.error) if got.error is not None else "an error on another rank only"
+        return Verdict(UNDUE, f"ranks part: {text}", _step(program, got.step))
+    verdict = _ends(program, truth.wanted, got)
+    if verdict is not None:
+        return verdict
+    with torch.no_grad():
+        return _Comparison(program, truth, got).verdict()
+
+
+def _ends(program: Program, wanted: Outcome, got: Outcome) -> Verdict | None:
+    """An error of one device is its answer."""
+    if got.error is not None and (wanted.error is None or got.step < wanted.step):
+        return Verdict(UNDUE, _line(got.error), _step(program, got.step))
+    if wanted.error is not None and (got.error is None or got.step > wanted.step):
+        return Verdict(SILENT, f"one device: {_line(wanted.error)}", _step(program, wanted.step))
+    return None
+
+
+class _Comparison:
+    def __init__(self, program: Program, truth: Truth, got: Outcome) -> None:
+        self.program, self.truth, self.wanted, self.got = program, truth, truth.wanted, got
+        self.unstable = 0
+
+    def verdict(self) -> Verdict:
+        for name, wanted in self.wanted.env.items():
+            text = self.of_value(lambda o, n=name: o.env[n], self.got.env.get(name), wanted)
+            if text:
+                return Verdict(WRONG, f"{name}: {text}", self.maker(name))
+        for leaf in self.program.leaves:
+            grad = _grad(self.wanted, leaf.name)
+            text = self.of_value(lambda o, n=leaf.name: _grad(o, n), _grad(self.got, leaf.name), grad)
+            if text:
+                return Verdict(WRONG, f"gradient of {leaf.name}: {text}", "gradient")
+        for step, wanted_names, names in zip(
+            self.program.steps, self.wanted.written, self.got.written, strict=False
+        ):
+            if names != wanted_names:
+                return Verdict(WRONG, f"version counters grew of {names} for {wanted_names}", step.source())
+        return Verdict(OK, unstable=self.unstable)
+
+    def maker(self, name: str) -> str:
+        last = ""
+        for step, names in zip(self.program.steps, self.wanted.written, strict=False):
+            if name in step.outs or name in names:
+                last = step.source()
+        return last
+
+    def of_value(self, find: Callable[[Outcome], Any], got: Any, wanted: Any) -> str:
+        if isinstance(wanted, torch.Tensor):
+            return self.of_tensor(find, got, wanted)
+        if isinstance(wanted, int | float | complex | list) and not isinstance(wanted, bool):
+            return self.of_numbers(find, got, wanted)
+        if isinstance(wanted, bool):
+            return "" if got is wanted or self.moves(find, wanted) else f"{got!r} for {wanted!r}"
+        return "" if type(got) is type(wanted) or wanted is not None else f"{type(got).__name__} for None"
+
+    def moves(self, find: Callable[[Outcome], Any], wanted: Any) -> bool:
+        """Does noise alone change it?"""
+        moved = any(find(o) != wanted for o in self.truth.noisy())
+        self.unstable += moved
+        return moved
+
+    def of_numbers(self, find: Callable[[Outcome], Any], got: Any, wanted: Any) -> str:
+        if type(got) is not type(wanted):
+            return f"{type(got).__name__} for {type(wanted).__name__}"
+        try:
+            one, two = torch.tensor(got), torch.tensor(wanted)
+        except (TypeError, ValueError, RuntimeError):
+            return "" if got == wanted else f"{got!r} for {wanted!r}"
+        if one.shape != two.shape:
+            return f"{got!r} for {wanted!r}"
+        if not (two.is_floating_point() or two.is_complex()):
+            return "" if torch.equal(one, two) or self.moves(find, wanted) else f"{got!r} for {wanted!r}"
+        dtype = self.lowest()
+        return self.of_floats(lambda o: torch.tensor(find(o)), one, two, dtype)
+
+    def lowest(self) -> torch.dtype:
+        """A number that was read forgot its type: the coarsest of the program's."""
+        found = {
+            x.dtype for x in self.wanted.env.values() if isinstance(x, torch.Tensor) and x.is_floating_point()
+        }
+        return max(found or {torch.float32}, key=lambda dtype: torch.finfo(dtype).eps)
+
+    def of_tensor(self, find: Callable[[Outcome], Any], got: Any, wanted: torch.Tensor) -> str:
+        if not isinstance(got, DTensor):
+            return f"{type(got).__name__} for a DTensor"
+        if got.dtype != wanted.dtype:
+            return f"dtype {got.dtype} for {wanted.dtype}"
+        if got.shape != wanted.shape:
+            unstable = any(find(o).shape != wanted.shape for o in self.truth.noisy())
+            self.unstable += unstable
+            return "" if unstable else f"shape {tuple(got.shape)} for {tuple(wanted.shape)}"
+        if _wants_grad(got) != _wants_grad(wanted):
+            return f"requires_grad {_wants_grad(got)} for {_wants_grad(wanted)}"
+        full = got.detach().full_tensor()
+        if full.dtype != wanted.dtype or full.shape != wanted.shape:
+            return f"its full tensor is {full.dtype} {tuple(full.shape)}"
+        if wanted.is_floating_point() or wanted.is_complex():
+            return self.of_floats(lambda o: find(o).detach(), full, wanted.detach(), wanted.dtype)
+        if torch.equal(full, wanted):
+            return ""
+        fixed = torch.ones_like(wanted, dtype=torch.bool)
+        for o in self.truth.noisy():
+            found = find(o)
+            fixed &= (found == wanted) if found.shape == wanted.shape else False
+        wrong = (full != wanted) & fixed
+        self.unstable += 1
+        return _first(full, wanted, wrong) if bool(wrong.any()) else ""
+
+    def of_floats(
+        self, find: Callable[[Outcome], Any], got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype
+    ) -> str:
+        if not wanted.numel():
+            return ""
+        wide = torch.complex128 if wanted.is_complex() else torch.float64
+        g, w = got.to(wide), wanted.to(wide)
+        finite = torch.isfinite(w)
+        scale = float(w[finite].abs().max()) if bool(finite.any()) else 0.0
+        unit = floor(len(self.program.steps), prod(self.program.mesh), dtype)
+        wrong = ~(((g - w).abs() <= unit * scale) | (g == w) | (torch.isnan(g) & torch.isnan(w)))
+        if not bool(wrong.any()):
+            return ""
+        found = [f.to(wide) for f in map(find, self.truth.noisy()) if f is not None and f.shape == w.shape]
+        moved = torch.stack([(f - w).abs() for f in found]).amax(0) if found else torch.zeros_like(w.abs())
+        if not bool(torch.isfinite(moved).all()) or not found:
+            self.unstable += 1
+            return ""
+        bound = SAFETY * float(moved.max()) + unit * scale
+        wrong &= ~((g - w).abs() <= bound)
+        text = f", {float((g - w).abs().nan_to_num(0, 0).max()):.2g} apart, bound {bound:.2g}"
+        return _first(got, wanted, wrong) + text if bool(wrong.any()) else ""
+
+
+def _wants_grad(x: torch.Tensor) -> bool | None:
+    with contextlib.suppress(RuntimeError):
+        return x.requires_grad
+    return None
+
+
+def _grad(outcome: Outcome, name: str) -> Any:
+    return outcome.env[name].grad
+
+
+def _first(got: torch.Tensor, wanted: torch.Tensor, wrong: torch.Tensor) -> str:
+    at = tuple(wrong.nonzero()[0].tolist())
+    return (
+        f"{got[at].item()!r} for {wanted[at].item()!r} at {at}, {int(wrong.sum())} of {wrong.numel()} wrong"
+    )
+
+
+def _step(program: Program, number: int) -> str:
+    return program.steps[number].source() if 0 <= number < len(program.steps) else "placing"
+
+
+def _line(error: Exception | None) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]

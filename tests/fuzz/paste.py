@@ -1,0 +1,50 @@
+"""A program as a file that runs by itself, under torchrun."""
+
+from __future__ import annotations
+
+from math import prod
+
+from tests.fuzz.program import Program
+from tests.fuzz.verdicts import Verdict
+
+_TEXT = """\
+# {kind}: {text}
+# torchrun --nproc-per-node {ranks} this.py     (in the root of the repository; seed {seed})
+import torch, torch.distributed as dist, torch.nn.functional as F
+import shardwright as sw
+from tests.fuzz.placing import place, placement_of, values_of
+from tests.fuzz.program import Leaf
+
+def program(leaf, move):
+{body}
+    return dict(locals())
+
+def made(*args, placements=(), **kwargs):
+    return Leaf("x", args[0], str(args[1]).removeprefix("torch."), tuple(args[2]), args[3], **kwargs)
+
+dist.init_process_group("gloo")
+mesh = sw.init_device_mesh("cpu", {mesh}, mesh_dim_names={axes})
+plain = lambda *a, **k: values_of(made(*a, **k)).requires_grad_(k["grad"])
+wanted = program(plain, lambda x, p: x.clone())
+got = program(lambda *a, **k: place(made(*a, **k), mesh),
+    lambda x, p: x.redistribute(placements=[placement_of(q) for q in p]).clone())
+for name, x in wanted.items():
+    if isinstance(x, torch.Tensor):
+        same = torch.allclose(got[name].detach().full_tensor(), x.detach(), equal_nan=True)
+        grad = x.grad is None or torch.allclose(got[name].grad.full_tensor(), x.grad, equal_nan=True)
+        if dist.get_rank() == 0 and not (same and grad):
+            print(name, "value" if not same else "gradient", "is wrong")
+"""
+
+
+def source(program: Program, verdict: Verdict) -> str:
+    """The text of a file; its first line says what is wrong."""
+    return _TEXT.format(
+        kind=verdict.kind,
+        text=verdict.text,
+        ranks=prod(program.mesh),
+        seed=program.seed,
+        body="\n".join(f"    {line}" for line in program.lines()),
+        mesh=program.mesh,
+        axes=("dp", "tp")[: len(program.mesh)],
+    )

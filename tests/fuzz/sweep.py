@@ -1,0 +1,93 @@
+"""The parent's side: programs are drawn and dealt to worlds of ranks; a death costs one program."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from math import prod
+from pathlib import Path
+from typing import Self
+
+from shardwright.testing.pool import RankPool
+from shardwright.testing.rank_errors import RankError, RankTimeoutError
+from tests.fuzz.program import Program
+from tests.fuzz.ranks import check_programs, verdicts_of
+from tests.fuzz.verdicts import CRASH, UNDUE, Verdict, worst
+
+PRELOAD = ("tests.fuzz.ranks",)
+_PER_PROGRAM = 3.0  # seconds; with the patience of a meeting, how long a batch may take
+Checked = list[tuple[Program, Verdict]]
+
+
+class Worlds:
+    """Ranks for `jobs` batches at a time."""
+
+    def __init__(self, jobs: int = 1, preload: Sequence[str] = PRELOAD) -> None:
+        self._preload, self._state, self._pools = preload, threading.local(), []  # type: ignore[var-annotated]
+        self._executor = ThreadPoolExecutor(jobs)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.shutdown(cancel_futures=True)
+        for pool in self._pools:
+            pool.close()
+
+    def sweep(self, batches: Sequence[Sequence[Program]]) -> Iterator[Checked]:
+        """The verdicts of each batch (of programs on worlds of one size) as soon as it is done."""
+        waiting = [self._executor.submit(self.check, batch) for batch in batches]
+        for done in as_completed(waiting):
+            yield done.result()
+
+    def check(self, programs: Sequence[Program]) -> Checked:
+        """The verdicts of programs on worlds of one size; after a death the next world goes on behind it."""
+        found: Checked = []
+        with tempfile.TemporaryDirectory() as folder:
+            while len(found) < len(programs):
+                rest = list(programs[len(found) :])
+                found += self._attempt(rest, f"{folder}/{len(found)}")
+        return found
+
+    def _attempt(self, programs: list[Program], file: str) -> Checked:
+        ranks = prod(programs[0].mesh)
+        failure = ""
+        try:
+            self._pool().run(ranks, check_programs, programs, file, timeout=60 + _PER_PROGRAM * len(programs))
+        except RankTimeoutError as error:
+            failure = f"hang: {str(error).splitlines()[0]}"
+        except RankError as error:
+            failure = _told(error)
+        every = verdicts_of(file, ranks) if Path(f"{file}.0").exists() else []
+        whole = [v for v in every if len(v) == ranks]
+        found = [(p, worst(v)) for p, v in zip(programs, whole, strict=False)]
+        if failure and not (
+            found and found[-1][1].text.startswith("ranks part") and len(found) == len(every)
+        ):
+            found.append(
+                (programs[len(found)], _lost(every[len(found)] if len(every) > len(found) else [], failure))
+            )
+        return found
+
+    def _pool(self) -> RankPool:
+        if not hasattr(self._state, "pool"):
+            self._state.pool = RankPool(preload=self._preload)
+            self._pools.append(self._state.pool)
+        pool: RankPool = self._state.pool
+        return pool
+
+
+def _lost(verdicts: list[Verdict], failure: str) -> Verdict:
+    """What became of a program that some ranks did not finish."""
+    parted = [v for v in verdicts if v.kind == UNDUE]
+    return Verdict(
+        CRASH, f"{failure}; {parted[0].text}" if parted else failure, parted[0].step if parted else ""
+    )
+
+
+def _told(error: RankError) -> str:
+    lines = str(error).strip().splitlines()
+    named = [line for line in lines if "UnlikeRanksError: " in line or "killed by" in line]
+    return (named[-1] if named else f"{lines[0]} ... {lines[-1]}")[:400]

@@ -1,0 +1,72 @@
+"""How far a result may be from one device's: as far as rounding moves the program's own answer.
+
+A sum in another order, and a value that a rank rounds before it is combined, move each intermediate by about
+the unit of its type. So the reference is run again with every leaf, gradient seed and intermediate moved by
+a random `eps` of itself: an answer that then moves by d is not known better than d. The terms of a
+reduction of N elements move one by one, which moves the sum by `sqrt(N) * eps`, as another order does.
+Bound: `SAFETY` times the largest such move in the tensor, and one `eps` of its largest element for each step
+and each rank. An integer or bool that moves at all is decided by rounding alone: it is not compared,
+but counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tests.fuzz.program import Program
+from tests.fuzz.run import Env, Outcome, Plain, run
+
+RUNS = 3
+SAFETY = 8.0
+
+
+class Noisy(Plain):
+    """One device whose every intermediate is moved by about its rounding."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def after(self, env: Env, names: tuple[str, ...]) -> None:
+        for name in names:
+            x = env[name]
+            if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
+                self._move(x)
+
+    def _move(self, x: torch.Tensor) -> None:
+        if not x.numel() or (x._base is not None and not x._version) or _overlaps(x):
+            return
+        data = x.data
+        noise = torch.rand(x.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
+        eps = torch.finfo(x.dtype).eps
+        data.copy_(data.to(torch.complex128 if x.is_complex() else torch.float64) * (1 + eps * noise))
+
+
+def _overlaps(x: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+@dataclass
+class Truth:
+    """The reference, and the same program under noise, once it is needed."""
+
+    program: Program
+    wanted: Outcome
+    _noisy: list[Outcome] | None = None
+
+    def noisy(self) -> list[Outcome]:
+        """The runs under noise that end as the reference does."""
+        if self._noisy is None:
+            runs = [run(self.program, Noisy(seed)) for seed in range(RUNS)]
+            self._noisy = [
+                r
+                for r in runs
+                if r.step == self.wanted.step and (r.error is None) == (self.wanted.error is None)
+            ]
+        return self._noisy
+
+
+def floor(steps: int, ranks: int, dtype: torch.dtype) -> float:
+    """One unit for each step, each rank and each term that a pending leaf is made of."""
+    return (steps + ranks + 8) * torch.finfo(dtype).eps

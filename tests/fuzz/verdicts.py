@@ -1,0 +1,44 @@
+"""What came of a program, as data that crosses processes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+OK, WRONG, UNDUE, SILENT, CRASH = "ok", "wrong", "undue error", "no error", "crash"
+BAD = (CRASH, WRONG, SILENT, UNDUE)  # the worst first
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a program.
+
+    Args:
+        kind: ok; wrong; undue error: one device has none; no error: one device has one; crash, or hang.
+        text: what is wrong, in one line.
+        step: the source of the step where it showed, if that is known.
+        unstable: variables that rounding alone decides, which were not compared.
+    """
+
+    kind: str
+    text: str = ""
+    step: str = ""
+    unstable: int = 0
+
+    @property
+    def sort(self) -> str:
+        """The class of a failure: its text without names, numbers and layouts."""
+        plain = re.sub(r"\(.*?\)|\[.*?\]|\{.*?\}|'[^']*'|\"[^\"]*\"", "", self.text)
+        plain = re.sub(r"-?\d[\d.e+-]*j?|\b[vx]\d+\b", "#", plain)
+        call = re.search(r"(?:= |: |^)((?:\w+\.)*\.?\w+_?)\(|\.(\w+)\(", self.step)
+        name = next((g for g in call.groups() if g), "") if call else ""
+        return f"{self.kind}: {name.rpartition('.')[2]}: {' '.join(plain.split())[:110]}"
+
+
+def worst(verdicts: list[Verdict]) -> Verdict:
+    """Of all ranks."""
+    for kind in BAD:
+        for verdict in verdicts:
+            if verdict.kind == kind:
+                return verdict
+    return verdicts[0]
