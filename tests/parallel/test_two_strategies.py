@@ -21,7 +21,7 @@ def _cut_over_tp(data, counts, *, recompute=False, passes=1, static=False):
     mesh = rank_mesh((len(counts), 2 if len(counts) == 1 else 4 // len(counts)), ("dp", "tp"))
     model = residual()
     x, parts = rows(counts)
-    wanted = one_device(model, x, passes)
+    wanted = one_device(model, x)
     sw.distribute_module(model, mesh["tp"], PLAN)
     DATA[data](model, mesh["dp"])
     mine = parts[mesh.get_local_rank("dp")]
@@ -44,8 +44,9 @@ def test_on_a_data_axis_of_one_rank_too(ranks):
     ranks(2, _cut_over_tp, "replicate", (3,))
 
 
-def test_two_backwards_before_one_sum(ranks):
-    ranks(4, _cut_over_tp, "replicate", (1, 3), passes=2)
+@pytest.mark.parametrize("data", DATA)
+def test_two_backwards_before_one_sum(ranks, data):
+    ranks(4, _cut_over_tp, data, (1, 3), recompute=True, passes=2)
 
 
 def test_no_rank_waits_when_all_promise_the_same_gradients(ranks):

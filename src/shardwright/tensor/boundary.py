@@ -136,6 +136,8 @@ def _has_plain(values: Iterable[Any]) -> bool:
 
 
 def _refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        return  # what a backward recomputes was judged in its forward
     for value in tensors_in((*args, *kwargs.values())):
         if isinstance(value, TorchDTensor) or value.numel() == 1 or _is_written(func, value, args, kwargs):
             continue
