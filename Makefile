@@ -8,6 +8,7 @@
 #   make rules    every rule of the catalog checked, and every planted wrong one caught
 #   make models   twenty architectures of transformers in three shardings beside one device
 #   make witness  what the process groups were asked to do beside what `sw.trace()` lists
+#   make compositions  strategies together on whole models, beside one device
 #   make verify   every mesh of the training command beside one device, at full size
 
 SHELL := /bin/bash
@@ -27,13 +28,14 @@ LAWS_FLAGS ?=
 OPS_FLAGS ?= --all
 RULES_FLAGS ?=
 WITNESS_FLAGS ?=
+COMPOSITIONS_FLAGS ?= --jobs 2
 MODELS_FLAGS ?=
 FUZZ_FLAGS ?= --programs 20000
 
-.PHONY: help install train test laws ops fuzz rules models verify lint bench docs clean
+.PHONY: help install train test laws ops fuzz rules models witness compositions verify lint bench docs clean
 
 help:
-	@sed -n '2,10s/^# *//p' Makefile
+	@sed -n '2,13s/^# *//p' Makefile
 
 # torch comes first and alone: no range of another package can then choose a different build of it.
 $(VENV)/.torch: constraints.txt
@@ -80,6 +82,9 @@ models: $(VENV)/.dev
 
 witness: $(VENV)/.dev
 	$(BIN)/python -m tests.witness $(WITNESS_FLAGS)
+
+compositions: $(VENV)/.dev
+	$(BIN)/python -m tests.compositions $(COMPOSITIONS_FLAGS)
 
 verify: $(VENV)/.dev
 	$(BIN)/python -m bench.verify_matrix $(VERIFY)

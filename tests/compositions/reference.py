@@ -1,0 +1,74 @@
+"""What one device gives: plain torch on the whole model and the whole batches."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tests.compositions import data
+from tests.compositions.cases import Case, Variant
+from tests.compositions.models import MODELS, build
+
+STEPS = 2
+RATE, LIMIT = 0.3, 1.0  # of SGD; of the gradients' norm
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """One training step: the losses of its backwards, gradients before the optimizer, norm, weights after."""
+
+    losses: tuple[float, ...]
+    gradients: dict[str, Tensor | None]
+    norm: float
+    parameters: dict[str, Tensor]
+
+
+def one_device(case: Case) -> tuple[StepFacts, ...]:
+    """The steps of the case's model on one device."""
+    return _run(case.model, case.variant, case.composition.data_ranks)
+
+
+@functools.lru_cache(maxsize=64)
+def _run(name: str, variant: Variant, ranks: int) -> tuple[StepFacts, ...]:
+    with warnings.catch_warnings(action="ignore"):
+        return _steps(built(name, variant), name, variant, ranks)
+
+
+def _steps(model: nn.Module, name: str, variant: Variant, ranks: int) -> tuple[StepFacts, ...]:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)
+    facts = []
+    for step in range(STEPS):
+        losses = []
+        for number in batches(variant, step):
+            tokens, targets = data.batch(variant.rows, ranks, number, MODELS[name].vocab)
+            loss = data.loss_sum(model(tokens), targets) / data.counted(targets)
+            loss.backward()
+            losses.append(float(loss.detach()))
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT))
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+        facts.append(StepFacts(tuple(losses), gradients, norm, weights))
+    return tuple(facts)
+
+
+def built(name: str, variant: Variant) -> nn.Module:
+    """The variant's model, plain."""
+    return build(
+        name,
+        tied=variant.tied,
+        frozen=variant.frozen,
+        twice=variant.twice,
+        checkpointing=variant.checkpointing,
+        dtype=variant.dtype,
+    )
+
+
+def batches(variant: Variant, step: int) -> range:
+    """The numbers of the batches that a step reads, one per backward."""
+    return range(step * variant.backwards, (step + 1) * variant.backwards)

@@ -1,0 +1,83 @@
+"""The parent's side: each case on warm ranks of its own world, beside the facts of one device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import torch
+
+from shardwright.testing.pool import RankPool
+from shardwright.testing.rank_errors import RankError, RankTimeoutError
+from tests.compositions.cases import Case
+from tests.compositions.ranks import Fault, check, refuses
+from tests.compositions.reference import one_device
+
+OK, WRONG, ERROR, REFUSED = "ok", "wrong", "error", "refused"
+BAD = (WRONG, ERROR)
+PRELOAD = ("transformers.models.auto", "tests.compositions.preload")
+_LIMIT = 120.0  # seconds of one case; most take less than one
+
+
+@dataclass(frozen=True)
+class Record:
+    """What came of a case: ok; wrong: another number than one device's; error; refused, for its reason."""
+
+    case: Case
+    verdict: str
+    text: str = ""
+    seconds: float = 0.0
+
+
+def sweep(
+    cases: Sequence[Case], *, jobs: int, fault: Fault | None = None, pool: RankPool | None = None
+) -> Iterator[Record]:
+    """Try every case; yields each record as soon as it is there. Each job has ranks of its own."""
+    torch.set_num_threads(1)
+    state = threading.local()
+    pools: list[RankPool] = []
+
+    def one(case: Case) -> Record:
+        if pool is not None:
+            return attempt(pool, case, fault)
+        if not hasattr(state, "pool"):
+            state.pool = RankPool(preload=PRELOAD)
+            pools.append(state.pool)
+        return attempt(state.pool, case, fault)
+
+    try:
+        with ThreadPoolExecutor(jobs) as executor:
+            for done in as_completed([executor.submit(one, case) for case in cases]):
+                yield done.result()
+    finally:
+        for made in pools:
+            made.close()
+
+
+def attempt(pool: RankPool, case: Case, fault: Fault | None = None) -> Record:
+    """One case on the ranks of `pool`."""
+    start = time.monotonic()
+    verdict, text = OK, ""
+    world = case.composition.world
+    try:
+        if case.refusal:
+            verdict = REFUSED
+            found = pool.run(world, refuses, case, case.refusal.says, timeout=_LIMIT)
+        else:
+            found = pool.run(world, check, case, one_device(case), fault, timeout=_LIMIT)
+        ranks = [rank for rank, texts in enumerate(found) if texts]
+        if ranks:
+            verdict, text = WRONG, _wrong_text(found[ranks[0]], ranks)
+    except RankTimeoutError as error:
+        verdict, text = ERROR, f"hang: {error}"
+    except RankError as error:
+        verdict, text = ERROR, str(error)
+    return Record(case, verdict, text, time.monotonic() - start)
+
+
+def _wrong_text(texts: list[str], ranks: list[int]) -> str:
+    more = f" and {len(texts) - 4} more" if len(texts) > 4 else ""
+    return f"on ranks {ranks}: " + "; ".join(texts[:4]) + more
