@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
@@ -179,6 +180,31 @@ class FsdpParameter:
                 fsdp._unsharded_dtensor_spec = wrapped._spec  # type: ignore[attr-defined]
 
         fsdp.init_unsharded_param = init_unsharded_param
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpUnit:
+    """What torch does around the forward of a sharded unit."""
+
+    module: nn.Module
+
+    @property
+    def is_idle(self) -> bool:
+        """Neither in its forward nor in its backward."""
+        return self._state._training_state == TrainingState.IDLE
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather the parameters, before a forward with these arguments; they may be cast."""
+        entered: tuple[tuple[Any, ...], dict[str, Any]] = self._state._pre_forward(self.module, args, kwargs)
+        return entered
+
+    def leave(self, args: tuple[Any, ...], out: Any) -> Any:
+        """Free what `enter` gathered; a backward of `out` gathers it again."""
+        return self._state._post_forward(self.module, args, out)
+
+    @property
+    def _state(self) -> Any:
+        return self.module._get_fsdp_state()  # type: ignore[operator]
 
 
 def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import FsdpParameter, axis_names, follow_dtype, fsdp_parameters, union_mesh
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
+from shardwright.parallel.direct_calls import serve_direct_calls
 from shardwright.parallel.meshes import is_other_view, named_axes
 from shardwright.parallel.place import local_plain, place_parameters
 from shardwright.parallel.sharded_traffic import record_sharded_traffic
@@ -150,6 +151,7 @@ def _shard(
     _sum_gradients(module)
     record_sharded_traffic(module, axis_names(mesh)[0])
     follow_dtype(module)
+    serve_direct_calls(module, (owner for owner, _ in where))
     for managed in fsdp_parameters(module):
         old = where[(managed.owner, managed.name)]
         _relabel(managed, before[plain[old]], mesh)

@@ -1,0 +1,77 @@
+"""A child of a sharded unit called on its own, before, between and after forwards of the whole."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.parallel import parallelize_fsdp
+from shardwright.testing.meshes import rank_mesh
+
+from .models import check_full_gradients
+
+
+class Pair(nn.Module):
+    """An encoder and a decoder that share an embedding, which belongs to the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.encoder = nn.Sequential(self.embed, nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4), nn.Tanh()))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens, memory):
+        return self.head(self.norm(self.embed(tokens) + memory))
+
+
+def _steps(model, tokens):
+    """Generation's order of calls, then a direct call with a gradient beside one of the whole."""
+    model.eval()
+    with torch.no_grad():
+        first = model(tokens, model.encoder(tokens))
+        again = model.encoder(tokens)
+    model.train()
+    memory = model.encoder(tokens)
+    out = model(tokens, memory)
+    (out.square().sum() + memory.sin().sum()).backward()
+    return first, again, memory.detach(), out.detach()
+
+
+def _sharded(reshard):
+    torch.manual_seed(0)
+    plain = Pair()
+    sharded = copy.deepcopy(plain)
+    mesh = rank_mesh((2,), ("dp",))
+    parallelize_fsdp(sharded.encoder[1], mesh)
+    parallelize_fsdp(sharded, mesh, reshard_after_forward=reshard)
+    tokens = torch.arange(12).reshape(6, 2) % 7
+    mine = slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+    for _ in range(2):  # gradients add up
+        wanted = _steps(plain, tokens)
+        for got, one in zip(_steps(sharded, tokens[mine]), wanted, strict=True):
+            torch.testing.assert_close(got, one[mine])
+        check_full_gradients(sharded, {n: p.grad for n, p in plain.named_parameters(remove_duplicate=False)})
+
+
+def test_a_child_of_a_sharded_unit_can_be_called_on_its_own(ranks):
+    ranks(2, _sharded, None)
+    ranks(2, _sharded, True)
+
+
+def _raises():
+    """A child that fails leaves the unit as it was."""
+    sharded = parallelize_fsdp(Pair(), rank_mesh((2,), ("dp",)))
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shape"):
+            sharded.norm(torch.zeros(2, 3))
+        with torch.no_grad():
+            assert sharded.encoder(tokens).shape == (2, 3, 4)
+
+
+def test_a_child_that_fails_leaves_the_unit_usable(ranks):
+    ranks(2, _raises)
