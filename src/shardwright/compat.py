@@ -191,7 +191,8 @@ class FsdpUnit:
     @property
     def is_idle(self) -> bool:
         """Neither in its forward nor in its backward."""
-        return self._state._training_state == TrainingState.IDLE
+        idle: bool = self._state._training_state == TrainingState.IDLE
+        return idle
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather the parameters, before a forward with these arguments; they may be cast."""
