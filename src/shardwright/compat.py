@@ -17,9 +17,18 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+
+def overload_for(
+    packet: torch._ops.OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch._ops.OpOverload:
+    """The overload that a call of the packet with these arguments takes."""
+    name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+    found: torch._ops.OpOverload = getattr(packet, name)
+    return found
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -186,11 +186,38 @@ def test_any_is_not_a_sum_of_bools() -> None:
     assert decide(made, TP, P).inputs[0].placements[0].is_pending is False
 
 
-def test_a_cast_of_a_pending_sum_must_not_lose_digits() -> None:
-    widened = call(aten._to_copy.default, meta(8, 6), dtype=torch.float64)
-    assert decide(widened, TP, P).outputs[0].placements == (P,)
-    narrowed = call(aten._to_copy.default, meta(8, 6), dtype=torch.bfloat16)
-    assert not decide(narrowed, TP, P).inputs[0].placements[0].is_pending
+@pytest.mark.parametrize(
+    ("name", "source", "target", "kept"),
+    [
+        ("sum", torch.float32, torch.float64, False),  # one device rounds the sum, not its terms
+        ("sum", torch.bfloat16, torch.float32, False),
+        ("sum", torch.float32, torch.bfloat16, False),
+        ("sum", torch.uint8, torch.int64, False),  # one device wraps around
+        ("sum", torch.int64, torch.uint8, True),  # modulo 2^64, then modulo 2^8
+        ("sum", torch.uint8, torch.int8, True),
+        ("sum", torch.int32, torch.float32, False),
+        ("sum", torch.float32, torch.complex64, True),
+        ("avg", torch.bfloat16, torch.float32, False),
+        ("product", torch.int32, torch.int8, True),
+        ("product", torch.int8, torch.int32, False),
+        ("max", torch.bfloat16, torch.float32, True),
+        ("max", torch.float32, torch.bfloat16, True),
+        ("max", torch.uint8, torch.int32, True),
+        ("max", torch.int32, torch.uint8, False),
+        ("max", torch.float32, torch.int32, False),
+        ("min", torch.bool, torch.float32, True),
+        ("min", torch.float32, torch.bool, False),
+        ("bor", torch.uint8, torch.int32, True),
+        ("norm2", torch.float32, torch.float64, False),
+    ],
+)
+def test_a_cast_converts_terms_only_where_it_converts_their_reduction(name, source, target, kept) -> None:
+    """`to(combine(parts)) == combine(to(parts))`, bit for bit."""
+    pending = Partial(name)
+    made = call(aten._to_copy.default, meta(8, 6, dtype=source), dtype=target)
+    decision = decide(made, TP, pending)
+    assert decision.inputs[0].placements == ((pending,) if kept else (R,))
+    assert decision.outputs[0].placements == decision.inputs[0].placements
 
 
 def test_a_number_makes_a_sum_affine() -> None:

@@ -113,12 +113,17 @@ class Call:
     def _operands(self) -> Iterator[Operand]:
         for parameter in parameters_of(self.op):
             value = self.bound[parameter.name]
+            mutated = parameter.mutated and not self._only_reads(parameter.name)
             if isinstance(value, TensorInfo):
-                yield Operand(parameter.name, value, None, parameter.mutated, parameter.out)
+                yield Operand(parameter.name, value, None, mutated, parameter.out)
             elif parameter.is_tensor and isinstance(value, tuple):
                 for position, info in enumerate(value):
                     if isinstance(info, TensorInfo):
-                        yield Operand(parameter.name, info, position, parameter.mutated, parameter.out)
+                        yield Operand(parameter.name, info, position, mutated, parameter.out)
+
+    def _only_reads(self, name: str) -> bool:
+        """Whether what the schema calls written is not: a fused step writes gradients that it unscales."""
+        return name == "grads" and self.bound.get("grad_scale", self) is None
 
     @property
     def operands(self) -> tuple[TensorInfo, ...]:

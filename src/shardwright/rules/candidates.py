@@ -6,12 +6,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from shardwright.placement.base import Partition, Placement, Replicate
+import torch
+
+from shardwright.placement.base import Partition, Pending, Placement, Replicate
 from shardwright.placement.shard import Shard
 from shardwright.rules.along import labels_cut, part_lengths, place_label
-from shardwright.rules.call import TensorInfo
+from shardwright.rules.call import Call
 from shardwright.rules.equation import BoundHom, Equation, Sizes, Slot
-from shardwright.rules.monoid import has_meaning, matches, pending_of
+from shardwright.rules.monoid import converts, has_meaning, matches, pending_of
 from shardwright.rules.states import States
 
 REPLICATE = Replicate()
@@ -44,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class AxisView:
-    """What candidates depend on: equation, dtypes of the results, axis size, current placements.
+    """What candidates depend on: equation, dtypes of operands and results, axis size, current placements.
 
     Args:
         states: the sizes of labels that earlier axes leave on the coords.
@@ -52,7 +54,7 @@ class AxisView:
     """
 
     equation: Equation
-    results: tuple[TensorInfo | None, ...]
+    call: Call
     n: int
     current: tuple[Placement, ...]
     states: States
@@ -133,17 +135,14 @@ def _pending(view: AxisView) -> Iterator[Candidate]:
                 yield candidate
 
 
-def _sources(view: AxisView, hom: BoundHom) -> Iterator[Placement]:
+def _sources(view: AxisView, hom: BoundHom) -> Iterator[Pending]:
     """The pending placements that the fact's operands have now and that the fact speaks of."""
-    seen = dict.fromkeys(
-        view.current[operand]
-        for operand in sorted(hom.operands)
-        if matches(view.current[operand], hom.fact.source)
-    )
-    yield from seen
+    found = (view.current[operand] for operand in sorted(hom.operands))
+    named = (p for p in found if isinstance(p, Pending) and matches(p, hom.fact.source))
+    yield from dict.fromkeys(named)
 
 
-def _homomorphic(view: AxisView, hom: BoundHom, source: Placement) -> Candidate | None:
+def _homomorphic(view: AxisView, hom: BoundHom, source: Pending) -> Candidate | None:
     equation, fact = view.equation, hom.fact
     target = source if fact.target == "*" else pending_of(fact.target)
     outputs: list[Placement | None] = []
@@ -155,6 +154,8 @@ def _homomorphic(view: AxisView, hom: BoundHom, source: Placement) -> Candidate 
         else:
             outputs.append(REPLICATE)
     if not _in_domain(view, outputs) or not _silent_writes(view, hom.operands, keeps=target == source):
+        return None
+    if not all(_may_be_pending(view, operand, source, outputs) for operand in hom.operands):
         return None
     inputs = [
         source if operand in hom.operands else _free(view, operand, REPLICATE)
@@ -175,13 +176,33 @@ def _silent_writes(view: AxisView, changed: Collection[int], *, keeps: bool = Tr
     return not written or (keeps and written <= set(changed))
 
 
+def _may_be_pending(
+    view: AxisView, operand: int, source: Pending, outputs: Sequence[Placement | None]
+) -> bool:
+    """Whether the op may read terms of this operand: as they are, or those of a finished value.
+
+    The reduction of the terms is that of their own dtype: an op that converts them reads another value. Of a
+    finished value one coord may hold everything, whatever it is converted to.
+    """
+    dtype = view.call.operands[operand].dtype
+    if view.current[operand] != source:
+        return has_meaning(source, dtype)
+    return all(converts(source, dtype, made) for made in _pending_dtypes(view, outputs))
+
+
+def _pending_dtypes(view: AxisView, outputs: Sequence[Placement | None]) -> set[torch.dtype]:
+    """Of the terms that the op makes: returned, or written in place."""
+    pairs = zip(outputs, view.call.results, strict=True)
+    made = {info.dtype for placement, info in pairs if info and placement and placement.is_pending}
+    return made | {view.call.operands[operand].dtype for operand in view.equation.mutated}
+
+
 def _in_domain(view: AxisView, outputs: Sequence[Placement | None]) -> bool:
-    for placement, info in zip(outputs, view.results, strict=True):
-        if placement is None or info is None or not placement.is_pending:
-            continue
-        if not has_meaning(getattr(placement, "reduce_op", ""), info.dtype):
-            return False
-    return True
+    return all(
+        has_meaning(placement, info.dtype)
+        for placement, info in zip(outputs, view.call.results, strict=True)
+        if info is not None and isinstance(placement, Pending)
+    )
 
 
 # --------------------------------------------------------------------------- partitions of elements

@@ -69,6 +69,8 @@ def _proposals(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Iterator[t
 
 def _runs_as_it_is(call: Call, layouts: tuple[Layout, ...]) -> bool:
     decision = propagate(call, layouts)
+    if decision.rewrites:
+        return False
     pairs = zip(layouts, decision.inputs, strict=True)
     return all(have == want or not plan_redistribution(have, want).total_bytes for have, want in pairs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
@@ -25,19 +26,6 @@ _NAMES = {
 _PLACEMENTS: dict[str, Pending] = {name: Partial(op) for name, op in _NAMES.items()}
 
 
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-# Where a reduction has no meaning: a sum of bools, an average of integers, an extreme of complex numbers.
-_REFUSED: dict[str, Callable[[torch.dtype], bool]] = {
-    "sum": lambda dtype: dtype == torch.bool,
-    "avg": lambda dtype: not _is_inexact(dtype),
-    "max": lambda dtype: dtype.is_complex,
-    "min": lambda dtype: dtype.is_complex,
-}
-
-
 def pending_of(name: str) -> Pending:
     """The pending placement of a reduction by its name in rules. Raises: RuleError: there is none."""
     try:
@@ -46,10 +34,76 @@ def pending_of(name: str) -> Pending:
         raise RuleError(f"unknown reduction {name!r}; rules may use {', '.join(_NAMES)}") from None
 
 
-def has_meaning(name: str, dtype: torch.dtype) -> bool:
-    """Whether values of this dtype can be reduced so."""
-    refused = _REFUSED.get(_NAMES.get(name, name))
-    return refused is None or not refused(dtype)
+@lru_cache(maxsize=1024)
+def has_meaning(placement: Pending, dtype: torch.dtype) -> bool:
+    """Whether values of this dtype can be reduced so: no sum of bools, no average of integers."""
+    return placement.in_domain(torch.zeros((), dtype=dtype))
+
+
+@lru_cache(maxsize=1024)
+def converts(placement: Pending, source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether the parts may be converted in place of the value: `to(combine(parts)) == combine(to(parts))`.
+
+    One device has the value in `source`: a sum of half types is rounded there, one of integers wraps around.
+    A sum of wider parts would not.
+    """
+    return source == target or _CONVERSIONS.get(placement.reduce_op, _never)(source, target)
+
+
+def _never(source: torch.dtype, target: torch.dtype) -> bool:  # noqa: ARG001  whatever the dtypes
+    return False
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _both_integers(source: torch.dtype, target: torch.dtype) -> bool:
+    return _is_integer(source) and _is_integer(target)
+
+
+def _drops_high_bits(source: torch.dtype, target: torch.dtype) -> bool:
+    """Integers modulo a power of two, taken modulo a smaller one."""
+    return _both_integers(source, target) and target.itemsize <= source.itemsize
+
+
+def _same_precision(source: torch.dtype, target: torch.dtype) -> bool:
+    """Real and complex numbers that are rounded alike."""
+    inexact = all(dtype.is_floating_point or dtype.is_complex for dtype in (source, target))
+    return inexact and source.to_real() == target.to_real()
+
+
+def _is_additive(source: torch.dtype, target: torch.dtype) -> bool:
+    return _drops_high_bits(source, target) or _same_precision(source, target)
+
+
+def _is_multiplicative(source: torch.dtype, target: torch.dtype) -> bool:
+    return _is_additive(source, target) and not (source.is_complex and not target.is_complex)
+
+
+def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
+    """From real numbers to some that hold them all, if rounded."""
+    if source.is_complex or target.is_complex or target == torch.bool:
+        return False
+    if source == torch.bool or target.is_floating_point:
+        return True
+    return not source.is_floating_point and _holds(torch.iinfo(target), torch.iinfo(source))
+
+
+def _holds(outer: torch.iinfo, inner: torch.iinfo) -> bool:
+    return outer.max >= inner.max and outer.min <= inner.min
+
+
+_CONVERSIONS: dict[str, Callable[[torch.dtype, torch.dtype], bool]] = {
+    "sum": _is_additive,
+    "avg": _same_precision,
+    "product": _is_multiplicative,
+    "max": _keeps_order,
+    "min": _keeps_order,
+    "band": _both_integers,
+    "bor": _both_integers,
+    "bxor": _both_integers,
+}
 
 
 def matches(placement: Placement, name: str) -> bool:

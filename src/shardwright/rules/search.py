@@ -81,9 +81,7 @@ class Search:
         if depth == len(self.order):
             return self._consider(rewritten)
         axis = self.order[depth]
-        view = AxisView(
-            self.equation, self.call.results, self.sizes[axis], self._columns[axis], states, scattered
-        )
+        view = AxisView(self.equation, self.call, self.sizes[axis], self._columns[axis], states, scattered)
         for candidate in self._few(axis, view):
             self._chosen[axis] = candidate
             more = rewritten | self._rewrites(axis, candidate)
@@ -206,7 +204,7 @@ class Search:
         """The choice with each other candidate of one axis, the cheapest first. For people."""
         view = AxisView(
             self.equation,
-            self.call.results,
+            self.call,
             self.sizes[axis],
             self._columns[axis],
             States(self.equation.sizes),

@@ -1,183 +1,188 @@
-"""`_foreach_*` and `_fused_*`: one call on the lists of local tensors where the tensors of a position agree.
+"""`_foreach_*` and `_fused_*`: one call on the lists of local tensors where that is what each position does.
 
-Otherwise element by element through the scalar op, each with its own rule.
+What each position does is decided by the rules of its own op, as for a tensor alone. Where one of them moves
+something, or makes another call than the op on its local tensors, the positions are run one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.errors import RuleError
+from shardwright.rules import registry
+from shardwright.tensor.boundary import helpers_allowed
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.move import move_local
-from shardwright.tensor.spec import spec_of, with_dtype
-from shardwright.tensor.wrap import as_replicated, wrap
+from shardwright.tensor.list_elements import ElementCall, element_calls, list_arguments
+from shardwright.tensor.mixing import replicate_plain
+from shardwright.tensor.modes import is_explicit
+from shardwright.tensor.prepare import Prepared, prepare
+from shardwright.tensor.refusing import refuse_implicit
+from shardwright.tensor.run import check_simple, run
+from shardwright.tensor.spec import Spec
+from shardwright.tensor.wrap import as_ours, wrap
 
-aten = torch.ops.aten
-# Reductions of each element: their results are no partitions of the operand.
-_REDUCING = ("norm", "max", "powsum")
-# Linear in a pending list as long as all operands are pending; anything else finishes the values first.
-_LINEAR = frozenset({"aten::_foreach_neg", "aten::_foreach_neg_"})
+_MANY = 4096
+# Per call: the specs of the results, or None where the positions are run one after another.
+_known: dict[tuple[Any, ...], list[Spec | None] | None] = {}
 
 
 def takes_lists(func: torch._ops.OpOverload) -> bool:
     """Is it one of these ops? Not every fused op is: `_fused_rms_norm` takes one tensor, and has a rule."""
-    schema = func._schema
-    named = schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
-    return named and isinstance(schema.arguments[0].type, torch._C.ListType)
+    return bool(list_arguments(func))
 
 
 def run_on_lists(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """A list op on DTensors.
 
-    Raises: RuleError: a list element whose tensors cannot be brought to one layout.
+    Raises: RuleError: what the op for one element raises for a position.
+    Cost: what the op for one element costs at each position; nothing where each is one local call.
     """
-    name = func._schema.name
-    if name.split("::_foreach_")[-1].rstrip("_") in _REDUCING:
-        return _element_by_element(func, args, kwargs)
-    columns = _columns(args, kwargs)
-    finish = name not in _LINEAR and any(_pending(t) for column in columns for t in column)
-    if finish or not all(_agree(column) for column in columns):
-        if name.startswith("aten::_fused_"):
-            return _call(func, *_aligned(args, kwargs))
-        return _element_by_element(func, args, kwargs)
-    return _call(func, args, kwargs)
-
-
-def _lists(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Any]]:
-    found = [v for v in (*args, *kwargs.values()) if isinstance(v, list | tuple) and _has_tensor(v)]
-    return [list(v) for v in found]
-
-
-def _has_tensor(values: Any) -> bool:
-    return any(isinstance(v, torch.Tensor) for v in values)
-
-
-def _columns(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[DTensor]]:
-    """Per position the DTensors of more than one element that stand there in any list."""
-    lists = _lists(args, kwargs)
-    length = max((len(v) for v in lists), default=0)
-    return [[v[i] for v in lists if i < len(v) and isinstance(v[i], DTensor)] for i in range(length)]
-
-
-def _pending(x: DTensor) -> bool:
-    return any(p.is_pending for p in x._spec.layout.placements)
-
-
-def _agree(column: list[DTensor]) -> bool:
-    """Same cut everywhere: equal placements and order on equal meshes and shapes (dtypes may differ)."""
-    first = column[0]._spec.layout if column else None
-    return first is None or all(_same_cut(first, t._spec.layout) for t in column[1:])
-
-
-def _same_cut(left: Any, right: Any) -> bool:
-    if left is right:
-        return True
-    return bool(
-        left.placements == right.placements
-        and left.order == right.order
-        and left.shape == right.shape
-        and left.mesh_shape == right.mesh_shape
-    )
-
-
-def _call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The list op on local tensors; results take the layouts of the first list."""
-    firsts = next(iter(_lists(args, kwargs)), [])
-    out = func(*(_local(a) for a in args), **{name: _local(value) for name, value in kwargs.items()})
-    if out is None or not isinstance(out, list | tuple):
-        return out
-    return [_wrapped(local, like) for local, like in zip(out, firsts, strict=True)]
-
-
-def _wrapped(local: torch.Tensor, like: Any) -> Any:
-    if not isinstance(like, DTensor):
-        return local
-    layout = with_dtype(like._spec.layout, local.dtype)
-    return wrap(local, spec_of(layout, like.device_mesh, like._spec.use))
-
-
-def _local(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value._local_tensor
-    if isinstance(value, list | tuple):
-        return [_local(v) for v in value]
-    return value
-
-
-def _aligned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Fused optimizers: every tensor of a position takes the layout of the first list's, the parameter's."""
-    parameters = args[0]
-
-    def align(values: Any) -> Any:
-        if not isinstance(values, list | tuple) or not _has_tensor(values):
-            return values
-        return [_as_parameter(v, p) for v, p in zip(values, parameters, strict=True)]
-
-    first, *rest = args
-    return (first, *(align(v) for v in rest)), {name: align(value) for name, value in kwargs.items()}
-
-
-def _as_parameter(value: Any, parameter: Any) -> Any:
-    if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
-        return value
-    if _same_cut(value._spec.layout, parameter._spec.layout):
-        return value
-    if value._spec.layout.mesh_shape != parameter._spec.layout.mesh_shape:
-        raise RuleError(
-            f"fused optimizer: {value._spec.layout} beside its parameter "
-            f"{parameter._spec.layout} on another mesh"
-        )
-    order = parameter._spec.layout.order_names
-    target = value._spec.layout.with_placements(parameter._spec.layout.placements, order=order)
-    return wrap(move_local(value, target, reason="fused optimizer"), spec_of(target, value.device_mesh))
-
-
-def _element_by_element(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The scalar op per position, each with its own rule."""
-    scalar = _scalar_op(func)
-    length = max((len(v) for v in _lists(args, kwargs)), default=0)
-    out = []
-    for i in range(length):
-        element_args = [_element(a, i, length) for a in args]
-        element_kwargs = {name: _element(value, i, length) for name, value in kwargs.items()}
-        mesh = next((a.device_mesh for a in element_args if isinstance(a, DTensor)), None)
-        if mesh is not None:
-            element_args = [
-                as_replicated(a, mesh) if isinstance(a, torch.Tensor) and not isinstance(a, DTensor) else a
-                for a in element_args
-            ]
-        out.append(scalar(*_positional(scalar, element_args, element_kwargs), **element_kwargs))
+    args, kwargs = tree_map_only(TorchDTensor, as_ours, (args, dict(kwargs)))
+    key = (registry.generation(), helpers_allowed(), func, *_described((*args, *kwargs.items())))
+    first = key not in _known
+    if first:
+        if len(_known) >= _MANY:
+            _known.clear()
+        _known[key] = _specs(func, args, kwargs)
+    specs = _known[key]
+    if specs is None:
+        calls = element_calls(func, args, kwargs)
+        if is_explicit():
+            _refuse(calls)
+        out = [_run_alone(call) for call in calls]
+    else:
+        out = _call(func, args, kwargs, specs)
+        if first:
+            _check(func, specs, out)
+    _raise_versions(func, args, kwargs)
     return out if func._schema.returns else None
 
 
-def _positional(scalar: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The list ops take `value` by position, the ops of one element by name."""
-    if scalar in _NAMED_VALUE and len(args) == 4:
-        kwargs["value"] = args[3]
-        return args[:3]
-    return args
+def _described(values: Sequence[Any]) -> Iterator[Any]:
+    """What the decision depends on, flat; `1`, `1.0` and `True` must not look alike."""
+    for value in values:
+        if isinstance(value, DTensor):
+            yield value._spec
+        elif isinstance(value, torch.Tensor):
+            yield value.shape
+            yield value.dtype
+        elif isinstance(value, list | tuple):
+            yield len(value)
+            yield from _described(value)
+        else:
+            yield value.__class__
+            yield value
 
 
-def _element(value: Any, index: int, length: int) -> Any:
-    if isinstance(value, list | tuple) and len(value) == length:
-        return value[index]
-    return value
+# ---------------------------------------------------------------------------------------- the decision
 
 
-_NAMED_VALUE = (aten.addcmul, aten.addcmul_, aten.addcdiv, aten.addcdiv_)
-_SCALAR_NAMES = {"norm": "linalg_vector_norm", "maximum": "maximum", "minimum": "minimum"}
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """One position with its tensors all distributed, and how its call is run."""
+
+    call: ElementCall
+    tensors: list[DTensor]
+    prepared: Any
 
 
-def _scalar_op(func: torch._ops.OpOverload) -> Any:
-    """`aten::_foreach_add_.List` -> `torch.ops.aten.add_`."""
-    name = func._schema.name.removeprefix("aten::_foreach_")
-    base = name.rstrip("_")
-    scalar = _SCALAR_NAMES.get(base, base) + ("_" if name.endswith("_") else "")
-    packet = getattr(aten, scalar, None)
-    if packet is None:
-        raise RuleError(f"{func.name()}: there is no op for one element, and its tensors differ in layout")
-    return packet
+def _specs(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Spec | None] | None:
+    """The specs of the results if every position is the op on its local tensors; else None."""
+    found: list[Spec | None] = []
+    positions = [_prepared(call) for call in element_calls(func, args, kwargs)]
+    if not all(alone is None or _is_local(alone.prepared) for alone in positions):
+        return None
+    for alone in positions:
+        found += (None,) if alone is None else alone.prepared.results
+    return found
+
+
+def _is_local(prepared: Any) -> bool:
+    """Whether the call is the op on the local tensors as they are."""
+    if not isinstance(prepared, Prepared):
+        return False
+    another = prepared.moves or prepared.brought_back or prepared.overrides or prepared.local
+    return not (another or prepared.skip or prepared.gather_all)
+
+
+def _prepared(call: ElementCall) -> _Alone | None:
+    """The decision for one position; None for plain tensors alone."""
+    leaves = tree_leaves((call.args, call.kwargs))
+    mesh = next((x.device_mesh for x in leaves if isinstance(x, DTensor)), None)
+    if mesh is None:
+        return None
+    func: Any = call.op
+    if not isinstance(func, torch._ops.OpOverload) or registry.rewrite_of(func) is not None:
+        return _Alone(call, [], None)
+    args, kwargs = tree_map_only(
+        torch.Tensor,
+        lambda x: x if isinstance(x, DTensor) else replicate_plain(x, mesh, func),
+        (call.args, call.kwargs),
+    )
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+    return _Alone(ElementCall(func, args, kwargs), tensors, prepare(func, args, kwargs, tensors))
+
+
+# --------------------------------------------------------------------------------------------- running
+
+
+def _refuse(calls: Sequence[ElementCall]) -> None:
+    """Raise for what any position would move, before one of them has run."""
+    for alone in map(_prepared, calls):
+        if alone is not None and isinstance(alone.prepared, Prepared):
+            op: Any = alone.call.op
+            refuse_implicit(op, alone.call.args, alone.call.kwargs, alone.prepared, alone.tensors)
+
+
+def _run_alone(call: ElementCall) -> Any:
+    """One position: an ordinary call, but a fused step, which is no op of one tensor."""
+    func: Any = call.op
+    if not (isinstance(func, torch._ops.OpOverload) and takes_lists(func)):
+        return call.run()
+    alone = _prepared(call)
+    if alone is None:
+        return call.run()
+    return run(alone.prepared, func, alone.call.args, alone.call.kwargs, alone.tensors)
+
+
+def _call(
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    specs: Sequence[Spec | None],
+) -> Any:
+    """The list op on the local tensors."""
+    local_args, local_kwargs = tree_map_only(DTensor, lambda x: x._local_tensor, (args, dict(kwargs)))
+    out = func(*local_args, **local_kwargs)
+    if not isinstance(out, list | tuple):
+        return out
+    return [x if spec is None else wrap(x, spec) for x, spec in zip(out, specs, strict=True)]
+
+
+def _check(func: torch._ops.OpOverload, specs: Sequence[Spec | None], out: Any) -> None:
+    """The rules' promise, tested once. Raises: LayoutError: one of them is wrong."""
+    for spec, x in zip(specs, out or (), strict=False):
+        if spec is not None:
+            check_simple(spec, func, x, ())
+
+
+def _raise_versions(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """What was written is another value: a backward that saved the old one must notice.
+
+    On plain tensors the op of each element does so; on DTensors it runs below where versions are counted. The
+    fused steps raise no version on one device either.
+    """
+    if not func._schema.name.startswith("aten::_foreach_"):
+        return
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    tensors = [x for x in tree_leaves(written) if isinstance(x, DTensor) and not x.is_inference()]
+    torch.autograd.graph.increment_version(tensors)

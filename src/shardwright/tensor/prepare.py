@@ -20,7 +20,7 @@ from shardwright.rules.call import Call
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision, propagate
 from shardwright.rules.refusal import meshes_text
-from shardwright.rules.views.aten import gives_back, is_described, undoes
+from shardwright.rules.views.aten import gives_back, is_described, on_elements, undoes
 from shardwright.tensor.algorithms import ByAlgorithm, may_write
 from shardwright.tensor.boundary import helpers
 from shardwright.tensor.dtensor import DTensor
@@ -31,7 +31,7 @@ from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
 from shardwright.tensor.views import ViewCall, view_call
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,14 @@ class Move:
 
     operand: int
     target: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """What the local call wrote of one operand has another layout than the operand, and goes back to that."""
+
+    operand: int
+    held: Layout
 
 
 @dataclass(slots=True)
@@ -54,7 +62,7 @@ class Prepared:
     results: tuple[Spec | None, ...]
     written: tuple[int | None, ...]  # per result: the operand that it is (in-place and out=)
     mutated: tuple[int, ...]
-    brought_back: tuple[int, ...]  # written operands that the call needs in another layout
+    brought_back: tuple[Return, ...]  # written operands that the call leaves in another layout
     skip: bool  # this rank holds nothing of an operand: no kernel is called
     reason: str
     fallback: bool
@@ -111,7 +119,7 @@ def prepare_call(
     call = Call(func, *known, infos)
     layouts = tuple(t._spec.layout for t in tensors)
     decision = propagate(call, layouts)
-    if decision.inputs != layouts and is_described(func):
+    if decision.inputs != layouts and is_described(func) and not _changes_terms(func, decision, layouts[0]):
         view = view_call(func, call, layouts[0], mesh, use)
         if view is not None:
             return view
@@ -119,6 +127,12 @@ def prepare_call(
     if chosen is not None:
         return ByAlgorithm(call, chosen, decision.reason)
     return _settled(func, call, decision, tensors, mesh, use)
+
+
+def _changes_terms(func: torch._ops.OpOverload, decision: Decision, layout: Layout) -> bool:
+    """Whether the op makes other elements of pending ones: the least of complex numbers is not there."""
+    made = decision.outputs[0] if on_elements(func) else None
+    return made is not None and any(made.placements[i] != layout.placements[i] for i in layout.pending_axes)
 
 
 def _decomposition(func: torch._ops.OpOverload) -> NeedsDecomposition | None:
@@ -182,6 +196,8 @@ def _settled(
         if want != t._spec.layout
     )
     mutated = tuple(i for i, o in enumerate(call.flat_operands) if o.mutated)
+    written = _written(func, call)
+    brought_back = tuple(_returns(mutated, written, decision, tensors))
     results = tuple(None if out is None else spec_of(out, mesh, use) for out in decision.outputs)
     overrides = decision.local_args(coords) if coords is not None else {}
     undone = call if _may_be_put_back(func, tensors, moves=bool(moves)) else None
@@ -189,18 +205,38 @@ def _settled(
         moves=moves,
         overrides=tuple((overrides or {}).items()),
         results=results,
-        written=_written(func, call),
+        written=written,
         mutated=mutated,
         outs=tuple(i for i, operand in enumerate(call.flat_operands) if operand.out),
-        brought_back=tuple(m.operand for m in moves if m.operand in mutated),
+        brought_back=brought_back,
         skip=coords is None or _contributes_nothing(decision, coords),
         reason=decision.reason,
         fallback=decision.fallback,
         gather_all=False,
         local=_local_form(func, decision, coords) or kernel_of(func, {t.dtype for t in tensors}),
-        any_size=None if coords is None or overrides or decision.local or undone else decision.any_size,
+        any_size=None
+        if coords is None or overrides or decision.local or undone or brought_back
+        else decision.any_size,
         call=undone,
     )
+
+
+def _returns(
+    mutated: tuple[int, ...], written: tuple[int | None, ...], decision: Decision, tensors: list[DTensor]
+) -> Iterator[Return]:
+    """The written operands that the call leaves in another layout than they have.
+
+    The call may need them in another one, or make another one of them: the largest part, negated in place,
+    is the smallest.
+    """
+    for operand in mutated:
+        held = decision.inputs[operand]
+        if operand in written:
+            made = decision.outputs[written.index(operand)]
+            if made is not None and made.placements != held.placements:
+                held = held.with_placements(made.placements, order=made.order_names)
+        if held != tensors[operand]._spec.layout:
+            yield Return(operand, held)
 
 
 def _may_be_put_back(func: torch._ops.OpOverload, tensors: list[DTensor], *, moves: bool) -> bool:
@@ -264,7 +300,7 @@ def _gathered(call: Call, tensors: list[DTensor], reason: str) -> Prepared:
         results=(),
         written=_written(call.op, call),
         mutated=mutated,
-        brought_back=tuple(m.operand for m in moves if m.operand in mutated),
+        brought_back=tuple(Return(m.operand, m.target) for m in moves if m.operand in mutated),
         skip=False,
         reason=reason,
         fallback=True,

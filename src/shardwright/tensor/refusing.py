@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import ImplicitRedistributionError
+from shardwright.placement.base import Replicate
 from shardwright.plan.redistribution import plan_redistribution
 from shardwright.rules.refusal import implicit_text
 from shardwright.tensor.metadata import described_call
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from shardwright.layout.layout import Layout
     from shardwright.tensor.dtensor import DTensor
     from shardwright.tensor.prepare import Prepared
 
@@ -37,7 +39,16 @@ def refuse_implicit(
     wanted = list(layouts)
     for move in prepared.moves:
         wanted[move.operand] = move.target
-    moved = (move.operand for move in prepared.moves)
-    if any(plan_redistribution(layouts[i], wanted[i]).total_bytes for i in moved):
+    sent = sum(plan_redistribution(layouts[m.operand], m.target).total_bytes for m in prepared.moves)
+    for back in prepared.brought_back:
+        sent += plan_redistribution(back.held, layouts[back.operand]).total_bytes
+        if back.held.pending_axes:  # it would be finished on its way back: finished first, it stays as it is
+            wanted[back.operand] = _finished(layouts[back.operand])
+    if sent:
         call = described_call(func, args, kwargs)
         raise ImplicitRedistributionError(implicit_text(call, layouts, wanted, prepared.reason))
+
+
+def _finished(layout: Layout) -> Layout:
+    placements = (Replicate() if p.is_pending else p for p in layout.placements)
+    return layout.with_placements(tuple(placements), order=layout.order_names)

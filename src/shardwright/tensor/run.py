@@ -32,7 +32,7 @@ def run(
 ) -> Any:
     """The op's result as DTensors; operands that are written come back as the objects that were given."""
     locals_ = [t._local_tensor for t in tensors]
-    if prepared.moves:
+    if prepared.moves or prepared.brought_back:
         _move(prepared, func, args, kwargs, tensors, locals_)
     if prepared.skip:
         out = _nothing(prepared, func, tensors)
@@ -40,8 +40,8 @@ def run(
     else:
         local_args, local_kwargs = _local_call(prepared, func, args, kwargs, locals_)
         out = (prepared.local or func)(*local_args, **local_kwargs)
-    for operand in prepared.brought_back:
-        _bring_back(prepared, func, tensors[operand], operand, locals_[operand])
+    for back in prepared.brought_back:
+        _bring_back(func, tensors[back.operand], back.held, locals_[back.operand])
     if prepared.gather_all:
         return _wrap_replicated(prepared, out, tensors)
     if not prepared.checked:
@@ -104,13 +104,13 @@ def _move(
         locals_[move.operand] = move_local(source, move.target, reason=f"{func.name()}: {prepared.reason}")
 
 
-def _bring_back(
-    prepared: Prepared, func: torch._ops.OpOverload, written: DTensor, operand: int, local: torch.Tensor
-) -> None:
-    """The call wrote into a copy of another layout: the tensor that was given gets the values."""
-    target = next(m.target for m in prepared.moves if m.operand == operand)
-    changed = wrap(local, spec_of(target, written.device_mesh))
-    back = move_local(changed, written._spec.layout, reason=f"{func.name()}: written in place")
+def _bring_back(func: torch._ops.OpOverload, written: DTensor, held: Layout, local: torch.Tensor) -> None:
+    """The call left what it wrote in another layout: the tensor that was given gets the values."""
+    changed = wrap(local, spec_of(held, written.device_mesh))
+    why = "written in place"
+    if recording():
+        record_decision(func.name(), f"redistribute: {why}", f"{held} -> {written._spec.layout}")
+    back = move_local(changed, written._spec.layout, reason=f"{func.name()}: {why}")
     written._local_tensor.copy_(back)
 
 

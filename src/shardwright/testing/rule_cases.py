@@ -116,7 +116,7 @@ def cuts_of(n: int, size: int, seed: int) -> Iterator[Partition]:
 
 
 def _view(equation: Equation, call: Call, n: int, current: tuple[Placement, ...]) -> AxisView:
-    return AxisView(equation, call.results, n, current, States(equation.sizes))
+    return AxisView(equation, call, n, current, States(equation.sizes))
 
 
 def _pending_cases(equation: Equation, call: Call, n: int, hom: BoundHom) -> Iterator[Case]:
@@ -134,7 +134,7 @@ def _pending_cases(equation: Equation, call: Call, n: int, hom: BoundHom) -> Ite
 def _speaks_of(source: Pending, dtype: torch.dtype) -> bool:
     # Random factors of an integer are not to be had.
     whole_numbers = not (dtype.is_floating_point or dtype.is_complex)
-    return has_meaning(source.reduce_op, dtype) and not (whole_numbers and source.reduce_op == "product")
+    return has_meaning(source, dtype) and not (whole_numbers and source.reduce_op == "product")
 
 
 def _element_cases(equation: Equation, call: Call, n: int) -> Iterator[Case]:

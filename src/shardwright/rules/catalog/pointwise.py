@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule, rule
 
 _TEXT = "*... -> ..."
 
-# x + y, x - y and the like: linear in both together; monotone in the first.
-_ADDS = ("self+other: sum->sum", "self: avg->avg, max->max, min->min")
 _MONOTONE = ("self: max->max, min->min",)
 _LINEAR = ("self: sum->sum",)
 _SAME = ("self: *",)
@@ -52,11 +48,8 @@ LINEAR = "_conj _conj_physical conj_physical"
 IDENTITY = "alias clone detach lift lift_fresh"
 # name -> facts
 FACTS: dict[str, tuple[str, ...]] = {
-    "add": _ADDS,
-    "sub": _ADDS,
     "rsub": ("self+other: sum->sum", "self: avg->avg"),
     "mul": ("self: sum->sum", "other: sum->sum", "self+other: product->product"),
-    "neg": ("self: sum->sum, max->min, min->max",),
     "maximum": ("self+other: max->max", "self: max->max", "other: max->max"),
     "minimum": ("self+other: min->min", "self: min->min", "other: min->min"),
     "where": ("self+other: *",),
@@ -64,6 +57,10 @@ FACTS: dict[str, tuple[str, ...]] = {
     "addcdiv": ("self+tensor1: sum->sum",),
     "lerp": ("self+end: sum->sum",),
     "zero": ("self: *",),
+    # Casts: which parts may be converted in place of the value is a matter of the reduction, not of the op.
+    "_to_copy": ("self: *",),
+    # The old values do not matter, so old and new may both be read as pending.
+    "copy": ("self+src: *",),
 }
 # Gradients are linear in the gradient that comes in.
 BACKWARDS = """
@@ -90,9 +87,28 @@ rule("aten::_prelu_kernel_backward", "*... -> ..., ...", hom="grad_output: sum->
 rule("aten::log_sigmoid_forward", "*... -> ..., ...", elementwise=True)
 rule("aten::frexp", "*... -> ..., ...", elementwise=True)
 rule("aten::fake_quantize_per_tensor_affine_cachemask.default", "... -> ..., ...", elementwise=True)
-rule("aten::_neg_view", _TEXT, hom="self: sum->sum, max->min, min->max", elementwise=True)
 rule("aten::isin.Tensor_Tensor", "..., - -> ...")
 rule("aten::bucketize.Tensor", "..., - -> ...")
+
+
+@register_rule("aten::add", "aten::sub", any_size=True)
+def add(call: Call) -> Formula:
+    """Linear in both together, monotone in the first. Integers wrap around: the largest may become small."""
+    order = ("self: max->max, min->min",) if _is_inexact(call) else ()
+    return formula(_TEXT, hom=("self+other: sum->sum", "self: avg->avg", *order), elementwise=True)
+
+
+@register_rule("aten::neg", "aten::_neg_view", any_size=True)
+def negative(call: Call) -> Formula:
+    """The largest becomes the smallest, but for integers: the least of them is its own negative."""
+    order = ("self: max->min, min->max",) if _is_inexact(call) else ()
+    return formula(_TEXT, hom=("self: sum->sum", *order), elementwise=True)
+
+
+def _is_inexact(call: Call) -> bool:
+    """Whether the op makes floating-point numbers."""
+    made = next((info for info in call.results if info is not None), call.operands[0])
+    return made.dtype.is_floating_point or made.dtype.is_complex
 
 
 @register_rule("aten::div", any_size=True)
@@ -113,19 +129,6 @@ def masked_fill(call: Call) -> Formula:
     return formula(_TEXT, hom=facts, elementwise=True)
 
 
-@register_rule("aten::_to_copy", any_size=True)
-def cast(call: Call) -> Formula:
-    """A cast that loses digits is not linear; any cast between real numbers keeps the order."""
-    return formula(_TEXT, hom=_cast_facts("self", call.arg("self").dtype, _dtype_of(call)), elementwise=True)
-
-
-@register_rule("aten::copy", any_size=True)
-def copy(call: Call) -> Formula:
-    """The old values do not matter, so old and new may both be read as pending."""
-    facts = _cast_facts("self+src", call.arg("src").dtype, call.arg("self").dtype)
-    return formula(_TEXT, hom=facts, elementwise=True)
-
-
 @register_rule("aten::fill", any_size=True)
 def fill(call: Call) -> Formula:
     """The old values do not matter. A maximum, minimum or average of equal values is the value."""
@@ -133,28 +136,3 @@ def fill(call: Call) -> Formula:
     if call.bound.get("value") == 0:
         facts.append("self: *")
     return formula(_TEXT, hom=facts, elementwise=True)
-
-
-def _dtype_of(call: Call) -> torch.dtype:
-    result = call.results[0]
-    source: torch.dtype = call.arg("self").dtype
-    return source if result is None else result.dtype
-
-
-def _cast_facts(args: str, source: torch.dtype, target: torch.dtype) -> tuple[str, ...]:
-    if source == target:
-        return (f"{args}: *",)
-    if source.is_complex or target.is_complex or torch.bool in {source, target}:
-        return ()
-    order = (f"{args}: max->max, min->min",) if target.is_floating_point else ()
-    return (f"{args}: sum->sum", *order) if _widens(source, target) else order
-
-
-def _widens(source: torch.dtype, target: torch.dtype) -> bool:
-    if source.is_floating_point and target.is_floating_point:
-        low, high = torch.finfo(source), torch.finfo(target)
-        return high.eps <= low.eps and high.max >= low.max
-    if source.is_floating_point or target.is_floating_point:
-        return False
-    inner, outer = torch.iinfo(source), torch.iinfo(target)
-    return outer.max >= inner.max and outer.min <= inner.min

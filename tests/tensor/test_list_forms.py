@@ -1,0 +1,167 @@
+"""Lists of tensors do what each of their positions does alone: values, placements, versions, records."""
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright.errors import ImplicitRedistributionError
+from shardwright.testing.meshes import rank_mesh
+
+from .cases import close
+
+R, S0, S1, SUM, MIN = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial(), sw.Partial("min")
+_X = torch.arange(12.0).view(3, 4) - 5.5
+
+
+def _put(x, placement):
+    mesh = rank_mesh((2,), ("tp",))
+    if not placement.is_pending:
+        return sw.distribute_tensor(x, mesh, [placement])
+    return sw.distribute_tensor(x, mesh, [R]).redistribute(mesh, [placement])
+
+
+def _negated():
+    """The least part, negated, is the largest: the placement stays, so the value has to be finished."""
+    expected = -_X.amin(1)
+    for negate in (
+        torch.Tensor.neg_,
+        torch.negative_,
+        lambda v: torch._foreach_neg_([v]),
+        lambda v: torch.mul(v, -1.0, out=v),
+        lambda v: v[:].neg_(),
+        lambda v: torch.neg(v, out=v),
+    ):
+        v = sw.distribute_tensor(_X, rank_mesh((2,), ("tp",)), [S1]).amin(1)
+        negate(v)
+        assert v.placements == (MIN,)
+        close(v, expected)
+    v = sw.distribute_tensor(_X, rank_mesh((2,), ("tp",)), [S1]).amin(1)
+    close(torch._foreach_neg([v])[0], expected)
+    close(torch._foreach_neg([v, v])[1], expected)
+    base = _put(_X, MIN)
+    base[1:].neg_()
+    close(base, torch.cat([_X[:1], -_X[1:]]))
+    largest, total = (f(_put(_X, S1), 1) for f in (torch.amax, torch.sum))
+    largest.mul_(total)
+    assert largest.placements == (sw.Partial("max"),)
+    close(largest, _X.amax(1) * _X.sum(1))
+
+
+def test_a_form_that_writes_keeps_the_placement_and_gives_the_value(ranks):
+    ranks(2, _negated)
+
+
+def _positions():
+    """Ops whose lists agree in placement, but not in what the op does to them."""
+    scalar = _put(torch.ones(4), S0).sum()
+    close(torch._foreach_mul([_put(_X, S0)], scalar)[0], _X * 4)
+    close(torch._foreach_mm([_put(_X, S0)], [_put(_X.T.contiguous(), S0)])[0], _X @ _X.T)
+    for placement in (S0, S1, SUM):
+        x = [_put(_X, placement)]
+        close(torch._foreach_powsum(x, 3)[0], _X.abs().pow(3).sum())
+        close(torch._foreach_norm(x, 1)[0], _X.norm(1))
+        close(torch._foreach_max(x)[0], _X.max())
+        close(torch._foreach_pow(2.0, x)[0], 2.0**_X)
+        close(torch._foreach_maximum(x, 1.5)[0], _X.clamp_min(1.5))
+        scalars = torch._foreach_addcmul(x, x, x, torch.tensor([0.5]))
+        close(scalars[0], torch.addcmul(_X, _X, _X, value=0.5))
+        torch._foreach_minimum_(x, 1.5)
+        close(x[0], _X.clamp_max(1.5))
+
+
+def test_each_position_follows_the_rules_of_its_own_op(ranks):
+    ranks(2, _positions)
+
+
+_WRITERS = {
+    "add": lambda x: torch._foreach_add_(x, 1.0),
+    "add lists": lambda x: torch._foreach_add_(x, x, alpha=2),
+    "mul tensor": lambda x: torch._foreach_mul_(x, torch.tensor(2.0)),
+    "div numbers": lambda x: torch._foreach_div_(x, [2.0] * len(x)),
+    "lerp": lambda x: torch._foreach_lerp_(x, x, 0.5),
+    "addcmul": lambda x: torch._foreach_addcmul_(x, x, x, 0.5),
+    "addcdiv": lambda x: torch._foreach_addcdiv_(x, x, x, [0.5] * len(x)),
+    "neg": torch._foreach_neg_,
+    "exp": torch._foreach_exp_,
+    "zero": torch._foreach_zero_,
+    "copy": lambda x: torch._foreach_copy_(x, x),
+    "clamp": lambda x: torch._foreach_clamp_max_(x, 1.0),
+    "functional": lambda x: torch._foreach_add(x, 1.0),
+    "out": lambda x: torch.ops.aten._foreach_neg.out(x, out=x),
+    "unscale": lambda x: torch._amp_foreach_non_finite_check_and_unscale_(
+        x, torch.zeros(1), torch.tensor(0.5)
+    ),
+    "sgd": lambda x: torch._fused_sgd_(
+        x, [v.clone() for v in x], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0,
+        nesterov=False, maximize=False, is_first_step=True,
+    ),
+}  # fmt: skip
+
+
+def _versions():
+    for name, write in _WRITERS.items():
+        plain, ours = [_X.clone(), _X.clone()], [_put(_X, S0), _put(_X, SUM)]
+        for lists in (plain, ours, [ours[0]]):
+            write(lists)
+        raised = [x._version for x in ours]
+        assert raised == [2 * plain[0]._version, plain[1]._version], (name, raised)
+        close(ours[1], plain[1])
+
+
+def test_a_list_form_raises_versions_as_on_one_device(ranks):
+    ranks(2, _versions)
+
+
+def _stale():
+    for placement in (S0, R):
+        x = _put(_X, placement).requires_grad_()
+        y = x.exp()
+        torch._foreach_mul_([y.detach()], 2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_backward_notices_what_a_list_form_wrote(ranks):
+    ranks(2, _stale)
+
+
+_SGD = {
+    "weight_decay": 0.1, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False,
+    "maximize": False, "is_first_step": False,
+}  # fmt: skip
+
+
+def _step(placements, scale=None):
+    tensors = [_put(x.clone(), p) for x, p in zip((_X, _X.sin(), _X.cos()), placements, strict=True)]
+    expected = [_X.clone(), _X.sin(), _X.cos()]
+    for lists in (expected, tensors):
+        given = None if scale is None else torch.tensor(scale)
+        with sw.trace() as record:
+            torch._fused_sgd_(*([x] for x in lists), **_SGD, grad_scale=given)
+    for x, value, placement in zip(tensors, expected, placements, strict=True):
+        assert x.placements == (placement,)
+        close(x, value)
+    return record
+
+
+def _fused():
+    for placements in ((S0, S1, S0), (S0, SUM, S0), (R, SUM, R), (SUM, S0, SUM), (S1, R, S0)):
+        record = _step(placements)
+        assert any(row.reason.startswith("redistribute") for row in record.table().rows)
+        _step(placements, scale=2.0)  # which writes the gradients, too
+    assert len(_step((S0, S1, S0)).collectives) == 1  # the gradient is read, so nothing goes back
+    assert len(_step((S0, S1, S0), scale=2.0).collectives) == 2
+    with sw.explicit():
+        first = [_put(_X, S0), _put(_X, R)]
+        with pytest.raises(ImplicitRedistributionError, match=r"grads\[0\].redistribute"):
+            torch._fused_sgd_(first, [_put(_X, S0), _put(_X, SUM)], [], **_SGD | {"momentum": 0.0})
+        close(first[0], _X)  # refused before the first position is written
+        with pytest.raises(ImplicitRedistributionError):
+            torch._foreach_add_(first, [_put(_X, S0), _put(_X, SUM)])
+        close(first[0], _X)
+        with pytest.raises(ImplicitRedistributionError):
+            _put(_X, MIN).neg_()
+
+
+def test_a_fused_step_moves_nothing_unasked_and_unrecorded(ranks):
+    ranks(2, _fused)
