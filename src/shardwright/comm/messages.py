@@ -18,6 +18,7 @@ from torch.distributed import Work
 from shardwright.comm.packing import copy_in, joined, move, new_tensor, view_of
 from shardwright.comm.record import Sending, recording
 from shardwright.comm.terms import Terms
+from shardwright.comm.uncounted import say_if_uncounted
 from shardwright.comm.wire import bits
 from shardwright.comm.wires import TAG, PeerWire
 from shardwright.plan.strided import Strided, as_run
@@ -138,6 +139,7 @@ def send_mail(wire: PeerWire, x: Tensor, mail: Mail, reason: str, *, copies: boo
     copies: take nothing from the memory of `x` after the return, so that it may be written to.
     All ranks post the messages of a pair in the order of their plans: these have no number to be told by.
     """
+    say_if_uncounted()
     if not (recording() and (mail.outgoing or mail.incoming)):
         return _posted(wire, x, mail, copies=copies)
     count = sum(message.numel * len(message.members) for message in mail.outgoing)

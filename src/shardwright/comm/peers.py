@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.record import Sending, recording
+from shardwright.comm.uncounted import say_if_uncounted
 from shardwright.comm.wire import as_bytes, moves_natively
 
 # Keeps these messages apart from the user's own untagged ones and from those inside one mesh.
@@ -41,6 +42,7 @@ def send(mail: Mail, dtype: torch.dtype, *, axis: str, reason: str) -> Travellin
     A message that is one stretch of memory is sent from there and received there; others are packed.
     """
     leaving = {peer: _packed(views) for peer, views in sorted(mail.outgoing.items())}
+    say_if_uncounted()
     if not (recording() and (mail.outgoing or mail.incoming)):
         return _posted(leaving, mail)
     with Sending(

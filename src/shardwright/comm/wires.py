@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm import functional
 from shardwright.comm.record import Sending, recording
+from shardwright.comm.uncounted import say_if_uncounted
 from shardwright.comm.wire import as_bytes, moves_natively
 from shardwright.plan.maps import Coords
 from shardwright.plan.plan import Plan
@@ -62,6 +63,7 @@ class PeerWire:
     ) -> Tensor:
         """Send `in_counts[i]` elements to member i, receive `out_counts[i]`, flat, in member order."""
         own = self.ranks.index(dist.get_rank())
+        say_if_uncounted()
         if not (recording() and (any(in_counts) or any(out_counts))):
             return self._moved(buffer, out_counts, in_counts, own)
         with Sending(
