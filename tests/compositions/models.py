@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwright as sw
-from tests.compositions import huggingface
+from tests.compositions import huggingface, strangers
 from tests.compositions.decoder import VOCAB, Decoder, ExpertStack
 
 Plan = Mapping[str, sw.Placement]
@@ -100,6 +100,13 @@ _T5_STYLES = {
     for name, kind in (("wi_0", "columns"), ("wi_1", "columns"), ("wo", "rows"))
 }
 
+
+
+def _other(made: Callable[..., nn.Module], plan: Plan, shared: str) -> Model:
+    plan = dict(plan) | {"embedding.weight": _ROWS, "head.weight": _ROWS}
+    return Model(made, plan, {}, ("blocks",), shared, no_rows=True, vocab=VOCAB)
+
+
 MODELS: dict[str, Model] = {
     "decoder": Model(
         Decoder, _OURS, _OUR_HEADS | _OUR_MLP, ("blocks",), "mlp", no_rows=True, vocab=VOCAB
@@ -115,6 +122,22 @@ MODELS: dict[str, Model] = {
     "stack of experts": Model(
         ExpertStack,
         {"dense.*": _ROWS, "head.*": _ROWS}, {}, ("layers",), "", experts=True, no_rows=True, vocab=VOCAB,
+    ),
+    "encoder": _other(
+        strangers.encoder,
+        {"*.in_proj_*": sw.Interleaved(0, 3), "*.out_proj.weight": _COLUMNS, "*.linear1.*": _ROWS,
+         "*.linear2.weight": _COLUMNS},
+        "linear1",
+    ),
+    "convolutions": _other(
+        strangers.convolutions,
+        {"*.wide.*": _ROWS, "*.norm.*": _ROWS, "*.each.*": _ROWS, "*.back.weight": _ROWS}, "each",
+    ),
+    "lstm": _other(strangers.lstm, {}, "cell"),
+    "gru": _other(strangers.gru, {}, "cell"),
+    "arithmetic": _other(
+        strangers.arithmetic, {"*.base.weight": _ROWS, "*.left.*": _ROWS, "*.high": _COLUMNS, "*.low": _ROWS},
+        "base",
     ),
     "llama": Model(huggingface.llama, _LLAMA, _LLAMA_STYLES, (_LAYERS,), "mlp"),
     "qwen3": Model(
