@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tests.compositions.cases import VARIANTS, Case, cases, chosen, rotated
 from tests.compositions.models import MODELS
-from tests.compositions.report import failure, summary
+from tests.compositions.report import failure, shortened, summary
 from tests.compositions.sweep import BAD, Record, sweep
 
 
@@ -52,7 +52,7 @@ def _tried(wanted: list[Case], options: argparse.Namespace, console: Console) ->
                 console.print(failure(record), markup=False, soft_wrap=True)
                 console.file.flush()
             if report is not None:
-                report.write(f"{record.verdict}\t{record.seconds:.2f}\t{record.case}\t{record.text!r}\n")
+                report.write(f"{record.verdict}\t{record.seconds:.2f}\t{record.case}\t{shortened(record.text)!r}\n")
                 report.flush()
             progress.advance(task)
     return records

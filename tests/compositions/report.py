@@ -44,10 +44,10 @@ def failure(record: Record) -> str:
         f"python -m tests.compositions --models '{case.model}' --strategies {name_of(case.composition)} "
         f"--variants '{variant}'"
     )
-    return f"{record.verdict}: {case}\n  {_shortened(record.text)}\n  {command}"
+    return f"{record.verdict}: {case}\n  {shortened(record.text)}\n  {command}"
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
     """An error of a rank without its frames but the last, and without its peers."""
     lines = text.splitlines()
     frames = [index for index, line in enumerate(lines) if line.startswith("  File ")]

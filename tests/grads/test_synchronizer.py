@@ -11,6 +11,7 @@ import shardwright as sw
 from shardwright.comm.record import Recorder
 from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer
+from shardwright.parallel import parallelize_fsdp, parallelize_replicate
 from shardwright.placement import Partial, Replicate, Shard
 from shardwright.tensor.api import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
@@ -317,3 +318,28 @@ def _second_backward():
 
 def test_a_second_backward_after_synchronising_adds_up(ranks):
     assert ranks(2, _second_backward) == [True, True]
+
+
+def _half_placed(first, second):
+    """Tensor parallel as a whole, data parallel in one half only."""
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    sw.distribute_module(module, mesh["tp"], {"*.weight": {"tp": sw.Shard(0)}})
+    strategies = {"replicate": parallelize_replicate, "fsdp": parallelize_fsdp}
+    strategies[first](module[0], mesh["dp"])
+    with pytest.raises(ParallelError) as caught:
+        GradientSynchronizer(module)
+    strategies[second](module[1], mesh["dp"])
+    GradientSynchronizer(module)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("first", "second"), [("replicate", "fsdp"), ("fsdp", "replicate")])
+def test_a_parameter_that_data_parallelism_left_out_is_refused_by_name(ranks, first, second):
+    texts = ranks(4, _half_placed, first, second)
+    assert texts[0] == (
+        "1.weight: placed on ('tp',) only, while the gradients of others are summed over ranks [2] too, so "
+        "nobody would sum these; place them over the same ranks with the strategy that places the others, or "
+        "freeze them"
+    )
+    assert "ranks [0] too" in texts[2]

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
 from shardwright.errors import ParallelError
+from shardwright.grads.coverage import refuse_uncovered
 from shardwright.grads.parameters import Parameters, name_list, named_parameters
 from shardwright.grads.pending import finish_gradients
 
@@ -26,7 +27,8 @@ class GradientSynchronizer:
         static: promise that every rank has the same gradients in every step, so that they need not agree.
 
     Raises:
-        ParallelError: a trainable parameter is a plain tensor although there are several ranks.
+        ParallelError: a trainable parameter is a plain tensor although there are several ranks, or is placed
+            on fewer ranks than those that the gradients of others are summed over.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class GradientSynchronizer:
         """Return the trainable parameters, none of which may be plain in a world of several ranks."""
         trainable = {name: p for name, p in named_parameters(self._source).items() if p.requires_grad}
         _refuse_plain(trainable)
-        return {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
+        distributed = {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
+        refuse_uncovered(distributed)
+        return distributed
 
 
 def _refuse_plain(trainable: dict[str, Tensor]) -> None:
