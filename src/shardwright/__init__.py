@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-    from shardwright.comm import use_network
+    from shardwright.comm import guarded, use_network
     from shardwright.debug import trace
     from shardwright.explain import explain, visualize
     from shardwright.layout import Layout, from_partition_spec, layout_of, to_partition_spec
@@ -53,7 +53,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "torch.distributed.device_mesh": ("DeviceMesh", "init_device_mesh"),
-    "shardwright.comm": ("use_network",),
+    "shardwright.comm": ("guarded", "use_network"),
     "shardwright.debug": ("trace",),
     "shardwright.explain": ("explain", "visualize"),
     "shardwright.layout": ("Layout", "from_partition_spec", "layout_of", "to_partition_spec"),
@@ -120,6 +120,7 @@ __all__ = [
     "explicit",
     "from_partition_spec",
     "full",
+    "guarded",
     "init_device_mesh",
     "layout_of",
     "local_map",

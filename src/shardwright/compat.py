@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
@@ -281,3 +281,8 @@ def _telling(
 def group_of(boxed: Any) -> ProcessGroup:
     """The process group that an operator was given."""
     return boxed if isinstance(boxed, ProcessGroup) else ProcessGroup.unbox(boxed)
+
+
+def default_store() -> Any:
+    """The store through which the processes of the default group found each other."""
+    return distributed_c10d._get_default_store()

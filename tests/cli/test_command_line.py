@@ -186,6 +186,13 @@ class TestPlanAndExplain:
         assert "m k, k n -> m n" in said
         assert "B over all ranks" in said
 
+    def test_explain_takes_a_negative_dim_for_an_operand(self, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ["aten::softmax.int", "f32[8@dp, 16]", "-1", "--mesh", "dp=2"]
+        assert main(["explain", *words]) == 0
+        assert "aten::softmax.int" in capsys.readouterr().out
+        assert main(["explain", *words, "--messh"]) == 2
+        assert "'--messh' is neither a layout" in capsys.readouterr().err
+
     def test_explain_takes_values_beside_layouts(self, capsys: pytest.CaptureFixture[str]) -> None:
         words = ["explain", "aten::sum.dim_IntList", "f32[8@dp, 16]", "[1]", "--mesh", "dp=2"]
         assert main(words) == 0

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwright.comm import Recorder, messages, runner
 from shardwright.comm.execute import execute, execute_many
-from shardwright.comm.guard import guarded_plans
+from shardwright.comm.guard import guarded
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement import Owner, Partial, Ragged, Replicate, Shard, ZigZag
@@ -208,7 +208,7 @@ def different_plans():
     mesh = mesh_of((2,))
     source = Layout(mesh, [P], (4, 4), dtype=torch.float32)
     mine = source.with_placements([R if dist.get_rank() else S0])
-    with guarded_plans():
+    with guarded():
         execute(plan_redistribution(source, source.with_placements([S1])), torch.ones(4, 4), mesh)
         try:
             execute(plan_redistribution(source, mine), torch.ones(4, 4), mesh)
@@ -245,10 +245,10 @@ def different_lists():
     said = []
     for plans in lists:
         locals_ = [torch.ones(plan.source.local_shape(mesh.get_coordinate())) for plan in plans]
-        with guarded_plans(), pytest.raises(PlanError) as caught:
+        with guarded(), pytest.raises(PlanError) as caught:
             execute_many(plans, locals_, mesh)
         said.append(str(caught.value))
-    with guarded_plans():
+    with guarded():
         execute_many([to_rows, to_dim_1], [torch.ones(4, 6)] * 2, mesh)
         assert execute_many([], [], mesh) == []
     return said

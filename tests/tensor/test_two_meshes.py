@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 import shardwright as sw
 from shardwright.comm import Recorder
 from shardwright.comm.execute import execute
-from shardwright.comm.guard import guarded_plans
+from shardwright.comm.guard import guarded
 from shardwright.errors import LayoutError, PlanError, RuleError
 from shardwright.layout import MeshShape
 from shardwright.parallel import parallelize_fsdp
@@ -346,16 +346,16 @@ def test_what_cannot_be_done_is_refused_before_anything_moves(ranks):
     assert "different meshes" in texts["two"]
 
 
-def guarded() -> str:
+def another_move() -> str:
     source = sw.Layout(trainer(), [S0, R], (4, 6), dtype=torch.float32)
     target = sw.Layout(inference(), [R if dist.get_rank() % 2 else S0], (4, 6), dtype=torch.float32)
     mine = torch.zeros(2, 6) if dist.get_rank() < 4 else torch.empty(0)
-    with guarded_plans():
+    with guarded():
         return text_of(lambda: execute(plan_redistribution(source, target), mine, None), PlanError)
 
 
 def test_the_guard_finds_ranks_that_plan_another_move(ranks):
-    for text in ranks(6, guarded):
+    for text in ranks(6, another_move):
         assert "about to run different redistributions" in text
         assert "f32[4@dp, 6] on ranks (0, 1, 2, 3) -> f32[4@tp, 6] on ranks (3, 4, 5)" in text
 

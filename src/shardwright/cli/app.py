@@ -25,8 +25,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=TrainCommand)(train)
-for command in (plan, explain, doctor):
+for command in (plan, doctor):
     app.command()(command)
+# A dim such as -1 is an operand; what is neither an operand nor an option is refused as an operand.
+app.command(context_settings={"ignore_unknown_options": True})(explain)
 
 
 def _show_version(wanted: bool) -> None:

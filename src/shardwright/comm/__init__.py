@@ -2,6 +2,7 @@
 
 from shardwright.comm.bucket import all_reduce_bucketed
 from shardwright.comm.collectives import all_gather_uneven, all_reduce, all_to_all_uneven, reduce_scatter_rows
+from shardwright.comm.guard import guarded
 from shardwright.comm.network import use_network
 from shardwright.comm.record import Decision, Event, Recorder, record_collective, record_decision
 
@@ -13,6 +14,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_bucketed",
     "all_to_all_uneven",
+    "guarded",
     "record_collective",
     "record_decision",
     "reduce_scatter_rows",

@@ -8,8 +8,8 @@ from typing import cast
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.comm import guard
 from shardwright.comm.between import run_between
-from shardwright.comm.guard import check_same_plans, guarding
 from shardwright.comm.later import Later
 from shardwright.comm.runner import Runner
 from shardwright.comm.traced import is_traced, refuse_between
@@ -36,8 +36,9 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = "") ->
     Raises:
         PlanError: `local` has not the shape or dtype that the source layout says.
     """
-    if guarding():
-        check_same_plans((plan,))
+    if guard.on and guard.must_compare(local):
+        with guard.compared((plan,), reason):
+            return execute(plan, local, mesh, reason=reason)
     return _together((plan,), (local,), mesh, reason)[0]
 
 
@@ -48,8 +49,9 @@ def execute_later(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = 
     without communication, one in pieces or a trace is run to its end.
     Raises: PlanError: as `execute`.
     """
-    if guarding():
-        check_same_plans((plan,))
+    if guard.on and guard.must_compare(local):
+        with guard.compared((plan,), reason):
+            return execute_later(plan, local, mesh, reason=reason)
     position = mesh.get_coordinate() if plan.steps else None
     if position is None:
         return local
@@ -70,8 +72,9 @@ def execute_many(
     packed together if their dtypes are equal too. All ranks pass the same plans in the same order.
     Raises: PlanError: as `execute`.
     """
-    if guarding():
-        check_same_plans(plans)
+    if guard.on and guard.must_compare(*locals_):
+        with guard.compared(plans, reason):
+            return execute_many(plans, locals_, mesh, reason=reason)
     results = list(locals_)
     groups: dict[object, list[int]] = {}
     for i, plan in enumerate(plans):

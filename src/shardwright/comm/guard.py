@@ -1,109 +1,290 @@
-"""A guard against hangs: before a plan runs, its ranks compare what they are about to do.
+"""A guard of collective calls: ranks compare what they are about to do before any of them does it.
 
-Ranks that run different plans wait for messages that nobody sends. With the guard on, every rank of the mesh
-sends a digest and the text of its plan to every other first; a difference raises on all of them, with both
-sides. The plans of a list are compared at once, how many they are included.
+Ranks that run different calls wait for messages that nobody sends, or, where the shapes happen to agree, add
+up and gather values that do not belong together. With the guard on, a rank first tells each rank that takes
+part what it is about to do: the plan, its reason and the line of the program, or, for a call that is no plan
+(of torch, of the program itself), the collective. What two ranks tell each other is numbered pair by pair, so
+an extra call meets the next thing that the other rank does, which may be the end of the block. They tell it
+through the store of the process group: nobody waits in a collective for a rank that will not come, and a rank
+that is slow is waited for.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
-from shardwright.comm.wires import PeerWire
+from shardwright.comm.record import asker, source_line
+from shardwright.comm.tap import GroupCall, listen, stop_listening
+from shardwright.comm.traced import is_traced
+from shardwright.compat import default_store
 from shardwright.errors import PlanError
-from shardwright.plan.plan import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BYTES = 1024
-_guards = 0
+    from shardwright.plan.plan import Plan
+
+_PATIENCE = 1800.0
+_LONGEST_NAP = 0.02
+
+# What runs plans looks here, and at nothing else: off, the guard costs the look at this number.
+on = 0
+
+
+class _Thread(threading.local):
+    """compared: what is being sent was compared as a plan already."""
+
+    compared = False
+
+
+_thread = _Thread()
 
 
 @contextmanager
-def guarded_plans() -> Iterator[None]:
-    """Compare plans across ranks inside the block. All ranks must enter and leave it together.
+def guarded(*, patience: float = _PATIENCE) -> Iterator[None]:
+    """Compare what the ranks are about to send, call by call, inside the block.
 
-    Cost: per plan that runs, or list of plans, each rank sends 1 KiB to every other rank of the mesh.
+    Every redistribution is compared by its plan, its reason and the line of the program that asked for it,
+    every other collective (of torch, of the program) by its kind, shape and dtype. A difference raises on
+    every rank that takes part, before anything is sent; so does an extra or a missing call, as soon as the
+    other rank does the next thing, at the latest at the end of the block, where all ranks wait for each
+    other. A rank that only is slow is waited for. The environment variable SHARDWRIGHT_GUARD=1 guards a
+    whole program, and its end is the end of the block.
+
+    Args: patience: seconds after which a rank that says nothing counts as lost.
+    Raises: PlanError: ranks disagree, with both calls and both lines; or one was silent for too long.
+    Cost: a short message to each rank that takes part through the process group's store, per call; in no
+        block: none. All ranks of the world enter and leave the block together.
     """
-    global _guards  # noqa: PLW0603 - a switch of the process
-    _guards += 1
+    _start(patience)
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, PlanError):
+            _book.leave(f"left the guarded block by {type(error).__name__}", waits=False)
+        _stop()
+        raise
+    try:
+        _book.leave("left the guarded block", waits=True)
+    finally:
+        _stop()
+
+
+def _start(patience: float) -> None:
+    global on  # noqa: PLW0603 - a switch of the process
+    on += 1
+    if on == 1:
+        _book.open(patience)
+        listen(_check_call)
+
+
+def _stop() -> None:
+    global on  # noqa: PLW0603
+    on -= 1
+    if on == 0:
+        stop_listening(_check_call)
+
+
+def must_compare(*local_tensors: Tensor) -> bool:
+    """Not yet compared, and not of a trace: what a compiled graph sends is compared when it runs."""
+    return not (_thread.compared or any(is_traced(x) for x in local_tensors))
+
+
+@contextmanager
+def compared(plans: Sequence[Plan], reason: str) -> Iterator[None]:
+    """Compare these plans, which run together in the block, with those of the other ranks of their meshes.
+
+    Raises: PlanError: another rank is about to do something else.
+    """
+    ranks = tuple(dict.fromkeys((*plans[0].source.ranks, *plans[0].target.ranks))) if plans else ()
+    if dist.get_rank() in ranks:
+        _book.compare(_Doing("redistributions", _of_plans(plans, reason), source_line(), ranks))
+    before, _thread.compared = _thread.compared, True
     try:
         yield
     finally:
-        _guards -= 1
+        _thread.compared = before
 
 
-def guarding() -> bool:
-    """True inside `guarded_plans()`."""
-    return _guards > 0
-
-
-def check_same_plans(plans: Sequence[Plan]) -> None:
-    """Compare these plans, which run together, with those of the other ranks of their mesh or two meshes.
-
-    At every run: comparing only new plans would miss a rank that repeats an old one. Where lists of one
-    length differ, their plans are compared one by one, to name the first that does.
-
-    Raises: PlanError: another rank is about to run other plans.
-    """
-    if not plans:
-        return
-    ranks = tuple(dict.fromkeys((*plans[0].source.ranks, *plans[0].target.ranks)))
-    if dist.get_rank() not in ranks:
-        return
-    one_of = f"the first of {len(plans)}: " if len(plans) > 1 else ""
-    counted = _gathered(f"{len(plans)} plan {_digest(plans)}: {one_of}{_text(plans[0])}", ranks)
-    if len(set(counted)) > 1 and len({text.split(" ", 1)[0] for text in counted}) == 1:
-        for plan in plans:
-            _compare(_gathered(f"1 plan {_digest([plan])}: {_text(plan)}", ranks), ranks)
-    _compare(counted, ranks)
-
-
-def _gathered(mine: str, ranks: tuple[int, ...]) -> list[str]:
-    """The text of each rank."""
-    n = len(ranks)
-    wire = PeerWire(tuple((rank,) for rank in ranks), ranks, "all")
-    return [
-        _as_text(text)
-        for text in wire.exchange(_as_tensor(mine).repeat(n), [_BYTES] * n, [_BYTES] * n, "hang guard").view(
-            n, _BYTES
-        )
-    ]
-
-
-def _compare(texts: list[str], ranks: tuple[int, ...]) -> None:
-    mine = texts[ranks.index(dist.get_rank())]
-    for rank, other in zip(ranks, texts, strict=True):
-        if mine != other:
-            raise PlanError(
-                f"rank {dist.get_rank()} and rank {rank} are about to run different redistributions:\n"
-                f"  rank {dist.get_rank()}: {mine.split(' ', 1)[1]}\n  rank {rank}: {other.split(' ', 1)[1]}"
-            )
-
-
-def _digest(plans: Sequence[Plan]) -> str:
-    """Of layouts and steps: the same layouts may be reached by other steps, under another network or cap."""
-    return sha256("\n".join(str(plan) for plan in plans).encode()).hexdigest()[:16]
+def _of_plans(plans: Sequence[Plan], reason: str) -> tuple[str, ...]:
+    """A digest, of layouts and steps, and a text for each: other steps may lead to the same layouts."""
+    why = f"{reason}: " if reason else ""
+    return tuple(
+        f"{sha256(str(plan).encode()).hexdigest()[:16]} {_text(plan)}; {why}{plan.reason}" for plan in plans
+    )
 
 
 def _text(plan: Plan) -> str:
     if plan.source.mesh_shape == plan.target.mesh_shape:
-        return f"{plan.source} -> {plan.target}; {plan.reason}"
-    layouts = " -> ".join(f"{layout} on ranks {layout.ranks}" for layout in (plan.source, plan.target))
-    return f"{layouts}; {plan.reason}"
+        return f"{plan.source} -> {plan.target}"
+    return " -> ".join(f"{layout} on ranks {layout.ranks}" for layout in (plan.source, plan.target))
 
 
-def _as_tensor(text: str) -> Tensor:
-    encoded = text.encode()[:_BYTES].ljust(_BYTES)
-    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+# Ranks may give these other shapes: the root of some, uneven parts.
+_ALIKE = ("allreduce_", "_allgather_base_", "_reduce_scatter_base_", "broadcast_")
 
 
-def _as_text(encoded: Tensor) -> str:
-    return bytes(encoded.tolist()).decode(errors="replace").rstrip()
+def _check_call(call: GroupCall) -> None:
+    """Compare a call that is no plan. Messages between two ranks are never the same on both."""
+    if _thread.compared or call.op in ("send", "recv"):
+        return
+    ranks = tuple(dist.get_process_group_ranks(call.group))
+    given = ", ".join(f"{x.dtype} {list(x.shape)}" for x in call.tensors) + " " if call.name in _ALIKE else ""
+    who = asker()
+    line = source_line()
+    # Only what our operations send comes from one line: the program may write its own calls rank by rank.
+    told = line if who.startswith("shardwright") else ""
+    _book.compare(_Doing("calls", (f"- {call.op} {given}over ranks {ranks}",), told, ranks, shown=line))
+
+
+@dataclass(frozen=True, slots=True)
+class _Doing:
+    """What a rank is about to do. what: a text per plan, behind a digest; shown: a line not compared."""
+
+    kind: str
+    what: tuple[str, ...]
+    line: str
+    ranks: tuple[int, ...]
+    shown: str = ""
+    number: int = 0
+
+    def agrees(self, other: _Doing) -> bool:
+        """The same, apart from the number (ranks need not all take part in all calls) and the folder."""
+        here, there = ((d.kind, d.what, Path(d.line).name, d.ranks) for d in (self, other))
+        return here == there
+
+    def text(self, other: _Doing) -> str:
+        """The first of its plans that the other has not, and its line."""
+        several = f"the first of {len(self.what)}: " if len(self.what) != len(other.what) else ""
+        pairs = zip(self.what, other.what, strict=False)
+        what = next((mine for mine, theirs in pairs if mine != theirs), self.what[0])
+        at = f" at {self.line or self.shown}" if self.line or self.shown else ""
+        return f"call {self.number}{at}: {several}{what.split(' ', 1)[1]}"
+
+
+class _Book:
+    """What this rank told each other rank and heard from it, through the store of the process group."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._patience = _PATIENCE
+        self._forget()
+
+    def _forget(self) -> None:
+        self._store: Any = None
+        self._session = ""
+        self._number = 0
+        self._told: dict[int, int] = defaultdict(int)
+        self._heard: dict[int, int] = defaultdict(int)
+
+    def open(self, patience: float) -> None:
+        """Start anew; ranks that enter a block for the nth time meet in the nth session."""
+        self._patience = patience
+        self._forget()
+        if dist.is_initialized():
+            self._join()
+
+    def _join(self) -> None:
+        self._store, world = default_store(), dist.get_world_size()
+        entered = self._store.add("shardwright/guard/entered", 1)
+        self._session = f"shardwright/guard/{(entered - 1) // world}"
+        self._rank, self._world = dist.get_rank(), world
+
+    def compare(self, doing: _Doing) -> None:
+        """Tell the others, hear what they are about to do, and raise if that is something else."""
+        with self._lock:
+            if self._store is None:
+                self._join()
+            doing = self._tell(doing)
+            for peer in doing.ranks:
+                if peer != self._rank:
+                    self._hear(peer, doing)
+
+    def _tell(self, doing: _Doing) -> _Doing:
+        self._number += 1
+        doing = _Doing(**{**asdict(doing), "number": self._number})
+        text = json.dumps(asdict(doing))
+        for peer in doing.ranks:
+            if peer != self._rank:
+                self._store.set(self._key(self._rank, peer, self._told[peer]), text)
+                self._told[peer] += 1
+        return doing
+
+    def _key(self, source: int, target: int, number: int) -> str:
+        return f"{self._session}/{source}>{target}/{number}"
+
+    def _hear(self, peer: int, doing: _Doing) -> None:
+        key = self._key(peer, self._rank, self._heard[peer])
+        self._wait(key, peer, doing)
+        facts = json.loads(self._store.get(key))
+        self._store.delete_key(key)
+        self._heard[peer] += 1
+        other = _Doing(**{**facts, "what": tuple(facts["what"]), "ranks": tuple(facts["ranks"])})
+        if not doing.agrees(other):
+            kind = doing.kind if doing.kind == other.kind else "calls"
+            self._refuse(
+                f"rank {self._rank} and rank {peer} are about to run different {kind}:\n"
+                f"  rank {self._rank}, {doing.text(other)}\n  rank {peer}, {other.text(doing)}"
+            )
+
+    def _wait(self, key: str, peer: int, doing: _Doing) -> None:
+        start, nap = time.monotonic(), 1e-4
+        while not self._store.check([key]):
+            if nap >= _LONGEST_NAP and self._store.check([f"{self._session}/refused"]):
+                self._refuse(self._store.get(f"{self._session}/refused").decode())
+            if time.monotonic() - start > self._patience:
+                self._refuse(
+                    f"rank {peer} said nothing for {self._patience:g} s while rank {self._rank} waits to run"
+                    f"\n  {doing.text(doing)}"
+                )
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP)
+
+    def _refuse(self, why: str) -> None:
+        """Raise, and make those raise who wait for this rank elsewhere; what follows is another session."""
+        self._store.set(f"{self._session}/refused", why)
+        self._forget()
+        raise PlanError(why)
+
+    def leave(self, how: str, *, waits: bool) -> None:
+        """The last thing that a rank does in a block; all others do the same now."""
+        with self._lock:
+            if self._store is None:
+                return
+            doing = _Doing("calls", (f"- {how}",), "", tuple(range(self._world)), shown=source_line())
+            doing = self._tell(doing)
+            for peer in doing.ranks if waits else ():
+                if peer != self._rank:
+                    self._hear(peer, doing)
+
+
+_book = _Book()
+
+
+def _end() -> None:
+    """The end of a guarded program. One that ends by an error does not wait for the others."""
+    try:
+        _book.leave("ended", waits=not hasattr(sys, "last_value"))
+    except (PlanError, RuntimeError) as error:  # a store whose process is gone raises the latter
+        sys.stderr.write(f"shardwright: {error}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if os.environ.get("SHARDWRIGHT_GUARD", "0") not in ("", "0"):
+    _start(_PATIENCE)
+    atexit.register(_end)

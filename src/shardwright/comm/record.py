@@ -35,7 +35,7 @@ _HANDS_ON = (
     "torch.distributed.distributed_c10d",
     "torch.library",
 )
-_BELOW = frozenset({"shardwright.comm.record", "shardwright.comm.tap", "shardwright.compat"})
+_BELOW = frozenset(f"shardwright.{name}" for name in ("comm.guard", "comm.record", "comm.tap", "compat"))
 _PACKAGE_NAME = "shardwright"
 
 _active: tuple[Recorder, ...] = ()
@@ -154,7 +154,7 @@ def _record_others(call: GroupCall) -> None:
         call.op,
         call.axis,
         call.bytes_sent,
-        _thread.reason or _asker(),
+        _thread.reason or asker(),
         source_line(),
         tuple(tensors[0].shape) if len(tensors) == 1 else (sum(x.numel() for x in tensors),),
         tensors[0].dtype if tensors else torch.uint8,
@@ -163,7 +163,7 @@ def _record_others(call: GroupCall) -> None:
         recorder.collectives.append(event)
 
 
-def _asker() -> str:
+def asker() -> str:
     """Which part of torch asked for it, or that the program did."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,0 +1,71 @@
+"""`sw.guarded()`: ranks that do not do the same hear of it before anything is sent, all of them, soon."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+from . import guarded_programs as programs
+
+_SOON = 2.0
+_ON_ONE_LINE = {
+    "an_algorithm_beside_a_plan",
+    "calls_of_the_program_itself",
+    "other_dtype",
+    "other_op_in_place_of_its_twin",
+    "other_placement",
+    "other_shape",
+    "other_sizes",
+}
+
+
+def test_every_difference_is_said_on_both_ranks_with_both_lines(ranks):
+    both = ranks(2, programs.run_different, timeout=120)
+    for name, (text, seconds) in (item for said in both for item in said.items()):
+        assert "rank 0" in text, name
+        assert "rank 1" in text, name
+        assert "are about to run different" in text, name
+        assert seconds < _SOON, name
+        lines = re.findall(r"guarded_programs\.py:(\d+)", text)
+        assert len(lines) == 2, (name, text)
+        assert (len(set(lines)) == 1) == (name in _ON_ONE_LINE), text
+
+
+def test_ranks_that_do_the_same_are_left_alone_also_where_one_is_slow(ranks):
+    first, second = ranks(2, programs.run_alike)
+    assert first == second > 0
+
+
+def test_a_rank_that_left_by_an_error_is_not_waited_for(ranks):
+    waiting, left = ranks(2, programs.run_error)
+    assert "left the guarded block by KeyError" in waiting
+    assert left == "KeyError('mine')"
+
+
+def test_a_rank_that_says_nothing_is_given_up_after_the_patience(ranks):
+    waiting, silent = ranks(2, programs.run_silent)
+    assert "rank 1 said nothing for 0.2 s while rank 0 waits to run" in waiting
+    assert "are about to run different calls" in silent
+
+
+def test_the_environment_guards_a_whole_program_and_its_end(tmp_path):
+    environment = {**os.environ, "SHARDWRIGHT_GUARD": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, programs.__file__, str(tmp_path / "store")]
+    running = [
+        subprocess.Popen([*command, rank], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    for process in running:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "are about to run different calls" in said
+        assert ": ended" in said
+        assert "f32[4@tp, 6] -> f32[4, 6]" in said
+
+
+def test_off_the_guard_is_not_on_the_way(ranks):
+    for files in ranks(2, programs.files_called):
+        assert "comm/execute.py" in files
+        assert not {"comm/guard.py", "comm/tap.py"}.intersection(files)
