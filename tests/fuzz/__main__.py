@@ -25,10 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     console = Console()
     meshes = [tuple(int(n) for n in text.split(",")) for text in options.mesh.split(";")]
-    seeds = range(options.seed, options.seed + options.programs)
+    seeds = options.seeds or list(range(options.seed, options.seed + options.programs))
     start = time.monotonic()
     with Worlds(options.jobs) as worlds:
-        found = _checked(worlds, list(seeds), meshes, console)
+        found = _checked(worlds, seeds, meshes, console)
         text, good = report(found, time.monotonic() - start, worlds, minimise=options.minimise)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if options.report:
@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--programs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="the first seed; program i has seed + i")
+    parser.add_argument("--seeds", type=int, nargs="*", help="these programs alone")
     parser.add_argument("--mesh", default=";".join(",".join(map(str, m)) for m in MESHES))
     parser.add_argument("--jobs", type=int, default=1, help="worlds at a time")
     parser.add_argument("--minimise", type=int, default=8, help="how many classes of failures to minimise")

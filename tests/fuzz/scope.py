@@ -220,8 +220,12 @@ class Scope:
         self.env = {leaf.name: Plain().leaf(leaf) for leaf in self.leaves}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for step in self.steps:
-                execute(step, self.env, Plain())
+            for number, step in enumerate(self.steps):
+                try:
+                    execute(step, self.env, Plain())
+                except Exception:  # noqa: BLE001 - it ran only because of what was given up
+                    del self.steps[number:]
+                    return
 
     def value(self, ref: Any) -> Any:
         """What a reference stands for."""

@@ -9,6 +9,9 @@ OK, WRONG, UNDUE, SILENT, CRASH = "ok", "wrong", "undue error", "no error", "cra
 BAD = (CRASH, WRONG, SILENT, UNDUE)  # the worst first
 
 
+_SILENT = "with torch.no_grad(): "
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What came of a program.
@@ -30,7 +33,7 @@ class Verdict:
         """The class of a failure: its text without names, numbers and layouts."""
         plain = re.sub(r"\(.*?\)|\[.*?\]|\{.*?\}|'[^']*'|\"[^\"]*\"", "", self.text)
         plain = re.sub(r"-?\d[\d.e+-]*j?|\b[vx]\d+\b", "#", plain)
-        call = re.search(r"(?:= |: |^)((?:\w+\.)*\.?\w+_?)\(|\.(\w+)\(", self.step)
+        call = re.search(r"(?:= |: |^)((?:\w+\.)*\.?\w+_?)\(|\.(\w+)\(", self.step.removeprefix(_SILENT))
         name = next((g for g in call.groups() if g), "") if call else ""
         return f"{self.kind}: {name.rpartition('.')[2]}: {' '.join(plain.split())[:110]}"
 
