@@ -96,10 +96,11 @@ def _verdict(
 
 
 def _plain_results(got: Outcome, wanted: Outcome) -> str:
-    """A DTensor goes in, so a DTensor must come out."""
-    leaves = [x for x in tree_leaves(got.results) if isinstance(x, torch.Tensor)]
-    if any(not isinstance(x, sw.DTensor) for x in leaves):
-        return "a result is a plain tensor"
+    """A DTensor goes in, so a DTensor must come out; its gradient is one too."""
+    for what, tree in (("result", got.results), ("gradient", got.gradients)):
+        leaves = [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+        if any(not isinstance(x, sw.DTensor) for x in leaves):
+            return f"a {what} is a plain tensor"
     return ""
 
 

@@ -21,6 +21,7 @@ from shardwright.tensor import (  # noqa: F401  algorithms register themselves
     handlers,
     key_parts,
     local_reshape,
+    made_gradients,
     other_sizes,
     views,
     windows,
