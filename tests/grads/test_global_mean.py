@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+import shardwright as sw
 from shardwright.errors import ParallelError
 from shardwright.grads import global_mean
 from shardwright.testing import rank_mesh
@@ -63,12 +64,36 @@ def _refusals():
     return messages
 
 
-def test_what_is_no_plain_scalar_is_refused(ranks):
+def test_what_has_no_mean_over_these_ranks_is_refused(ranks):
     vector, distributed = ranks(2, _refusals)[0]
     assert vector.startswith(
-        "global_mean takes this rank's sum of losses as a plain scalar, got Tensor of shape (2,)"
+        "global_mean takes this rank's sum of losses as a scalar, got Tensor of shape (2,)"
     )
-    assert "got DTensor of shape ()" in distributed
+    assert "over ('dp',): the loss lives on ('dp',) and is global over these ranks already" in distributed
+
+
+def _global_over_tp(counts):
+    """Each pair of tp ranks holds the items of its dp coord cut in two; the weight is cut too."""
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    items = torch.randn(sum(counts), 3, generator=torch.Generator().manual_seed(2))
+    mine = items.split(counts)[mesh.get_local_rank("dp")]
+    weight = sw.distribute_tensor(torch.ones(3), mesh["tp"], [sw.Shard(0)]).requires_grad_()
+    x = sw.distribute_tensor(mine, mesh["tp"], [sw.Shard(1)])
+    count = (x.abs().sum(1) >= 0).sum()
+    loss = global_mean((x * weight).square().sum(), count, mesh["dp"])
+    loss.backward()
+    gradient = weight.grad.full_tensor()
+    dist.all_reduce(gradient, group=mesh.get_group("dp"))
+    assert type(loss) is torch.Tensor
+    return loss.detach(), gradient
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (4, 0)])
+def test_a_loss_that_is_global_over_tp_gets_its_mean_over_dp(ranks, counts):
+    loss, gradient = _reference(counts)
+    for got_loss, got_gradient in ranks(4, _global_over_tp, counts):
+        torch.testing.assert_close(got_loss, loss)
+        torch.testing.assert_close(got_gradient, gradient)
 
 
 def _keeps_dtype():

@@ -257,3 +257,26 @@ def _options():
 
 def test_options_of_fully_shard_pass_through(ranks):
     ranks(2, _options)
+
+
+def _options_by_position():
+    mesh = rank_mesh((2,), ("dp",))
+    texts = []
+    kept = parallelize_fsdp(nn.Sequential(nn.Linear(4, 4)), mesh, False)
+    kept(torch.ones(2, 4))
+    held = tuple(kept[0].weight.shape), isinstance(kept[0].weight, sw.DTensor)
+    for args, kwargs in (((False,), {"reshard_after_forward": True}), ((None,) * 9, {})):
+        model = nn.Linear(4, 4)
+        with pytest.raises(TypeError) as caught:
+            parallelize_fsdp(model, mesh, *args, **kwargs)
+        assert type(model) is nn.Linear
+        texts.append(str(caught.value))
+    return held, texts
+
+
+def test_options_of_fully_shard_are_taken_by_position_too(ranks):
+    """What is not resharded after the forward is whole and plain then."""
+    held, (twice, many) = ranks(2, _options_by_position)[0]
+    assert held == ((4, 4), False)
+    assert twice == "parallelize_fsdp got ['reshard_after_forward'] by position and by name"
+    assert many.startswith("parallelize_fsdp takes at most")

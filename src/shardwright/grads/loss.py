@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.functional import reduce_over
+from shardwright.compat import axis_names
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
+from shardwright.placement.base import Replicate
+from shardwright.tensor.wrap import as_ours
 
 
 def global_mean(loss_sum: Tensor, count: int | Tensor, mesh: DeviceMesh) -> Tensor:
@@ -23,20 +27,20 @@ def global_mean(loss_sum: Tensor, count: int | Tensor, mesh: DeviceMesh) -> Tens
     of local means would be neither. If nobody counts anything the value and the gradient are 0.
 
     Args:
-        loss_sum: the sum (not the mean) of this rank's losses, a plain scalar; without items, 0 with a graph.
+        loss_sum: the sum (not the mean) of this rank's losses, a scalar; without items, 0 with a graph. A
+            DTensor is global on its own axes (those of tensor parallelism), which are none of `mesh`'s.
         count: how many items this rank summed.
         mesh: the axes whose ranks have different items (data and context ranks, not tensor-parallel ones).
+    Returns: a plain scalar.
 
     Raises:
-        ParallelError: `loss_sum` is no plain scalar.
+        ParallelError: `loss_sum` is no scalar, or a DTensor that is global over ranks of `mesh` already.
 
-    Cost: one all-reduce of 16 bytes per axis forward, nothing backward.
+    Cost: one all-reduce of 16 bytes per axis forward, nothing backward; of a pending DTensor one all-reduce
+        of the scalar more.
     """
-    if isinstance(loss_sum, TorchDTensor) or loss_sum.numel() != 1:
-        raise ParallelError(
-            f"global_mean takes this rank's sum of losses as a plain scalar, got {type(loss_sum).__name__} "
-            f"of shape {tuple(loss_sum.shape)}; sum the local losses first (a DTensor is global already)"
-        )
+    _check(loss_sum, mesh)
+    loss_sum, count = _whole(loss_sum), _whole(count)
     local = torch.stack([loss_sum.detach().double().reshape(()), _as_double(count, loss_sum.device)])
     for axis, group in groups_above_one(mesh):
         local = reduce_over(local, "sum", group, axis=axis, reason="global mean of the loss")
@@ -44,6 +48,34 @@ def global_mean(loss_sum: Tensor, count: int | Tensor, mesh: DeviceMesh) -> Tens
     items = items.clamp(min=1.0)
     mean: Tensor = _GlobalMean.apply(loss_sum, (total / items).to(loss_sum.dtype), items)  # type: ignore[no-untyped-call]
     return mean
+
+
+def _check(loss_sum: Tensor, mesh: DeviceMesh) -> None:
+    """Raise ParallelError for what has no mean over the ranks of `mesh`."""
+    if loss_sum.numel() != 1:
+        raise ParallelError(
+            "global_mean takes this rank's sum of losses as a scalar, got "
+            f"{type(loss_sum).__name__} of shape {tuple(loss_sum.shape)}; sum the losses first"
+        )
+    if isinstance(loss_sum, TorchDTensor) and _peers(loss_sum.device_mesh) & _peers(mesh):
+        raise ParallelError(
+            f"global_mean over {axis_names(mesh)}: the loss lives on {axis_names(loss_sum.device_mesh)} and "
+            "is global over these ranks already; divide it by the global count, or pass the axes whose ranks "
+            "have other items"
+        )
+
+
+def _peers(mesh: DeviceMesh) -> set[int]:
+    """The other ranks of a mesh."""
+    return set(mesh.mesh.flatten().tolist()) - {dist.get_rank()}
+
+
+def _whole(value: Any) -> Any:
+    """The finished value of a DTensor as a plain tensor, whose gradient is the same on all of its ranks."""
+    if not isinstance(value, TorchDTensor):
+        return value
+    ours = as_ours(value) if not value.requires_grad else value
+    return ours.redistribute(placements=[Replicate()] * value.device_mesh.ndim).to_local()
 
 
 def _as_double(count: int | Tensor, device: torch.device) -> Tensor:

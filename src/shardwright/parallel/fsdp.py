@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from shardwright.tensor.use import kept_spec
 from shardwright.tensor.wrap import as_ours, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ class _Before:
     stride: tuple[int, ...]
 
 
-def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, **fully_shard_kwargs: Any) -> nn.Module:
+def parallelize_fsdp(
+    module: nn.Module, mesh: DeviceMesh, *fully_shard_args: Any, **fully_shard_kwargs: Any
+) -> nn.Module:
     """Shard the parameters over the last axis of `mesh`, replicate them on the first of two, in place.
 
     Call it on the blocks first, then on the root, as with torch's `fully_shard`: what a block has taken, the
@@ -52,13 +55,15 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, **fully_shard_kwargs: 
 
     Args:
         mesh: one axis (shard) or two (replicate, shard).
-        fully_shard_kwargs: passed on: `reshard_after_forward`, `mp_policy`, `offload_policy`,
-            `ignored_params`, `shard_placement_fn`.
+        fully_shard_args, fully_shard_kwargs: passed on: `reshard_after_forward`, `mp_policy`,
+            `offload_policy`, `ignored_params`, `shard_placement_fn`; by position in the order in which
+            `fully_shard` names them after the mesh.
     Raises: ParallelError: another number of axes, an axis that places a parameter already, a parameter
         without dims; nothing has been changed then.
     Cost: per step an all-gather per unit in forward and backward, and a reduce-scatter of its gradients.
     Source: torch's `fully_shard`.
     """
+    fully_shard_kwargs = _by_name(fully_shard_args, fully_shard_kwargs)
     axes = named_axes(mesh, "parallelize_fsdp")
     if len(axes) > 2:
         raise ParallelError(
@@ -82,6 +87,20 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, **fully_shard_kwargs: 
             slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
         _shard(module, shard_mesh, slots, others | ignored, fully_shard_kwargs)
     return module
+
+
+def _by_name(given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by position under the names that `fully_shard`, which takes none, gives them."""
+    names = list(inspect.signature(fully_shard).parameters)
+    after = names[names.index("mesh") + 1 :]
+    if len(given) > len(after):
+        raise TypeError(
+            f"parallelize_fsdp takes at most {len(after)} positional arguments after the mesh: {after}"
+        )
+    twice = set(after[: len(given)]) & set(named)
+    if twice:
+        raise TypeError(f"parallelize_fsdp got {sorted(twice)} by position and by name")
+    return {**dict(zip(after, given, strict=False)), **named}
 
 
 def _is_free(slot: Slot, axis: str) -> bool:

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.styles import for_torch
 from shardwright.parallel.swap import replace_parameters
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.module import carry_over, distribute_module
@@ -36,7 +37,7 @@ def parallelize_tensor(
     if len(axes) != 1:
         raise ParallelError(f"parallelize_tensor takes one axis, got {axes}; slice the mesh: mesh['tp']")
     if isinstance(parallelize_plan, ParallelStyle):
-        parallelize_module(module, mesh, parallelize_plan)
+        parallelize_module(module, mesh, for_torch(parallelize_plan))
         return _in_our_class(module)
     styles = [isinstance(value, ParallelStyle) for value in parallelize_plan.values()]
     if not styles or (any(styles) and not all(styles)):
@@ -45,7 +46,7 @@ def parallelize_tensor(
         )
     if not all(styles):
         return distribute_module(module, mesh, parallelize_plan)
-    parallelize_module(module, mesh, dict(parallelize_plan))
+    parallelize_module(module, mesh, {name: for_torch(style) for name, style in parallelize_plan.items()})
     return _in_our_class(module)
 
 

@@ -35,7 +35,8 @@ def distribute_tensor(
         src_data_rank: index on each axis of the rank whose data counts; None: each rank's own; sends nothing.
         order: axes in order of application, if not left to right.
     Raises: LayoutError: wrong count, unknown axis, dim out of range, a DTensor of another layout.
-    Cost: a broadcast of the tensor per axis; none with `src_data_rank=None`.
+    Cost: a broadcast of the tensor per axis; none with `src_data_rank=None`, and none of a meta tensor, whose
+        parts are meta tensors too (place, `to_empty`, initialise: the start of a model too large for a rank).
     """
     mesh = current_mesh(device_mesh)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
@@ -51,7 +52,7 @@ def distribute_tensor(
     coords = coords_of(mesh)
     if coords is None:
         return wrap(tensor.new_empty(0), spec_of(layout, mesh), requires_grad=tensor.requires_grad)
-    full = tensor.detach().to(mesh.device_type)
+    full = tensor.detach() if tensor.is_meta else tensor.detach().to(mesh.device_type)
     if src_data_rank is not None:
         full = _from_source(full, mesh, src_data_rank)
     local = own_part(full, layout, coords)

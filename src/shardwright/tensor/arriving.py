@@ -12,7 +12,7 @@ from shardwright.plan.redistribution import plan_redistribution
 from shardwright.tensor.autograd import Redistribute, apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import spec_of
-from shardwright.tensor.wrap import STARTERS, wrap
+from shardwright.tensor.wrap import CLASSES, STARTERS, wrap
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,14 @@ class ArrivingDTensor(DTensor):
     """
 
     __slots__: list[str] = []
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if CLASSES[True] in types:  # a parameter that computes as its local tensor is asked first
+            return NotImplemented
+        return super().__torch_function__(func, types, args, kwargs)
 
     @property
     def _local_tensor(self) -> torch.Tensor:

@@ -122,6 +122,26 @@ class Redistribute(torch.autograd.Function):
         return wrap(local, spec_of(target, ctx.mesh)), None, None
 
 
+class Adopt(Redistribute):
+    """torch's own DTensor -> ours, of the same layout.
+
+    Backward: the gradient is brought to a layout that torch's functions know. Ours can have any: what an op
+    makes of no rows, say, has the layout of its only holder.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: TorchDTensor) -> torch.Tensor:  # type: ignore[override]
+        ours = as_ours(x)
+        ctx.source, ctx.mesh = ours._spec.layout, x.device_mesh
+        ctx.set_materialize_grads(False)
+        return ours
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> torch.Tensor | None:  # type: ignore[override]
+        moved: torch.Tensor | None = Redistribute.backward(ctx, grad)[0]
+        return moved
+
+
 class Localize(torch.autograd.Function):
     """Parameter -> what the computation sees of it: its local tensor, or a DTensor on the axes that are left.
 

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import RuleError
+from shardwright.tensor.autograd import Adopt, apply
 from shardwright.tensor.host_reads import READING, with_host_values
 from shardwright.tensor.out import call_with_out, fills_itself
 from shardwright.tensor.plain_beside import plain_among
@@ -70,8 +71,10 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     depth = state.functions
-    if not depth and not state.blocks and (_has_plain(args) or (kwargs and _has_plain(kwargs.values()))):
-        _refuse_plain(func, args, kwargs)
+    if not depth and (_has_foreign(args) or (kwargs and _has_foreign(kwargs.values()))):
+        args, kwargs = _adopted(func, args, kwargs)
+        if not state.blocks:
+            _refuse_plain(func, args, kwargs)
     if func in READING:
         args, kwargs = with_host_values(func, args, kwargs)
     state.functions = depth + 1
@@ -114,21 +117,41 @@ def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-# Classes whose values are neither plain tensors nor lists of them, as met: asking a class is slow.
+def _adopted(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """torch's own DTensors among the arguments as ours: their gradients reach torch in layouts it knows."""
+    kept = args[0] if args and writes_first(func) else None
+
+    def adopt(value: Any) -> Any:
+        if type(value) is TorchDTensor and value is not kept and value.requires_grad:
+            return apply(Adopt, value)
+        if type(value) in (list, tuple):
+            return type(value)(adopt(each) for each in value)
+        return value
+
+    if func in AUTOGRAD or not torch.is_grad_enabled():
+        return args, kwargs
+    named = {name: value if name == "out" else adopt(value) for name, value in kwargs.items()}
+    return tuple(map(adopt, args)), named
+
+
+# Classes whose values are neither plain tensors, nor torch's own DTensors, nor lists of them, as met: asking
+# a class is slow.
 _harmless: set[type] = set()
 
 
-def _has_plain(values: Iterable[Any]) -> bool:
-    """Is there a plain tensor among the arguments? Most often not: this is asked at every call."""
+def _has_foreign(values: Iterable[Any]) -> bool:
+    """Is a plain tensor, or torch's own DTensor, among the arguments? Mostly not; asked at every call."""
     for value in values:
         cls = value.__class__
         if cls in _harmless:
             continue
         if issubclass(cls, torch.Tensor):
-            if not issubclass(cls, TorchDTensor):
+            if not issubclass(cls, TorchDTensor) or cls is TorchDTensor:
                 return True
         elif issubclass(cls, list | tuple):
-            if _has_plain(value):
+            if _has_foreign(value):
                 return True
             continue
         _harmless.add(cls)
