@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import named_axes
-from shardwright.parallel.styles import for_torch
+from shardwright.parallel.plan_of_styles import apply_styles
 from shardwright.parallel.swap import replace_parameters
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.module import carry_over, distribute_module
@@ -29,7 +29,9 @@ def parallelize_tensor(
         parallelize_plan: a style for the module itself; `{submodule pattern: style}` with torch's own styles
             (`ColwiseParallel`, ...); or `{parameter pattern: placements}` (see `distribute_module`), which
             replicates every other parameter.
-    Raises: ParallelError: not one axis, an empty plan, styles and placements mixed, an unknown name.
+    Raises: ParallelError: not one axis, an empty plan, styles and placements mixed, an unknown name, two
+        styles for one shared module, a style for parameters that are placed already or for a module that it
+        does not take; nothing has been changed then.
     Cost: as the styles say: an all-reduce (or its two halves) per pair of cut layers and pass.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
@@ -37,7 +39,7 @@ def parallelize_tensor(
     if len(axes) != 1:
         raise ParallelError(f"parallelize_tensor takes one axis, got {axes}; slice the mesh: mesh['tp']")
     if isinstance(parallelize_plan, ParallelStyle):
-        parallelize_module(module, mesh, for_torch(parallelize_plan))
+        apply_styles(module, mesh, {"": parallelize_plan})
         return _in_our_class(module)
     styles = [isinstance(value, ParallelStyle) for value in parallelize_plan.values()]
     if not styles or (any(styles) and not all(styles)):
@@ -46,7 +48,7 @@ def parallelize_tensor(
         )
     if not all(styles):
         return distribute_module(module, mesh, parallelize_plan)
-    parallelize_module(module, mesh, {name: for_torch(style) for name, style in parallelize_plan.items()})
+    apply_styles(module, mesh, parallelize_plan)
     return _in_our_class(module)
 
 

@@ -1,0 +1,124 @@
+"""A plan of torch's styles, applied to each module once, or not at all."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from shardwright.errors import ParallelError
+from shardwright.layout.of_tensor import layout_of
+from shardwright.parallel.styles import for_torch
+from shardwright.parallel.swap import unchanged_on_error
+
+_PLACING = (ColwiseParallel, RowwiseParallel, SequenceParallel)
+
+
+class Styled(NamedTuple):
+    """A module that a pattern names, and its style."""
+
+    path: str
+    module: nn.Module
+    style: ParallelStyle
+
+
+def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
+    """Apply every style to the modules that its pattern names, in the order of the plan.
+
+    A module that stands in several places (a layer that two blocks share) is styled once.
+
+    Raises: ParallelError: a pattern that names nothing, two styles for one shared module, parameters that
+        are placed already, a module that a style does not take; nothing has been changed then.
+    """
+    found = list(_once_each(module, plan))
+    for styled in found:
+        _refuse_placed(styled)
+    with unchanged_on_error(module), _same_hooks_on_error(module):
+        for styled in found:
+            _apply(styled, mesh)
+
+
+def _once_each(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[Styled]:
+    seen: dict[nn.Module, Styled] = {}
+    for pattern, style in plan.items():
+        named = [(path, child) for path, child in _modules(module) if _matches(path, pattern)]
+        if not named:
+            some = ", ".join(name for name, _ in list(module.named_children())[:6])
+            raise ParallelError(f"no module is named {pattern!r}; {type(module).__name__} has {some}")
+        for path, child in named:
+            first = seen.get(child)
+            if first is None or first.path == path:
+                seen[child] = Styled(path, child, style)
+                yield seen[child]
+            elif not _alike(first.style, style):
+                raise ParallelError(
+                    f"{first.path} and {path} are one module, and the plan has two styles for it: "
+                    f"{type(first.style).__name__} and {type(style).__name__}; name one style for both"
+                )
+
+
+def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every path of every module: one that is shared has several."""
+    yield from module.named_modules(remove_duplicate=False)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Name by name, as torch does: a star stands for one name; the empty pattern is the module itself."""
+    names, patterns = path.split("."), pattern.split(".")
+    if "" in (path, pattern):
+        return path == pattern
+    return len(names) == len(patterns) and all(map(fnmatch.fnmatch, names, patterns))
+
+
+def _alike(one: ParallelStyle, other: ParallelStyle) -> bool:
+    return one is other or (type(one) is type(other) and vars(one) == vars(other))
+
+
+def _refuse_placed(styled: Styled) -> None:
+    """Torch's styles cut plain tensors; what they would make of a placed one is another parameter."""
+    for name, parameter in styled.module.named_parameters(recurse=False):
+        if isinstance(styled.style, _PLACING) and isinstance(parameter, TorchDTensor):
+            raise ParallelError(
+                f"{styled.path}.{name} is placed already ({layout_of(parameter)}), so "
+                f"{type(styled.style).__name__} cannot cut it; apply tensor parallelism before the "
+                "strategies that place parameters over data ranks"
+            )
+
+
+def _apply(styled: Styled, mesh: DeviceMesh) -> None:
+    try:
+        parallelize_module(styled.module, mesh, for_torch(styled.style))
+    except NotImplementedError as error:
+        raise ParallelError(
+            f"{styled.path}: {type(styled.style).__name__} does not take a {type(styled.module).__name__} "
+            f"({error}); name the placements of its parameters instead"
+        ) from error
+
+
+@contextmanager
+def _same_hooks_on_error(module: nn.Module) -> Iterator[None]:
+    """On an error within the block, the hooks that ran around the modules are those that run again."""
+    before = [(m, dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in module.modules()]
+    marked = {child for child in module.modules() if getattr(child, "_distribute_module_applied", False)}
+    try:
+        yield
+    except BaseException:
+        for child, pre, post in before:
+            for hooks, kept in ((child._forward_pre_hooks, pre), (child._forward_hooks, post)):
+                hooks.clear()
+                hooks.update(kept)
+            if child not in marked:
+                vars(child).pop("_distribute_module_applied", None)
+        raise

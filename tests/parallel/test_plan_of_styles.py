@@ -1,0 +1,91 @@
+"""A plan of torch's styles: a shared module once, everything checked before anything is changed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from shardwright.errors import ParallelError
+from shardwright.parallel import parallelize_fsdp, parallelize_replicate, parallelize_tensor
+from shardwright.testing.meshes import rank_mesh
+
+
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def _model():
+    torch.manual_seed(0)
+    model = nn.Sequential(_Block(), _Block(), nn.Conv1d(3, 3, 1))
+    model[1].down = model[0].down
+    return model
+
+
+def _shared():
+    model = _model()
+    one, x = copy.deepcopy(model), torch.randn(3, 4)
+    one(x).square().sum().backward()
+    parallelize_tensor(
+        model, rank_mesh((2,), ("tp",)), {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+    )
+    assert model[1].down is model[0].down
+    out = model(x)
+    torch.testing.assert_close(out, one(x))
+    out.square().sum().backward()
+    for name, p in one.named_parameters():
+        grad = model.get_parameter(name).grad
+        torch.testing.assert_close(grad.full_tensor() if hasattr(grad, "full_tensor") else grad, p.grad)
+
+
+def test_a_module_that_two_blocks_share_is_styled_once(ranks):
+    ranks(2, _shared)
+
+
+def _state(model):
+    hooks = [(n, type(m), len(m._forward_pre_hooks), len(m._forward_hooks)) for n, m in model.named_modules()]
+    return hooks, [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
+
+
+def _refused(prepare, plan):
+    model, mesh = _model(), rank_mesh((2, 2), ("dp", "tp"))
+    if prepare is not None:
+        prepare(model, mesh["dp"])
+    before = _state(model)
+    with pytest.raises(ParallelError) as caught:
+        parallelize_tensor(model, mesh["tp"], plan)
+    assert _state(model) == before
+    if prepare is None:  # and it is still whole: the right plan is taken
+        parallelize_tensor(model, mesh["tp"], {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()})
+    return str(caught.value)
+
+
+def test_what_a_plan_cannot_mean_is_refused_with_the_module_unchanged(ranks):
+    up = {"*.up": ColwiseParallel()}
+    two = up | {"0.down": RowwiseParallel(), "1.down": ColwiseParallel()}
+    assert ranks(4, _refused, None, two)[0] == (
+        "0.down and 1.down are one module, and the plan has two styles for it: RowwiseParallel and "
+        "ColwiseParallel; name one style for both"
+    )
+    assert ranks(4, _refused, None, up | {"*.upp": ColwiseParallel()})[0] == (
+        "no module is named '*.upp'; Sequential has 0, 1, 2"
+    )
+    assert ranks(4, _refused, None, up | {"2": ColwiseParallel()})[0].startswith(
+        "2: ColwiseParallel does not take a Conv1d ("
+    )
+
+
+@pytest.mark.parametrize("strategy", [parallelize_replicate, parallelize_fsdp])
+def test_styles_after_a_data_parallel_strategy_are_refused(ranks, strategy):
+    text = ranks(4, _refused, strategy, {"*.up": ColwiseParallel()})[0]
+    assert text.startswith("0.up.weight is placed already (f32[6")
+    assert text.endswith(
+        "so ColwiseParallel cannot cut it; apply tensor parallelism before the strategies that place "
+        "parameters over data ranks"
+    )
