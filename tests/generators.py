@@ -1,12 +1,13 @@
 """Hypothesis generators that every test of laws shares: meshes, shapes, placements, layouts.
 
-A placement that is added to the library is added to `partitions` or `pendings` here, and is then tested
-everywhere.
+A placement that is added to the library is added to `PARTITIONS` or `pendings` here, and is then tested
+everywhere; a test asks that every exported one is.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -17,11 +18,17 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.base import Partition, Pending, Placement, Replicate
 from shardwright.placement.block_cyclic import BlockCyclic
+from shardwright.placement.flat import Flat
+from shardwright.placement.imaged import Imaged
 from shardwright.placement.interleaved import Interleaved
+from shardwright.placement.joint import Joint
+from shardwright.placement.nested import Nested
 from shardwright.placement.owner import Owner
 from shardwright.placement.partial import Partial
 from shardwright.placement.ragged import Ragged
 from shardwright.placement.shard import Shard
+from shardwright.placement.sliced import Sliced
+from shardwright.placement.spread import Spread
 from shardwright.placement.zigzag import ZigZag
 
 # How often hypothesis tries each law; the full run is `make laws`, see `tests.laws`.
@@ -44,25 +51,113 @@ def shapes(min_dims: int = 0, max_dims: int = 3, max_numel: int = 400) -> st.Sea
     return sizes.filter(lambda shape: prod(shape) <= max_numel)
 
 
+Shape = tuple[int, ...]
+Maker = Callable[[st.DrawFn, Shape, int], Partition]
+
+
+def partitions(ndim: int, n: int, shape: Shape | None = None) -> st.SearchStrategy[Partition]:
+    """Any exported partition of a tensor with `ndim` dims over an axis of size n.
+
+    Args: shape: of the tensor, if it is known; those made by views then speak of tensors of this shape.
+    """
+    return _partitions(st.just(shape) if shape is not None else shapes(ndim, ndim, 10**6), n)
+
+
 @st.composite
-def partitions(draw: st.DrawFn, ndim: int, n: int) -> Partition:
-    """Any shipped partition of a tensor with `ndim` dims over an axis of size n."""
-    if not ndim:
+def _partitions(draw: st.DrawFn, shape: st.SearchStrategy[Shape], n: int) -> Partition:
+    sizes = draw(shape)
+    if not sizes:
         return Owner(draw(st.integers(0, n - 1)))
-    dim = draw(st.integers(0, ndim - 1))
-    kind = draw(st.sampled_from(["shard", "shard", "interleaved", "zigzag", "cyclic", "owner", "ragged"]))
-    if kind == "ragged":
-        units = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n).filter(any))
-        dims = draw(st.sets(st.integers(0, ndim - 1), min_size=1))
-        return Ragged(units, sorted(dims))
-    makers = {
-        "shard": lambda: Shard(dim),
-        "interleaved": lambda: Interleaved(dim, draw(st.integers(1, 4))),
-        "zigzag": lambda: ZigZag(dim),
-        "cyclic": lambda: BlockCyclic(dim, draw(st.integers(1, 3))),
-        "owner": lambda: Owner(draw(st.integers(0, n - 1))),
-    }
-    return makers[kind]()
+    kind = draw(st.sampled_from([Shard, *PARTITIONS]))
+    return PARTITIONS[kind](draw, sizes, n)
+
+
+def of_one_dim(draw: st.DrawFn, length: int, n: int, *, simple: bool = False) -> Partition:
+    """A partition of a 1-d tensor; at most one of those that are made of another is around it."""
+    kinds = [Shard, Interleaved, ZigZag, BlockCyclic, Owner, Ragged]
+    kind = draw(st.sampled_from(kinds if simple else [*kinds, Sliced, Spread]))
+    return PARTITIONS[kind](draw, (length,), n)
+
+
+def _dim(draw: st.DrawFn, shape: Shape) -> int:
+    return draw(st.integers(0, len(shape) - 1))
+
+
+def _ragged(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
+    units = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n).filter(any))
+    return Ragged(units, sorted(draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))))
+
+
+def _flat(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
+    dims = draw(st.permutations(range(len(shape))))[: draw(st.integers(1, len(shape)))]
+    return Flat(tuple(dims), of_one_dim(draw, prod(shape[dim] for dim in dims), n))
+
+
+def _sliced(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
+    dim = _dim(draw, shape)
+    start, step = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    of = start + max(shape[dim] - 1, 0) * step + 1 + draw(st.integers(0, 3))
+    return Sliced(dim, of_one_dim(draw, of, n, simple=True), of, start, step, shape[dim])
+
+
+def _spread(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
+    dim = _dim(draw, shape)
+    outer, size, inner = _factors(draw, shape[dim], 3)
+    return Spread(dim, of_one_dim(draw, size, n, simple=True), outer, size, inner)
+
+
+def _imaged(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
+    """Of a reshape, or of steps of any width through a larger tensor."""
+    dim = _dim(draw, shape)
+    target = _factors(draw, shape[dim], 2)
+    if draw(st.booleans()):
+        source = _factors(draw, shape[dim], 2)
+        return Imaged(dim, _simple(draw, source, n), target, source)
+    base, steps = (tuple(draw(st.lists(st.integers(low, 2), min_size=2, max_size=2))) for low in (0, 1))
+    sizes = zip(base, steps, target, strict=True)
+    source = tuple(first + step * max(size - 1, 0) + 1 for first, step, size in sizes)
+    return Imaged(dim, _simple(draw, source, n), target, source, base, ((steps[0], 0), (0, steps[1])))
+
+
+def _simple(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
+    kind = draw(st.sampled_from([Shard, Interleaved, ZigZag, Owner, Ragged]))
+    return PARTITIONS[kind](draw, shape, n)
+
+
+def _nested(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
+    sizes = draw(st.permutations([1, n, 1]))
+    return Nested(tuple((_simple(draw, shape, size), size) for size in sizes[: 1 + sizes.index(n)]))
+
+
+def _joint(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
+    """A group of one axis; those of two are drawn by `layouts`."""
+    return Joint(_simple(draw, shape, n), (n,), 0)
+
+
+def _factors(draw: st.DrawFn, size: int, count: int) -> Shape:
+    """Numbers whose product is `size`."""
+    left, found = size, []
+    for _ in range(count - 1):
+        found.append(draw(st.sampled_from([d for d in range(1, left + 1) if left % d == 0] or [1])))
+        left //= found[-1]
+    return tuple(draw(st.permutations([*found, left])))
+
+
+# Every exported partition, and how one is drawn for a tensor of a shape with a dim.
+PARTITIONS: dict[type[Partition], Maker] = {
+    Shard: lambda draw, shape, _: Shard(_dim(draw, shape)),
+    Interleaved: lambda draw, shape, _: Interleaved(_dim(draw, shape), draw(st.integers(1, 4))),
+    ZigZag: lambda draw, shape, _: ZigZag(_dim(draw, shape)),
+    BlockCyclic: lambda draw, shape, _: BlockCyclic(_dim(draw, shape), draw(st.integers(1, 3))),
+    Owner: lambda draw, _, n: Owner(draw(st.integers(0, n - 1))),
+    Ragged: _ragged,
+    Flat: _flat,
+    Imaged: _imaged,
+    Joint: _joint,
+    Nested: _nested,
+    Sliced: _sliced,
+    Spread: _spread,
+}
 
 
 def pendings(ops: tuple[str, ...] = ("sum", "max", "min", "product")) -> st.SearchStrategy[Pending]:
@@ -70,9 +165,9 @@ def pendings(ops: tuple[str, ...] = ("sum", "max", "min", "product")) -> st.Sear
     return st.sampled_from(ops).map(Partial)
 
 
-def placements(ndim: int, n: int) -> st.SearchStrategy[Placement]:
+def placements(ndim: int, n: int, shape: Shape | None = None) -> st.SearchStrategy[Placement]:
     """Any shipped placement; partitions most of the time."""
-    part = partitions(ndim, n)
+    part = partitions(ndim, n, shape)
     return st.one_of(part, part, part, pendings(), st.builds(Replicate))
 
 
@@ -82,9 +177,17 @@ def layouts(draw: st.DrawFn, *, pending: bool = True, dtype: torch.dtype = torch
     mesh = draw(meshes())
     shape = draw(shapes())
     each = placements if pending else partitions
-    chosen = [draw(each(len(shape), n)) for n in mesh.sizes]
+    chosen = [draw(each(len(shape), n, shape)) for n in mesh.sizes]
+    if len(mesh.sizes) > 1 and shape and draw(st.integers(0, 3)) == 0:
+        chosen[:2] = _group(draw, shape, mesh.sizes[:2])
     order = draw(st.permutations(mesh.axes))
     return Layout(mesh, chosen, shape, dtype=dtype, order=order)
+
+
+def _group(draw: st.DrawFn, shape: Shape, sizes: tuple[int, ...]) -> list[Placement]:
+    """Two axes that cut together."""
+    partition = Nested(tuple((_simple(draw, shape, n), n) for n in sizes))
+    return [Joint(partition, sizes, index) for index in range(2)]
 
 
 def numbered(layout: Layout) -> torch.Tensor:

@@ -18,13 +18,20 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement import (
     BlockCyclic,
+    Flat,
+    Imaged,
     Interleaved,
+    Joint,
+    Nested,
     Owner,
     Partial,
+    Partition,
     Placement,
     Ragged,
     Replicate,
     Shard,
+    Sliced,
+    Spread,
     ZigZag,
 )
 from tests.generators import AXES, MESH_SIZES
@@ -80,7 +87,30 @@ def kinds(rng: random.Random, full: Tensor, n: int) -> list[Placement]:
     if full.dim() > 1:
         group = sorted(rng.sample(range(full.dim()), rng.randint(2, full.dim())))
         found.append(Ragged(_units(rng, n), group))
-    return found
+    return found + (_made_by_views(rng, found, tuple(full.shape), n) if full.dim() else [])
+
+
+def _made_by_views(
+    rng: random.Random, plain: Sequence[Placement], shape: tuple[int, ...], n: int
+) -> list[Placement]:
+    """What views make of the partitions drawn so far: one of each class."""
+    dim = rng.randrange(len(shape))
+    size, cuts = shape[dim], [p for p in plain if isinstance(p, Partition)]
+    lines = [Shard(0), Interleaved(0, rng.randint(1, 4)), ZigZag(0), Ragged(_units(rng, n)), Owner(n - 1)]
+    start, step = rng.randint(0, 3), rng.randint(1, 3)
+    of = start + max(size - 1, 0) * step + 1 + rng.randint(0, 3)
+    outer = rng.choice([d for d in range(1, size + 1) if size % d == 0] or [1])
+    dims = tuple(rng.sample(range(len(shape)), rng.randint(1, len(shape))))
+    rows = ((-1,),) if rng.random() < 0.5 else ((1,),)
+    base = (max(size - 1, 0),) if rows[0][0] < 0 else (0,)
+    return [
+        Flat(dims, rng.choice(lines)),
+        Sliced(dim, rng.choice(lines), of, start, step, size),
+        Spread(dim, rng.choice(lines), outer, size // outer, 1),
+        Imaged(dim, rng.choice(lines), (size,), (size,), base, rows),
+        Nested(((rng.choice(cuts), n), (Shard(dim), 1))),
+        Joint(rng.choice(cuts), (n,), 0),
+    ]
 
 
 def _units(rng: random.Random, n: int) -> list[int]:

@@ -77,5 +77,5 @@ def test_a_decision_gives_the_single_device_answer(name: str, data: st.DataObjec
 
 
 def _placements(info: TensorInfo, n: int) -> st.SearchStrategy[Placement]:
-    part = st.one_of(partitions(len(info.shape), n), st.just(Replicate()))
+    part = st.one_of(partitions(len(info.shape), n, info.shape), st.just(Replicate()))
     return st.one_of(part, pendings(("sum", "max"))) if info.dtype.is_floating_point else part

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import PlacementError
-from shardwright.placement.base import Partition
+from shardwright.placement.base import Partition, check_counts
 from shardwright.placement.derived import check_dim
 from shardwright.placement.flat_region import FlatRegion
 from shardwright.placement.region import Region
@@ -84,16 +84,20 @@ class AlongDim(Partition):
 
     def validate(self, shape: Shape, n: int) -> None:  # noqa: ARG002 - any axis size will do
         """The tensor must have the dim."""
+        if not isinstance(self.dim, int):
+            raise PlacementError(f"{self.text()}: dim must be an integer, got {self.dim!r}")
         self._dim(len(shape))
 
     def _dim(self, ndim: int) -> int:
         """`dim` counted from the front. The text, for the error, may be long: it is made only then."""
-        return self.dim if 0 <= self.dim < ndim else check_dim(self.dim, ndim, self.text())
+        try:
+            return self.dim if 0 <= self.dim < ndim else check_dim(self.dim, ndim, self.text())
+        except TypeError:
+            raise PlacementError(f"{self.text()}: dim must be an integer, got {self.dim!r}") from None
 
     def text(self) -> str:
         """How the text of a layout names this placement: class and arguments."""
         return self._called()
 
     def _checked(self, name: str, value: Any, least: int) -> None:
-        if not isinstance(value, int) or value < least:
-            raise PlacementError(f"{self.text()}: {name} must be an integer >= {least}, got {value!r}")
+        check_counts(self.text(), least, **{name: value})

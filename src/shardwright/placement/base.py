@@ -119,6 +119,19 @@ def written(value: Any) -> str:
     return repr(value)
 
 
+def check_source(name: str, source: object) -> None:
+    """Raise PlacementError unless what a placement is made of is a partition."""
+    if not isinstance(source, Partition):
+        raise PlacementError(f"{name}: {source!r} is not a partition: it does not say which coord holds what")
+
+
+def check_counts(name: str, least: int, **counts: object) -> None:
+    """Raise PlacementError unless these arguments are integers, none below `least`."""
+    for argument, value in counts.items():
+        if not isinstance(value, int) or value < least:
+            raise PlacementError(f"{name}: {argument} must be an integer >= {least}, got {value!r}")
+
+
 def _rebuild(cls: type[Placement], state: dict[str, Any]) -> Placement:
     """Make a placement again from its attributes, without its `__init__`."""
     placement: Placement = cls.__new__(cls)

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
-from shardwright.placement.base import Partition
+from shardwright.placement.base import Partition, check_source
 from shardwright.placement.derived import check_dim, unravel
 from shardwright.placement.flat_region import FlatRegion
 from shardwright.placement.one_dim import held
@@ -99,6 +99,9 @@ class Flat(Partition):
 
     def validate(self, shape: Shape, n: int) -> None:
         """Distinct dims that the tensor has; the source must take the flat dim."""
+        check_source(self.text(), self.source)
+        if not self.dims:
+            raise PlacementError(f"{self.text()}: name at least one dim")
         if len(set(self.resolved(len(shape)).dims)) != len(self.dims):
             raise PlacementError(f"{self.text()}: dims must be distinct")
         self.source.validate((self._length(shape),), n)

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwright.errors import PlacementError
 from shardwright.placement.along_dim import AlongDim
+from shardwright.placement.base import check_source
 from shardwright.placement.one_dim import held, runs_of_indices
 from shardwright.placement.shard import Shard
 
@@ -39,6 +40,27 @@ class Picks:
     source: Shape
     base: Shape = ()
     rows: tuple[Shape, ...] | None = None
+
+    @property
+    def inside(self) -> bool:
+        """Whether each element of `target` is an element of `source`."""
+        if self.rows is None:
+            return prod(self.target) == prod(self.source)
+        if not len(self.base) == len(self.rows) == len(self.source):
+            return False
+        if any(len(row) != len(self.target) for row in self.rows):
+            return False
+        return not prod(self.target) or all(
+            low >= 0 and high < size
+            for (low, high), size in zip(map(self._bounds, range(len(self.base))), self.source, strict=True)
+        )
+
+    def _bounds(self, dim: int) -> tuple[int, int]:
+        """The smallest and the largest index on a dim of source."""
+        row = () if self.rows is None else self.rows[dim]
+        steps = [step * (size - 1) for step, size in zip(row, self.target, strict=True)]
+        low, high = sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps)
+        return self.base[dim] + low, self.base[dim] + high
 
     def flat(self) -> Indices:
         """Per target element, row-major, the place of its source element in the flattened source.
@@ -90,6 +112,15 @@ class Imaged(AlongDim):
     def positions(self, n: int, coord: int) -> Indices:
         """Per element held, its place in the row-major flattening of the source's local tensor."""
         return _image(self.source, self.picks, n, coord)[1]
+
+
+    def validate(self, shape: Shape, n: int) -> None:
+        """Every element of `target` must be one of the source, which must be a partition of its shape."""
+        super().validate(shape, n)
+        check_source(self.text(), self.source)
+        if not self.picks.inside:
+            raise PlacementError(f"{self.text()}: a tensor of {self.shape} has not what it names")
+        self.source.validate(self.shape, n)
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
-from shardwright.placement.base import Partition
+from shardwright.placement.base import Partition, check_counts, check_source
 from shardwright.placement.shard import Shard
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class Joint(Partition):
 
     def validate(self, shape: Shape, n: int) -> None:
         """The axis must have its size, and the tensor what the group cuts."""
+        check_source(self.text(), self.partition)
+        check_counts(self.text(), 1, **{f"the size of axis {i}": size for i, size in enumerate(self.sizes)})
         if not 0 <= self.index < len(self.sizes) or self.sizes[self.index] != n:
             raise PlacementError(f"{self.text()}: an axis of size {n} is not the one meant")
         self.partition.validate(shape, prod(self.sizes))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
-from shardwright.placement.base import Partition
+from shardwright.errors import PlacementError
+from shardwright.placement.base import Partition, check_counts, check_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,7 +88,18 @@ class Nested(Partition):
         """How the text of a layout names this placement."""
         return self._called()
 
-    def validate(self, shape: Shape, n: int) -> None:  # noqa: ARG002 - the parts say it
-        """Each part must take the tensor."""
+    def validate(self, shape: Shape, n: int) -> None:
+        """The sizes of the parts must multiply to the axis, and each part must take the tensor."""
+        for part, size in self.parts:
+            check_source(self.text(), part)
+            check_counts(self.text(), 1, **{f"the axis size of {part}": size})
+        if not self.parts:
+            raise PlacementError(f"{self.text()}: name at least one part")
+        coords = prod(size for _, size in self.parts)
+        if coords != n:
+            sizes = " x ".join(str(size) for _, size in self.parts)
+            raise PlacementError(
+                f"{self.text()}: its parts need an axis of size {sizes} = {coords}, this one has {n}"
+            )
         for part, size in self.parts:
             part.validate(shape, size)

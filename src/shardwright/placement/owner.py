@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
-from shardwright.placement.base import Partition
+from shardwright.placement.base import Partition, check_counts
 from shardwright.placement.region import Region
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Owner(Partition):
 
     def validate(self, shape: Shape, n: int) -> None:  # noqa: ARG002 - any tensor will do
         """The axis must have the coord."""
+        check_counts(self.text(), 0, coord=self.coord)
         if not 0 <= self.coord < n:
             raise PlacementError(f"{self.text()}: the axis has coords 0 to {n - 1}")
 

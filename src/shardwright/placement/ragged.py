@@ -35,8 +35,8 @@ class Ragged(Partition):
     def __init__(self, units: Iterable[int], dims: Iterable[int] | int = (0,)) -> None:
         object.__setattr__(self, "units", tuple(units))
         object.__setattr__(self, "dims", (dims,) if isinstance(dims, int) else tuple(dims))
-        if any(unit < 0 for unit in self.units) or sum(self.units) == 0:
-            raise PlacementError(f"{self.text()}: units must not be negative, and not all zero")
+        if any(not isinstance(unit, int) or unit < 0 for unit in self.units) or not any(self.units):
+            raise PlacementError(f"{self.text()}: units must be integers, not negative and not all zero")
         if not self.dims:
             raise PlacementError(f"{self.text()}: name at least one dim")
 

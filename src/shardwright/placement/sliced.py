@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwright.errors import PlacementError
 from shardwright.placement.along_dim import AlongDim
+from shardwright.placement.base import check_counts, check_source
 from shardwright.placement.one_dim import held, sliced_runs
 
 if TYPE_CHECKING:
     from shardwright.placement.base import Partition
+    from shardwright.placement.region import Shape
     from shardwright.placement.runs import Runs
 
 
@@ -35,3 +38,14 @@ class Sliced(AlongDim):
         if length != self.length:
             return held(self.source, length, n, coord)
         return sliced_runs(held(self.source, self.of, n, coord), self.start, self.step, length)
+
+    def validate(self, shape: Shape, n: int) -> None:
+        """The slice must lie inside the dim that it is of, and the source take that dim."""
+        super().validate(shape, n)
+        check_source(self.text(), self.source)
+        check_counts(self.text(), 0, of=self.of, start=self.start, length=self.length)
+        check_counts(self.text(), 1, step=self.step)
+        last = self.start + (self.length - 1) * self.step
+        if self.length and last >= self.of:
+            raise PlacementError(f"{self.text()}: index {last} is outside the dim of {self.of}")
+        self.source.validate((self.of,), n)

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
 from shardwright.placement.along_dim import AlongDim
+from shardwright.placement.base import check_counts, check_source
 from shardwright.placement.one_dim import held, spread_runs
 
 if TYPE_CHECKING:
     from shardwright.placement.base import Partition
+    from shardwright.placement.region import Shape
     from shardwright.placement.runs import Runs
 
 
@@ -37,3 +39,10 @@ class Spread(AlongDim):
         if found is None:
             raise PlacementError(f"{self.text()}: a coord holds too many pieces to write down")
         return found
+
+    def validate(self, shape: Shape, n: int) -> None:
+        """Three factors, and a source that takes the middle one."""
+        super().validate(shape, n)
+        check_source(self.text(), self.source)
+        check_counts(self.text(), 0, outer=self.outer, size=self.size, inner=self.inner)
+        self.source.validate((self.size,), n)
