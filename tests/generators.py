@@ -22,6 +22,7 @@ from shardwright.placement.flat import Flat
 from shardwright.placement.imaged import Imaged
 from shardwright.placement.interleaved import Interleaved
 from shardwright.placement.joint import Joint
+from shardwright.placement.moved import Moved
 from shardwright.placement.nested import Nested
 from shardwright.placement.owner import Owner
 from shardwright.placement.partial import Partial
@@ -154,6 +155,7 @@ PARTITIONS: dict[type[Partition], Maker] = {
     Flat: _flat,
     Imaged: _imaged,
     Joint: _joint,
+    Moved: lambda draw, shape, n: Moved(_dim(draw, shape), of_one_dim(draw, 5, n, simple=True), 1, 0),
     Nested: _nested,
     Sliced: _sliced,
     Spread: _spread,

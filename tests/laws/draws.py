@@ -22,6 +22,7 @@ from shardwright.placement import (
     Imaged,
     Interleaved,
     Joint,
+    Moved,
     Nested,
     Owner,
     Partial,
@@ -108,6 +109,7 @@ def _made_by_views(
         Sliced(dim, rng.choice(lines), of, start, step, size),
         Spread(dim, rng.choice(lines), outer, size // outer, 1),
         Imaged(dim, rng.choice(lines), (size,), (size,), base, rows),
+        Moved(dim, rng.choice(lines), 1, 0),
         Nested(((rng.choice(cuts), n), (Shard(dim), 1))),
         Joint(rng.choice(cuts), (n,), 0),
     ]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardwright.errors import PlacementError
-from shardwright.placement import Box, Partition, Pending, Region
+from shardwright.placement import Box, Partition, Pending, Region, Shard
 
 
 @lru_cache
@@ -83,3 +83,74 @@ class LogSumExp(Pending):
         return x.dtype in (torch.float32, torch.float64)
 
     tolerance = 4
+
+
+@dataclass(frozen=True)
+class EveryNth(Partition):
+    """Coord i of n holds rows i, i + n, i + 2n, ...; says nothing but its region."""
+
+    def region(self, shape, n, coord):
+        rows = range(coord, shape[0], n)
+        boxes = [Box((row, *[0] * (len(shape) - 1)), (1, *shape[1:])) for row in rows]
+        return Region(boxes, (len(rows), *shape[1:]))
+
+    def validate(self, shape, n):
+        if not shape:
+            raise PlacementError("EveryNth needs a tensor with rows")
+
+
+@dataclass(frozen=True)
+class Backwards(Partition):
+    """Pieces of a dim, the last one on coord 0 and each from its end to its start. Region only."""
+
+    dim: int
+
+    def region(self, shape, n, coord):
+        piece, size = -(-shape[self.dim] // n), shape[self.dim]
+        mine = range(min((n - coord) * piece, size) - 1, min((n - coord - 1) * piece, size) - 1, -1)
+        before = list(np.ndindex(*shape[: self.dim]))
+        after, zeros = shape[self.dim + 1 :], (0,) * (len(shape) - self.dim - 1)
+        boxes = [Box((*at, i, *zeros), (*(1,) * self.dim, 1, *after)) for at in before for i in mine]
+        return Region(boxes, (*shape[: self.dim], len(mine), *after))
+
+    def validate(self, shape, n):
+        if not 0 <= self.dim < len(shape):
+            raise PlacementError(f"Backwards has no dim {self.dim} here")
+
+
+@dataclass(frozen=True)
+class Columns(Partition):
+    """The columns of a matrix in turn; has no meaning for anything but a matrix, and does not say so."""
+
+    def region(self, shape, n, coord):
+        rows, columns = shape
+        mine = range(coord, columns, n)
+        boxes = [Box((row, column), (1, 1)) for row in range(rows) for column in mine]
+        return Region(boxes, (rows, len(mine)))
+
+
+@dataclass(frozen=True)
+class LongerDim(Partition):
+    """Cuts rows or columns, whichever are more: which dim it is depends on the shape."""
+
+    def region(self, shape, n, coord):
+        dim = 0 if shape[0] >= shape[1] else 1
+        return Shard(dim).region(shape, n, coord)
+
+    def validate(self, shape, n):
+        if len(shape) != 2:
+            raise PlacementError("LongerDim is for matrices")
+
+
+class WrongOnDim(EveryNth):
+    """Says that along another dim it is a plain cut, which it is not."""
+
+    def on_dim(self, dim):
+        return Shard(dim)
+
+
+class WrongElsewhere(EveryNth):
+    """Right along its own dim, wrong along others."""
+
+    def on_dim(self, dim):
+        return self if dim == 0 else Shard(dim)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from shardwright.placement.base import Partition, Pending, Placement
 from shardwright.placement.joint import Joint, joint_groups
+from shardwright.placement.moved import Moved
+from shardwright.placement.one_dim_form import is_shipped, one_dim_form, placed_on
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from shardwright.layout.layout import Layout
     from shardwright.layout.mesh_shape import Coords
     from shardwright.placement.region import Region, Shape
 
@@ -135,3 +138,52 @@ def complete(placements: tuple[Placement, ...], shape: Shape) -> tuple[Placement
         p.alone(shape) if isinstance(p, Joint) and axis not in grouped else p
         for axis, p in enumerate(placements)
     )
+
+
+def shapes_seen(steps: Sequence[Applied], shape: Shape) -> list[set[Shape]]:
+    """Per step the shapes that the earlier ones leave, on any coord."""
+    seen = [{shape}]
+    for step in steps:
+        seen.append({step.local_shape(left, coord) for left in seen[-1] for coord in range(step.size)})
+    return seen
+
+
+def by_own_names(
+    placements: tuple[Placement, ...], sizes: Sequence[int], order: Sequence[int], shape: Shape
+) -> tuple[Placement, ...]:
+    """The placements; a cut that rules moved along a dim is called by its own class where that says the same.
+
+    It must say so of every shape that it is given here.
+    """
+    if not any(isinstance(placement, Moved) for placement in placements):
+        return placements
+    steps = applied_placements(placements, sizes, order, len(shape))
+    found = list(placements)
+    for step, shapes in zip(steps, shapes_seen(steps, shape), strict=False):
+        placement = step.placement
+        if isinstance(placement, Moved) and placements[step.axes[0]] == placement:
+            names = {_own_name(placement, left, step.size) for left in shapes}
+            found[step.axes[0]] = names.pop() if len(names) == 1 else placement
+    return tuple(found)
+
+
+def _own_name(moved: Moved, shape: Shape, n: int) -> Placement:
+    line = moved.source if moved.ndim == 1 else replace(moved, dim=0)
+    return placed_on(line, moved.dim, shape, n) or moved
+
+
+def cut_form(layout: Layout, axis: int) -> tuple[int, Partition] | None:
+    """The dim that an axis cuts and its cut as a 1-d partition; None if it is no cut of one dim.
+
+    A class that is not the library's own must cut alike every shape that earlier axes leave it.
+    """
+    placement, n = layout.placements[axis], layout.sizes[axis]
+    if not isinstance(placement, Partition):
+        return None
+    if is_shipped(placement):
+        return one_dim_form(placement, layout.shape, n)
+    place = next(at for at, step in enumerate(layout.applied) if axis in step.axes)
+    forms = {
+        one_dim_form(placement, shape, n) for shape in shapes_seen(layout.applied, layout.shape)[place]
+    }
+    return forms.pop() if len(forms) == 1 else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.errors import LayoutError
-from shardwright.layout.applied import applied_placements, complete
+from shardwright.layout.applied import applied_placements, by_own_names, complete
 from shardwright.layout.kind import find_kind, hash_without_sizes
 from shardwright.layout.mesh_shape import Coords, as_mesh_shape
 from shardwright.layout.order import canonical, conflicts, order_indices
@@ -89,8 +89,10 @@ class Layout:
         put("shape", tuple(shape))
         put("dtype", dtype)
         put("stride", contiguous_stride(self.shape) if stride is None else tuple(stride))
-        put("placements", self._resolved(_one_per_axis(placements, self.mesh_shape)))
-        put("order", self._canonical(order_indices(order, self.mesh_shape)))
+        given = order_indices(order, self.mesh_shape)
+        resolved = self._resolved(_one_per_axis(placements, self.mesh_shape))
+        put("placements", by_own_names(resolved, self.sizes, given, self.shape))
+        put("order", self._canonical(given))
         put("_kind", False)
         self._finish(
             applied_placements(self.placements, self.sizes, self.order, len(self.shape)),

@@ -9,6 +9,7 @@ from shardwright.placement.flat import Flat
 from shardwright.placement.imaged import Imaged
 from shardwright.placement.interleaved import Interleaved
 from shardwright.placement.joint import Joint
+from shardwright.placement.moved import Moved
 from shardwright.placement.nested import Nested
 from shardwright.placement.owner import Owner
 from shardwright.placement.partial import Partial
@@ -28,6 +29,7 @@ __all__ = [
     "Imaged",
     "Interleaved",
     "Joint",
+    "Moved",
     "Nested",
     "Owner",
     "Partial",

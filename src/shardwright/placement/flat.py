@@ -12,6 +12,7 @@ from shardwright.placement.base import Partition, check_source
 from shardwright.placement.derived import check_dim, unravel
 from shardwright.placement.flat_region import FlatRegion
 from shardwright.placement.one_dim import held
+from shardwright.placement.one_dim_form import along
 from shardwright.placement.region import Box, Region
 from shardwright.placement.runs import interval, intervals, total
 
@@ -85,7 +86,7 @@ class Flat(Partition):
         """The same cut with dims renumbered; dims that became one are named once."""
         renumbered = tuple(dict.fromkeys(dims.get(dim, dim) for dim in self.dims))
         if len(renumbered) == 1:
-            return self.source.on_dim(renumbered[0]) or self
+            return along(self.source, renumbered[0]) or self
         return Flat(renumbered, self.source)
 
     def resolved(self, ndim: int) -> Flat:

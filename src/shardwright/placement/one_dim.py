@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from shardwright.placement.base import Partition
-    from shardwright.placement.region import Shape
+    from shardwright.placement.region import Region
 
 # Runs that are not equal as they stand are compared interval by interval, as long as there are so few.
 _FEW = 4096
@@ -18,10 +18,15 @@ _FEW = 4096
 
 def held(part: Partition, length: int, n: int, coord: int) -> Runs:
     """The indices that a coord holds of a 1-d tensor, in local order."""
-    region = part.region((length,), n, coord)
+    return held_along(part.region((length,), n, coord), 0)
+
+
+def held_along(region: Region, dim: int) -> Runs:
+    """The indices of a dim that a region holds, in local order, where it holds all of every other dim."""
     if region.runs is not None:
-        return merged(region.runs[0])
-    return merged(tuple(Run(box.offset[0], box.size[0], box.size[0], 1) for box in region.boxes))
+        return merged(region.runs[dim])
+    first = (box for box in region.boxes if not any(box.offset[:dim]) and not any(box.offset[dim + 1 :]))
+    return merged(tuple(Run(box.offset[dim], box.size[dim], box.size[dim], 1) for box in first))
 
 
 def same_runs(first: Runs, second: Runs) -> bool:
@@ -135,12 +140,3 @@ def _intervals_of(indices: Iterable[int]) -> Iterator[tuple[int, int]]:
         start, end = index, index + 1
     if end > start:
         yield start, end - start
-
-
-def one_dim_form(part: Partition, shape: Shape, n: int) -> tuple[int, Partition] | None:
-    """The dim that a partition cuts and the same cut of a 1-d tensor; None if it is no cut of one dim."""
-    cut = part.cut_dims(shape, n)
-    flat = part.on_dim(0) if len(cut) == 1 else None
-    if flat is None or part.on_dim(cut[0]) != part:
-        return None
-    return cut[0], flat

@@ -35,7 +35,7 @@ class Ragged(Partition):
     def __init__(self, units: Iterable[int], dims: Iterable[int] | int = (0,)) -> None:
         object.__setattr__(self, "units", tuple(units))
         object.__setattr__(self, "dims", (dims,) if isinstance(dims, int) else tuple(dims))
-        if any(not isinstance(unit, int) or unit < 0 for unit in self.units) or not any(self.units):
+        if not all(map(_is_count, self.units)) or not any(self.units):
             raise PlacementError(f"{self.text()}: units must be integers, not negative and not all zero")
         if not self.dims:
             raise PlacementError(f"{self.text()}: name at least one dim")
@@ -128,3 +128,7 @@ class Ragged(Partition):
         return f"Ragged({self.units}, {self.dims})"
 
     __repr__ = text
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0

@@ -11,7 +11,7 @@ from shardwright.rules.decision import Decision
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.identity import identity_of
 from shardwright.rules.propagate import propagate
-from shardwright.rules.registry import Rule
+from shardwright.rules.registry import Rule, compare_with_schemas
 from shardwright.rules.rule import register_rule, remove_rule, rule, rules_of
 
 __all__ = [
@@ -31,3 +31,5 @@ __all__ = [
     "rule",
     "rules_of",
 ]
+
+compare_with_schemas()

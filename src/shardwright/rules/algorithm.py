@@ -14,11 +14,13 @@ from math import prod
 from typing import Any, TypeVar
 
 from shardwright.errors import RuleError
+from shardwright.layout.applied import cut_form
 from shardwright.layout.layout import Layout
 from shardwright.rules.call import Call
 from shardwright.rules.decision import Decision
 from shardwright.rules.described import dims_of
 from shardwright.rules.registry import OpName, op_key, registry
+from shardwright.rules.stated import overloads_of
 
 Cost = Callable[[Call, Sequence[Layout]], "int | None"]
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -66,10 +68,13 @@ def register_algorithm(*ops: OpName, cost: Cost) -> Callable[[_F], _F]:
         ops: `ns::name` for all overloads, `ns::name.overload` for one; in-place and `out=` forms follow.
         cost: of the call and its layouts: the bytes that each rank will send, about, or None where the
             algorithm does not apply. The cheapest way wins; at equal bytes the algorithm.
-    Raises: RuleError: no op is named.
+    Raises: RuleError: no op is named, or one that torch does not know.
     """
     if not ops:
         raise RuleError("register_algorithm: name at least one op")
+    if registry.open:
+        for op in ops:
+            overloads_of(op_key(op))
 
     def register(function: _F) -> _F:
         text = (function.__doc__ or "").strip().splitlines()
@@ -132,10 +137,10 @@ def cutting_axes(layout: Layout, dims: Iterable[int]) -> tuple[int, ...] | None:
     for axis, (placement, n) in enumerate(zip(layout.placements, layout.sizes, strict=True)):
         if not placement.is_partition or n == 1:
             continue
-        cut = placement.cut_dims(layout.shape, n)  # type: ignore[attr-defined]
-        if len(cut) != 1 or placement.on_dim(cut[0]) != placement:  # type: ignore[attr-defined]
+        form = cut_form(layout, axis)
+        if form is None:
             return None
-        if cut[0] in wanted:
+        if form[0] in wanted:
             found.append(axis)
     return tuple(found)
 

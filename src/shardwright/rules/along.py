@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from shardwright.placement.base import Partition, Placement
 from shardwright.placement.interleaved import Interleaved
+from shardwright.placement.one_dim_form import one_dim_form, placed_on
 from shardwright.placement.ragged import Ragged
 from shardwright.placement.runs import Run, Runs, merged, total
 from shardwright.placement.shard import Shard
@@ -30,20 +31,19 @@ def place_label(slot: Slot, label: int, part: Partition, sizes: Sizes, n: int) -
     dim, at = found
     entry = slot.dims[dim]
     if len(entry.factors) == 1:
-        return part.on_dim(dim)
+        return placed_on(part, dim, slot.shape(sizes), n)
     outer, inner = entry.around(at, sizes)
     flat = lift(part, outer, sizes[label], inner, n)
-    return None if flat is None else flat.on_dim(dim)
+    return None if flat is None else placed_on(flat, dim, slot.shape(sizes), n)
 
 
 def labels_cut(slot: Slot, placement: Placement, sizes: Sizes, n: int) -> Iterator[tuple[int, Partition]]:
     """Each label that `placement` can be said to cut on this tensor, with the cut as a 1-d partition."""
     if not isinstance(placement, Partition):
         return
-    cut = placement.cut_dims(slot.shape(sizes), n)
-    flat = placement.on_dim(0) if len(cut) == 1 else None
-    if flat is not None and placement.on_dim(cut[0]) == placement:
-        yield from _labels_of(slot.dims[cut[0]], flat, sizes, n)
+    form = one_dim_form(placement, slot.shape(sizes), n)
+    if form is not None:
+        yield from _labels_of(slot.dims[form[0]], form[1], sizes, n)
 
 
 def _labels_of(dim: Dim, flat: Partition, sizes: Sizes, n: int) -> Iterator[tuple[int, Partition]]:

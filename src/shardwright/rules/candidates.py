@@ -260,7 +260,7 @@ def _sizes_now(view: AxisView) -> Sizes:
     """Sizes of labels on some coord; the logical ones where which label is cut does not depend on them."""
     if not view.equation.grouped and all(placement.any_size for placement in view.current):
         return view.equation.sizes
-    return next(iter(view.states.every()))
+    return max(view.states.every(), key=lambda sizes: (0 not in sizes, sizes))
 
 
 def cut(view: AxisView, label: int, part: Partition) -> Iterator[Candidate]:
@@ -317,7 +317,7 @@ def _everywhere(view: AxisView, slot: Slot, label: int, part: Partition) -> Plac
 
     A coord that was left with nothing agrees to every placement.
     """
-    if not view.equation.grouped:  # then each dim is one label, and no size matters
+    if not view.equation.grouped and part.any_size:  # then each dim is one label, and no size matters
         return place_label(slot, label, part, view.equation.sizes, view.n)
     states = view.states.every()
     something = [sizes for sizes in states if 0 not in slot.shape(sizes)]

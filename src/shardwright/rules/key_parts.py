@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from math import prod
 
 from shardwright.errors import RuleError
+from shardwright.layout.applied import cut_form
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Placement, Replicate
+from shardwright.placement.one_dim_form import along
 from shardwright.rules.call import Call
 from shardwright.rules.catalog.attention import takes_mask
 from shardwright.rules.decision import Decision, LabelSize
@@ -85,9 +87,9 @@ def _cuts(key: Layout) -> dict[int, Partition]:
         placement, n = key.placements[axis], key.sizes[axis]
         if n == 1 or not isinstance(placement, Partition):
             continue
-        flat = placement.on_dim(0) if placement.cut_dims(key.shape, n) == (_SEQUENCE,) else None
-        if flat is not None and flat.on_dim(_SEQUENCE) == placement:
-            found[axis] = flat
+        form = cut_form(key, axis)
+        if form is not None and form[0] == _SEQUENCE:
+            found[axis] = form[1]
     return found
 
 
@@ -99,7 +101,7 @@ def _placed(name: str, layout: Layout, part: Partition, key: Layout) -> Placemen
         dim = len(layout.shape) - 1
     else:
         return Replicate()
-    placed = part.on_dim(dim)
+    placed = along(part, dim)
     if placed is None:
         raise RuleError(f"{part} is a cut along dim {_SEQUENCE}, but has no meaning along dim {dim}")
     return placed

@@ -11,6 +11,7 @@ from shardwright.rules.call import Call
 from shardwright.rules.formula import Formula, LocalForm, formula
 from shardwright.rules.notation import parse
 from shardwright.rules.registry import OpName, Rule, op_key, registry
+from shardwright.rules.stated import check_formula, fits_op, overloads_of
 
 When = Callable[[Call], bool]
 Make = Callable[[Call], "Formula | str | None"]
@@ -32,6 +33,7 @@ def rule(  # noqa: PLR0913  the facts of the notation, one keyword each
     local: LocalForm | None = None,
     held: tuple[str, ...] = (),
     when: When | None = None,
+    later: bool = False,
 ) -> Rule:
     """State the equation of an op in label notation; it serves every placement at once.
 
@@ -53,9 +55,12 @@ def rule(  # noqa: PLR0913  the facts of the notation, one keyword each
             `held[label]` the indices that the rank holds (`rules.held.Held`), in any order and number.
         held: the labels along which positions matter to the op.
         when: whether the rule holds for a call.
+        later: the op belongs to a library that is not imported yet: the rule is compared with it when the op
+            is first met, in place of now.
 
     Returns: the rule, for `rules_of` and `remove_rule`.
-    Raises: RuleError: the text is not in the notation.
+    Raises: RuleError: the text is not in the notation, torch knows no such op, or the rule speaks of what the
+        op has not: arguments, labels, numbers of tensors. Nothing is registered then.
     """
     stated = formula(
         text,
@@ -72,25 +77,39 @@ def rule(  # noqa: PLR0913  the facts of the notation, one keyword each
         held=held,
     )
     parse(text)
-    entry = Rule(op_key(op), _Stated(stated, when), str(stated), any_size=when is None)
+    key = op_key(op)
+    if registry.open and not later:
+        check_formula(key, stated, overloads_of(key))
+    entry = Rule(key, _Stated(stated, when, key if later else None), str(stated), any_size=when is None)
     registry.add(entry)
     return entry
 
 
 class _Stated:
-    """A formula that is the same for every call, or for those that a condition admits."""
+    """A formula that is the same for every call, or for those that a condition admits.
 
-    __slots__ = ("stated", "when")
+    unseen: the key of an op that was not known when this was stated.
+    """
 
-    def __init__(self, stated: Formula, when: When | None) -> None:
+    __slots__ = ("stated", "unseen", "when")
+
+    def __init__(self, stated: Formula, when: When | None, unseen: str | None) -> None:
         self.stated = stated
         self.when = when
+        self.unseen = unseen
 
     def __call__(self, call: Call) -> Formula | None:
+        if self.unseen is not None and not _derived(call.op, self.unseen):
+            fits_op(self.unseen, self.stated, call.op)
         return self.stated if self.when is None or self.when(call) else None
 
 
-def register_rule(*ops: OpName, any_size: bool = False) -> Callable[[Make], Make]:
+def _derived(op: torch._ops.OpOverload, key: str) -> bool:
+    """Whether an op is served by the rule of another: an in-place form by that of the plain one."""
+    return str(op._schema.name) != key.partition(".")[0]
+
+
+def register_rule(*ops: OpName, any_size: bool = False, later: bool = False) -> Callable[[Make], Make]:
     """Register a function of the call that returns a formula (`formula(...)` or its text), or None.
 
     For ops whose arguments decide the labels: permute, view, index.
@@ -99,10 +118,14 @@ def register_rule(*ops: OpName, any_size: bool = False) -> Callable[[Make], Make
         ops: the ops that it serves.
         any_size: it looks at the arguments, at dtypes and at how many dims there are, never at the size of a
             dim (but whether it is 0, 1 or more): then what is decided for one shape serves the others.
-    Raises: RuleError: no op is named.
+        later: the ops belong to a library that is not imported yet.
+    Raises: RuleError: no op is named, or one that torch does not know.
     """
     if not ops:
         raise RuleError("register_rule: name at least one op")
+    if registry.open and not later:
+        for op in ops:
+            overloads_of(op_key(op))
 
     def register(make: Make) -> Make:
         for op in ops:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardwright.comm.execute import execute
+from shardwright.layout.applied import cut_form
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.placement.shard import Shard
@@ -57,8 +58,10 @@ def find_cut(layout: Layout, dim: int) -> CutDim | None:
     axes = tuple(axis for axis in layout.order if axis in found)
     cuts = []
     for axis in axes:
-        placement: Any = layout.placements[axis]
-        cuts.append((axis, layout.sizes[axis], placement.on_dim(0)))
+        form = cut_form(layout, axis)
+        if form is None:
+            return None
+        cuts.append((axis, layout.sizes[axis], form[1]))
     label = LabelSize(layout.shape[dim], tuple(cuts))
     held = []
     for combination in product(*(range(layout.sizes[axis]) for axis in axes)):

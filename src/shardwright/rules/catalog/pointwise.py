@@ -64,7 +64,7 @@ FACTS: dict[str, tuple[str, ...]] = {
 }
 # Gradients are linear in the gradient that comes in.
 BACKWARDS = """
-    elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward
+    elu_backward gelu_backward hardsigmoid_backward hardswish_backward
     hardtanh_backward leaky_relu_backward log_sigmoid_backward logit_backward mish_backward
     native_dropout_backward sigmoid_backward silu_backward softplus_backward softshrink_backward
     tanh_backward threshold_backward
@@ -83,6 +83,7 @@ _rows(IDENTITY, _SAME)
 for _name, _facts in FACTS.items():
     _rows([_name], _facts)
 _rows(BACKWARDS, ("grad_output: sum->sum",))
+_rows(["hardshrink_backward"], ("grad_out: sum->sum",))
 rule("aten::_prelu_kernel_backward", "*... -> ..., ...", hom="grad_output: sum->sum", elementwise=True)
 rule("aten::log_sigmoid_forward", "*... -> ..., ...", elementwise=True)
 rule("aten::frexp", "*... -> ..., ...", elementwise=True)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from shardwright.placement.one_dim import held, one_dim_form, picked_positions
+from shardwright.placement.one_dim import held, picked_positions
 from shardwright.placement.runs import intervals
-from shardwright.rules.views.through import Part, imaged, kept_dims, parts_of
+from shardwright.rules.views.through import Part, flat_group, imaged, kept_dims, parts_of, told_form
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -214,9 +214,9 @@ def _order_of(part: Part, view: View, coords: Coords) -> Indices | None:
     shape = tuple(view.source[dim] for dim in part.source)
     cut = part.together(view.source)
     n = prod(part.sizes)
-    if one_dim_form(cut, shape, n) is not None or kept_dims(part, view) is not None:
+    if told_form(cut, shape, n) is not None or kept_dims(part, view) is not None:
         return None
-    group = cut.flat_group()
+    group = flat_group(cut)
     if len(part.steps) == 1 and group and _adjacent(group):
         return None
     found = imaged(part, view).positions(n, _coord(part, coords))
@@ -253,7 +253,7 @@ class _Walks:
             return
         shape = tuple(view.source[dim] for dim in part.source)
         cut = part.together(view.source)
-        form = one_dim_form(cut, shape, n)
+        form = told_form(cut, shape, n)
         if form is not None and self._along(part, part.source[form[0]], form[1], n, coord):
             return
         seen = imaged(part, view)

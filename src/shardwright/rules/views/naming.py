@@ -18,6 +18,7 @@ from shardwright.placement.interleaved import Interleaved
 from shardwright.placement.joint import Joint
 from shardwright.placement.nested import Nested
 from shardwright.placement.one_dim import held, runs_of_indices, same_runs
+from shardwright.placement.one_dim_form import along
 from shardwright.placement.owner import Owner
 from shardwright.placement.ragged import Ragged
 from shardwright.placement.region import Shape
@@ -134,7 +135,7 @@ def _core(part: Partition, sizes: Shape, group: tuple[int, ...], n: int) -> Part
 
 def on_dims(part: Partition, dims: tuple[int, ...]) -> Partition:
     """The placement that cuts these dims of a tensor, flattened, like `part` cuts a 1-d tensor."""
-    whole = part.on_dim(dims[0]) if len(dims) == 1 or not part.cut_dims((1,), 1) else None
+    whole = along(part, dims[0]) if len(dims) == 1 or part.undivided else None
     if whole is not None:
         return whole
     ascending = all(after > before for before, after in pairwise(dims))

@@ -6,17 +6,18 @@ where each of them can say alone what it holds. Everything is decided once, for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
+from shardwright.layout.applied import cut_form
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Placement
 from shardwright.placement.imaged import Imaged
 from shardwright.placement.joint import Joint
 from shardwright.placement.nested import Nested
-from shardwright.placement.one_dim import one_dim_form
+from shardwright.placement.one_dim_form import along, is_shipped, one_dim_form
 from shardwright.placement.owner import Owner
 from shardwright.placement.sliced import Sliced
 from shardwright.placement.spread import Spread
@@ -82,9 +83,10 @@ def parts_of(layout: Layout, view: View) -> list[Part]:
     """The cuts of a layout, those together that the view mixes."""
     parts: list[Part] = []
     for step in layout.partitions:
-        source, target = _reach(step, view)
         if cast_partition(step).undivided:
             continue  # an owner: it has whatever the view sees
+        step = _told(layout, step)  # noqa: PLW2901 - the same cut
+        source, target = _reach(step, view)
         touching = [p for p in parts if set(p.source) & source or set(p.target) & target]
         parts = [p for p in parts if p not in touching]
         steps = [s for p in touching for s in p.steps]
@@ -108,16 +110,29 @@ def _reach(step: Applied, view: View) -> tuple[set[int], set[int]]:
     return cut, {e for dim in cut for e in view.targets_of(dim)}
 
 
+def _told(layout: Layout, step: Applied) -> Applied:
+    """A step that tells its dims: a class that only its regions are believed of, as the cut that they are."""
+    if is_shipped(cast_partition(step)) or len(step.axes) > 1 or _flattened_before(layout, step):
+        return step
+    form = cut_form(layout, step.axes[0])
+    known = None if form is None else along(form[1], form[0])
+    return step if known is None else replace(step, placement=known, partition=known)
+
+
+def _flattened_before(layout: Layout, step: Applied) -> bool:
+    """Whether an earlier step made one dim of several: then the dims that a step sees have other numbers."""
+    earlier = layout.partitions[: layout.partitions.index(step)]
+    return any(len(cast_partition(before).flat_group()) > 1 for before in earlier)
+
+
 def _cut(step: Applied, shape: Shape) -> tuple[int, ...]:
     """The dims that a step cuts; all, where its dims cannot be counted in fewer.
 
-    A class that does not renumber its dims has a meaning for the very shape that it was given: where it cuts
+    A class that is not the library's own has a meaning for the very shape that it was given: where it cuts
     none of its dims, one coord may still hold the elements in an order of its own.
     """
     partition = cast_partition(step)
-    if not partition.undivided and type(partition).on_dims is Partition.on_dims:
-        return tuple(range(len(shape)))
-    return partition.cut_dims(shape, step.size)
+    return partition.cut_dims(shape, step.size) if is_shipped(partition) else tuple(range(len(shape)))
 
 
 def cast_partition(step: Applied) -> Partition:
@@ -177,10 +192,10 @@ def kept_dims(part: Part, view: View) -> dict[int, int] | None:
 
 def _renumbered(partition: Partition, known: dict[int, int], shape: Shape, n: int) -> Partition | None:
     """The same cut of the dims that its dims have become; None where they cannot be renumbered."""
-    form = one_dim_form(partition, shape, n)
+    form = told_form(partition, shape, n)
     if form is not None:
-        return form[1].on_dim(known[form[0]])
-    group = partition.flat_group()
+        return along(form[1], known[form[0]])
+    group = flat_group(partition)
     source = flat_source(partition)
     if source is None or isinstance(partition, Nested):
         return None
@@ -189,15 +204,25 @@ def _renumbered(partition: Partition, known: dict[int, int], shape: Shape, n: in
 
 def flat_source(partition: Partition) -> Partition | None:
     """How a partition that flattens several dims cuts the flat one."""
-    group = partition.flat_group()
+    group = flat_group(partition)
     return partition.on_dims(dict.fromkeys(group, 0)).on_dim(0) if group else None
+
+
+def told_form(partition: Partition, shape: Shape, n: int) -> tuple[int, Partition] | None:
+    """`one_dim_form` of what tells its dims; what does not was already asked for the shapes that it sees."""
+    return one_dim_form(partition, shape, n) if is_shipped(partition) else None
+
+
+def flat_group(partition: Partition) -> tuple[int, ...]:
+    """The dims that a partition flattens into one; what a class of others says of itself is not relied on."""
+    return partition.flat_group() if is_shipped(partition) else ()
 
 
 def _holder(part: Part, view: View, n: int) -> int:
     """The coord that has the one element of the part's dims that the view sees."""
     shape = tuple(view.source[dim] for dim in part.source)
     cut = part.together(view.source)
-    form = one_dim_form(cut, shape, n)
+    form = told_form(cut, shape, n)
     if form is not None:
         index = view.base[part.source[form[0]]] if view.base else 0
         return coord_of(form[1], shape[form[0]], n, index)
@@ -209,7 +234,7 @@ def _formula(part: Part, view: View, n: int) -> Partition | None:
     """The cut of the flattened target dims, where a formula says it."""
     shape = tuple(view.source[dim] for dim in part.source)
     cut = part.together(view.source)
-    form = one_dim_form(cut, shape, n)
+    form = told_form(cut, shape, n)
     if view.rows is None:
         return _merged(cut, form, shape)
     if form is None:
@@ -229,7 +254,7 @@ def _merged(cut: Partition, form: tuple[int, Partition] | None, shape: Shape) ->
     if form is not None:
         dim, flat = form
         return Spread(0, flat, prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :]))
-    group = cut.flat_group()
+    group = flat_group(cut)
     if not group or isinstance(cut, Nested) or group != tuple(range(group[0], group[-1] + 1)):
         return None
     whole = flat_source(cut)
