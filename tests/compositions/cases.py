@@ -64,26 +64,36 @@ VARIANTS: dict[str, Variant] = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """A combination without a meaning: why, and what the error says."""
+    """A combination without a meaning: which, why, what to do instead, and what the error says."""
 
+    what: str
     why: str
+    instead: str
     says: str
 
 
 _UNITS = Refusal(
+    "`fsdp` or `hsdp` by blocks, where two blocks share a parameter",
     "a parameter that two sharded units use has two owners, who would each gather and sum it",
+    "shard a module that holds both",
     "blocks.0",
 )
 _LATE = Refusal(
+    "`tensor` after a data-parallel strategy",
     "tensor parallelism decides what a module computes on; data parallelism then places what is left",
+    "`tensor` first",
     "before",
 )
 _MANAGED = Refusal(
-    "a sharded parameter belongs to its unit, which gathers and sums it: replicate first, then shard",
+    "`replicate` after `fsdp` or `hsdp`",
+    "a sharded parameter belongs to its unit, which gathers and sums it",
+    "`replicate` first, or `parallelize_hsdp`",
     "first",
 )
 _UNPLACED = Refusal(
+    "a trained parameter that no data-parallel strategy places, at the first `GradientSynchronizer`",
     "ranks that read other rows must add the gradients of every parameter that is trained",
+    "place it too, or freeze it",
     "nobody would sum",
 )
 

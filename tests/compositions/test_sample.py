@@ -5,6 +5,8 @@ import pytest
 from shardwright.testing.pool import RankPool
 from tests.compositions import faults
 from tests.compositions.cases import VARIANTS, Case, cases
+from tests.compositions.page import PAGE, written
+from tests.compositions.report import sets_of
 from tests.compositions.sweep import BAD, PRELOAD, WRONG, attempt
 from tests.compositions.table import composition
 
@@ -14,7 +16,7 @@ SAMPLE = [
     ("decoder", composition("styles tp", tp=2), "reentrant"),
     ("decoder", composition("tensor tp, replicate dp", dp=2, tp=2), "everything"),
     ("decoder", composition("tensor tp, replicate dp", tp=2, dp=2), "idle"),
-    ("decoder", composition("styles tp, replicate dp", dp=2, tp=2), "uneven"),
+    ("decoder", composition("styles tp, replicate dp", dp=2, tp=2), "no rows"),
     ("decoder", composition("blocks tp, fsdp dp", dp=2, tp=2), "everything"),
     ("decoder", composition("tensor tp, fsdp* dp", dp=2, tp=2), "two backwards"),
     ("decoder", composition("styles tp, hsdp dr ds", dr=1, ds=2, tp=2), "tied"),
@@ -66,9 +68,12 @@ def test_a_planted_fault_goes_red_and_is_named(pool, fault, text):
     assert ".weight by " in record.text or "gain by " in record.text
 
 
-def test_the_table_has_every_strategy_every_pair_and_eight_triples():
-    from tests.compositions.report import sets_of
+def test_the_manual_says_what_is_tried():
+    text = PAGE.read_text()
+    assert text == written(text), "run python -m tests.compositions.page"
 
+
+def test_the_table_has_every_strategy_every_pair_and_eight_triples():
     found = sets_of(case.composition for case in cases())
     assert {len(s) for s in found} == {1, 2, 3}
     assert len([s for s in found if len(s) == 1]) == 5
