@@ -1,4 +1,4 @@
-"""`python -m tests.rules`: every rule of the catalog checked, and every planted wrong one caught."""
+"""`python -m tests.rules`: every rule checked, every fact in every form, every planted wrong rule caught."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from rich.console import Console
 from rich.progress import track
 
 from shardwright.testing.check_rule import check_rule
-from shardwright.testing.simulate import RuleCheckError
-from tests.rules.catalog import Tally, calls, check_all
+from shardwright.testing.pool import RankPool
+from shardwright.testing.simulate import RuleCheckError, Sample
+from tests.rules.catalog import Overload, Tally, calls, check_all
+from tests.rules.forms import Tried, check_forms, has_facts, smallest
 from tests.rules.planted import MUTANTS
 from tests.rules.samples import samples_of
+
+_TOGETHER = 20
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.rules", description=__doc__)
     parser.add_argument("--samples", type=int, default=8, help="inputs per operator and dtype to capture")
     parser.add_argument("--per-op", type=int, default=12, help="captured calls per ATen overload to check")
+    parser.add_argument("--per-form", type=int, default=2, help="calls per overload to try in every form")
     parser.add_argument("--ops", help="only overloads whose name has one of these words, by comma")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -35,15 +40,33 @@ def main(arguments: list[str] | None = None) -> int:
         pass
     for text in tally.wrong:
         console.print(text, markup=False)
-    tried = sum(1 for cuts in tally.cuts.values() if cuts)
-    seen = f"{tally.report.checks:,} equations of {tried} of the {len(found)} ATen overloads that were called"
+    cut = sum(1 for cuts in tally.cuts.values() if cuts)
+    seen = f"{tally.report.checks:,} equations of {cut} of the {len(found)} ATen overloads that were called"
     console.print(
         f"{len(tally.wrong)} wrong: {seen}; {len(tally.unseen())} rules of the catalog met no call",
         style="bold red" if tally.wrong else "bold green",
     )
+    tried = _in_every_form(found, console, count=options.per_form)
     missed = [] if options.ops else _missed(console)
-    console.print(f"{time.process_time() - start:.0f} s of one core")
-    return 1 if tally.wrong or missed else 0
+    console.print(f"{time.process_time() - start:.0f} s of one core, and two ranks")
+    return 1 if tally.wrong or tried.wrong or missed else 0
+
+
+def _in_every_form(found: dict[Overload, list[Sample]], console: Console, *, count: int) -> Tried:
+    """The facts on real ranks, a few calls at a time."""
+    chosen = [(op.name(), s) for op, taken in found.items() if has_facts(op) for s in smallest(taken, count)]
+    tried = Tried()
+    with RankPool(preload=("shardwright",)) as pool:
+        starts = range(0, len(chosen), _TOGETHER)
+        for i in track(starts, "forms", console=console, disable=not console.is_terminal):
+            one, other = pool.run(2, check_forms, chosen[i : i + _TOGETHER], timeout=600)
+            tried += one
+            if one.forms != other.forms:
+                tried.wrong.append(f"ranks disagree on what they tried: {one} and {other}")
+    for text in tried.wrong:
+        console.print(text, markup=False)
+    console.print(f"{len(tried.wrong)} wrong: {tried}", style="bold red" if tried.wrong else "bold green")
+    return tried
 
 
 def _missed(console: Console) -> list[str]:

@@ -19,11 +19,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwright.comm.record import record_decision
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.move import move_local
+from shardwright.tensor.move import move_local, unasked
 from shardwright.tensor.spec import coords_of
 from shardwright.tensor.wrap import REFRESHERS
 
@@ -96,11 +95,15 @@ def around(route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwar
     for value in tree_leaves((args, dict(kwargs))):
         if isinstance(value, DTensor):
             _refresh(value)
+    written = _written(func, args, kwargs) if func._schema.is_mutable else []
+    for value in written:
+        _say_write_back(value)
     out = route(func, args, kwargs)
-    if func._schema.is_mutable:
-        for value in _written(func, args, kwargs):
-            _write_back(value)
-    elif is_view(func) and args[0] in _origins:
+    for value in written:
+        _write_back(value)
+    if written:
+        return out
+    if is_view(func) and args[0] in _origins:
         remember(out, func, args, kwargs, copied=False)
     return out
 
@@ -145,6 +148,17 @@ def _written(
     return [value for value in tree_leaves(written) if isinstance(value, DTensor)]
 
 
+def _say_write_back(view: torch.Tensor) -> None:
+    """Refuse, or record, what a write into the view moves on its way to the base: before it is written."""
+    origin = _origins.get(view)
+    if origin is None or not isinstance(view, DTensor):
+        return
+    if origin.copied and origin.local is None:
+        why = "a view of a cut dim is written"
+        unasked(origin.func.name(), view, _finished(view._spec.layout, everywhere=True), why)
+    _say_write_back(origin.base)
+
+
 def _write_back(view: torch.Tensor) -> None:
     """The base gets the values of a view that was written: each rank those that lie in its own part."""
     origin = _origins.get(view)
@@ -159,11 +173,6 @@ def _write_back(view: torch.Tensor) -> None:
 
 def _overlay(view: DTensor, origin: _Origin) -> None:
     base = origin.base
-    record_decision(
-        origin.func.name(),
-        "redistribute: a view of a cut dim was written",
-        f"{view._spec.layout} -> {base._spec.layout}",
-    )
     whole = move_local(view, _finished(view._spec.layout, everywhere=True), reason="write through a view")
     coords = coords_of(base.device_mesh)
     if coords is None:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.comm.record import record_decision
 from shardwright.placement.base import Replicate
 from shardwright.tensor import boundary
 from shardwright.tensor.autograd import Localize, apply
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.move import unasked
 from shardwright.tensor.wrap import CLASSES
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def _without_pending(x: DTensor) -> DTensor:
     }
     if not pending:
         return x
-    record_decision("local use", "redistribute: a pending value meets local tensors", str(x._spec.layout))
+    target = x._spec.layout.with_placements(pending)
+    unasked("local use", x, target, "a pending value meets local tensors")
     return x.redistribute(pending)
 
 

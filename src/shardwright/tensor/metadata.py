@@ -55,6 +55,10 @@ def result_infos(
             if func._schema.name not in _LIKE_SELF:
                 raise DataDependentError(func.name()) from error
             out = _like_self(func, meta_args)
+        except TypeError as error:
+            if any(argument.is_out for argument in func._schema.arguments):
+                raise DataDependentError(func.name()) from error  # torch describes the op without `out` only
+            raise
         except RuntimeError as error:
             if torch.Tag.dynamic_output_shape in func.tags:  # some say it in words of their own
                 raise DataDependentError(func.name()) from error

@@ -80,7 +80,7 @@ def refuse_exchange(op: torch._ops.OpOverload, sent: int, tensors: list[DTensor]
     raise ImplicitRedistributionError("\n".join(lines))
 
 
-def refuse_moves(func: torch._ops.OpOverload, x: DTensor, target: Layout, why: str) -> None:
+def refuse_moves(op: str, x: DTensor, target: Layout, why: str) -> None:
     """Raise, while `explicit()` is active, for an op that moves an operand to another layout."""
     if not _mode.explicit:
         return
@@ -88,7 +88,7 @@ def refuse_moves(func: torch._ops.OpOverload, x: DTensor, target: Layout, why: s
     if cost:
         named = ", ".join(f"{a!r}: {p!r}" for a, p in zip(target.axes, target.placements, strict=True))
         raise ImplicitRedistributionError(
-            f"{func.name()}: needs an implicit redistribution (explicit mode allows none): {why}\n"
+            f"{op}: needs an implicit redistribution (explicit mode allows none): {why}\n"
             f"  operand    {x._spec.layout}   <- must become {target}\n"
             f"  fix:  operand.redistribute({{{named}}})     {cost} B over all ranks"
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwright.comm.execute import execute
+from shardwright.comm.record import record_decision, recording
 from shardwright.plan.redistribution import plan_redistribution
 from shardwright.tensor.between import own_coords
 from shardwright.tensor.expanded import base_of, bases
+from shardwright.tensor.modes import refuse_moves
 from shardwright.tensor.spec import coords_of
 
 if TYPE_CHECKING:
@@ -34,3 +36,21 @@ def move_local(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
     same = target.mesh_shape == source.mesh_shape
     coords = coords_of(x.device_mesh) if same else own_coords(target)
     return moved if coords is None else moved.expand(target.local_shape(coords))
+
+
+def unasked(op: str, x: DTensor, target: Layout, why: str) -> None:
+    """What the program did not write is said before it happens: refused inside `explicit()`, else recorded.
+
+    Raises: ImplicitRedistributionError: inside `explicit()`, where the move would send something.
+    """
+    if x._spec.layout == target:
+        return
+    refuse_moves(op, x, target, why)
+    if recording():
+        record_decision(op, f"redistribute: {why}", f"{x._spec.layout} -> {target}")
+
+
+def move_unasked(op: str, x: DTensor, target: Layout, why: str) -> torch.Tensor:
+    """`move_local` that the op needs and the program did not write: refuse, record, move."""
+    unasked(op, x, target, why)
+    return move_local(x, target, reason=f"{op}: {why}")

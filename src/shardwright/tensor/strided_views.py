@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.comm.record import record_decision, recording
 from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
 from shardwright.rules.call import Call, TensorInfo
@@ -23,8 +22,7 @@ from shardwright.tensor import boundary, copied_views
 from shardwright.tensor.algorithms import finished
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.metadata import infos_of
-from shardwright.tensor.modes import refuse_moves
-from shardwright.tensor.move import move_local
+from shardwright.tensor.move import move_unasked
 from shardwright.tensor.spec import Spec, coords_of, spec_of
 from shardwright.tensor.views import ViewCall, view_call
 from shardwright.tensor.wrap import wrap
@@ -32,7 +30,6 @@ from shardwright.tensor.wrap import wrap
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardwright.layout.layout import Layout
     from shardwright.placement.region import Shape
     from shardwright.rules.views.view import View
 
@@ -133,19 +130,10 @@ def as_strided_scatter(func: torch._ops.OpOverload, args: tuple[Any, ...], kwarg
         x = _gathered(func, x)
         decided = _known(_decided(aten.as_strided.default, x._spec, size, stride, place))
     local, target = x._local_tensor.clone(), decided.results[0].layout.with_shape(size, dtype=values.dtype)
-    moved = _moved(func, values, target, "put where the tensor has it")
+    moved = move_unasked(func.name(), values, target, "put where the tensor has it")
     if coords_of(x.device_mesh) is not None:
         decided.locals[0].put(local, moved)
     return wrap(local, x._spec)
-
-
-def _moved(func: torch._ops.OpOverload, x: DTensor, target: Layout, why: str) -> torch.Tensor:
-    """The local tensor in another layout, recorded; refused where nothing may move unasked."""
-    if x._spec.layout != target:
-        refuse_moves(func, x, target, why)
-        if recording():
-            record_decision(func.name(), f"redistribute: {why}", f"{x._spec.layout} -> {target}")
-    return move_local(x, target, reason=f"{func.name()}: {why}")
 
 
 def _bound(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -174,7 +162,7 @@ def _known(decided: ViewCall | None) -> ViewCall:
 
 def _gathered(func: torch._ops.OpOverload, x: DTensor) -> DTensor:
     target = x._spec.layout.with_placements((Replicate(),) * len(x._spec.layout.placements))
-    whole = _moved(func, x, target, "too many elements to list where each is")
+    whole = move_unasked(func.name(), x, target, "too many elements to list where each is")
     return wrap(whole, spec_of(target, x.device_mesh))
 
 

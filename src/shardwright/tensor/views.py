@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.comm.record import record_decision, recording
 from shardwright.errors import LayoutError, PlacementError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Pending, Replicate
@@ -29,8 +28,7 @@ from shardwright.rules.views.through import kept_dims, parts_of, through
 from shardwright.rules.views.view import identity, reshaped
 from shardwright.tensor import copied_views, graph_bases
 from shardwright.tensor.element_views import ElementView, PairView, pair_view, tears
-from shardwright.tensor.modes import refuse_moves
-from shardwright.tensor.move import move_local
+from shardwright.tensor.move import move_unasked
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
 from shardwright.tensor.wrap import wrap
 
@@ -377,11 +375,7 @@ def _there(
     target = _seen(base, view, part)
     if part._spec.layout == target:
         return part._local_tensor, target
-    why = f"{func.name()}: put where the base has it"
-    refuse_moves(func, part, target, why)
-    if recording():
-        record_decision(func.name(), f"redistribute: {why}", f"{part._spec.layout} -> {target}")
-    return move_local(part, target, reason=why), target
+    return move_unasked(func.name(), part, target, "put where the base has it"), target
 
 
 @lru_cache(maxsize=8192)

@@ -123,7 +123,7 @@ def _pending_cases(equation: Equation, call: Call, n: int, hom: BoundHom) -> Ite
     names = _NAMED if hom.fact.source == "*" else (hom.fact.source,)
     for name in names:
         source = pending_of(name)
-        if not all(_speaks_of(source, call.operands[i].dtype) for i in hom.operands):
+        if not all(speaks_of(source, call.operands[i].dtype) for i in hom.operands):
             continue
         current = tuple(source if i in hom.operands else REPLICATE for i in range(len(equation.operands)))
         for candidate in candidates(_view(equation, call, n, current)):
@@ -131,8 +131,8 @@ def _pending_cases(equation: Equation, call: Call, n: int, hom: BoundHom) -> Ite
                 yield Case(candidate)
 
 
-def _speaks_of(source: Pending, dtype: torch.dtype) -> bool:
-    # Random factors of an integer are not to be had.
+def speaks_of(source: Pending, dtype: torch.dtype) -> bool:
+    """Whether values of this dtype are pending so, in random parts: an integer has no random factors."""
     whole_numbers = not (dtype.is_floating_point or dtype.is_complex)
     return has_meaning(source, dtype) and not (whole_numbers and source.reduce_op == "product")
 
@@ -193,5 +193,14 @@ def _random_owner(x: Tensor, n: int, generator: torch.Generator, *, sign: int) -
     if x.dtype == torch.bool:
         other = torch.full_like(x, fill_value=sign > 0)
         return [torch.where(owner == coord, x, other) for coord in range(n)]
-    offset = [torch.randint(0, 4, x.shape, generator=generator).to(x.dtype) * sign for _ in range(n)]
-    return [torch.where(owner == coord, x, x + offset[coord]) for coord in range(n)]
+    offset = [torch.randint(0, 4, x.shape, generator=generator) * sign for _ in range(n)]
+    return [torch.where(owner == coord, x, _moved(x, offset[coord])) for coord in range(n)]
+
+
+def _moved(x: Tensor, offset: Tensor) -> Tensor:
+    """`x + offset`; integers stop at the end of their range."""
+    if x.dtype.is_floating_point:
+        return x + offset.to(x.dtype)
+    limits = torch.iinfo(x.dtype)
+    low, high = (x.clamp(limits.min + 4).long(), x.clamp(max=limits.max - 4).long())
+    return torch.where(offset < 0, low, high).add(offset).to(x.dtype)
