@@ -43,10 +43,14 @@ _lock = threading.Lock()
 
 
 class _Thread(threading.local):
-    """own: inside a call that the library has recorded itself. reason: why what follows is sent."""
+    """own: inside a call that the library has recorded itself. reason: why what follows is sent.
+
+    only: who alone hears of what this thread does.
+    """
 
     own = 0
     reason = ""
+    only: tuple[Recorder, ...] = ()
 
 
 _thread = _Thread()
@@ -107,7 +111,17 @@ class Recorder:
 
 def recording() -> bool:
     """True while a recorder is active and the program is not being traced into a compiled graph."""
-    return bool(_active) and not torch.compiler.is_compiling()
+    return bool(_active or _thread.only) and not torch.compiler.is_compiling()
+
+
+@contextmanager
+def only_to(recorder: Recorder) -> Iterator[None]:
+    """Tell this recorder, and nobody else, what this thread does in the block: it does not really happen."""
+    outer, _thread.only = _thread.only, (recorder,)
+    try:
+        yield
+    finally:
+        _thread.only = outer
 
 
 def record_collective(
@@ -117,7 +131,7 @@ def record_collective(
     if not recording():
         return
     event = Event(op, axis, bytes_sent, reason, source_line(), tuple(shape), dtype)
-    for recorder in _active:
+    for recorder in _thread.only or _active:
         recorder.collectives.append(event)
 
 
@@ -187,7 +201,7 @@ def record_decision(op: str, reason: str, details: str = "") -> None:
     if not recording():
         return
     decision = Decision(op, reason, source_line(), details)
-    for recorder in _active:
+    for recorder in _thread.only or _active:
         recorder.decisions.append(decision)
 
 

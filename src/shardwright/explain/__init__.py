@@ -14,8 +14,8 @@ __all__ = ["Explanation", "LayoutTable", "Picture", "explain", "layout_table", "
 class _Layer(ModuleType):
     """This layer is called like the function `sw.explain`: imported first, it is what that name finds."""
 
-    def __call__(self, *args: Any) -> Explanation:
-        return explain(*args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Explanation:
+        return explain(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _Layer

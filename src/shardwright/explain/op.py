@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_flatten
 
 from shardwright.errors import RuleError
+from shardwright.explain.rehearsal import Rehearsal, rehearse
 from shardwright.layout.layout import Layout
 from shardwright.plan.redistribution import plan_redistribution
 from shardwright.rules.algorithm import algorithm_for
@@ -31,6 +32,7 @@ class Explanation:
     decision: the cheapest rule. moves: per operand what its redistribution would move, over all ranks.
     chosen: the algorithm that runs in its place, where one sends no more; None: the rule runs.
     way, alternatives: the chosen way with its price, and what else each axis could do; None without a rule.
+    rehearsal: what one rank would run and send, as a trace lists it; None where only data could tell.
     """
 
     call: Call
@@ -40,6 +42,12 @@ class Explanation:
     chosen: Chosen | None = None
     way: Way | None = None
     alternatives: tuple[Way, ...] = ()
+    rehearsal: Rehearsal | None = None
+
+    @property
+    def fallback(self) -> bool:
+        """Is anything made whole for want of a rule?"""
+        return self.decision.fallback if self.rehearsal is None else self.rehearsal.fallback
 
     @property
     def op(self) -> torch._ops.OpOverload:
@@ -62,7 +70,15 @@ class Explanation:
         lines += [f"  {'price':<{width}}  {self.way}"] if self.way else []
         lines += [f"  {'instead':<{width}}  {way}" for way in self.alternatives]
         lines += [f"  {'rule':<{width}}  {rule}" for rule in rules_of(self.op)]
+        lines += [] if self.rehearsal is None or self.way is not None else self._sent(self.rehearsal)
         return "\n".join(lines)
+
+    @staticmethod
+    def _sent(rehearsal: Rehearsal) -> list[str]:
+        """What the rehearsed rank sends, where the moves of operands do not tell it."""
+        who = f"  rank {rehearsal.rank} sends"
+        sent = [f"{who} {e.bytes_sent} B: {e.op} over {e.axis}: {e.reason}" for e in rehearsal.collectives]
+        return sent or [f"{who} nothing"]
 
     def _of_algorithm(self, chosen: Chosen) -> str:
         pairs = zip(operand_names(self.call), self.operands, strict=True)
@@ -71,19 +87,26 @@ class Explanation:
         lines += [f"  instead of {self.decision.reason}: {self.decision.cost_bytes} B"]
         lines += [f"  rule       {rule}" for rule in rules_of(self.op)]
         lines += [f"  algorithm  {entry.text}" for entry in registry.algorithms_of(self.op)]
+        lines += [] if self.rehearsal is None else self._sent(self.rehearsal)
         return "\n".join(lines)
 
 
-def explain(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str, *operands: Any) -> Explanation:
-    """Which rule an op would use on these operands, what would move and what comes out; nothing is run.
+def explain(
+    op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str, *operands: Any, rank: int | None = None
+) -> Explanation:
+    """Which rule an op would use on these operands, what would move and what comes out; nothing is sent.
+
+    The op is rehearsed as one rank on tensors without data, so an op that consists of others is explained
+    by them.
 
     Args:
         op: `torch.ops.aten.mm`, an overload of it, or its name ("aten::mm", "aten::add.Tensor").
         operands: the call's positional arguments, a `Layout` for each tensor.
+        rank: who is rehearsed; by default the mesh's first.
     Raises: RuleError: no such op, or arguments that it refuses.
     Cost: none.
     """
-    overload = _overload(op)
+    overload = overload_of(op)
     layouts = tuple(value for value in tree_flatten(list(operands))[0] if isinstance(value, Layout))
     call = Call(overload, tuple(_described(v) for v in operands), (), _results(overload, operands))
     decision = propagate(call, layouts)
@@ -93,10 +116,51 @@ def explain(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str, *oper
     )
     way, others = alternatives(call, layouts) or (None, ())
     chosen = algorithm_for(call, layouts, decision)
-    return Explanation(call, layouts, decision, moves, chosen, way, others)
+    rehearsal = rehearse(overload, operands, rank)
+    if rehearsal is not None and _runs_otherwise(overload, decision, moves, rehearsal):
+        decision, moves, chosen, way, others = (
+            _as_it_runs(call, layouts, decision, rehearsal),
+            (),
+            None,
+            None,
+            (),
+        )
+        moves = (0,) * len(layouts)
+    return Explanation(call, layouts, decision, moves, chosen, way, others, rehearsal)
 
 
-def _overload(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str) -> torch._ops.OpOverload:
+def _runs_otherwise(
+    op: torch._ops.OpOverload, decision: Decision, moves: tuple[int, ...], rehearsal: Rehearsal
+) -> bool:
+    """As other ops, as a view, or in another way that no rule of the op's own describes."""
+    own = op.name() in rehearsal.parts[:1]
+    nothing_moves = any(moves) and not rehearsal.collectives
+    return not own or nothing_moves or decision.fallback != rehearsal.fallback
+
+
+def _as_it_runs(
+    call: Call, layouts: tuple[Layout, ...], decision: Decision, rehearsal: Rehearsal
+) -> Decision:
+    parts = [name for name in dict.fromkeys(rehearsal.parts) if name != call.op.name()]
+    as_others = (
+        f"no rule of its own; it runs as {', '.join(parts)}" if parts else "no rule of its own is needed"
+    )
+    reason = as_others if not rules_of(call.op) else "on the local tensors as they are"
+    return replace(
+        decision,
+        inputs=layouts,
+        outputs=rehearsal.outputs,
+        reason=reason,
+        fallback=rehearsal.fallback,
+        cost_bytes=rehearsal.bytes,
+    )
+
+
+def overload_of(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str) -> torch._ops.OpOverload:
+    """The overload that was meant: of a packet or a bare name the one for tensors.
+
+    Raises: RuleError: no such op.
+    """
     if isinstance(op, torch._ops.OpOverload):
         return op
     if isinstance(op, torch._ops.OpOverloadPacket):
@@ -108,7 +172,7 @@ def _overload(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str) -> 
     packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
     if packet is None:
         raise RuleError(f"there is no op {op!r}; write it like 'aten::mm' or 'aten::add.Tensor'")
-    return _overload(getattr(packet, overload) if overload else packet)
+    return overload_of(getattr(packet, overload) if overload else packet)
 
 
 def _described(value: Any) -> Any:

@@ -37,6 +37,17 @@ def explicit() -> Iterator[None]:
         _mode.explicit = before
 
 
+@contextmanager
+def implicit() -> Iterator[None]:
+    """Within the block nothing is refused, whatever the blocks around it are: nothing there really runs."""
+    before = _mode.explicit
+    _mode.explicit = False
+    try:
+        yield
+    finally:
+        _mode.explicit = before
+
+
 def is_explicit() -> bool:
     """Is an implicit redistribution refused here?"""
     return _mode.explicit

@@ -1,0 +1,127 @@
+"""What `explain` says of the ops that the sample of the operator sweep runs, beside what they sent."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import shardwright as sw
+from shardwright.errors import RuleError
+from shardwright.explain.op import overload_of
+from shardwright.testing import rank_mesh
+from tests.ops.database import operators, samples_of, seed
+from tests.ops.placing import copied, placed
+from tests.ops.sample import chosen
+
+# Composite ops, which a dispatch mode never sees: (op, shapes of the tensors, other arguments).
+COMPOSITE = (
+    ("aten::softmax.int", [(6, 4)], [-1]),
+    ("aten::softmax.int", [(6, 4)], [0]),
+    ("aten::log_softmax.int", [(6, 4)], [0]),
+    ("aten::layer_norm", [(6, 4)], [[4]]),
+    ("aten::rms_norm", [(6, 4)], [[4]]),
+    ("aten::group_norm", [(4, 4, 3)], [2]),
+    ("aten::scaled_dot_product_attention", [(2, 4, 6, 4)] * 3, []),
+    ("aten::linear", [(6, 4), (8, 4), (8,)], []),
+    ("aten::matmul", [(6, 4), (4, 8)], []),
+    ("aten::cross_entropy_loss", [(6, 4), (6, 4)], []),
+    ("aten::max_pool2d", [(2, 2, 6, 6)], [[2, 2]]),
+    ("aten::conv2d", [(2, 2, 6, 6), (4, 2, 3, 3)], []),
+    ("aten::flatten.using_ints", [(6, 4, 2)], [0, 1]),
+    ("aten::chunk", [(6, 4)], [2, 0]),
+    ("aten::reshape", [(6, 4)], [[3, 8]]),
+    ("aten::std", [(6, 4)], []),
+    ("aten::silu", [(6, 4)], []),
+)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What differs of one call; compared and left out: how many calls each."""
+
+    differing: tuple[str, ...]
+    compared: int
+    untold: tuple[str, ...]
+
+
+class Compare(TorchDispatchMode):
+    """Explains each op on DTensors, then runs it under a trace of its own, and compares the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self.differing: list[str] = []
+        self.untold: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        ours = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if kwargs or not ours or not all(isinstance(x, sw.DTensor) for x in ours):
+            return func(*args, **kwargs)
+        return self.compare(func, args)
+
+    def compare(self, func, args):
+        """Run one op, and note what explain says otherwise."""
+        given = tree_map_only(sw.DTensor, sw.layout_of, list(args))
+        key = f"{func.name()}{given}"
+        if key in self.seen:
+            return func(*args)
+        self.seen.add(key)
+        try:
+            told = sw.explain(func, *given, rank=dist.get_rank())
+        except RuleError:
+            told = None
+        with sw.trace() as t:
+            out = func(*args)
+        if told is None or told.rehearsal is None:
+            self.untold.add(func.name())
+        else:
+            self._note(key, told, t)
+        return out
+
+    def _note(self, key, told, t):
+        ran = sorted((e.op, e.axis, e.bytes_sent) for e in t.collectives)
+        said = sorted((e.op, e.axis, e.bytes_sent) for e in told.rehearsal.collectives)
+        whole = any(d.reason.startswith("fallback") for d in t.decisions)
+        if ran != said or whole != told.fallback or (not ran and any(told.moves)):
+            self.differing.append(f"{key}: ran {ran}, {whole}; said {said}, {told.fallback}, {told.moves}")
+
+
+def sample(kinds, names=None):
+    """All ops of the sample under these kinds of placements, forward, one input each."""
+    warnings.simplefilter("ignore")
+    mesh, known, comparing = rank_mesh((2,), ("dp",)), operators(), Compare()
+    for name in names or chosen(known):
+        info = known[name]
+        for _, one in samples_of(info, torch.float32, 1, "sample"):
+            for kind in kinds:
+                x, args, kwargs = placed(copied((one.input, one.args, one.kwargs)), kind, mesh, mixed=False)
+                seed()
+                with torch.no_grad(), comparing:
+                    info(x, *args, **kwargs)
+    return Said(tuple(comparing.differing), len(comparing.seen), tuple(sorted(comparing.untold)))
+
+
+def composite():
+    """Ops that consist of others, as `sw.explain` is asked for them by name."""
+    warnings.simplefilter("ignore")
+    mesh, comparing = rank_mesh((2,), ("dp",)), Compare()
+    for name, shapes, rest in COMPOSITE:
+        for placement in (sw.Shard(0), sw.Shard(1), sw.Replicate()):
+            tensors = [
+                sw.distribute_tensor(
+                    torch.ones(shape),
+                    mesh,
+                    [placement if len(shape) > 1 else sw.Replicate()],
+                    src_data_rank=None,
+                )
+                for shape in shapes
+            ]
+            with torch.no_grad():
+                comparing.compare(overload_of(name), (*tensors, *rest))
+    return Said(tuple(comparing.differing), len(comparing.seen), tuple(sorted(comparing.untold)))
