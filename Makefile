@@ -5,7 +5,7 @@
 #   make laws     the laws of placements and redistribution, a hundred thousand times
 #   make ops      every operator of torch's database on distributed tensors beside one device
 #   make fuzz     20,000 random programs on distributed tensors beside one device
-#   make rules    every rule of the catalog checked, and every planted wrong one caught
+#   make rules    every rule checked, its facts in every form of its op, and every planted wrong one caught
 #   make models   twenty architectures of transformers in three shardings beside one device
 #   make witness  what the process groups were asked to do beside what `sw.trace()` lists
 #   make compositions  strategies together on whole models, beside one device
