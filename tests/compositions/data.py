@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-LENGTH = 5
+LENGTH = 6  # torch's styles cut it over two or three ranks, evenly
 IGNORED = -100
 _EVEN, _UNEVEN, _NONE = "even", "uneven", "none"
 KINDS = (_EVEN, _UNEVEN, _NONE)
@@ -52,6 +52,7 @@ def counted(targets: Tensor) -> int:
 
 def loss_sum(logits: Any, targets: Tensor) -> Any:
     """The sum of the losses of all targets that count."""
+    wide = logits.float() if logits.dtype == torch.bfloat16 else logits
     return functional.cross_entropy(
-        logits.flatten(0, -2).float(), targets.flatten(), reduction="sum", ignore_index=IGNORED
+        wide.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=IGNORED
     )

@@ -94,10 +94,10 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[rows, tokens] -> [rows, tokens, VOCAB]."""
-        x = self.embedding(tokens) * self.gain
+        x = self.embedding(tokens)
         for block in self.blocks:
             x = self._through(block, x)
-        out: Tensor = self.head(self.norm(x))
+        out: Tensor = self.head(self.norm(x)) * self.gain
         return out
 
     def _through(self, block: nn.Module, x: Tensor) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
 )
@@ -36,6 +36,7 @@ class Model:
         shared: a submodule of a block that a second block may use too.
         experts: whether it has `MoELayer`s.
         no_rows: whether plain torch takes a batch of no rows.
+        sequence: whether the plan that also cuts tokens between the matrices (`SEQUENCE`) fits.
     """
 
     build: Callable[..., nn.Module]
@@ -46,7 +47,7 @@ class Model:
     experts: bool = False
     no_rows: bool = False
     vocab: int = huggingface.VOCAB
-    more: Mapping[str, Any] = field(default_factory=dict)
+    sequence: bool = False
 
     def styles(self) -> dict[str, ParallelStyle]:
         """Torch's styles, made anew: one object serves one module."""
@@ -66,6 +67,22 @@ _OURS: Plan = {
 _OUR_ATTENTION: Plan = {pattern: _OURS[pattern] for pattern in list(_OURS)[:4]}
 _OUR_HEADS = {f"blocks.*.attention.{name}": "columns" for name in "qkv"} | {"blocks.*.attention.o": "rows"}
 _OUR_MLP = {"blocks.*.mlp.gate": "columns", "blocks.*.mlp.up": "columns", "blocks.*.mlp.down": "rows"}
+
+# Sequence parallelism: norms see some tokens of each row, attention and MLP gather them and leave a part.
+_SOME, _WHOLE = sw.Shard(1), sw.Replicate()
+SEQUENCE: dict[str, Callable[[], ParallelStyle]] = {
+    "embedding": lambda: RowwiseParallel(input_layouts=_WHOLE, output_layouts=_SOME),
+    "blocks.*.*_norm": SequenceParallel,
+    "blocks.*.attention": lambda: PrepareModuleInput(input_layouts=_SOME, desired_input_layouts=_WHOLE),
+    "blocks.*.attention.[qkv]": ColwiseParallel,
+    "blocks.*.attention.o": lambda: RowwiseParallel(output_layouts=_SOME),
+    "blocks.*.mlp": lambda: PrepareModuleInput(input_layouts=_SOME, desired_input_layouts=_WHOLE),
+    "blocks.*.mlp.gate": ColwiseParallel,
+    "blocks.*.mlp.up": ColwiseParallel,
+    "blocks.*.mlp.down": lambda: RowwiseParallel(output_layouts=_SOME),
+    "norm": SequenceParallel,
+    "head": lambda: ColwiseParallel(input_layouts=_SOME, output_layouts=_WHOLE),
+}
 
 _LLAMA_HEADS: Plan = {
     "*.q_proj.weight": _ROWS, "*.k_proj.weight": _ROWS, "*.v_proj.weight": _ROWS, "*.o_proj.weight": _COLUMNS,
@@ -109,11 +126,11 @@ def _other(made: Callable[..., nn.Module], plan: Plan, shared: str) -> Model:
 
 MODELS: dict[str, Model] = {
     "decoder": Model(
-        Decoder, _OURS, _OUR_HEADS | _OUR_MLP, ("blocks",), "mlp", no_rows=True, vocab=VOCAB
+        Decoder, _OURS, _OUR_HEADS | _OUR_MLP, ("blocks",), "mlp", no_rows=True, vocab=VOCAB, sequence=True
     ),
     "decoder with biases": Model(
         lambda *, tied: Decoder(bias=True, tied=tied),
-        _OURS, _OUR_HEADS | _OUR_MLP, ("blocks",), "mlp", no_rows=True, vocab=VOCAB,
+        _OURS, _OUR_HEADS | _OUR_MLP, ("blocks",), "mlp", no_rows=True, vocab=VOCAB, sequence=True,
     ),
     "decoder with experts": Model(
         lambda *, tied: Decoder(experts=True, tied=tied),

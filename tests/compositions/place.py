@@ -20,7 +20,7 @@ from shardwright.parallel import (
     parallelize_tensor,
 )
 from shardwright.testing.meshes import rank_mesh
-from tests.compositions.models import MODELS, blocks_of
+from tests.compositions.models import MODELS, SEQUENCE, blocks_of
 from tests.compositions.table import EXPERT_AXES, TENSOR, Composition, Step
 
 Call = Callable[[], object]
@@ -89,6 +89,11 @@ def _by_styles(model: nn.Module, name: str, at: Place, step: Step) -> Iterator[C
     yield lambda: parallelize_tensor(model, at.mesh["tp"], MODELS[name].styles())
 
 
+def _by_tokens(model: nn.Module, name: str, at: Place, step: Step) -> Iterator[Call]:
+    styles = {pattern: style() for pattern, style in SEQUENCE.items()}
+    yield lambda: parallelize_tensor(model, at.mesh["tp"], styles)
+
+
 def _by_parts(model: nn.Module, name: str, at: Place, step: Step) -> Iterator[Call]:
     """The attention and the MLP of each block of our decoder, whose inputs and outputs are plain."""
     heads = dict.fromkeys(("q.weight", "k.weight", "v.weight"), _FIRST) | {"o.weight": _SECOND}
@@ -140,6 +145,7 @@ def _expert(model: nn.Module, name: str, at: Place, step: Step) -> Iterator[Call
 _CALLS: dict[str, Callable[[nn.Module, str, Place, Step], Iterator[Call]]] = {
     "tensor": _by_names,
     "styles": _by_styles,
+    "sequence": _by_tokens,
     "blocks": _by_parts,
     "replicate": _replicate,
     "fsdp": _fsdp,

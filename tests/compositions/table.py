@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-TENSOR, STYLES, BLOCKS = "tensor", "styles", "blocks"
+TENSOR, STYLES, SEQUENCE, BLOCKS = "tensor", "styles", "sequence", "blocks"
 REPLICATE, FSDP, HSDP, EXPERT = "replicate", "fsdp", "hsdp", "expert"
-TENSORS = (TENSOR, STYLES, BLOCKS)  # by names in an spmd block; torch's styles; by names, block by block
+# By names in an spmd block; torch's styles; these with tokens cut between them; by names, block by block.
+TENSORS = (TENSOR, STYLES, SEQUENCE, BLOCKS)
 EXPERT_AXES = ("ep_replicate", "ep_shard")
 
 
@@ -80,6 +81,7 @@ ALONE = (
     composition("tensor tp", tp=3),
     composition("styles tp", tp=2),
     composition("blocks tp", tp=2),
+    composition("sequence tp", tp=2),
     composition("replicate dp", dp=2),
     composition("replicate dr cr", dr=2, cr=2),
     composition("replicate dp", dp=5),
@@ -164,6 +166,6 @@ UNPLACED = (
 # Fine-tuning of experts alone: the dense parameters are frozen, and cut over tp.
 _FROZEN = (composition("tensor tp, expert", spread=2, dp=2, tp=2),)
 
-DENSE = (*ALONE[:13], *_DATA, *_OF_UNITS, *(c for kind in TENSORS for c in _with_tensor(kind)))
+DENSE = (*ALONE[:14], *_DATA, *_OF_UNITS, *(c for kind in TENSORS for c in _with_tensor(kind)))
 EXPERTS = (*_WITH_EXPERTS, *(c for kind in (STYLES, BLOCKS, TENSOR) for c in _experts_with_tensor(kind)))
-ONLY_EXPERTS = (*ALONE[13:], *_FROZEN)
+ONLY_EXPERTS = (*ALONE[14:], *_FROZEN)
