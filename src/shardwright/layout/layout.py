@@ -86,9 +86,10 @@ class Layout:
             order = getattr(placements, "order", None)  # of OrderedPlacements
         put = partial(object.__setattr__, self)
         put("mesh_shape", as_mesh_shape(mesh))
-        put("shape", tuple(shape))
+        # Integers: a graph that is traced with symbolic sizes holds for the sizes that it was planned with.
+        put("shape", tuple(map(int, shape)))
         put("dtype", dtype)
-        put("stride", contiguous_stride(self.shape) if stride is None else tuple(stride))
+        put("stride", contiguous_stride(self.shape) if stride is None else tuple(map(int, stride)))
         given = order_indices(order, self.mesh_shape)
         resolved = self._resolved(_one_per_axis(placements, self.mesh_shape))
         put("placements", by_own_names(resolved, self.sizes, given, self.shape))

@@ -56,6 +56,8 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping
     """
     if registry.registry.generation != _cache_generation:
         _forget()
+    if torch.compiler.is_compiling():
+        args, kwargs = tree_map_only(torch.SymInt, int, (args, dict(kwargs)))
     route = _routes.get(func)
     if route is None:
         route = _routes[func] = _route_of(func)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,45 @@ def from_local(
     grad_placements: PlacementsArgument | None,
 ) -> DTensor:
     """See `DTensor.from_local`."""
+    made: DTensor = _from_local(
+        local,
+        mesh,
+        *_apart(placements),
+        *_apart(grad_placements),
+        run_check=run_check,
+        shape=shape,
+        stride=stride,
+    )
+    return made
+
+
+_Apart = tuple[Sequence[str] | None, Any]
+
+
+def _apart(given: PlacementsArgument | None) -> _Apart:
+    """Names and placements of a mapping: a graph can write down placements in a list, not in a dict."""
+    return (list(given), list(given.values())) if isinstance(given, Mapping) else (None, given)
+
+
+def _together(names: Sequence[str] | None, given: Any) -> PlacementsArgument | None:
+    together: PlacementsArgument | None = given if names is None else dict(zip(names, given, strict=True))
+    return together
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]  # a graph holds the call as it is
+def _from_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh | None,
+    names: Sequence[str] | None,
+    values: Any,
+    grad_names: Sequence[str] | None,
+    grad_values: Any,
+    *,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> DTensor:
+    placements, grad_placements = _together(names, values), _together(grad_names, grad_values)
     mesh = current_mesh(mesh)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, order = resolve_placements(mesh, given, default="error")

@@ -1,0 +1,158 @@
+"""Compiled programs that meet several sizes: values and gradients of one device, one graph per size."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+import shardwright as sw
+from shardwright.parallel import parallelize_tensor
+from shardwright.testing.meshes import rank_mesh
+
+_SIZES = (8, 12, 16, 12)  # three sizes, each even in halves and quarters
+
+
+def _mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+def _by_names(mesh):
+    cuts = {"0.weight": {"tp": sw.Shard(0)}, "0.bias": {"tp": sw.Shard(0)}, "2.weight": {"tp": sw.Shard(1)}}
+    return sw.distribute_module(_mlp(), mesh, cuts)
+
+
+def _from_local(mesh, backend):
+    """The whole batch from rows that each rank has, made inside the graph; the rows lie in zigzag."""
+    model = _by_names(mesh)
+
+    def step(rows):
+        return model(sw.DTensor.from_local(rows, mesh, [sw.ZigZag(0)]))
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    return model, lambda x: compiled(sw.distribute_tensor(x, mesh, [sw.ZigZag(0)]).to_local())
+
+
+def _from_local_by_name(mesh, backend):
+    model = _by_names(mesh)
+
+    def step(x):
+        return model(sw.DTensor.from_local(x, mesh, {"tp": sw.Replicate()}, grad_placements=[sw.Replicate()]))
+
+    return model, torch.compile(step, fullgraph=True, backend=backend)
+
+
+def _given(mesh, backend):
+    """A distributed batch as the graph's input."""
+    model = _by_names(mesh)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    return model, lambda x: compiled(sw.distribute_tensor(x, mesh, [sw.Shard(0)]))
+
+
+def _styles(mesh, backend):
+    model = parallelize_tensor(_mlp(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model, torch.compile(model, fullgraph=True, backend=backend)
+
+
+_WAYS = {
+    "from_local": _from_local,
+    "from_local by name": _from_local_by_name,
+    "an input": _given,
+    "torch's styles": _styles,
+}
+
+
+def _full(x):
+    return x.full_tensor() if isinstance(x, sw.DTensor) else x
+
+
+def _like_one_device(way, backend, sizes, graphs):
+    warnings.simplefilter("ignore")  # torch's own, while it traces
+    torch._dynamo.reset()
+    mesh = rank_mesh((dist.get_world_size(),), ("tp",))
+    plain = _mlp()
+    counter = CompileCounterWithBackend(backend)
+    model, compiled = way(mesh, counter)
+    for n in sizes:
+        x = torch.randn(n, 4)
+        wanted, got = plain(x), compiled(x)
+        torch.testing.assert_close(_full(got), wanted)
+        wanted.square().sum().backward()
+        got.square().sum().backward()
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(_full(model.get_parameter(name).grad), p.grad)
+    if graphs is not None:
+        assert counter.frame_count == graphs, f"{counter.frame_count} graphs"
+    torch._dynamo.reset()
+
+
+def _ways(backend, sizes):
+    for way in _WAYS.values():
+        _like_one_device(way, backend, sizes, len(set(sizes)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_each_size_of_batch_has_one_graph(ranks, backend):
+    ranks(2, _ways, backend, _SIZES, timeout=170)
+
+
+def _by_inductor():
+    _like_one_device(_from_local, "inductor", (8, 12), 2)
+
+
+def test_inductor_holds_from_local(ranks):
+    ranks(2, _by_inductor, timeout=170)
+
+
+def _around(mesh, backend):
+    """`spmd` inside of what is compiled: torch breaks the graph at the block."""
+    model = _by_names(mesh)
+
+    def step(x):
+        with sw.spmd(mesh):
+            return model(x)
+
+    return model, torch.compile(step, backend=backend)
+
+
+def _inside(mesh, backend):
+    """A compiled model called inside `spmd`, on plain tensors."""
+    model = _by_names(mesh)
+    compiled = torch.compile(model, backend=backend)
+
+    def step(x):
+        with sw.spmd(mesh):
+            return compiled(x)
+
+    return model, step
+
+
+def _in_blocks():
+    _like_one_device(_around, "eager", (8, 12), None)
+    _like_one_device(_inside, "eager", (8,), None)
+
+
+def test_compiled_programs_and_spmd_meet(ranks):
+    ranks(2, _in_blocks, timeout=170)
+
+
+def _sizes_of_equal_parts():
+    """5 and 6 rows over two ranks are 3 on the first: only the logical size tells the graphs apart."""
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    mesh = rank_mesh((2,), ("tp",))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: x.mean(0), fullgraph=True, backend=counter)
+    for n in (7, 5, 6, 5):
+        x = torch.randn(n, 3)
+        got = compiled(sw.distribute_tensor(x, mesh, [sw.Shard(0)]))
+        torch.testing.assert_close(got.full_tensor(), x.mean(0))
+    assert counter.frame_count == 3
+
+
+def test_a_graph_is_told_by_logical_sizes(ranks):
+    ranks(2, _sizes_of_equal_parts, timeout=120)
