@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from shardwright.errors import ParallelError
-from shardwright.parallel import parallelize_fsdp, parallelize_replicate, parallelize_tensor
+from shardwright.parallel import parallelize_fsdp, parallelize_tensor
 from shardwright.testing.meshes import rank_mesh
 
 
@@ -81,9 +81,9 @@ def test_what_a_plan_cannot_mean_is_refused_with_the_module_unchanged(ranks):
     )
 
 
-@pytest.mark.parametrize("strategy", [parallelize_replicate, parallelize_fsdp])
-def test_styles_after_a_data_parallel_strategy_are_refused(ranks, strategy):
-    text = ranks(4, _refused, strategy, {"*.up": ColwiseParallel()})[0]
+def test_styles_after_a_unit_was_sharded_are_refused(ranks):
+    """After `parallelize_replicate` they are applied, see test_order.py."""
+    text = ranks(4, _refused, parallelize_fsdp, {"*.up": ColwiseParallel()})[0]
     assert text.startswith("0.up.weight is placed already (f32[6")
     assert text.endswith(
         "so ColwiseParallel cannot cut it; apply tensor parallelism before the strategies that place "

@@ -112,9 +112,7 @@ def applied_placements(
     return tuple(steps)
 
 
-def _steps(
-    placements: Sequence[Placement], order: Sequence[int]
-) -> list[tuple[tuple[int, ...], Placement]]:
+def _steps(placements: Sequence[Placement], order: Sequence[int]) -> list[tuple[tuple[int, ...], Placement]]:
     groups = {axis: group for group in joint_groups(placements) for axis in group}
     steps: list[tuple[tuple[int, ...], Placement]] = []
     done: set[int] = set()

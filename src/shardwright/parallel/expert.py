@@ -12,10 +12,11 @@ from shardwright.errors import ParallelError
 from shardwright.moe.layer import MoELayer
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.place import place_parameters
-from shardwright.parallel.swap import put_all, slots_of
+from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Replicate
 from shardwright.placement.shard import Shard
 from shardwright.tensor.module import carry_over
+from shardwright.tensor.slots import slots_of
 from shardwright.tensor.wrap import as_ours
 
 

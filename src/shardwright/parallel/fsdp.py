@@ -20,13 +20,15 @@ from shardwright.parallel.direct_calls import serve_direct_calls
 from shardwright.parallel.meshes import is_other_view, named_axes
 from shardwright.parallel.place import local_plain, place_parameters
 from shardwright.parallel.sharded_traffic import record_sharded_traffic
-from shardwright.parallel.swap import Slot, put_all, slots_of, unchanged_on_error
+from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
 from shardwright.placement.shard import Shard
 from shardwright.tensor.autograd import as_term
 from shardwright.tensor.module import carry_over
+from shardwright.tensor.slots import Slot, slots_of
 from shardwright.tensor.spec import Spec, spec_of, with_dtype
+from shardwright.tensor.ties import refuse_placed_elsewhere, ties_kept
 from shardwright.tensor.use import kept_spec
 from shardwright.tensor.wrap import as_ours, wrap
 
@@ -79,11 +81,15 @@ def parallelize_fsdp(
     ignored = set(fully_shard_kwargs.pop("ignored_params", None) or ())
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
     others = {s.get() for s in slots if _elsewhere(s.get(), mesh)}
-    _refuse_twice(slots, axes, others | ignored)
-    _refuse_scalars(slots, others | ignored)
-    with unchanged_on_error(module):
+    left_alone = others | ignored
+    refuse_partly_sharded(module, axes)
+    _refuse_twice(slots, axes, left_alone)
+    _refuse_scalars(slots, left_alone)
+    taken = [slot for slot in slots if slot.get() not in left_alone]
+    refuse_placed_elsewhere(taken, module, "parallelize_fsdp")
+    with ties_kept(module, "parallelize_fsdp"):
         if len(axes) == 2:
-            _replicate_first(module, mesh[axes[0]], others | ignored)
+            replicate_unsharded(module, mesh[axes[0]], left_alone)
             slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
         _shard(module, shard_mesh, slots, others | ignored, fully_shard_kwargs)
     return module
@@ -122,6 +128,12 @@ def _refuse_twice(slots: list[Slot], axes: tuple[str, ...], ignored: set[nn.Para
         if parameter in ignored or not isinstance(parameter, TorchDTensor):
             continue
         twice = [axis for axis in axes if axis in axis_names(parameter.device_mesh)]
+        unit = getattr(parameter, "_fully_sharded", "")
+        if unit:
+            raise ParallelError(
+                f"{slot.path}: it belongs to a sharded unit on axis {unit!r} already; a parameter belongs to "
+                "one unit: shard it over one axis, and replicate it over others with parallelize_hsdp"
+            )
         if twice:
             raise ParallelError(
                 f"{slot.path}: axis {twice[0]!r} places this parameter already "
@@ -138,7 +150,22 @@ def _refuse_scalars(slots: list[Slot], ignored: set[nn.Parameter]) -> None:
             )
 
 
-def _replicate_first(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+def refuse_partly_sharded(module: nn.Module, axes: tuple[str, ...]) -> None:
+    """Raise ParallelError for what a unit inside holds on fewer axes: nobody would sum its gradient."""
+    for slot in slots_of(module):
+        parameter = slot.get()
+        if getattr(parameter, "_fully_sharded", "") != axes[-1] or not isinstance(parameter, TorchDTensor):
+            continue
+        missing = [axis for axis in axes if axis not in axis_names(parameter.device_mesh)]
+        if missing:
+            raise ParallelError(
+                f"{slot.path}: a sharded unit holds it on {axis_names(parameter.device_mesh)}, without axis "
+                f"{missing[0]!r}; apply the same call to the parts and to the root"
+            )
+
+
+def replicate_unsharded(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    """Replicate over the axes of `mesh` what no sharded unit has taken and nobody wants left alone."""
     axes = axis_names(mesh)
     place_parameters(
         module,

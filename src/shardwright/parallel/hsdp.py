@@ -8,16 +8,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import ParallelError
-from shardwright.parallel.fsdp import parallelize_fsdp
+from shardwright.parallel.fsdp import parallelize_fsdp, refuse_partly_sharded, replicate_unsharded
 from shardwright.parallel.meshes import named_axes
-from shardwright.parallel.replicate import parallelize_replicate
-from shardwright.parallel.swap import unchanged_on_error
+from shardwright.tensor.ties import ties_kept
 
 
 def parallelize_hsdp(
     module: nn.Module, mesh: DeviceMesh, shard_dim: str = "dp_cp_shard", **fully_shard_kwargs: Any
 ) -> nn.Module:
     """Shard the parameters over the axis `shard_dim`, replicate them over all others of `mesh`, in place.
+
+    As `parallelize_fsdp`, on the blocks first and then on the root.
 
     Args:
         mesh: any number of axes, `shard_dim` among them.
@@ -30,7 +31,9 @@ def parallelize_hsdp(
     if shard_dim not in axes:
         raise ParallelError(f"parallelize_hsdp: the mesh has no axis {shard_dim!r}; its axes are {axes}")
     others = tuple(axis for axis in axes if axis != shard_dim)
-    with unchanged_on_error(module):
+    refuse_partly_sharded(module, (*others, shard_dim))
+    ignored = set(fully_shard_kwargs.get("ignored_params") or ())
+    with ties_kept(module, "parallelize_hsdp"):
         if others:
-            parallelize_replicate(module, mesh[others])
+            replicate_unsharded(module, mesh[others], ignored)
         return parallelize_fsdp(module, mesh[shard_dim], **fully_shard_kwargs)

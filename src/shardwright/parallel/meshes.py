@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
+from shardwright.tensor.more_axes import shared_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -18,12 +17,6 @@ def named_axes(mesh: DeviceMesh, verb: str) -> tuple[str, ...]:
     if mesh.mesh_dim_names is None:
         raise ParallelError(f"{verb} needs a mesh with axis names; make it with mesh_dim_names=(...)")
     return axis_names(mesh)
-
-
-def shared_ranks(left: DeviceMesh, right: DeviceMesh) -> set[int]:
-    """Ranks, other than this one, that both meshes contain."""
-    mine = dist.get_rank()
-    return (set(left.mesh.flatten().tolist()) & set(right.mesh.flatten().tolist())) - {mine}
 
 
 def is_other_view(placed: DeviceMesh, mesh: DeviceMesh) -> bool:

@@ -10,15 +10,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import axis_names, union_mesh
+from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
-from shardwright.layout.layout import Layout
 from shardwright.parallel.meshes import is_other_view
 from shardwright.parallel.swap import replace_parameters
 from shardwright.tensor.api import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.module import carry_over
+from shardwright.tensor.more_axes import on_more_axes
 from shardwright.tensor.spec import LocalUse, spec_of
+from shardwright.tensor.ties import ties_kept
 from shardwright.tensor.wrap import as_ours, wrap
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def place_parameters(
     Args:
         placements: one per axis of `mesh`.
         summed: axes of `mesh` on which the ranks compute different terms of the loss.
-    Raises: ParallelError: an axis of `mesh` places the parameter already. Nothing has been changed then.
+    Raises: ParallelError: an axis of `mesh` places the parameter already, `fully_shard` manages it, or a tied
+        one was placed in another way under its other name. Nothing has been changed then.
     Cost: a broadcast of each parameter over each axis (none with `src_data_rank=None`).
     """
     use = LocalUse(axis_names(mesh), summed)
@@ -54,7 +56,8 @@ def place_parameters(
             return None
         return placed_parameter(path, parameter, mesh, placements, use, src_data_rank)
 
-    return replace_parameters(module, make)
+    with ties_kept(module, "a strategy"):
+        return replace_parameters(module, make)
 
 
 def placed_parameter(
@@ -71,7 +74,8 @@ def placed_parameter(
         if is_other_view(before.device_mesh, mesh) or _nothing_to_do(before, mesh):
             return None
         _refuse_twice(path, before, mesh)
-        value = _on_more_axes(before, mesh, placements, use, source)
+        _refuse_sharded(path, parameter, mesh)
+        value = on_more_axes(before, mesh, placements, use, source)
     else:
         plain = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
         value = wrap(plain._local_tensor, spec_of(plain._spec.layout, mesh, use))
@@ -95,32 +99,13 @@ def _refuse_twice(path: str, before: DTensor, mesh: DeviceMesh) -> None:
         )
 
 
-def _on_more_axes(
-    before: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], use: LocalUse, source: Source
-) -> DTensor:
-    """Old axes keep their placements and come first in order; the new axes place what those leave."""
-    inner = distribute_tensor(before._local_tensor.detach(), mesh, placements, src_data_rank=source)
-    old = dict(zip(before._spec.layout.axes, before._spec.layout.placements, strict=True))
-    new = dict(zip(axis_names(mesh), placements, strict=True))
-    both = union_mesh([before.device_mesh, mesh])
-    order = (*before._spec.layout.order_names, *axis_names(mesh))
-    layout = Layout(
-        both,
-        {**old, **new},
-        before._spec.layout.shape,
-        dtype=before.dtype,
-        stride=before._spec.layout.stride,
-        order=order,
-    )
-    earlier = before._spec.use or LocalUse((), ())
-    joined = LocalUse(
-        _in_order(both, (*earlier.axes, *use.axes)), _in_order(both, (*earlier.summed, *use.summed))
-    )
-    return wrap(inner._local_tensor, spec_of(layout, both, joined))
-
-
-def _in_order(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in axis_names(mesh) if name in names)
+def _refuse_sharded(path: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    axis = getattr(parameter, "_fully_sharded", "")
+    if axis:
+        raise ParallelError(
+            f"{path}: fully_shard manages this parameter on axis {axis!r} and hands out its own; place it on "
+            f"{axis_names(mesh)} first and shard it then, or do both with parallelize_hsdp"
+        )
 
 
 def local_plain(parameter: nn.Parameter) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import nn
@@ -21,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from shardwright.errors import ParallelError
 from shardwright.layout.of_tensor import layout_of
 from shardwright.parallel.styles import for_torch
-from shardwright.parallel.swap import unchanged_on_error
+from shardwright.tensor.slots import unchanged_on_error
 
 _PLACING = (ColwiseParallel, RowwiseParallel, SequenceParallel)
 
@@ -45,7 +44,7 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Paralle
     found = list(_once_each(module, plan))
     for styled in found:
         _refuse_placed(styled)
-    with unchanged_on_error(module), _same_hooks_on_error(module):
+    with unchanged_on_error(module):
         for styled in found:
             _apply(styled, mesh)
 
@@ -105,20 +104,3 @@ def _apply(styled: Styled, mesh: DeviceMesh) -> None:
             f"{styled.path}: {type(styled.style).__name__} does not take a {type(styled.module).__name__} "
             f"({error}); name the placements of its parameters instead"
         ) from error
-
-
-@contextmanager
-def _same_hooks_on_error(module: nn.Module) -> Iterator[None]:
-    """On an error within the block, the hooks that ran around the modules are those that run again."""
-    before = [(m, dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in module.modules()]
-    marked = {child for child in module.modules() if getattr(child, "_distribute_module_applied", False)}
-    try:
-        yield
-    except BaseException:
-        for child, pre, post in before:
-            for hooks, kept in ((child._forward_pre_hooks, pre), (child._forward_hooks, post)):
-                hooks.clear()
-                hooks.update(kept)
-            if child not in marked:
-                vars(child).pop("_distribute_module_applied", None)
-        raise

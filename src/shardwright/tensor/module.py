@@ -16,7 +16,10 @@ from shardwright.errors import ParallelError
 from shardwright.placement.base import Replicate
 from shardwright.tensor.api import distribute_tensor
 from shardwright.tensor.local import current_mesh
+from shardwright.tensor.more_axes import KEPT, is_free_for, on_more_axes
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+from shardwright.tensor.ties import ties_kept
+from shardwright.tensor.wrap import as_ours
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
 ByPattern = Mapping[str, PlacementsArgument]
@@ -40,8 +43,11 @@ def distribute_module(
         input_fn: `(module, inputs, mesh) -> inputs`, before the forward.
         output_fn: `(module, outputs, mesh) -> outputs`, after it.
         src_data_rank: see `distribute_tensor`.
-    Raises: ParallelError: a pattern that matches nothing, a placement that does not fit, a module that was
-        distributed before; nothing has been changed then.
+    A parameter that `parallelize_replicate` placed on other axes gets those of `device_mesh` too.
+
+    Raises: ParallelError: a pattern that matches nothing, or names what is placed in another way already, a
+        placement that does not fit, a module that was distributed before, a tied weight whose names would be
+        placed differently; nothing has been changed then.
     Cost: that of `distribute_tensor` per parameter, none with `src_data_rank=None`.
     """
     mesh = current_mesh(device_mesh)
@@ -49,13 +55,14 @@ def distribute_module(
         raise ParallelError(
             "distribute_module was already called on this module; place its parts, or place it once"
         )
-    if isinstance(partition_fn, Mapping):
-        _place_by_pattern(module, mesh, partition_fn, src_data_rank)
-    else:
-        if partition_fn is not None:
-            for name, child in module.named_modules():
-                partition_fn(name, child, mesh)
-        _place_by_pattern(module, mesh, {}, src_data_rank)
+    with ties_kept(module, "distribute_module"):
+        if isinstance(partition_fn, Mapping):
+            _place_by_pattern(module, mesh, partition_fn, src_data_rank)
+        else:
+            if partition_fn is not None:
+                for name, child in module.named_modules():
+                    partition_fn(name, child, mesh)
+            _place_by_pattern(module, mesh, {}, src_data_rank)
     _register_hooks(module, mesh, input_fn, output_fn)
     module._shardwright_distributed = True  # type: ignore[assignment]
     return module
@@ -72,9 +79,10 @@ def _place_by_pattern(module: nn.Module, mesh: DeviceMesh, patterns: ByPattern, 
     named = _tensors(module)
     chosen = {name: _placements_for(name, patterns, mesh) for name in named}
     _check_patterns(patterns, named)
+    asked = {name for name in named if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
     made: dict[int, torch.Tensor] = {}
     for name, tensor in named.items():
-        if not isinstance(tensor, TorchDTensor) and id(tensor) not in made:
+        if id(tensor) not in made and _to_be_placed(name, tensor, mesh, chosen[name], name in asked):
             made[id(tensor)] = _distributed(name, tensor, mesh, chosen[name], source)
     for name, tensor in named.items():
         if id(tensor) in made:
@@ -89,6 +97,27 @@ def _placements_for(name: str, patterns: ByPattern, mesh: DeviceMesh) -> Placeme
     return (Replicate(),) * mesh.ndim
 
 
+def _to_be_placed(
+    name: str, tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementsArgument, asked: bool
+) -> bool:
+    """Is there anything to do? What is placed already stays, unless the plan asks for something else.
+
+    Raises: ParallelError: it does, and that cannot be done.
+    """
+    if not isinstance(tensor, TorchDTensor):
+        return True
+    ours = as_ours(tensor)
+    if not getattr(tensor, "_fully_sharded", "") and is_free_for(ours, mesh):
+        return True
+    resolved, _ = resolve_placements(mesh, placements, default="replicate")
+    if asked and not (ours.device_mesh == mesh and ours._spec.layout.placements == tuple(resolved)):
+        raise ParallelError(
+            f"distribute_module: the plan places {name}, which is placed already ({ours._spec.layout}); call "
+            "distribute_module before the strategy that placed it"
+        )
+    return False
+
+
 def _check_patterns(patterns: ByPattern, named: Mapping[str, torch.Tensor]) -> None:
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
@@ -100,7 +129,10 @@ def _distributed(
     name: str, tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementsArgument, source: int | None
 ) -> torch.Tensor:
     try:
-        made = distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=source)
+        if isinstance(tensor, TorchDTensor):
+            made = on_more_axes(as_ours(tensor), mesh, placements, KEPT, source)
+        else:
+            made = distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=source)
     except ValueError as error:
         raise ParallelError(f"{name}: {error}") from error
     if not isinstance(tensor, nn.Parameter):

@@ -262,5 +262,3 @@ def coord_of(part: Partition, length: int, n: int, index: int) -> int:
         if any(low <= index < low + size for low, size in intervals(held(part, length, n, coord))):
             return coord
     raise PlacementError(f"{part}: no coord holds index {index} of {length}")
-
-
