@@ -6,7 +6,7 @@ something, or makes another call than the op on its local tensors, the positions
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ def run_on_lists(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Map
     Raises: RuleError: what the op for one element raises for a position.
     Cost: what the op for one element costs at each position; nothing where each is one local call.
     """
-    args, kwargs = tree_map_only(TorchDTensor, as_ours, (args, dict(kwargs)))
+    args, kwargs = _each(args, as_ours), {name: _each(value, as_ours) for name, value in kwargs.items()}
     key = (registry.generation(), helpers_allowed(), func, *_described((*args, *kwargs.items())))
     first = key not in _known
     if first:
@@ -61,6 +61,17 @@ def run_on_lists(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Map
             _check(func, specs, out)
     _raise_versions(func, args, kwargs)
     return out if func._schema.returns else None
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`change` of every DTensor; torch's trees would cost more, for every parameter at every step."""
+    if isinstance(value, TorchDTensor):
+        return change(value)
+    return [_each(v, change) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _local(x: DTensor) -> torch.Tensor:
+    return x._local_tensor
 
 
 def _described(values: Sequence[Any]) -> Iterator[Any]:
@@ -159,8 +170,8 @@ def _call(
     specs: Sequence[Spec | None],
 ) -> Any:
     """The list op on the local tensors."""
-    local_args, local_kwargs = tree_map_only(DTensor, lambda x: x._local_tensor, (args, dict(kwargs)))
-    out = func(*local_args, **local_kwargs)
+    named = {name: _each(value, _local) for name, value in kwargs.items()}
+    out = func(*_each(args, _local), **named)
     if not isinstance(out, list | tuple):
         return out
     return [x if spec is None else wrap(x, spec) for x, spec in zip(out, specs, strict=True)]
