@@ -52,7 +52,9 @@ def _tried(wanted: list[Case], options: argparse.Namespace, console: Console) ->
                 console.print(failure(record), markup=False, soft_wrap=True)
                 console.file.flush()
             if report is not None:
-                report.write(f"{record.verdict}\t{record.seconds:.2f}\t{record.case}\t{shortened(record.text)!r}\n")
+                report.write(
+                    f"{record.verdict}\t{record.seconds:.2f}\t{record.case}\t{shortened(record.text)!r}\n"
+                )
                 report.flush()
             progress.advance(task)
     return records

@@ -118,7 +118,6 @@ _T5_STYLES = {
 }
 
 
-
 def _other(made: Callable[..., nn.Module], plan: Plan, shared: str) -> Model:
     plan = dict(plan) | {"embedding.weight": _ROWS, "head.weight": _ROWS}
     return Model(made, plan, {}, ("blocks",), shared, no_rows=True, vocab=VOCAB)

@@ -64,9 +64,11 @@ KINDS = {
     "conjugate": lambda x: torch.complex(x, x).conj(),
     "imaginary part of a conjugate": lambda x: torch.complex(x, x).conj().imag,
     "adjoint": lambda x: torch.complex(x, x) @ torch.complex(x, x).mH,
-    "conjugate inside a kernel": lambda x: torch.linalg.lstsq(
-        torch.complex(x.t(), 1 - x.t()), torch.complex(x.t(), x.t() + 2), driver="gels"
-    ).residuals,
+    "conjugate inside a kernel": lambda x: (
+        torch.linalg.lstsq(
+            torch.complex(x.t(), 1 - x.t()), torch.complex(x.t(), x.t() + 2), driver="gels"
+        ).residuals
+    ),
     "angle": lambda x: torch.polar(x.abs(), x).angle(),
     "parts": lambda x: torch.view_as_complex(torch.stack([x, x], -1)).real,
     "fft": lambda x: torch.fft.fft(x, dim=0),

@@ -181,7 +181,5 @@ def cut_form(layout: Layout, axis: int) -> tuple[int, Partition] | None:
     if is_shipped(placement):
         return one_dim_form(placement, layout.shape, n)
     place = next(at for at, step in enumerate(layout.applied) if axis in step.axes)
-    forms = {
-        one_dim_form(placement, shape, n) for shape in shapes_seen(layout.applied, layout.shape)[place]
-    }
+    forms = {one_dim_form(placement, shape, n) for shape in shapes_seen(layout.applied, layout.shape)[place]}
     return forms.pop() if len(forms) == 1 else None

@@ -113,7 +113,6 @@ class Imaged(AlongDim):
         """Per element held, its place in the row-major flattening of the source's local tensor."""
         return _image(self.source, self.picks, n, coord)[1]
 
-
     def validate(self, shape: Shape, n: int) -> None:
         """Every element of `target` must be one of the source, which must be a partition of its shape."""
         super().validate(shape, n)
