@@ -76,25 +76,30 @@ VARIANTS: dict[str, Variant] = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """A combination without a meaning: which, why, what to do instead, and what the error says."""
+    """A combination without a meaning: which, why, what to do instead, and what the error says.
+
+    either: some forms of it can be done, and are then right.
+    """
 
     what: str
     why: str
     instead: str
     says: str
+    either: bool = False
 
 
 _UNITS = Refusal(
     "`fsdp` or `hsdp` by blocks, where two blocks share a parameter",
     "a parameter that two sharded units use has two owners, who would each gather and sum it",
     "shard a module that holds both",
-    "blocks.0",
+    "one unit",
 )
 _LATE = Refusal(
     "`tensor` after a data-parallel strategy",
     "tensor parallelism decides what a module computes on; data parallelism then places what is left",
     "`tensor` first",
     "before",
+    either=True,
 )
 _MANAGED = Refusal(
     "`replicate` after `fsdp` or `hsdp`",

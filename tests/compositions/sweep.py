@@ -13,7 +13,7 @@ import torch
 from shardwright.testing.pool import RankPool
 from shardwright.testing.rank_errors import RankError, RankTimeoutError
 from tests.compositions.cases import Case
-from tests.compositions.ranks import Fault, check, refuses
+from tests.compositions.ranks import TAKEN, Fault, check, refuses
 from tests.compositions.reference import one_device
 
 OK, WRONG, ERROR, REFUSED = "ok", "wrong", "error", "refused"
@@ -66,7 +66,8 @@ def attempt(pool: RankPool, case: Case, fault: Fault | None = None) -> Record:
         if case.refusal:
             verdict = REFUSED
             found = pool.run(world, refuses, case, case.refusal.says, timeout=_LIMIT)
-        else:
+        if not case.refusal or (case.refusal.either and found == [[TAKEN]] * world):
+            verdict = OK
             found = pool.run(world, check, case, one_device(case), fault, timeout=_LIMIT)
         ranks = [rank for rank, texts in enumerate(found) if texts]
         if ranks:
