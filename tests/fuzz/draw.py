@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
 
 import torch
@@ -30,10 +30,20 @@ FAMILIES: dict[Callable[[Scope], object], float] = {
 _TRIES = 60
 
 
-def draw(seed: int, mesh: tuple[int, ...]) -> Program:
-    """The program of a seed on a mesh."""
+def draw(
+    seed: int,
+    mesh: tuple[int, ...],
+    families: Mapping[Callable[[Scope], object], float] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Program:
+    """The program of a seed on a mesh.
+
+    Args:
+        families: what it consists of, with weights; by default everything.
+        dtype: of most leaves; by default drawn.
+    """
     rng = Random(f"{seed} {mesh}")
-    dtype = rng.choices(list(_DTYPES), list(_DTYPES.values()))[0]
+    dtype = dtype or rng.choices(list(_DTYPES), list(_DTYPES.values()))[0]
     values = rng.choices(
         ("normal", "positive", "quarters", "bytes"), (6, 2, 2, 0.5 if _is_integer(dtype) else 0)
     )[0]
@@ -42,7 +52,7 @@ def draw(seed: int, mesh: tuple[int, ...]) -> Program:
     wanted = rng.randint(3, 12)
     try:
         _leaves(s)
-        _fill(s, wanted)
+        _fill(s, wanted, families or FAMILIES)
         if len(s.steps) <= 12 and s.chance(0.75):
             s.attempt(control.backward)
     except Ends:
@@ -65,8 +75,8 @@ def _leaves(s: Scope) -> None:
         s.leaf(shape)
 
 
-def _fill(s: Scope, wanted: int) -> None:
-    families, weights = list(FAMILIES), list(FAMILIES.values())
+def _fill(s: Scope, wanted: int, choice: Mapping[Callable[[Scope], object], float]) -> None:
+    families, weights = list(choice), list(choice.values())
     silent = 0
     for _ in range(_TRIES):
         if len(s.steps) >= wanted:

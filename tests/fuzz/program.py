@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,6 +109,17 @@ class Program:
             for leaf in self.leaves
         ]
         return made + [step.source() for step in self.steps]
+
+
+def renamed(step: Step, old: str, new: str) -> Step:
+    """The step with another variable for one that it reads."""
+
+    def other(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(other(v) for v in value)
+        return Ref(new) if value == Ref(old) else value
+
+    return replace(step, args=other(step.args), kwargs=other(step.kwargs))
 
 
 def source_of(value: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from tests.fuzz.program import Leaf, Program
+from tests.fuzz.program import Leaf, Program, Ref, renamed
 from tests.fuzz.run import Plain, run
 from tests.fuzz.sweep import Worlds
 from tests.fuzz.verdicts import CRASH, OK, Verdict
@@ -100,11 +100,21 @@ def _fewer_steps(program: Program) -> Iterator[Program]:
             else:
                 steps.append(step)
         yield _used(replace(program, steps=tuple(steps)))
+    yield from _passed_over(program)
     for at, step in enumerate(program.steps):
         if not step.grad:
             steps = list(program.steps)
             steps[at] = replace(step, grad=True)
             yield replace(program, steps=tuple(steps))
+
+
+def _passed_over(program: Program) -> Iterator[Program]:
+    """Without one step, whose readers read its first operand."""
+    for at, step in enumerate(program.steps):
+        operand = next((a for a in step.args if isinstance(a, Ref)), None)
+        if len(step.outs) == 1 and operand is not None and not step.many:
+            rest = [renamed(s, step.outs[0], operand.name) for s in program.steps[at + 1 :]]
+            yield _used(replace(program, steps=(*program.steps[:at], *rest)))
 
 
 def _used(program: Program) -> Program:

@@ -41,7 +41,7 @@ class Verdict:
 def worst(verdicts: list[Verdict]) -> Verdict:
     """Of all ranks."""
     for kind in BAD:
-        for verdict in verdicts:
-            if verdict.kind == kind:
-                return verdict
+        found = [verdict for verdict in verdicts if verdict.kind == kind]
+        if found:  # the rank that raised knows more than its peers
+            return next((v for v in found if "another rank" not in v.text), found[0])
     return verdicts[0]

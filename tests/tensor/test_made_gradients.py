@@ -14,6 +14,8 @@ CALLS = {
     "copysign_": lambda x, y: x.clone().copysign_(y),
     "no copies": lambda x, y: x.repeat(0, 1).sum() + x.sum(),
     "none at all": lambda x, y: x.tile(0, 1),
+    "passed over": lambda x, y: torch.cat([x[0, :0], y[0]]),
+    "nothing at all": lambda x, y: torch.hstack([x[0, :0], y[0, :0]]),
 }
 
 

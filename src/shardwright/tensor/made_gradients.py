@@ -1,6 +1,7 @@
 """Gradients that torch makes of a size alone: zeros of no operand, so plain where the operand is a DTensor.
 
-The derivative of `copysign` by its second operand, of `sgn`, of a repetition with no copies: torch states
+The derivative of `copysign` by its second operand, of `sgn`, of a repetition with no copies, of a list's
+member of shape (0,) that a concatenation passes over: torch states
 them as zeros of a shape, and nobody who sees DTensors is asked. Where such an op is called its operands pass
 a point that lays these out as the operand's gradient. Every other op pays nothing.
 
@@ -58,6 +59,14 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(args[0], *rest, **kwargs)
 
 
+def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A concatenation passes over tensors of shape (0,)."""
+    members = args[0] if args else ()
+    if isinstance(members, list | tuple) and any(x.shape == (0,) for x in members):
+        return _called(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
 def _signed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`sgn_` of a real tensor is `sign_`, whose derivative is made of the gradient."""
     return func(*args, **kwargs) if args[0].is_complex() else args[0].sign_()
@@ -73,6 +82,9 @@ boundary.OWN.update(
         ),
         _called,
     )
+)
+boundary.OWN.update(
+    dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.vstack, torch.dstack), _joined)
 )
 boundary.OWN.update(dict.fromkeys((torch.Tensor.copysign_, torch.Tensor.nextafter_), _written))
 boundary.OWN[torch.Tensor.sgn_] = _signed

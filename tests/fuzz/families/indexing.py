@@ -189,7 +189,9 @@ def _copy(s: Scope) -> None:
 
 def _masked_scatter(s: Scope) -> None:
     x, form = _written(s, 1)
-    s.do(".masked_scatter_", x, mask_for(s, s[x]), s.partner(s[x].detach()), form=form, result=False)
+    # A source of its own: torch reads one that it is writing, in an order that nobody states.
+    source = s.leaf(tuple(s[x].shape), s[x].dtype, grad=False)
+    s.do(".masked_scatter_", x, mask_for(s, s[x]), source, form=form, result=False)
 
 
 def join(s: Scope) -> None:
