@@ -25,6 +25,7 @@ from shardwright.tensor import (  # noqa: F401  algorithms register themselves
     other_sizes,
     views,
     windows,
+    written_memory,
 )
 from shardwright.tensor.algorithms import ByAlgorithm
 from shardwright.tensor.dtensor import DTensor
@@ -63,6 +64,8 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping
         route = _routes[func] = _route_of(func)
         if copied_views.is_view(func):
             route = _routes[func] = partial(_as_the_base, route)
+        elif written_memory.asks(func):
+            route = _routes[func] = partial(_where_it_may_write, route)
     if copied_views.exist():
         return copied_views.around(route, func, args, kwargs)
     return route(func, args, kwargs)
@@ -87,6 +90,14 @@ def _as_the_base(
         return route(func, args, kwargs)
     with torch.inference_mode(False), torch.no_grad():
         return route(func, args, kwargs)
+
+
+def _where_it_may_write(
+    route: handlers.Handler, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """The op, unless one device refuses it for the memory that it would write."""
+    written_memory.refuse(func, args, kwargs)
+    return route(func, args, kwargs)
 
 
 def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -84,7 +84,7 @@ boundary.OWN.update(
     )
 )
 boundary.OWN.update(
-    dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.vstack, torch.dstack), _joined)
+    dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.vstack), _joined)
 )
 boundary.OWN.update(dict.fromkeys((torch.Tensor.copysign_, torch.Tensor.nextafter_), _written))
 boundary.OWN[torch.Tensor.sgn_] = _signed

@@ -27,9 +27,21 @@ _LIKE_SELF: dict[str, tuple[torch.dtype | None, ...]] = {
     "aten::multilabel_margin_loss_backward": (None,),
 }
 # Ops whose function for tensors without data asks for more than their kernels do, and one that does not.
-_OWN: dict[str, Callable[..., torch.Tensor]] = {"aten::_grouped_mm": grouped_product}
+_OWN: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": grouped_product}
 # Norms whose CPU kernel keeps mean and deviation in the operands' type; other devices keep them in float32.
 _STATISTICS = frozenset({"aten::native_layer_norm"})
+
+
+def _of_group_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """torch's own divides by the number of elements of a group, which may be none."""
+    *_, channels, _, _, mask = rest
+    made = (torch.empty_like(x, dtype=grad.dtype), x.new_empty(channels), x.new_empty(channels))
+    return tuple(m if wanted else None for m, wanted in zip(made, mask, strict=True))
+
+
+_OWN["aten::native_group_norm_backward"] = _of_group_norm_backward
 
 
 class DataDependentError(Exception):

@@ -1,0 +1,108 @@
+"""Writes that one device refuses because of memory: into elements that are one place, or over what is read.
+
+torch asks the memory of the tensors that its kernel sees. Here these are local parts, which may be copies,
+may have moved, or be empty: some ranks would raise, and some compute. So the question is put to the logical
+tensors, before anything runs, and every rank has the same answer.
+
+Which ops ask what is torch's habit, not a law: the tables below are checked against plain torch, op by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardwright.errors import RuleError
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.strided_views import storage_offset
+
+# Ops that read operands by index while they write: no place may be both.
+_INDEXED = frozenset(
+    {"index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "gather", "index_select", "cat"}
+)
+_ALONE = _INDEXED | {"index_put"}
+# Ops that are no pointwise ones and ask that a place is written once.
+_ONCE = _INDEXED | {"copy", "masked_scatter", "cumsum", "cumprod", "addmm", "baddbmm", "addmv", "mm", "bmm"}
+
+_FEW = "more than one element of the written-to tensor refers to a single memory location"
+_READ = "some elements of the input tensor and the written-to tensor refer to a single memory location"
+
+
+def asks(func: torch._ops.OpOverload) -> bool:
+    """Does the op write, and ask about memory on one device?"""
+    return bool(func._schema.is_mutable) and any(_questions(func))
+
+
+@lru_cache(maxsize=4096)
+def _questions(func: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
+    """Whether it refuses: places written twice, operands that lie partly in them, and wholly."""
+    name = func._schema.name.removeprefix("aten::").rstrip("_")
+    pointwise = torch.Tag.pointwise in func.tags and name != "masked_fill"
+    return pointwise or name in _ONCE, pointwise or name == "copy" or name in _ALONE, name in _ALONE
+
+
+def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise what one device raises. Raises: RuleError (a RuntimeError): with the words of torch."""
+    once, partly, wholly = _questions(func)
+    read, written = _sides(func, args, kwargs)
+    for target in written:
+        if once and any(s == 0 and n > 1 for s, n in zip(target.stride(), target.shape, strict=True)):
+            _raise(func, _FEW)
+        base = _memory_of(target)
+        for x in read if partly else ():
+            if (x is target and not wholly) or _memory_of(x) is not base:
+                continue
+            found = _overlap(target, x)
+            if found == "partly" or (found == "wholly" and wholly):
+                _raise(func, _READ)
+
+
+def _sides(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[list[DTensor], list[DTensor]]:
+    """The operands that are read, lists included, and those that are written."""
+    read: list[DTensor] = []
+    written: list[DTensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        side = written if argument.alias_info is not None and argument.alias_info.is_write else read
+        side.extend(
+            x for x in (value if isinstance(value, list | tuple) else (value,)) if isinstance(x, DTensor)
+        )
+    return read, written
+
+
+def _memory_of(x: torch.Tensor) -> torch.Tensor:
+    return x if x._base is None else x._base
+
+
+def _overlap(one: DTensor, two: DTensor) -> str:
+    """How two views of one base lie, as far as torch asks: only tensors without gaps are asked."""
+    if not one.numel() or not two.numel():
+        return ""
+    if not (_without_gaps(one) and _without_gaps(two)):
+        return "wholly" if one is two else ""
+    starts = [storage_offset(x) for x in (one, two)]
+    if starts[0] == starts[1] and one.numel() == two.numel():
+        return "wholly" if one.stride() == two.stride() else "partly"
+    apart = starts[0] + one.numel() <= starts[1] or starts[1] + two.numel() <= starts[0]
+    return "" if apart else "partly"
+
+
+def _without_gaps(x: DTensor) -> bool:
+    """Does it lie in one stretch of its base, each place once?"""
+    place = 1
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if stride != place:
+            return False
+        place *= size
+    return True
+
+
+def _raise(func: torch._ops.OpOverload, why: str) -> None:
+    raise RuleError(
+        f"{func.name()}: unsupported operation: {why}, on one device too\n  fix: clone() the tensor before"
+    )
