@@ -202,7 +202,8 @@ def _of_matrices(s: Scope, name: str, x: Ref) -> None:
         bias = s.partner(s[x], s.rng.choice(((n, m), (m,), (1, m), (n, 1), ())))
         kwargs = {"beta": 2, "alpha": -1} if s.chance(0.3) else {}
         y = s.partner(s[x], (k, m))
-        form = "in place" if s[bias].shape == (n, m) and s.chance(0.4) else "plain"
+        alone = bias not in {x, y}  # else the product is written while it is read
+        form = "in place" if s[bias].shape == (n, m) and alone and s.chance(0.4) else "plain"
         formed(s, "addmm", bias, x, y, form=form, **kwargs)
 
 
