@@ -5,6 +5,7 @@ Supported: torch 2.11 to 2.13. Nothing else in the package asks for a version.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+
+# The releases of torch that were tried, first and last; pyproject.toml asks for these.
+TRIED = ("2.11", "2.13")
+
+
+def warn_if_untried(version: str) -> None:
+    """Say that a release of torch was not tried: what differs between releases is written down by hand."""
+    release = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
+    first, last = (tuple(map(int, known.split("."))) for known in TRIED)
+    if not first <= release <= last:
+        warnings.warn(
+            f"shardwright was tried with torch {TRIED[0]} to {TRIED[1]}, this is {version}: it may fail; "
+            f"install 'torch>={TRIED[0]},<{last[0]}.{last[1] + 1}'",
+            stacklevel=2,
+        )
+
+
+warn_if_untried(torch.__version__)
 
 
 def overload_for(

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from shardwright.comm.record import because
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
-from shardwright.placement.base import Replicate
+from shardwright.placement.base import Placement, Replicate
+from shardwright.tensor.agreed import check_alike, check_stated, refuse_unequal, told_by_all, whole_of
 from shardwright.tensor.autograd import FromLocal, Redistribute, apply, finished
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.placements import PlacementsArgument, mesh_and_placements, resolve_placements
@@ -89,6 +90,8 @@ def _from_local(
     resolved, order = resolve_placements(mesh, given, default="error")
     if (shape is None) != (stride is None):
         raise LayoutError("pass shape and stride together, or neither")
+    if run_check and coords_of(mesh) is not None:
+        _agree(local, mesh, resolved, shape, stride, order)
     layout = _stated(mesh, resolved, local, shape, stride) if shape is not None else None
     if layout is None:
         layout = inferred_layout(local, mesh, resolved)
@@ -105,6 +108,30 @@ def _from_local(
     if grad_placements is not None:
         grad_layout = layout.with_placements(resolve_placements(mesh, grad_placements, default="error")[0])
     return apply(FromLocal, local, layout, mesh, grad_layout)
+
+
+def _agree(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    order: Sequence[str] | None,
+) -> None:
+    """Refuse, on all ranks alike and before anything is sent, what is not one tensor's parts."""
+    what = "DTensor.from_local(run_check=True)"
+    whole = None if shape is None else tuple(shape)
+    told = told_by_all(local, mesh, (placements, whole, stride and tuple(stride), order), what)
+    check_alike(told, what)
+    if whole is not None:
+        layout = Layout(mesh, placements, whole, dtype=local.dtype, stride=stride, order=order)
+        return check_stated(told, layout, what)
+    guesses = [
+        inferred_layout(torch.empty(held.shape, device="meta"), mesh, placements).shape for held in told
+    ]
+    if len(set(guesses)) > 1:
+        refuse_unequal(told, guesses, whole_of(told, mesh, placements, local.dtype), what)
+    return None
 
 
 def _stated(

@@ -6,13 +6,24 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwright.errors import LayoutError
+from shardwright.layout import layout_of
+from shardwright.layout.stride import stride_like
+from shardwright.placement.base import Placement
+from shardwright.tensor.agreed import check_alike, listed, told_by_all, whole_of
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.placements import resolve_placements
+from shardwright.tensor.spec import coords_of
 from shardwright.tensor.wrap import as_ours
+
+Shape = tuple[int, ...]
+# Calls with different layouts that one mapped function remembers the shapes of.
+_MANY = 256
 
 
 def local_map(
@@ -23,6 +34,7 @@ def local_map(
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
+    out_shapes: Sequence[Sequence[int] | None] | None = None,
 ) -> Callable[..., Any]:
     """Run `func` on local tensors; DTensors go in and come out.
 
@@ -33,8 +45,12 @@ def local_map(
         in_grad_placements: per flattened argument the placements of its gradient.
         device_mesh: the mesh of the outputs; by default that of the first DTensor argument.
         redistribute_inputs: move inputs to `in_placements` instead of refusing them.
-    Raises: LayoutError: an input with other placements, or a wrong number of placements.
-    Cost: none beyond `func`, and the moves that `redistribute_inputs` asks for.
+        out_shapes: per output its logical shape; without it, the ranks tell each other their parts.
+    Raises: LayoutError: an input with other placements, a wrong number of placements, or outputs that are not
+        the parts of one tensor: on all ranks alike where they tell each other.
+    Cost: beyond `func`, the moves that `redistribute_inputs` asks for, and the first time for these layouts
+        of the arguments one all-gather of 536 bytes over each axis for each output that is cut, if
+        `out_shapes` does not give its shape. What was told is remembered.
     """
     if func is None:
         return functools.partial(
@@ -44,7 +60,9 @@ def local_map(
             in_grad_placements=in_grad_placements,
             device_mesh=device_mesh,
             redistribute_inputs=redistribute_inputs,
+            out_shapes=out_shapes,
         )
+    shapes_told = _ShapesTold()
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +73,10 @@ def local_map(
             for i, a in enumerate(flat)
         ]
         out = func(*tree_unflatten(local, tree), **kwargs)
-        return out if mesh is None else _leave(out, out_placements, mesh)
+        if mesh is None:
+            return out
+        shapes_told.asked = (mesh, *map(_seen, flat), repr(kwargs) if kwargs else "")
+        return _leave(out, out_placements, mesh, out_shapes, shapes_told)
 
     return mapped
 
@@ -82,14 +103,81 @@ def _enter(
     return x.to_local(grad_placements=None if grads is None else grads[index])
 
 
-def _leave(out: Any, placements: Any, mesh: DeviceMesh) -> Any:
+def _seen(value: Any) -> object:
+    """What all ranks know alike of an argument: the layout of a DTensor, else what it is called."""
+    if isinstance(value, TorchDTensor):
+        return layout_of(value)
+    return type(value) if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _leave(
+    out: Any,
+    placements: Any,
+    mesh: DeviceMesh,
+    shapes: Sequence[Sequence[int] | None] | None,
+    told: _ShapesTold,
+) -> Any:
     flat, tree = tree_flatten(out)
     per_output = _per_output(placements, len(flat))
-    wrapped = [
-        value if want is None else DTensor.from_local(value, mesh, want)
-        for value, want in zip(flat, per_output, strict=True)
-    ]
+    if shapes is not None and len(shapes) != len(flat):
+        raise LayoutError(f"local_map: {len(shapes)} out_shapes for {len(flat)} outputs")
+    wrapped = []
+    for index, (value, want) in enumerate(zip(flat, per_output, strict=True)):
+        if want is None:
+            wrapped.append(value)
+            continue
+        shape = None if shapes is None else shapes[index]
+        shape = told.of(index, value, mesh, want) if shape is None else tuple(shape)
+        stride = None if shape is None else stride_like(tuple(shape), tuple(value.stride()))
+        wrapped.append(DTensor.from_local(value, mesh, want, shape=shape, stride=stride))
     return tree_unflatten(wrapped, tree)
+
+
+class _ShapesTold:
+    """The logical shapes of the outputs of one mapped function, as its ranks told each other once.
+
+    asked: what all ranks know alike of the call: the same on every rank, so that all of them ask together.
+    """
+
+    def __init__(self) -> None:
+        self.asked: tuple[object, ...] = ()
+        self._known: dict[tuple[object, ...], tuple[Shape, Shape]] = {}
+
+    def of(self, index: int, local: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Shape | None:
+        """The logical shape of an output; None where each rank knows it from its own part."""
+        resolved, order = resolve_placements(mesh, placements, default="error")
+        cuts = any(p.is_partition and n > 1 for p, n in zip(resolved, mesh.shape, strict=True))
+        if not cuts or torch.compiler.is_compiling() or coords_of(mesh) is None:
+            return None
+        key = (index, resolved, *self.asked)
+        if key not in self._known:
+            if len(self._known) >= _MANY:
+                self._known.clear()
+            self._known[key] = tuple(local.shape), _told(local, mesh, resolved, order)
+        own, shape = self._known[key]
+        if own != tuple(local.shape):
+            raise LayoutError(
+                f"local_map: output {index} has local shape {tuple(local.shape)}, and {own} when the ranks "
+                "told each other theirs for the same layouts: its shape depends on more than those\n"
+                "  fix: pass out_shapes= with the logical shape"
+            )
+        return shape
+
+
+def _told(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], order: Sequence[str] | None
+) -> Shape:
+    what = "local_map"
+    told = told_by_all(local, mesh, (placements, order), f"{what}: the shapes of an output")
+    check_alike(told, what)
+    found = whole_of(told, mesh, placements, local.dtype)
+    if found is None:
+        raise LayoutError(
+            f"{what}: the outputs are not the parts of one tensor under {placements}\n{listed(told)}\n"
+            "  fix: return the part that belongs to the rank, or pass out_shapes= and the placements that "
+            "the parts have"
+        )
+    return found.shape
 
 
 def _per_output(placements: Any, count: int) -> list[Any]:

@@ -1,0 +1,141 @@
+"""The ranks of a mesh tell each other what they hold, where nobody told them the logical tensor.
+
+A rank that works out the logical shape from its own part alone gets another one than its peers as soon as the
+parts are not equal; the next operation then sends what nobody expects. Not a check of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.comm.record import because
+from shardwright.errors import LayoutError, PlacementError
+from shardwright.layout.layout import Layout
+from shardwright.layout.mesh_shape import as_mesh_shape
+from shardwright.layout.stride import contiguous_stride
+from shardwright.placement.base import Partition
+
+_DIMS = 64  # torch's limit
+_SHOWN = 8
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+Shape = tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """What one rank says: its local shape and dtype, and a digest of how it says they are placed."""
+
+    rank: int
+    shape: Shape
+    dtype: torch.dtype
+    said: int
+
+
+def told_by_all(local: torch.Tensor, mesh: DeviceMesh, said: object, reason: str) -> list[Held]:
+    """What each rank of the mesh holds, in the order of the mesh; the same list on every rank.
+
+    Args: said: what must be the same everywhere, in words.
+    Cost: an all-gather of 536 bytes over each axis.
+    """
+    digest = xxhash.xxh3_64_intdigest(repr(said).encode()) >> 2
+    row = [_DTYPES.index(local.dtype), digest, local.dim(), *local.shape]
+    mine = torch.tensor(row + [0] * (_DIMS + 3 - len(row)), dtype=torch.int64, device=mesh.device_type)
+    rows = mine.reshape(1, -1)
+    for axis in reversed(range(mesh.ndim)):
+        if mesh.size(axis) > 1:
+            parts = [rows.clone() for _ in range(mesh.size(axis))]
+            with because(reason):
+                dist.all_gather(parts, rows, group=mesh.get_group(axis))
+            rows = torch.cat(parts)
+    return [
+        Held(rank, tuple(shape[:ndim]), _DTYPES[dtype], digest)
+        for rank, (dtype, digest, ndim, *shape) in zip(as_mesh_shape(mesh).ranks, rows.tolist(), strict=True)
+    ]
+
+
+def check_alike(told: Sequence[Held], what: str) -> None:
+    """Raise LayoutError, the same on all ranks, unless dtypes, numbers of dims and placements agree."""
+    for words, facts in (
+        ("different dtypes", {held.dtype for held in told}),
+        ("different numbers of dims", {len(held.shape) for held in told}),
+        ("other placements, or another shape=", {held.said for held in told}),
+    ):
+        if len(facts) > 1:
+            raise LayoutError(f"{what}: the ranks pass {words}\n{listed(told)}")
+
+
+def check_stated(told: Sequence[Held], layout: Layout, what: str) -> None:
+    """Raise LayoutError, the same on all ranks, unless each holds the part that a stated layout gives it."""
+    if not fits(told, layout):
+        expected = {held.rank: layout.local_shape(layout.coords_of(held.rank)) for held in told}
+        raise LayoutError(
+            f"{what}: the ranks do not hold the parts of {layout}\n{listed(told, expected)}"
+            "\n  fix: pass on every rank the part that belongs there, or the right shape="
+        )
+
+
+def fits(told: Sequence[Held], layout: Layout) -> bool:
+    """Whether each rank holds what the layout gives it."""
+    return all(held.shape == layout.local_shape(layout.coords_of(held.rank)) for held in told)
+
+
+def whole_of(
+    told: Sequence[Held], mesh: DeviceMesh, placements: Sequence[object], dtype: torch.dtype
+) -> Layout | None:
+    """The layout of which the ranks hold the parts; None where there is none."""
+    shape = _summed(told, mesh, placements)
+    if shape is None:
+        return None
+    try:
+        layout = Layout(mesh, tuple(placements), shape, dtype=dtype)
+    except (LayoutError, PlacementError):
+        return None
+    return layout if fits(told, layout) else None
+
+
+def _summed(told: Sequence[Held], mesh: DeviceMesh, placements: Sequence[object]) -> Shape | None:
+    """Per dim the local lengths of the coords that cut it, one after the other."""
+    known = as_mesh_shape(mesh)
+    cut: dict[int, list[int]] = {}
+    for axis, placement in enumerate(placements):
+        dim = getattr(placement, "dim", None)
+        if isinstance(placement, Partition) and not isinstance(dim, int):
+            return None
+        if isinstance(placement, Partition) and isinstance(dim, int):
+            cut.setdefault(dim % max(len(told[0].shape), 1), []).append(axis)
+    shape = list(told[0].shape)
+    for dim, axes in cut.items():
+        sizes = (range(n) if axis in axes else range(1) for axis, n in enumerate(known.sizes))
+        shape[dim] = sum(told[known.index_at(coords)].shape[dim] for coords in product(*sizes))
+    return tuple(shape)
+
+
+def refuse_unequal(told: Sequence[Held], guesses: Sequence[Shape], found: Layout | None, what: str) -> None:
+    """Raise LayoutError, the same on all ranks, where parts of unequal shape are taken for equal ones."""
+    taken = {held.rank: guess for held, guess in zip(told, guesses, strict=True)}
+    fix = "fix: pass shape= and stride= of the whole tensor"
+    if found is not None:
+        stride = contiguous_stride(found.shape)
+        fix = f"fix (checked): {what.partition('(')[0]}(..., shape={found.shape}, stride={stride})"
+    raise LayoutError(
+        f"{what}: without shape= every rank is taken to hold a part of equal shape, and they do not\n"
+        f"{listed(told, taken, 'would be part of')}\n  {fix}"
+    )
+
+
+def listed(told: Sequence[Held], others: dict[int, Shape] | None = None, words: str = "should be") -> str:
+    """The ranks and what they hold, one a line."""
+    lines = [
+        f"  rank {held.rank}  {str(held.dtype).removeprefix('torch.')} {held.shape}"
+        + ("" if others is None else f"   {words} {others[held.rank]}")
+        for held in told[:_SHOWN]
+    ]
+    more = [f"  and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
+    return "\n".join([*lines, *more])
