@@ -8,9 +8,22 @@ import pytest
 import torch
 
 from shardwright.errors import PlacementError
-from shardwright.placement import AlongDim, Box, Partial, Partition, Pending, Ragged, Region, Shard
+from shardwright.placement import (
+    AlongDim,
+    Box,
+    Owner,
+    Partial,
+    Partition,
+    Pending,
+    Placement,
+    Ragged,
+    Region,
+    Shard,
+    ZigZag,
+)
 from shardwright.placement.runs import Run, interval
 from shardwright.testing.check_placement import BrokenLawError, PlacementLaws, check_placement
+from shardwright.testing.hook_laws import HOOKS
 
 
 @dataclass(frozen=True)
@@ -241,6 +254,204 @@ class NotElementwise(Pending):
         return x.dtype == torch.float32
 
 
+class ElsewhereAnotherCut(Rows):
+    def on_dim(self, dim):
+        return Shard(dim) if dim == 0 else Owner(0)
+
+
+class TheOtherWay(Rows):
+    """`on_dim` of its own dim is another cut."""
+
+    def on_dim(self, dim):
+        return ZigZag(dim)
+
+
+class RenumbersWrongly(Rows):
+    def on_dims(self, dims):
+        return Shard(max(dims.values(), default=0))
+
+
+class FlattensInName(Rows):
+    def flat_group(self):
+        return (0, 1)
+
+
+class HeldByNobody(Rows):
+    undivided = True
+
+
+class WithinForgetsTheOffset(Rows):
+    def within(self, region, n, coord):
+        return self.region(region.local_shape, n, coord)
+
+
+class TouchesAnotherDim(Rows):
+    """Says that it touches no dim but the last, where its rows are never cut first."""
+
+    def region(self, shape, n, coord):
+        return (
+            Shard(len(shape) - 1).region(shape, n, coord)
+            if shape[0] % 2
+            else Owner(0).region(shape, n, coord)
+        )
+
+    def touched_dims(self, shape, n):
+        return (0,) if shape[0] % 2 == 0 and len(shape) < 2 else tuple({0, len(shape) - 1} - {0} or {0})
+
+
+class ResolvesToAnother(Rows):
+    def resolved(self, ndim):
+        return ZigZag(0)
+
+
+class ValidatesWithAnAssertion(Rows):
+    def validate(self, shape, n):
+        super().validate(shape, n)
+        if shape[0] == 7:
+            raise ValueError("seven")
+
+
+class DetachedSplit(Rows):
+    def split(self, x, n, coord):
+        return super().split(x.detach(), n, coord)
+
+
+class DetachedJoin(Rows):
+    def join(self, terms, shape):
+        return super().join([part.detach() for part in terms], shape)
+
+
+class AnySizeInName(Rows):
+    any_size = True
+
+    def region(self, shape, n, coord):
+        dim = len(shape) - 1 if shape[0] > 2 else 0
+        return Shard(dim).region(shape, n, coord)
+
+
+class AnotherDual(Rows):
+    def dual(self):
+        return ZigZag(0)
+
+
+@dataclass(frozen=True)
+class MiscountsItsRuns(AlongDim):
+    dim: int
+
+    def runs(self, length, n, coord):
+        return Shard(0).runs(length, n, coord)
+
+    def local_length(self, length, n, coord):
+        return super().local_length(length, n, coord) if length < 5 else length // n
+
+    def local_shape(self, shape, n, coord):
+        return self.region(shape, n, coord).local_shape
+
+
+class CombinesElsewhereInPlace(Partial):
+    def combine_in_place(self, locals, free):  # noqa: A002
+        return super().combine(locals) + 1
+
+
+class OverwritesWhatIsNotFree(Partial):
+    def combine_in_place(self, locals, free):  # noqa: A002
+        total = super().combine(locals)
+        locals[0].zero_()
+        return total
+
+
+class EmbedsTheValueItself(Partial):
+    def embed(self, x, n, coord):
+        return x if coord == 0 else super().embed(x, n, coord)
+
+
+class DualIsACut(Partial):
+    def dual(self):
+        return Shard(0)
+
+
+class IsNoPartial(Partial):
+    def is_partial(self, reduce_op=None):
+        return False
+
+
+class NamesNoReduction(Partial):
+    def is_partial(self, reduce_op=None):
+        return True
+
+
+class RefusesEverything(Partial):
+    def in_domain(self, x):
+        return False
+
+
+class FarTooExact(Partial):
+    """An average is within two units, not none."""
+
+    tolerance = 0
+
+
+HOOK_FAULTS = [
+    ("on_dim", ElsewhereAnotherCut(), r"on_dim\(1\)"),
+    ("on_dim", TheOtherWay(), r"on_dim\(0\)"),
+    ("on_dims", RenumbersWrongly(), r"on_dims\("),
+    ("flat_group", FlattensInName(), r"flat_group\(\) is \(0, 1\)|tuple index|list index"),
+    ("undivided", HeldByNobody(), "says undivided"),
+    ("within", WithinForgetsTheOffset(), r"within\("),
+    ("touched_dims", TouchesNothing(), r"touched_dims\(\) is \[\]"),
+    ("touched_dims", TouchesAnotherDim(), r"touched_dims\(\)|cutting dim"),
+    ("resolved", ResolvesToAnother(), r"ZigZag"),
+    ("validate", ValidatesWithAnAssertion(), "raised ValueError"),
+    ("split", DetachedSplit(), "gradient|does not require grad"),
+    ("join", DetachedJoin(), "gradient|does not require grad"),
+    ("any_size", AnySizeInName(), "any_size"),
+    ("dual", AnotherDual(), r"dual\(\) is"),
+    ("local_length", MiscountsItsRuns(0), r"local_length\(5\)"),
+    ("runs", LostTail(0), "held by no coord"),
+    ("moved", WrongOnDim(0), r"on_dim\(1\) = Backwards"),
+    ("region", Hole(), "held by no coord"),
+    ("local_shape", AnotherLocalShape(), r"local_shape\(\)"),
+    ("cut_dims", CutsNothing(), r"cut_dims\(\)"),
+    ("even", AlwaysEven(), r"even\(\)"),
+    ("text", NotFrozen(1), "cannot be hashed"),
+    ("combine", WiderResult(), r"combine\(\)"),
+    ("combine_in_place", CombinesElsewhereInPlace(), r"combine_in_place\(\) is"),
+    ("combine_in_place", OverwritesWhatIsNotFree(), "not free|changed"),
+    ("embed", EmbedsTheValueItself(), r"embed\(\) of coord 0 is the value itself"),
+    ("dual", DualIsACut(), r"dual\(\) is"),
+    ("is_partial", IsNoPartial(), r"is_partial\(\) is False"),
+    ("reduce_op", NamesNoReduction(), r"is_partial\(\) does not answer"),
+    ("in_domain", RefusesEverything(), "in_domain"),
+    ("tolerance", FarTooExact("avg"), r"combine\(embed\(x\)\)"),
+    ("identity", WrongIdentity(), r"identity\(x\)"),
+    ("linear", SaysLinear(), "not linear"),
+    ("can_be_target", ForgetsTheLast(), r"combine\(embed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("hook", "placement", "message"), HOOK_FAULTS, ids=lambda value: type(value).__name__
+)
+def test_a_wrong_statement_beside_the_meaning_is_caught(hook, placement, message):
+    assert hook in HOOKS
+    with pytest.raises(BrokenLawError, match=message) as caught:
+        check_placement(placement, axis_sizes=(1, 2, 3))
+    assert type(placement).__name__ in str(caught.value)
+
+
+def test_every_method_that_a_placement_may_define_has_a_law_and_a_planted_fault():
+    """A new method of the bases joins both."""
+    value = {"is_partition", "is_pending", "is_replicated"}  # the families: `is_a_value` checks them
+    named = {
+        name
+        for base in (Placement, Partition, Pending, AlongDim)
+        for name in (*vars(base), *getattr(base, "__annotations__", {}))
+        if not name.startswith("_") and name not in {"dim", *value}
+    }
+    assert named == set(HOOKS)
+    assert {hook for hook, _, _ in HOOK_FAULTS} == set(HOOKS)
+
+
 FAULTS = [
     (Overlap(), "held more than once"),
     (Hole(), "held by no coord"),
@@ -265,7 +476,7 @@ FAULTS = [
     (HalfOnEachCoord(), r"combine\(embed\(x\)\) is"),
     (SumsFully(), r"combine"),
     (ForgetsTheLast(), r"combine\(embed\(x\)\) is"),
-    (ChangesItsTerms(), "changed its argument|combine"),
+    (ChangesItsTerms(), "changed its argument|combine|embed"),
     (WiderResult(), r"combine\(\) made torch.float64"),
     (WrongIdentity(), r"identity\(x\) is"),
     (SaysLinear(), "not linear"),

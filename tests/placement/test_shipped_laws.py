@@ -6,13 +6,20 @@ import pytest
 
 from shardwright.placement import (
     BlockCyclic,
+    Flat,
+    Imaged,
     Interleaved,
+    Joint,
+    Moved,
+    Nested,
     Owner,
     Partial,
     Placement,
     Ragged,
     Replicate,
     Shard,
+    Sliced,
+    Spread,
     ZigZag,
 )
 from shardwright.testing.check_placement import check_placement
@@ -35,6 +42,20 @@ SHIPPED: tuple[Placement, ...] = (
     Ragged((2, 0, 1), (0, 1)),
     Ragged((1, 1, 1), (0, 2)),
     Ragged((1, 0, 1), (1, 2)),
+    Flat((0,), Shard(0)),
+    Flat((1, 0), ZigZag(0)),
+    Flat((0, 2), Ragged((1, 2))),
+    Imaged(0, Shard(1), (2, 4), (4, 2)),
+    Imaged(0, Ragged((1, 2), (0, 1)), (3, 4), (4, 5), (0, 1), ((0, 1), (1, 0))),
+    Joint(Shard(0), (2,), 0),
+    Joint(Nested(((Shard(0), 2), (Shard(0), 2))), (4,), 0),
+    Moved(1, Shard(0), 1, 0),
+    Nested(((Shard(0), 3), (Shard(1), 1))),
+    Nested(((ZigZag(0), 2), (Ragged((2,), (0, 1)), 1))),
+    Sliced(0, Shard(0), 20, 3, 2, 5),
+    Sliced(1, BlockCyclic(0, 2), 9, 1, 1, 8),
+    Spread(0, ZigZag(0), 2, 2, 3),
+    Spread(1, Shard(0), 2, 4, 1),
     *(Partial(op) for op in ("sum", "avg", "max", "min", "product", "norm2", "band", "bor", "bxor")),
 )
 

@@ -17,6 +17,7 @@ from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.base import Partition, Pending, Placement
 from shardwright.placement.convert import as_placement
 from shardwright.placement.shard import Shard
+from shardwright.testing.hook_laws import PARTITION_HOOKS, PENDING_HOOKS, resolved_means_the_same
 from shardwright.testing.placement_laws import PARTITION_LAWS, PENDING_LAWS, is_a_value, samples
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 AXIS_SIZES = (1, 2, 3, 5)
 _LARGEST_AXIS = 32
+_FEW = 24  # elements of the shapes that are cut over two axes
+_SMALL = 20  # elements times coords where the statements beside the meaning are tried
 _SIZES_1D = (0, 1, 2, 3, 4, 5, 7, 8, 12, 13, 24)
 _SIZES_2D = (0, 1, 2, 3, 5, 8)
 _SIZES_3D = (0, 1, 2, 3)
@@ -49,9 +52,10 @@ def shapes() -> Iterator[Shape]:
 def check_placement(placement: Placement, *, axis_sizes: Sequence[int] | None = None) -> None:
     """Check every law of a placement on all small shapes and axis sizes that it accepts.
 
-    Partition: the regions cover, are disjoint, lie inside, fill the local shape; split and join; the dims it
-    says it cuts; alone and before and after a `Shard` on another axis. Pending: combine(embed(x)) == x,
-    elementwise. All: a frozen value that pickles.
+    Partition: the regions cover, are disjoint, lie inside, fill the local shape; split and join; alone and
+    before and after a `Shard` on another axis; every other method that the class defines says what follows
+    from its regions (`shardwright.testing.hook_laws.HOOKS` lists them). Pending: combine(embed(x)) == x,
+    elementwise; the other methods likewise. All: a frozen value that pickles.
     Args: axis_sizes: default 1, 2, 3, 5, or else those up to 32 that the placement accepts. Shapes and sizes
         that `validate` refuses are skipped, and so are numbers of dims for which every `region` raises.
     Raises: BrokenLawError: with the smallest counterexample, or when no shape and axis is accepted.
@@ -89,6 +93,11 @@ def _accepts(placement: Placement, shape: Shape, n: int) -> bool:
         placement.resolved(len(shape)).validate(shape, n)
     except PlacementError:
         return False
+    except Exception as error:
+        broken = (
+            f"it raised {type(error).__name__}: {error}; what it refuses, it refuses with a PlacementError"
+        )
+        raise BrokenLawError(_message(placement, "validate", broken, shape, n)) from error
     return True
 
 
@@ -123,12 +132,15 @@ def _resolved(placement: P, shape: Shape) -> P:
 def _check_alone(placement: Placement, shape: Shape, n: int) -> None:
     resolved = placement.resolved(len(shape))
     if isinstance(resolved, Partition):
-        for partition_law in PARTITION_LAWS:
+        hooks = PARTITION_HOOKS if prod(shape) * n <= _SMALL else ()
+        if hooks:
+            _apply(resolved_means_the_same, placement, shape, n)
+        for partition_law in (*PARTITION_LAWS, *hooks):
             _apply(partition_law, resolved, shape, n)
     elif isinstance(resolved, Pending) and resolved.can_be_target:
         if not any(True for _ in samples(resolved, shape)):
             _report(resolved, "in_domain", "none of the float, integer, bool and complex samples is in it")
-        for pending_law in PENDING_LAWS:
+        for pending_law in (*PENDING_LAWS, *PENDING_HOOKS):
             _apply(pending_law, resolved, shape, n)
 
 
@@ -163,7 +175,7 @@ def _report(placement: Placement, law: str, broken: str | None) -> None:
 def _check_composed(placement: Partition, cases: Sequence[tuple[Shape, int]]) -> None:
     """Before and after a `Shard` of each dim on another axis: shapes, regions and join of the layout."""
     for shape, n in cases:
-        if n == 1 or not 0 < len(shape) < 3 or prod(shape) > 24:
+        if n == 1 or not 0 < len(shape) < 3 or prod(shape) > _FEW:
             continue
         for dim, order in product(range(len(shape)), (("p", "s"), ("s", "p"))):
             mesh = MeshShape(("p", "s"), (n, 2))
