@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import RuleError
@@ -86,7 +87,9 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             out = func(*args, **kwargs) if own is None else own(func, args, kwargs)
     finally:
         state.functions = depth
-    return out if out.__class__ is not torch.Tensor else _made_by_torch(func, args, kwargs, out)
+    if out.__class__ is not torch.Tensor or is_functorch_wrapped_tensor(out):
+        return out
+    return _made_by_torch(func, args, kwargs, out)
 
 
 # Functions whose result is plain because the user asks for it.
@@ -106,6 +109,26 @@ def _made_by_torch(
     if ours is None or getattr(func, "__name__", "") in _ASK_FOR_PLAIN or any(out is v for v in given):
         return out
     return as_replicated(out, ours.device_mesh)
+
+
+def wraps_distributed(x: torch.Tensor) -> bool:
+    """Is `x` what a transform of `torch.func` makes of a DTensor? Its class says plain; inside it is not."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return isinstance(x, TorchDTensor)
+
+
+def is_same_everywhere(x: torch.Tensor) -> bool:
+    """Has it nothing in which ranks could differ but one element?
+
+    One element, or one repeated by a stride of 0, as torch writes a tangent that is zero; no data at all, as
+    where torch asks what a sum with such a zero looks like.
+    """
+    if x.is_meta or x.numel() == 1:
+        return True
+    if is_functorch_wrapped_tensor(x) or x.layout is not torch.strided or not x.numel():
+        return False
+    return all(size == 1 or not stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -148,7 +171,7 @@ def _has_foreign(values: Iterable[Any]) -> bool:
         if cls in _harmless:
             continue
         if issubclass(cls, torch.Tensor):
-            if not issubclass(cls, TorchDTensor) or cls is TorchDTensor:
+            if cls is TorchDTensor or not (issubclass(cls, TorchDTensor) or wraps_distributed(value)):
                 return True
         elif issubclass(cls, list | tuple):
             if _has_foreign(value):
@@ -162,7 +185,7 @@ def _refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     if torch._C._current_graph_task_id() != -1:
         return  # what a backward recomputes was judged in its forward
     for value in tensors_in((*args, *kwargs.values())):
-        if isinstance(value, TorchDTensor) or value.numel() == 1 or _is_written(func, value, args, kwargs):
+        if is_same_everywhere(value) or wraps_distributed(value) or _is_written(func, value, args, kwargs):
             continue
         if func in AUTOGRAD or getattr(func, "__name__", "") == "__set__":
             return

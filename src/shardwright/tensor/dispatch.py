@@ -18,11 +18,13 @@ from shardwright.tensor import (  # noqa: F401  algorithms register themselves
     copied_views,
     cut_orders,
     cut_scans,
+    filled_diagonal,
     handlers,
     key_parts,
     local_reshape,
     made_gradients,
     other_sizes,
+    proxies,
     views,
     windows,
     written_memory,
@@ -45,6 +47,7 @@ _CACHE_SIZE = 65536
 _Decided = Prepared | NeedsDecomposition | ByAlgorithm | ViewCall
 # A spec: one local call on the operands as they are gives one tensor of this spec.
 _cache: dict[tuple[Any, ...], Spec | LocalReshape | _Decided] = {}
+_modes = torch._C._len_torch_dispatch_stack
 _routes: dict[torch._ops.OpOverload, handlers.Handler] = {}
 _cache_generation = -1
 
@@ -66,6 +69,8 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping
             route = _routes[func] = partial(_as_the_base, route)
         elif written_memory.asks(func):
             route = _routes[func] = partial(_where_it_may_write, route)
+    if _modes():
+        route = partial(proxies.record, route)
     if copied_views.exist():
         return copied_views.around(route, func, args, kwargs)
     return route(func, args, kwargs)

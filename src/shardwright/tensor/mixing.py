@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import RuleError
-from shardwright.tensor.boundary import helpers_allowed
+from shardwright.tensor.boundary import helpers_allowed, is_same_everywhere
 from shardwright.tensor.plain_beside import plain_beside
 from shardwright.tensor.wrap import as_replicated
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 def replicate_plain(x: torch.Tensor, mesh: DeviceMesh, func: torch._ops.OpOverload) -> DTensor:
     """The plain tensor as a replicated DTensor, where that is allowed.
 
-    One-element tensors count as replicated; others where `helpers_allowed` says so.
+    A single value counts as replicated; others where `helpers_allowed` says so.
     Raises: RuleError: any other plain tensor; the text names the ways out.
     """
-    if x.numel() == 1 or helpers_allowed():
+    if is_same_everywhere(x) or helpers_allowed():
         return as_replicated(x, mesh)
     raise RuleError(plain_beside(func.name(), x))
 

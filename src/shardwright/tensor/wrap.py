@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from torch.autograd import forward_ad
+
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of_spec
 from shardwright.placement.base import Replicate
@@ -32,8 +34,17 @@ def up_to_date(x: TorchDTensor) -> None:
 
 
 def wrap(local: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
-    """The DTensor whose part on this rank is `local`."""
+    """The DTensor whose part on this rank is `local`.
+
+    torch gives a wrapper the storage offset of what it is made of: where this rank's part begins inside a
+    storage. Forward-mode AD wants that of a view and of its tangent to agree, whose layouts may differ; there
+    every wrapper begins at 0.
+    """
     cls = CLASSES[spec.use is not None]
+    if forward_ad._current_level >= 0 and local.storage_offset():
+        made = cls.__new__(cls, local.new_empty(0), spec, requires_grad=requires_grad)
+        made._local_tensor = local
+        return cast("DTensor", made)
     return cast("DTensor", cls.__new__(cls, local, spec, requires_grad=requires_grad))
 
 

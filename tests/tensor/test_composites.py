@@ -1,0 +1,41 @@
+"""Operators that torch composes of others, on views: what a composite reads of memory is one rank's.
+
+`storage_offset`, strides and addresses of a wrapper are no facts of the logical tensor.
+"""
+
+import pytest
+import torch
+
+from .cases import close, full, layouts_of, place, whole
+
+# Views of a matrix of 9 x 10: what makes memory begin elsewhere, or lie in another order.
+VIEWS = {
+    "sliced": lambda x: x[:, 6:],
+    "inside": lambda x: x[2:8, 1:5],
+    "transposed": lambda x: x.mT[3:],
+    "stepped": lambda x: x[1::2, ::3],
+    "narrow": lambda x: x[:, 7:9],
+}
+
+
+def _filled():
+    """Law: `fill_diagonal_` of a view writes the view's diagonal, and nothing else of the base."""
+    for name, view in VIEWS.items():
+        for wrap in (False, True):
+            for layout in layouts_of(2):
+                plain = full(9, 10, dtype=torch.float64)
+                placed = place(plain, layout)
+                view(plain).fill_diagonal_(2, wrap=wrap)
+                view(placed).fill_diagonal_(2, wrap)
+                assert torch.equal(whole(placed), plain), (name, wrap, layout)
+        leaf, twin = (v.requires_grad_() for v in (full(9, 10), place(full(9, 10), layouts_of(2)[1])))
+        for x in (leaf, twin):
+            base = x * 2
+            view(base).fill_diagonal_(2)
+            (base * base).sum().backward()
+        close(twin.grad, leaf.grad, name)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_a_diagonal_is_filled_where_the_logical_tensor_has_it(ranks, world):
+    ranks(world, _filled, timeout=120)

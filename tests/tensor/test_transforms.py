@@ -1,0 +1,130 @@
+"""Transforms of `torch.func`, forward-mode AD and traced graphs: on DTensors as on one device.
+
+A transform wraps the tensors that a function sees, so that the class of what is inside does not show.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch import func
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+import shardwright as sw
+from shardwright.errors import RuleError
+
+from .cases import close, full, layouts_of, place
+
+# Functions of two matrices, of which the second is seen as it is; per row they are functions of a row too.
+FUNCTIONS = {
+    "pointwise": lambda p, q: p.sin() * q + p * p,
+    "matrix": lambda p, q: (p @ q.mT).tanh(),
+    "reduced": lambda p, q: (p * q).std(-1) + p.amax(-1),
+    "normed": lambda p, q: functional.layer_norm(p, p.shape[-1:]) * q,
+    "softmax": lambda p, q: (p + q).softmax(-1) + p.log_softmax(0),
+    "viewed": lambda p, q: torch.cat([p.flip(0)[..., 1:], q[..., :1]], -1).cumsum(-1).mT,
+    "loss": lambda p, q: functional.cross_entropy(p + q.sin(), (q > 0).double().softmax(-1)),
+    "written": lambda p, q: (p * 2).mul_(q).add_(p),
+}
+
+
+def _total(f):
+    return lambda p, q: (f(p, q) ** 2).sum()
+
+
+def _forward_mode(f, a, b):
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(f(forward_ad.make_dual(a, b), b))
+        return out.primal, out.tangent
+
+
+TRANSFORMS = {
+    "grad": lambda f, a, b: func.grad(lambda p: _total(f)(p, b))(a),
+    "grad of both": lambda f, a, b: func.grad_and_value(_total(f), argnums=(0, 1))(a, b),
+    "grad of grad": lambda f, a, b: func.grad(lambda p: func.grad(_total(f))(p, b).sin().sum())(a),
+    "vjp": lambda f, a, b: (v := func.vjp(lambda p: f(p, b), a))[1](torch.ones_like(v[0]) * 2),
+    "jvp": lambda f, a, b: func.jvp(f, (a, b), (b, a)),
+    "jvp of one": lambda f, a, b: func.jvp(lambda p: f(p, b), (a,), (b,)),
+    "jacrev": lambda f, a, b: func.jacrev(f, argnums=1)(a, b),
+    "jacfwd": lambda f, a, b: func.jacfwd(lambda p: f(p, b))(a),
+    "linearize": lambda f, a, b: (lin := func.linearize(lambda p: f(p, b), a))[1](b + 1) + lin[0],
+    "vmap": lambda f, a, b: func.vmap(f)(torch.stack([a, b]), torch.stack([b, a])),
+    "vmap of one": lambda f, a, b: func.vmap(lambda p: f(p, b))(torch.stack([a, b, a + b])),
+    "vmap of a dim": lambda f, a, b: func.vmap(f, in_dims=(1, None))(torch.stack([a, b], 1), b),
+    "forward mode": _forward_mode,
+    "traced": lambda f, a, b: make_fx(lambda p: f(p, b))(b)(a),
+}  # fmt: skip
+
+
+# An error of torch: it folds the tangent of a constant, a zero, into a plain parameter, and asserts that the
+# tangent of a view has the strides of its primal.
+ERRORS = {("linearize", "viewed")}
+
+
+def _same(name, transform, f, a, b):
+    wanted = transform(f, a, b)
+    for layout in layouts_of(2):
+        got = transform(f, place(a, layout), place(b, layout))
+        wanted_list, got_list = (v if isinstance(v, tuple) else (v,) for v in (wanted, got))
+        for g, w in zip(got_list, wanted_list, strict=True):
+            if isinstance(w, tuple):
+                [close(*pair, f"{name} {layout}") for pair in zip(g, w, strict=True)]
+            else:
+                close(g, w, f"{name} {layout}")
+
+
+def _transformed(name):
+    a, b = full(5, 4, dtype=torch.float64), full(5, 4, seed=1, dtype=torch.float64)
+    with warnings.catch_warnings():
+        # torch's own graph of a linearized function names constants that it has not stored yet.
+        warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node", UserWarning)
+        for of, f in FUNCTIONS.items():
+            if (name, of) not in ERRORS:
+                _same(of, TRANSFORMS[name], f, a, b)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transformed_function_is_that_of_one_device(ranks, name):
+    ranks(2, _transformed, name, timeout=150)
+
+
+def _models():
+    """Law: per-sample gradients, a gradient of `functional_call` and a Hessian are those of one device."""
+    layer, rows = torch.nn.Linear(4, 4, dtype=torch.float64), full(5, 4, dtype=torch.float64)
+    weight, bias = full(4, 4, seed=1, dtype=torch.float64), full(4, seed=2, dtype=torch.float64)
+
+    def loss(parameters, x):
+        return func.functional_call(layer, parameters, (x,)).pow(2).sum()
+
+    programs = {
+        "whole": lambda w, v, x: func.grad(loss)({"weight": w, "bias": v}, x),
+        "per sample": lambda w, v, x: func.vmap(func.grad(loss), (None, 0))({"weight": w, "bias": v}, x),
+    }
+    for name, program in programs.items():
+        wanted = program(weight, bias, rows)
+        for layout in layouts_of(2):
+            got = program(place(weight, layout), place(bias, (sw.Replicate(),)), place(rows, layout))
+            for key in wanted:
+                close(got[key], wanted[key], f"{name} {key} {layout}")
+    hessian = func.hessian(lambda x: (x.softmax(-1) ** 3).sum())
+    for layout in layouts_of(2):
+        close(hessian(place(rows, layout)), hessian(rows), f"hessian {layout}")
+
+
+def test_gradients_of_a_functional_call_are_those_of_one_device(ranks):
+    ranks(2, _models, timeout=150)
+
+
+def _refused():
+    """Law: a plain tensor beside a DTensor is refused inside a transform too."""
+    x, row = place(full(5, 4), (sw.Shard(0),)), full(4)
+    with pytest.raises(RuleError, match="a plain tensor of shape"):
+        func.vmap(lambda p: p * row)(x)
+    with pytest.raises(RuleError, match="a plain tensor of shape"):
+        func.jvp(torch.sin, (x,), (full(5, 4),))
+
+
+def test_a_plain_tensor_is_refused_inside_a_transform(ranks):
+    ranks(2, _refused)
