@@ -82,5 +82,17 @@ def _as_on_one_device():
                     close(ours[0], plain[0], f"{name}, {how}, {cut}")
 
 
+def _a_mask_of_itself():
+    x = torch.tensor([True, False, True, False])
+    for cut in (sw.Shard(0), sw.Replicate()):
+        ours = place(x.clone(), (cut,))
+        ours[ours] = False
+        assert not ours.any()
+
+
+def test_a_tensor_may_be_the_mask_of_a_write_into_itself(ranks):
+    ranks(2, _a_mask_of_itself)
+
+
 def test_writes_that_one_device_refuses_for_their_memory_are_refused_on_every_rank(ranks):
     ranks(2, _as_on_one_device, timeout=240)

@@ -48,6 +48,8 @@ def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
     """Raise what one device raises. Raises: RuleError (a RuntimeError): with the words of torch."""
     once, partly, wholly = _questions(func)
     read, written = _sides(func, args, kwargs)
+    if func._schema.name.startswith("aten::index_put"):  # a mask is made indices before anything is written
+        read = [x for x in read if x.dtype != torch.bool]
     for target in written:
         if once and any(s == 0 and n > 1 for s, n in zip(target.stride(), target.shape, strict=True)):
             _raise(func, _FEW)
