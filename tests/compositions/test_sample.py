@@ -21,6 +21,7 @@ SAMPLE = [
     ("decoder", composition("tensor tp, fsdp* dp", dp=2, tp=2), "two backwards"),
     ("decoder", composition("styles tp, hsdp dr ds", dr=1, ds=2, tp=2), "tied"),
     ("decoder", composition("replicate cr, fsdp ds", ds=2, cr=2), "no rows"),
+    ("decoder", composition("fsdp* dp", dp=2), "twice"),  # refused: two units would own one parameter
     ("decoder", composition("replicate cr, hsdp dr ds", dr=2, ds=2, cr=1), "frozen"),
     ("decoder with experts", composition("expert, replicate dp", spread=2, dp=2), "everything"),
     ("decoder with experts", composition("expert, fsdp dp", spread=2, dp=4), "no rows"),

@@ -83,6 +83,7 @@ def parallelize_fsdp(
     others = {s.get() for s in slots if _elsewhere(s.get(), mesh)}
     left_alone = others | ignored
     refuse_partly_sharded(module, axes)
+    _refuse_shared_with_another_unit(module)
     _refuse_twice(slots, axes, left_alone)
     _refuse_scalars(slots, left_alone)
     taken = [slot for slot in slots if slot.get() not in left_alone]
@@ -138,6 +139,19 @@ def _refuse_twice(slots: list[Slot], axes: tuple[str, ...], ignored: set[nn.Para
             raise ParallelError(
                 f"{slot.path}: axis {twice[0]!r} places this parameter already "
                 f"({as_ours(parameter)._spec.layout}); apply a strategy once per parameter and axis"
+            )
+
+
+def _refuse_shared_with_another_unit(module: nn.Module) -> None:
+    """Raise ParallelError for a sharded parameter that no unit inside holds: one beside this module does."""
+    units = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
+    inside = {part for unit in units for part in unit.modules()}
+    for slot in slots_of(module):
+        unit = getattr(slot.get(), "_fully_sharded", "")
+        if unit and slot.owner not in inside:
+            raise ParallelError(
+                f"{slot.path}: another sharded unit on axis {unit!r} uses this parameter too; a parameter "
+                "belongs to one unit, which gathers and sums it: shard a module that holds both users"
             )
 
 
