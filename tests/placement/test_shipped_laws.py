@@ -51,6 +51,7 @@ SHIPPED: tuple[Placement, ...] = (
     Joint(Nested(((Shard(0), 2), (Shard(0), 2))), (4,), 0),
     Moved(1, Shard(0), 1, 0),
     Nested(((Shard(0), 3), (Shard(1), 1))),
+    Nested(((Shard(1), 1), (Owner(0), 2))),
     Nested(((ZigZag(0), 2), (Ragged((2,), (0, 1)), 1))),
     Sliced(0, Shard(0), 20, 3, 2, 5),
     Sliced(1, BlockCyclic(0, 2), 9, 1, 1, 8),

@@ -71,7 +71,12 @@ class Nested(Partition):
         return max((part.flat_group() for part, _ in self.parts), key=len, default=())
 
     def on_dim(self, dim: int) -> Partition | None:
-        """The same cuts along another dim; None where one of them cannot be moved."""
+        """The same cuts along another dim; None where one of them cannot be moved, or has no dim.
+
+        Where an owner takes part, the coords that hold nothing have no rows, whatever dim is cut.
+        """
+        if any(part.undivided for part, _ in self.parts):
+            return None
         moved = [(part.on_dim(dim), size) for part, size in self.parts]
         known = tuple((part, size) for part, size in moved if part is not None)
         return Nested(known) if len(known) == len(moved) else None
