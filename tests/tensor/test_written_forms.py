@@ -41,3 +41,21 @@ def _written():
 def test_what_is_written_is_computed_by_rules(ranks):
     """No operand is made whole because the form that writes has no rule of its own."""
     ranks(2, _written)
+
+
+def _by_algorithm():
+    """Ops that reduce over the cut dim in steps, with arguments that go by name only."""
+    x = full(7, 6)
+    cut = place(x, [sw.Shard(0)] * mesh().ndim)
+    low, high = (place(torch.zeros(1, 6), [sw.Replicate()] * mesh().ndim) for _ in range(2))
+    torch.aminmax(cut, dim=0, keepdim=True, out=(low, high))
+    for found, wanted in zip((low, high), torch.aminmax(x, dim=0, keepdim=True), strict=True):
+        assert torch.equal(whole(found), wanted)
+    sums = place(torch.zeros(7, 6, dtype=torch.float64), [sw.Shard(0)] * mesh().ndim)
+    torch.cumsum(cut, 0, dtype=torch.float64, out=sums)
+    torch.testing.assert_close(whole(sums), torch.cumsum(x, 0, dtype=torch.float64))
+
+
+def test_a_form_that_writes_keeps_what_goes_by_name(ranks):
+    """`dim=`, `keepdim=` and `dtype=` reach the steps of the form that writes nothing."""
+    ranks(2, _by_algorithm)

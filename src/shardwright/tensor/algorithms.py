@@ -91,7 +91,8 @@ class ByAlgorithm:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         outs = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         left = {name: value for name, value in given.items() if not _is_out(op, name)}
-        out = self._compute(plain, tuple(left.values()), {})
+        named = {a.name: left.pop(a.name) for a in plain._schema.arguments if a.kwarg_only and a.name in left}
+        out = self._compute(plain, tuple(left.values()), named)
         written = [given[name] for name in outs]
         for target, value in zip(written, self._fitted(out), strict=True):
             target.copy_(value)
