@@ -32,13 +32,13 @@ TRUE: dict[torch._ops.OpOverload, tuple[Formula, tuple[str, ...]]] = {
         ("self+batch1+batch2: sum", "batch1: sum"),
     ),
     aten.mv.default: (formula("m k, k -> m", reduce="sum"), ("self+vec: sum", "self: max")),
-    aten.exp.default: (formula("a b -> a b"), ("self: sum", "self: max->min", "self: avg")),
+    aten.exp.default: (formula("a b -> a b"), ("self: sum", "self: max->min", "self: avg", "self: product")),
     aten.relu.default: (formula("a b -> a b"), ("self: sum", "self: max->min")),
     aten.clamp.default: (formula("a b -> a b"), ("self: sum", "self: avg")),
-    aten.transpose.int: (formula("a b c -> c b a"), ("self: sum->max",)),
+    aten.transpose.int: (formula("a b c -> c b a"), ("self: sum->max", "self: max->min")),
     aten.permute.default: (formula("a b c -> c a b"), ()),
     aten._softmax.default: (formula("a d! -> a d!"), ("self: sum", "self: max")),
-    aten._log_softmax.default: (formula("d! b -> d! b"), ("self: sum",)),
+    aten._log_softmax.default: (formula("d! b -> d! b"), ("self: sum", "self: max")),
     aten._log_softmax_backward_data.default: (
         formula("a d!, a d! -> a d!", hom="grad_output: sum"),
         ("output: sum", "grad_output+output: sum"),
@@ -61,8 +61,8 @@ TRUE: dict[torch._ops.OpOverload, tuple[Formula, tuple[str, ...]]] = {
         ("grad_output: max",),
     ),
     aten.index_select.default: (formula("a v!, i -> a i"), ()),
-    aten.sort.default: (formula("a d! -> a d!, a d!"), ("self: sum", "self: max")),
-    aten.cumsum.default: (formula("a d! -> a d!"), ("self: max",)),
+    aten.sort.default: (formula("a d! -> a d!, a d!"), ("self: sum", "self: max", "self: min")),
+    aten.cumsum.default: (formula("a d! -> a d!"), ("self: max", "self: min")),
     # Attention is not among them: its CPU kernels crash on shapes that do not fit.
     aten.where.self: (
         formula("*... -> ...", hom="self+other: sum"),
