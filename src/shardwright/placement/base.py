@@ -133,7 +133,12 @@ def check_counts(name: str, least: int, **counts: object) -> None:
 
 
 def _rebuild(cls: type[Placement], state: dict[str, Any]) -> Placement:
-    """Make a placement again from its attributes, without its `__init__`."""
+    """Make a placement again from its attributes, without its `__init__`.
+
+    Raises: PlacementError: `cls` is no placement; a file may name any class.
+    """
+    if not issubclass(cls, Placement):
+        raise PlacementError(f"{cls.__name__} is not a placement")
     placement: Placement = cls.__new__(cls)
     for name, value in state.items():
         object.__setattr__(placement, name, value)

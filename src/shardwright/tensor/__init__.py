@@ -12,6 +12,7 @@ from shardwright.tensor.many import redistribute_many
 from shardwright.tensor.modes import explicit
 from shardwright.tensor.module import distribute_module
 from shardwright.tensor.random_mode import random_mode
+from shardwright.tensor.safe_globals import allow_safe_loading
 from shardwright.tensor.spmd import spmd
 
 __all__ = [
@@ -33,3 +34,5 @@ __all__ = [
     "spmd",
     "zeros",
 ]
+
+allow_safe_loading()

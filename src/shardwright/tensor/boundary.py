@@ -35,8 +35,17 @@ state = _State()
 AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 
 
+# Functions that ask for sizes only: it does not matter where the elements of their arguments live.
+OF_SIZES = frozenset({torch.is_same_size, torch.Tensor.is_same_size})
+
+
+def _same_size(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    first, second = (*args, *kwargs.values())
+    return bool(first.shape == second.shape)
+
+
 # Functions that the library does in its own way above autograd: `(func, args, kwargs) -> result`.
-OWN: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
+OWN: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = dict.fromkeys(OF_SIZES, _same_size)
 
 
 def helpers_allowed() -> bool:
@@ -187,7 +196,7 @@ def _refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     for value in tensors_in((*args, *kwargs.values())):
         if is_same_everywhere(value) or wraps_distributed(value) or _is_written(func, value, args, kwargs):
             continue
-        if func in AUTOGRAD or getattr(func, "__name__", "") == "__set__":
+        if func in AUTOGRAD or func in OF_SIZES or getattr(func, "__name__", "") == "__set__":
             return
         raise RuleError(plain_among(func, args, kwargs, value, call))
 

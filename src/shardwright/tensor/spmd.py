@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.comm.record import source_line
 from shardwright.errors import SpmdError
 from shardwright.placement.base import Replicate
-from shardwright.tensor.boundary import AUTOGRAD, state, writes_first
+from shardwright.tensor.boundary import AUTOGRAD, OF_SIZES, state, writes_first
 from shardwright.tensor.dtensor import DTensor
 
 Check = Literal["first"] | bool
@@ -124,5 +124,7 @@ def _mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _leaves_alone(func: Any) -> bool:
+    if func in AUTOGRAD or func in OF_SIZES:
+        return True
     name = getattr(func, "__name__", "")
-    return func in AUTOGRAD or name == "__set__" or name.startswith(("_foreach_", "_fused_"))
+    return name == "__set__" or name.startswith(("_foreach_", "_fused_"))

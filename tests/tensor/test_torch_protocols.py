@@ -1,0 +1,84 @@
+"""What torch offers around its own DTensor (sizes, safe loading, implicit replication) holds for ours."""
+
+import io
+import pickle
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright.errors import PlacementError
+from shardwright.layout import MeshShape
+from shardwright.placement.base import _rebuild as rebuild_placement
+from tests.placement.test_shipped_laws import SHIPPED
+
+from .cases import full, layouts_of, place
+
+
+def _sizes():
+    """Law: two tensors are of the same size or not, wherever their elements live; nothing moves."""
+    a, b = full(5, 4), full(4, 5)
+    for layout in layouts_of(2):
+        d = place(a, layout)
+        spread = place(b, layout)
+        with sw.trace() as seen:
+            for x, y in ((a, a), (a, b)):
+                wanted = x.is_same_size(y)
+                theirs = d if y is a else spread
+                assert x.is_same_size(theirs) is wanted
+                assert theirs.is_same_size(x) is wanted
+                assert torch.is_same_size(x, theirs) is wanted
+                assert d.is_same_size(theirs) is wanted
+                assert torch.is_same_size(x, other=theirs) is wanted
+        assert not seen.collectives
+
+
+def test_sizes_compare_with_plain_tensors(ranks):
+    ranks(2, _sizes)
+
+
+def _saved(values):
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def _safe_loads():
+    x = full(6, 4)
+    for layout in layouts_of(2):
+        d = place(x, layout, requires_grad=True)
+        saved = {"d": d, "parameter": torch.nn.Parameter(d.detach()), "rows": d.detach()[1:].flatten()}
+        loaded = _saved(saved)
+        for name, was in saved.items():
+            again = loaded[name]
+            assert type(again) is sw.DTensor
+            assert sw.layout_of(again) == sw.layout_of(was)
+            assert again.requires_grad is was.requires_grad
+            assert torch.equal(again.to_local(), was.to_local())
+        assert isinstance(loaded["parameter"], torch.nn.Parameter)
+        torch.testing.assert_close(loaded["rows"].full_tensor(), x[1:].flatten())
+
+
+def test_safe_loading(ranks):
+    ranks(2, _safe_loads)
+
+
+class Own(sw.Shard):
+    """A placement class of the user's."""
+
+
+def test_every_placement_loads_safely():
+    """Law: any placement of the library's comes back; a user's class once the user has allowed it."""
+    assert issubclass(sw.DTensor, torch.Tensor)  # its package allows them once it is imported
+    for given in SHIPPED:
+        assert _saved(given) == given
+    with pytest.raises(pickle.UnpicklingError, match="add_safe_globals"):
+        _saved(Own(0))
+    with torch.serialization.safe_globals([Own]):
+        assert _saved(Own(0)) == Own(0)
+
+
+def test_only_placements_are_rebuilt_as_placements():
+    with pytest.raises(PlacementError, match="MeshShape is not a placement"):
+        rebuild_placement(MeshShape, {})
