@@ -15,6 +15,7 @@ from tests.laws.laws import LAWS, BrokenLawError, Tally
 
 SHIPPED = {
     "Replicate", "Shard", "Interleaved", "Ragged", "Ragged of several dims", "Owner", "ZigZag", "BlockCyclic",
+    "Flat", "Imaged", "Joint", "Moved", "Nested", "Sliced", "Spread",
     *(f"Partial({op})" for op in ("sum", "avg", "max", "min", "product", "norm2", "band", "bor", "bxor")),
 }  # fmt: skip
 
@@ -38,7 +39,8 @@ def test_a_short_run_holds_and_counts_every_shipped_placement():
     tally = checked("round trips", 400)
     assert tally.cases["round trips"] == 400
     assert tally.cases["of these through a plan"] == 40
-    assert {name for _, name in tally.placements} == SHIPPED
+    # A layout calls the drawn `Moved` by the class that says the same of its dim.
+    assert {name for _, name in tally.placements} == SHIPPED - {"Moved"}
 
 
 @pytest.mark.parametrize("law", ["redistributions", "refused by name"])
