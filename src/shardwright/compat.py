@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
@@ -55,6 +57,17 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
     """The names of a mesh's axes; an unnamed mesh gets `axis0`, `axis1`, ..."""
     names = mesh.mesh_dim_names
     return tuple(names) if names is not None else tuple(f"axis{i}" for i in range(mesh.ndim))
+
+
+def implicitly_replicated() -> bool:
+    """Is torch's `implicit_replication` on: does the user take plain tensors to be the same on every rank?"""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+def sharding_of_users(op: torch._ops.OpOverload) -> bool:
+    """Did the user state with torch's `register_sharding` how the op shards?"""
+    made = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.get(op)
+    return isinstance(made, partial) and made.func.__qualname__.startswith("register_sharding.")
 
 
 def root_ranks(mesh: DeviceMesh) -> frozenset[int]:

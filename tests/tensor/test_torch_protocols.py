@@ -2,17 +2,19 @@
 
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
+from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 
 import shardwright as sw
-from shardwright.errors import PlacementError
+from shardwright.errors import PlacementError, RuleError
 from shardwright.layout import MeshShape
 from shardwright.placement.base import _rebuild as rebuild_placement
 from tests.placement.test_shipped_laws import SHIPPED
 
-from .cases import full, layouts_of, place
+from .cases import close, full, layouts_of, place
 
 
 def _sizes():
@@ -82,3 +84,50 @@ def test_every_placement_loads_safely():
 def test_only_placements_are_rebuilt_as_placements():
     with pytest.raises(PlacementError, match="MeshShape is not a placement"):
         rebuild_placement(MeshShape, {})
+
+
+def _implicitly_replicated():
+    """Law: inside torch's block plain tensors count as replicated, gradients included; outside, refused."""
+    x, w = full(5, 4), full(4, seed=1)
+    plain, one = w.clone().requires_grad_(), x.clone().requires_grad_()
+    ((one * plain).exp() @ torch.stack([plain, plain], 1)).sum().backward()
+    for layout in layouts_of(2):
+        d, beside = place(x, layout, requires_grad=True), w.clone().requires_grad_()
+        with implicit_replication():
+            ((d * beside).exp() @ torch.stack([beside, beside], 1)).sum().backward()
+            target = d.detach().clone()
+            target.add_(w)
+            close(torch.where(w > 0, target, 0.0), torch.where(w > 0, x + w, 0.0))
+        assert type(beside.grad) is torch.Tensor
+        close(beside.grad, plain.grad)
+        close(d.grad, one.grad)
+        with pytest.raises(RuleError, match=r"sw\.spmd"):
+            d * w
+
+
+def test_implicit_replication(ranks):
+    ranks(2, _implicitly_replicated)
+
+
+def _registered_with_torch():
+    """A registration in torch's dispatcher, which ours does not ask, is told of once per op."""
+    x, op = full(5, 4), torch.ops.aten.sinh.default
+    propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
+    assert op not in propagator.op_strategy_funcs
+    d = place(x, [sw.Shard(0)])
+    close(d.sinh(), x.sinh())
+    register_sharding(op)(lambda _: [([sw.Replicate()], [sw.Replicate()])])
+    try:
+        with pytest.warns(UserWarning, match=r"register_sharding\(aten::sinh.*\n.*sw\.rule"):
+            close(place(x, [sw.Shard(1)]).sinh(), x.sinh())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            close(place(x, [sw.Replicate()]).sinh(), x.sinh())
+            close(d.cosh(), x.cosh())
+    finally:
+        del propagator.op_strategy_funcs[op]
+        propagator.op_to_schema_info.pop(op, None)
+
+
+def test_a_sharding_registered_with_torch_is_warned_of(ranks):
+    ranks(2, _registered_with_torch)

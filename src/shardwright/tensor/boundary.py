@@ -16,12 +16,14 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.compat import implicitly_replicated
 from shardwright.errors import RuleError
+from shardwright.placement.base import Replicate
 from shardwright.tensor.autograd import Adopt, apply
 from shardwright.tensor.host_reads import READING, with_host_values
 from shardwright.tensor.out import call_with_out, fills_itself
 from shardwright.tensor.plain_beside import plain_among
-from shardwright.tensor.wrap import as_replicated
+from shardwright.tensor.wrap import CLASSES, as_replicated
 
 
 class _State(threading.local):
@@ -51,14 +53,15 @@ OWN: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = dict.fro
 def helpers_allowed() -> bool:
     """Do plain tensors that an op meets count as replicated here?
 
-    Inside a function of torch (its own helpers), inside `spmd`, in the engine's backward formulas and while a
-    graph is traced.
+    Inside a function of torch (its own helpers), inside `spmd` or torch's `implicit_replication`, in the
+    engine's backward formulas and while a graph is traced.
     """
     return bool(
         state.functions
         or state.blocks
         or torch._C._current_graph_task_id() != -1
         or torch.compiler.is_compiling()
+        or implicitly_replicated()
     )
 
 
@@ -83,7 +86,9 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     depth = state.functions
     if not depth and (_has_foreign(args) or (kwargs and _has_foreign(kwargs.values()))):
         args, kwargs = _adopted(func, args, kwargs)
-        if not state.blocks:
+        if implicitly_replicated() and not leaves_alone(func):
+            args, kwargs = _taken_as_replicated(func, args, kwargs)
+        elif not state.blocks:
             _refuse_plain(func, args, kwargs)
     if func in READING:
         args, kwargs = with_host_values(func, args, kwargs)
@@ -171,6 +176,44 @@ def _adopted(
 # Classes whose values are neither plain tensors, nor torch's own DTensors, nor lists of them, as met: asking
 # a class is slow.
 _harmless: set[type] = set()
+
+
+def _taken_as_replicated(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments inside torch's `implicit_replication`."""
+    ours = next((v for v in tensors_in((*args, *kwargs.values())) if isinstance(v, TorchDTensor)), None)
+    if ours is None:
+        return args, kwargs
+    mesh = ours.device_mesh
+
+    def replicate(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not (
+            isinstance(value, TorchDTensor) or wraps_distributed(value)
+        ):
+            return CLASSES[0].from_local(value, mesh, (Replicate(),) * mesh.ndim)
+        if isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value):
+            return type(value)(map(replicate, value))
+        return value
+
+    return with_replicated(func, args, kwargs, replicate)
+
+
+def with_replicated(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], replicate: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with plain tensors replaced by `replicate`, but for those that the function writes."""
+    keep = args[0] if args and writes_first(func) else None
+    named = {name: value if name == "out" else replicate(value) for name, value in kwargs.items()}
+    return tuple(value if value is keep else replicate(value) for value in args), named
+
+
+def leaves_alone(func: Any) -> bool:
+    """Does the function take its plain tensors as they are, also where such count as replicated?"""
+    if func in AUTOGRAD or func in OF_SIZES:
+        return True
+    name = getattr(func, "__name__", "")
+    return name == "__set__" or name.startswith(("_foreach_", "_fused_"))
 
 
 def _has_foreign(values: Iterable[Any]) -> bool:

@@ -25,6 +25,7 @@ from shardwright.tensor import (  # noqa: F401  algorithms register themselves
     made_gradients,
     other_sizes,
     proxies,
+    torch_shardings,
     views,
     windows,
     written_memory,
@@ -78,6 +79,7 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping
 
 def _route_of(func: torch._ops.OpOverload) -> handlers.Handler:
     """A handler of the op's own, a rewriting as other ops, or the rules."""
+    torch_shardings.warn_of(func)
     handler = handlers.find(func)
     if handler is not None:
         return handler
@@ -134,6 +136,7 @@ def _first(
     tensors: list[Any],
 ) -> Any:
     """A call on layouts that were not seen before, as what is known of other sizes tells, or decided anew."""
+    torch_shardings.warn_of(func)
     if func in RESHAPES and len(args) == 2 and not kwargs:
         reshape = local_reshape.adapt(func, args)
         if reshape is not None:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.comm.record import source_line
 from shardwright.errors import SpmdError
 from shardwright.placement.base import Replicate
-from shardwright.tensor.boundary import AUTOGRAD, OF_SIZES, state, writes_first
+from shardwright.tensor.boundary import leaves_alone, state, with_replicated
 from shardwright.tensor.dtensor import DTensor
 
 Check = Literal["first"] | bool
@@ -65,12 +65,8 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _mixed(args, kwargs) and not _leaves_alone(func):
-            keep = args[0] if writes_first(func) and args else None
-            args = tuple(a if a is keep else self._replicate(a) for a in args)
-            kwargs = {
-                name: value if name == "out" else self._replicate(value) for name, value in kwargs.items()
-            }
+        if _mixed(args, kwargs) and not leaves_alone(func):
+            args, kwargs = with_replicated(func, args, kwargs, self._replicate)
         return func(*args, **kwargs)
 
     def _replicate(self, value: Any) -> Any:
@@ -121,10 +117,3 @@ def _mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         elif isinstance(value, list | tuple):
             stack.extend(value)
     return distributed and plain
-
-
-def _leaves_alone(func: Any) -> bool:
-    if func in AUTOGRAD or func in OF_SIZES:
-        return True
-    name = getattr(func, "__name__", "")
-    return name == "__set__" or name.startswith(("_foreach_", "_fused_"))

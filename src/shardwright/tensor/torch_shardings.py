@@ -1,0 +1,26 @@
+"""What a user stated with torch's `register_sharding`: for torch's own DTensor, not asked here."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from shardwright.compat import sharding_of_users
+from shardwright.rules.registry import rules_of
+
+if TYPE_CHECKING:
+    import torch
+
+_told: set[torch._ops.OpOverload] = set()
+
+
+def warn_of(op: torch._ops.OpOverload) -> None:
+    """Say once that such a statement of this op does nothing here; not for a custom op with a rule."""
+    if op in _told or not sharding_of_users(op) or (op.namespace != "aten" and rules_of(op)):
+        return
+    _told.add(op)
+    warnings.warn(
+        f"register_sharding({op.name()}) is for torch's own DTensor: DTensors of shardwright do not ask it\n"
+        f"  fix: state the op as an equation, sw.rule({op.name()!r}, ...); the built-in rules stay in force",
+        stacklevel=2,
+    )
