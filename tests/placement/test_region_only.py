@@ -19,8 +19,8 @@ from tests.placement.user_placements import (
     Band,
     Checkerboard,
     Columns,
-    EveryNth,
     LongerDim,
+    RowsInTurn,
     WrongElsewhere,
     WrongOnDim,
 )
@@ -32,10 +32,10 @@ LINE = MeshShape(("tp",), (2,))
 @pytest.mark.parametrize(
     ("placement", "shape", "form"),
     [
-        (EveryNth(), (6, 4), (0, EveryNth())),
-        (EveryNth(), (1, 4), (0, EveryNth())),  # one coord holds it all: still a cut of rows
-        (EveryNth(), (0, 4), (0, EveryNth())),
-        (EveryNth(), (4, 0), (0, EveryNth())),
+        (RowsInTurn(), (6, 4), (0, RowsInTurn())),
+        (RowsInTurn(), (1, 4), (0, RowsInTurn())),  # one coord holds it all: still a cut of rows
+        (RowsInTurn(), (0, 4), (0, RowsInTurn())),
+        (RowsInTurn(), (4, 0), (0, RowsInTurn())),
         (Backwards(2), (3, 2, 5), (2, Backwards(0))),
         (Columns(), (4, 6), (1, Moved(0, Columns(), 2, 1))),
         (LongerDim(), (6, 4), None),
@@ -60,21 +60,21 @@ def decided(op, *operands):
 
 def test_a_matmul_with_a_region_only_operand_moves_nothing():
     replicate = Replicate()
-    assert decided(aten.mm.default, (EveryNth(), (6, 4)), (replicate, (4, 5))) == EveryNth()
+    assert decided(aten.mm.default, (RowsInTurn(), (6, 4)), (replicate, (4, 5))) == RowsInTurn()
     assert decided(aten.mm.default, (replicate, (6, 4)), (Backwards(1), (4, 5))) == Backwards(1)
     assert decided(aten.mm.default, (replicate, (6, 4)), (Columns(), (4, 5))) == Columns()
     pending = decided(aten.mm.default, (Backwards(1), (6, 4)), (Backwards(0), (4, 5)))
     assert pending.is_pending
-    assert decided(aten.t.default, (EveryNth(), (6, 4))) == Moved(1, EveryNth(), 1, 0)
-    assert decided(aten.t.default, (Moved(1, EveryNth(), 1, 0), (4, 6))) == EveryNth()
+    assert decided(aten.t.default, (RowsInTurn(), (6, 4))) == Moved(1, RowsInTurn(), 1, 0)
+    assert decided(aten.t.default, (Moved(1, RowsInTurn(), 1, 0), (4, 6))) == RowsInTurn()
 
 
 def test_a_cut_moved_along_a_dim_is_called_by_its_own_class_where_that_says_the_same():
-    layout = Layout(LINE, [Moved(0, EveryNth(), 1, 0)], (6, 4), dtype=torch.float32)
-    assert layout.placements == (EveryNth(),)
+    layout = Layout(LINE, [Moved(0, RowsInTurn(), 1, 0)], (6, 4), dtype=torch.float32)
+    assert layout.placements == (RowsInTurn(),)
     assert Layout.parse(str(layout), LINE) == layout
-    moved = Layout(LINE, [Moved(1, EveryNth(), 1, 0)], (6, 4), dtype=torch.float32)
-    assert str(moved) == "f32[6, 4] {tp: Moved(1, EveryNth(), 1, 0)}"
+    moved = Layout(LINE, [Moved(1, RowsInTurn(), 1, 0)], (6, 4), dtype=torch.float32)
+    assert str(moved) == "f32[6, 4] {tp: Moved(1, RowsInTurn(), 1, 0)}"
     assert Layout.parse(str(moved), LINE) == moved
 
 
@@ -98,7 +98,7 @@ def test_an_on_dim_that_contradicts_the_region_is_refused(wrong, call):
 # ------------------------------------------------------------------------------------------ on ranks
 
 PLACED = {
-    "every nth": EveryNth(),
+    "every nth": RowsInTurn(),
     "backwards": Backwards(0),
     "backwards inside": Backwards(1),
     "columns": Columns(),
@@ -172,10 +172,10 @@ def on_two_axes():
     w = torch.arange(20.0, dtype=torch.float64).view(4, 5)
     layouts = [
         [sw.Shard(0), LongerDim()],  # of 6 x 4 it cuts rows, of 3 x 4 columns
-        [sw.Shard(0), EveryNth()],
-        [EveryNth(), Backwards(1)],
+        [sw.Shard(0), RowsInTurn()],
+        [RowsInTurn(), Backwards(1)],
         [Backwards(1), Columns()],
-        [sw.Ragged((1, 2), (0, 1)), EveryNth()],
+        [sw.Ragged((1, 2), (0, 1)), RowsInTurn()],
     ]
     for placements in layouts:
         d = sw.distribute_tensor(x, mesh, placements)

@@ -86,7 +86,7 @@ class LogSumExp(Pending):
 
 
 @dataclass(frozen=True)
-class EveryNth(Partition):
+class RowsInTurn(Partition):
     """Coord i of n holds rows i, i + n, i + 2n, ...; says nothing but its region."""
 
     def region(self, shape, n, coord):
@@ -96,7 +96,7 @@ class EveryNth(Partition):
 
     def validate(self, shape, n):
         if not shape:
-            raise PlacementError("EveryNth needs a tensor with rows")
+            raise PlacementError("RowsInTurn needs a tensor with rows")
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,14 @@ class LongerDim(Partition):
             raise PlacementError("LongerDim is for matrices")
 
 
-class WrongOnDim(EveryNth):
+class WrongOnDim(RowsInTurn):
     """Says that along another dim it is a plain cut, which it is not."""
 
     def on_dim(self, dim):
         return Shard(dim)
 
 
-class WrongElsewhere(EveryNth):
+class WrongElsewhere(RowsInTurn):
     """Right along its own dim, wrong along others."""
 
     def on_dim(self, dim):
