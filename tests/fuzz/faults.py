@@ -38,7 +38,7 @@ def _swapped_sign() -> None:
 
 def _forgotten_write() -> None:
     """A write into a view that had to copy stays in the copy."""
-    copied_views._write_back = lambda view: None
+    copied_views._write_back = lambda view, before: None
 
 
 def _hidden_writes() -> None:

@@ -23,6 +23,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_local, unasked
+from shardwright.tensor.overlapping import overlaps, refuse
 from shardwright.tensor.spec import coords_of
 from shardwright.tensor.wrap import REFRESHERS
 
@@ -31,6 +32,13 @@ Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any
 
 class LocalCopy(Protocol):
     """Knows where in the base's local tensor the elements of a copy are."""
+
+    @property
+    def overlaps(self) -> bool:
+        """May an element of the base be in the copy more than once?"""
+
+    def take(self, local: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Them, of a local tensor; and whether that is a copy."""
 
     def put(self, local: torch.Tensor, values: torch.Tensor) -> None:
         """Write them there."""
@@ -50,6 +58,7 @@ class _Origin:
     local: LocalCopy | None = None  # where it copied its elements from, if it moved none
 
 
+Snapshots = dict[int, torch.Tensor]  # by the id of the view
 _origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -96,11 +105,13 @@ def around(route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwar
         if isinstance(value, DTensor):
             _refresh(value)
     written = _written(func, args, kwargs) if func._schema.is_mutable else []
+    before: Snapshots = {}
     for value in written:
         _say_write_back(value)
+        _keep(value, before)
     out = route(func, args, kwargs)
     for value in written:
-        _write_back(value)
+        _write_back(value, before)
     if written:
         return out
     if is_view(func) and args[0] in _origins:
@@ -154,21 +165,69 @@ def _say_write_back(view: torch.Tensor) -> None:
     if origin is None or not isinstance(view, DTensor):
         return
     if origin.copied and origin.local is None:
+        if overlaps(view._spec.layout):
+            refuse(origin.func)
         why = "a view of a cut dim is written"
         unasked(origin.func.name(), view, _finished(view._spec.layout, everywhere=True), why)
     _say_write_back(origin.base)
 
 
-def _write_back(view: torch.Tensor) -> None:
+def _keep(view: torch.Tensor, before: Snapshots) -> None:
+    """What copies with an element several times hold before a write: after it, one of them tells."""
+    origin = _origins.get(view)
+    if origin is None or not isinstance(view, DTensor):
+        return
+    if origin.local is not None and origin.local.overlaps:
+        before[id(view)] = view._local_tensor.clone()
+    _keep(origin.base, before)
+
+
+def _write_back(view: torch.Tensor, before: Snapshots) -> None:
     """The base gets the values of a view that was written: each rank those that lie in its own part."""
     origin = _origins.get(view)
     if origin is None or not isinstance(view, DTensor):
         return
-    if origin.local is not None:
+    if id(view) in before:
+        _put_changed(view, origin, before[id(view)])
+    elif origin.local is not None:
         origin.local.put(origin.base._local_tensor, view._local_tensor)
     elif origin.copied:
         _overlay(view, origin)
-    _write_back(origin.base)
+    _write_back(origin.base, before)
+    if origin.local is not None and _version(origin.base) == origin.version:
+        _derive_again(origin.base)
+
+
+def _put_changed(view: DTensor, origin: _Origin, before: torch.Tensor) -> None:
+    """Of an element that the view has several times, the base gets the one that was written."""
+    local, values = origin.base._local_tensor, view._local_tensor
+    if origin.local is None or not values.numel():
+        return
+    places = torch.arange(local.numel(), device=local.device).view(local.shape)
+    changed = _bits(values).ne(_bits(before)).any(-1)
+    local.put_(origin.local.take(places)[0].reshape(-1)[changed], values.reshape(-1)[changed])
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """A row of bytes per element: a NaN equals itself, and 0.0 does not equal -0.0."""
+    flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.view(torch.uint8).view(flat.numel(), -1)
+
+
+def _derive_again(written: DTensor) -> None:
+    """The copies of a tensor that was written where torch does not count it, through `.data`.
+
+    Only those that cost no communication: whether this rank copied is no other rank's business.
+    """
+    root = _root(written)
+    for origin in list(_origins.values()):
+        if origin.local is not None and _root(origin.base) is root:
+            origin.version = -1
+
+
+def _root(x: DTensor) -> DTensor:
+    origin = _origins.get(x)
+    return x if origin is None else _root(origin.base)
 
 
 def _overlay(view: DTensor, origin: _Origin) -> None:

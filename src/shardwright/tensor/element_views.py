@@ -45,6 +45,11 @@ class ElementView:
         """Whether it sees no element."""
         return self.view.nothing
 
+    @property
+    def overlaps(self) -> bool:
+        """Such an op sees every element once."""
+        return False
+
     def take(self, local: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """The local result, and whether it is a copy."""
         taken, copied = self.view.take(local)
@@ -82,6 +87,11 @@ class PairView:
     def nothing(self) -> bool:
         """Whether it sees no element."""
         return self.real.nothing
+
+    @property
+    def overlaps(self) -> bool:
+        """Every number is seen once."""
+        return False
 
     def take(self, local: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """The local result, and whether it is a copy."""

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from shardwright.errors import RuleError
+from shardwright.tensor import overlapping
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.overlapping import is_cut_there, writes_once
 from shardwright.tensor.strided_views import storage_offset
 
 # Ops that read operands by index while they write: no place may be both.
@@ -32,8 +34,8 @@ _READ = "some elements of the input tensor and the written-to tensor refer to a 
 
 
 def asks(func: torch._ops.OpOverload) -> bool:
-    """Does the op write, and ask about memory on one device?"""
-    return bool(func._schema.is_mutable) and any(_questions(func))
+    """Does the op write, so that one device asks about memory, or windows that overlap do?"""
+    return bool(func._schema.is_mutable) and torch.Tag.inplace_view not in func.tags
 
 
 @lru_cache(maxsize=4096)
@@ -48,6 +50,8 @@ def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
     """Raise what one device raises. Raises: RuleError (a RuntimeError): with the words of torch."""
     once, partly, wholly = _questions(func)
     read, written = _sides(func, args, kwargs)
+    if any(is_cut_there(x._spec.layout) for x in written) and not writes_once(func, args, kwargs):
+        overlapping.refuse(func)
     if func._schema.name.startswith("aten::index_put"):  # a mask is made indices before anything is written
         read = [x for x in read if x.dtype != torch.bool]
     for target in written:

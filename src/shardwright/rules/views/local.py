@@ -113,6 +113,11 @@ class ChainedView:
         """Whether it sees no element."""
         return self.views[-1].nothing
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether an element of the source may be seen twice."""
+        return any(view.overlaps for view in self.views)
+
     def take(self, local: Tensor) -> tuple[Tensor, bool]:
         """The local result, and whether it is a copy."""
         copied = False
