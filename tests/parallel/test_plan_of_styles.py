@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from shardwright.errors import ParallelError
 from shardwright.parallel import parallelize_fsdp, parallelize_tensor
@@ -46,6 +46,32 @@ def _shared():
 
 def test_a_module_that_two_blocks_share_is_styled_once(ranks):
     ranks(2, _shared)
+
+
+def _kept():
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4), nn.Embedding(4, 4))
+    called = []
+    for index, p in enumerate(model.parameters()):
+        p.tag = index
+        if index % 2:
+            p.requires_grad_(False)
+        else:
+            p.register_hook(lambda grad, index=index: called.append(index))
+    wanted = [(n, p.requires_grad, p.tag) for n, p in model.named_parameters()]
+    plan = {
+        "0": SequenceParallel(sequence_dim=0), "1": ColwiseParallel(),
+        "2": RowwiseParallel(), "3": RowwiseParallel(),
+    }  # fmt: skip
+    parallelize_tensor(model, rank_mesh((2,), ("tp",)), plan)
+    assert all(type(p) is not nn.Parameter for p in model.parameters())
+    assert [(n, p.requires_grad, p.tag) for n, p in model.named_parameters()] == wanted
+    torch.autograd.backward([p.sum() for p in model.parameters() if p.requires_grad])
+    assert sorted(called) == [0, 2, 4, 6]
+
+
+def test_a_style_keeps_what_is_frozen_frozen_and_attributes_and_hooks(ranks):
+    """Torch's own styles make a trainable norm of a frozen one."""
+    ranks(2, _kept)
 
 
 def _state(model):

@@ -20,7 +20,8 @@ from torch.distributed.tensor.parallel import (
 from shardwright.errors import ParallelError
 from shardwright.layout.of_tensor import layout_of
 from shardwright.parallel.styles import for_torch
-from shardwright.tensor.slots import unchanged_on_error
+from shardwright.tensor.module import carry_over
+from shardwright.tensor.slots import slots_of, unchanged_on_error
 
 _PLACING = (ColwiseParallel, RowwiseParallel, SequenceParallel)
 
@@ -97,6 +98,7 @@ def _refuse_placed(styled: Styled) -> None:
 
 
 def _apply(styled: Styled, mesh: DeviceMesh) -> None:
+    before = [(slot, slot.get()) for slot in slots_of(styled.module)]
     try:
         parallelize_module(styled.module, mesh, for_torch(styled.style))
     except NotImplementedError as error:
@@ -104,3 +106,15 @@ def _apply(styled: Styled, mesh: DeviceMesh) -> None:
             f"{styled.path}: {type(styled.style).__name__} does not take a {type(styled.module).__name__} "
             f"({error}); name the placements of its parameters instead"
         ) from error
+    for slot, old in before:
+        _like(old, slot.get())
+
+
+def _like(old: nn.Parameter, new: nn.Parameter) -> None:
+    """What a style put in a parameter's place stays frozen, and keeps attributes and hooks.
+
+    Torch's `SequenceParallel` and `distribute_module` make trainable parameters of frozen ones.
+    """
+    if new is not old:
+        new.requires_grad_(old.requires_grad)
+        carry_over(old, new)
