@@ -72,7 +72,13 @@ def sharding_of_users(op: torch._ops.OpOverload) -> bool:
 
 def root_ranks(mesh: DeviceMesh) -> frozenset[int]:
     """The ranks of the mesh that this one is a slice of; its own if it is none."""
-    return frozenset(mesh._get_root_mesh().mesh.flatten().tolist())
+    return frozenset(root_mesh(mesh).mesh.flatten().tolist())
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one is a slice of; itself if it is none."""
+    root: DeviceMesh = mesh._get_root_mesh()
+    return root
 
 
 def shard_order_axes(spec: DTensorSpec) -> tuple[tuple[TorchPlacement, ...], tuple[str, ...] | None]:

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.rules import registry
@@ -19,13 +18,13 @@ from shardwright.rules.any_size import AnySize
 from shardwright.rules.call import Call
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision, propagate
-from shardwright.rules.refusal import meshes_text
 from shardwright.rules.views.aten import gives_back, is_described, on_elements, undoes
 from shardwright.tensor.algorithms import ByAlgorithm, may_write
 from shardwright.tensor.boundary import helpers
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.kernels import kernel_of
-from shardwright.tensor.metadata import DataDependentError, described, described_call, result_infos
+from shardwright.tensor.metadata import DataDependentError, described, result_infos
+from shardwright.tensor.one_mesh import on_one_mesh
 from shardwright.tensor.out import functional_form, out_names, resized_first, written_from
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
 from shardwright.tensor.views import ViewCall, view_call
@@ -94,6 +93,9 @@ def prepare(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
 ) -> Prepared | NeedsDecomposition | ByAlgorithm | ViewCall:
     """Decide the call; raises what the single-device op raises for these shapes, or RuleError."""
+    elsewhere = on_one_mesh(func, args, kwargs, tensors)
+    if elsewhere is not None:
+        return NeedsDecomposition(elsewhere)
     steps = _decomposition(func) or _with_out_of_another_size(func, args, kwargs)
     if steps is not None:
         return steps
@@ -106,7 +108,7 @@ def prepare_call(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
 ) -> Prepared | ByAlgorithm | ViewCall:
     """Decide the call of this very op, without a look at simpler ones that it may consist of."""
-    mesh = _one_mesh(func, args, kwargs, tensors)
+    mesh = tensors[0].device_mesh
     use = _common_use(tensors)
     known = described(args), tuple(zip(kwargs, described(tuple(kwargs.values())), strict=True))
     if not registry.rules_of(func) and coords_of(mesh) is not None:
@@ -328,21 +330,6 @@ def _written(func: torch._ops.OpOverload, call: Call) -> tuple[int | None, ...]:
         names = alias.before_set if alias is not None and alias.is_write else ()
         found.append(next((sets[name] for name in names if name in sets), None))
     return tuple(found)
-
-
-def _one_mesh(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
-) -> DeviceMesh:
-    mesh: DeviceMesh = tensors[0].device_mesh
-    for other in tensors[1:]:
-        if (
-            other.device_mesh is not mesh
-            and other._spec.layout.mesh_shape != tensors[0]._spec.layout.mesh_shape
-        ):
-            raise RuleError(
-                meshes_text(described_call(func, args, kwargs), [t._spec.layout for t in tensors])
-            )
-    return mesh
 
 
 def _common_use(tensors: list[DTensor]) -> LocalUse | None:
