@@ -1,6 +1,7 @@
 """The distributed tensor: class, dispatch, autograd, factories, single-device blocks."""
 
 from shardwright.tensor import backward as _backward  # noqa: F401 - enters itself at the boundary
+from shardwright.tensor import packed_sequences as _packed  # noqa: F401 - enters itself at the boundary
 from shardwright.tensor.api import distribute_tensor
 from shardwright.tensor.arriving import ArrivingDTensor
 from shardwright.tensor.creation import empty, full, ones, rand, randn, zeros

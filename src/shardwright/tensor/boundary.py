@@ -7,6 +7,7 @@ the program is; further down it counts as replicated.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from shardwright.compat import implicitly_replicated
 from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
 from shardwright.tensor.autograd import Adopt, apply
-from shardwright.tensor.host_reads import READING, with_host_values
+from shardwright.tensor.host_reads import READING, WITH_LENGTHS, is_lengths, with_host_values
 from shardwright.tensor.out import call_with_out, fills_itself
 from shardwright.tensor.plain_beside import plain_among
 from shardwright.tensor.wrap import CLASSES, as_replicated
@@ -241,7 +242,20 @@ def _refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             continue
         if func in AUTOGRAD or func in OF_SIZES or getattr(func, "__name__", "") == "__set__":
             return
+        if (func in WITH_LENGTHS and is_lengths(value)) or _made_of_lengths():
+            continue
         raise RuleError(plain_among(func, args, kwargs, value, call))
+
+
+def _made_of_lengths() -> bool:
+    """Does torch pass on what it sorted of a packed sequence's lengths?
+
+    It does that in plain Python, where nothing but the caller tells its tensors from the user's.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardwright."):
+        frame = frame.f_back
+    return bool(frame.f_globals["__name__"] == "torch.nn.utils.rnn")
 
 
 def _is_written(func: Any, value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

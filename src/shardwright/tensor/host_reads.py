@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 _WHOLE = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 _POINTS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
-READING = _WHOLE | _POINTS
+# The lengths of a packed sequence, or how many rows each step has, are sizes written as a tensor: torch takes
+# them on the host alone, so they are the program's own numbers, as the sizes of `view` are.
+WITH_LENGTHS = frozenset(
+    {torch._pack_padded_sequence, torch._pad_packed_sequence}
+    | {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+)
+READING = _WHOLE | _POINTS | WITH_LENGTHS
 _READ = torch.ops.aten._local_scalar_dense.default
 
 
@@ -34,7 +40,15 @@ def with_host_values(
     first, *rest = args
     if func in _WHOLE:
         return (_finished(first), *rest), kwargs
+    if func in WITH_LENGTHS:
+        second, *others = rest
+        return (first, _finished(second) if is_lengths(second) else second, *others), kwargs
     return (first, *map(_listed, rest)), {name: _listed(value) for name, value in kwargs.items()}
+
+
+def is_lengths(value: Any) -> bool:
+    """Can it be the second argument of a function in `WITH_LENGTHS`, where others have states?"""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim == 1
 
 
 def _listed(value: Any) -> Any:
