@@ -53,15 +53,16 @@ def parallelize_fsdp(
     Call it on the blocks first, then on the root, as with torch's `fully_shard`: what a block has taken, the
     root leaves alone. Inside a forward the parameters are whole (on these axes) plain tensors; outside they
     are DTensors, cut on dim 0. Gradients are summed, never averaged: Shard(0) on the shard axis, Pending(sum)
-    on every replicated axis until `grads.GradientSynchronizer` adds them.
+    on every replicated axis until `grads.GradientSynchronizer` adds them. A parameter without dims, which
+    cannot be cut, is replicated on the shard axis.
 
     Args:
         mesh: one axis (shard) or two (replicate, shard).
         fully_shard_args, fully_shard_kwargs: passed on: `reshard_after_forward`, `mp_policy`,
             `offload_policy`, `ignored_params`, `shard_placement_fn`; by position in the order in which
             `fully_shard` names them after the mesh.
-    Raises: ParallelError: another number of axes, an axis that places a parameter already, a parameter
-        without dims; nothing has been changed then.
+    Raises: ParallelError: another number of axes, an axis that places a parameter already; nothing has been
+        changed then.
     Cost: per step an all-gather per unit in forward and backward, and a reduce-scatter of its gradients.
     Source: torch's `fully_shard`.
     """
@@ -85,14 +86,14 @@ def parallelize_fsdp(
     refuse_partly_sharded(module, axes)
     _refuse_shared_with_another_unit(module)
     _refuse_twice(slots, axes, left_alone)
-    _refuse_scalars(slots, left_alone)
     taken = [slot for slot in slots if slot.get() not in left_alone]
     refuse_placed_elsewhere(taken, module, "parallelize_fsdp")
     with ties_kept(module, "parallelize_fsdp"):
         if len(axes) == 2:
             replicate_unsharded(module, mesh[axes[0]], left_alone)
-            slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
-        _shard(module, shard_mesh, slots, others | ignored, fully_shard_kwargs)
+        scalars = _replicate_scalars(module, shard_mesh, left_alone)
+        slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
+        _shard(module, shard_mesh, slots, left_alone | scalars, fully_shard_kwargs)
     return module
 
 
@@ -155,13 +156,18 @@ def _refuse_shared_with_another_unit(module: nn.Module) -> None:
             )
 
 
-def _refuse_scalars(slots: list[Slot], ignored: set[nn.Parameter]) -> None:
-    for slot in slots:
-        if slot.get().ndim == 0 and slot.get() not in ignored:
-            raise ParallelError(
-                f"{slot.path}: fully_shard cannot cut a parameter without dims; give it the shape (1,), or "
-                "pass it in ignored_params and place it with parallelize_replicate"
-            )
+def _replicate_scalars(
+    module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]
+) -> set[nn.Parameter]:
+    """Replicate what `fully_shard` cannot cut, parameters without dims; all of those in this unit."""
+
+    def is_left(parameter: nn.Parameter) -> bool:
+        return parameter.ndim > 0 or parameter in ignored or getattr(parameter, "_fully_sharded", "") != ""
+
+    axes = axis_names(mesh)
+    for new in place_parameters(module, mesh, (Replicate(),), axes, skip=is_left).values():
+        new._fully_sharded = axes[0]  # type: ignore[attr-defined]
+    return {slot.get() for slot in slots_of(module) if slot.get().ndim == 0}
 
 
 def refuse_partly_sharded(module: nn.Module, axes: tuple[str, ...]) -> None:
