@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -195,9 +196,19 @@ class FsdpParameter:
         fsdp._sharding_spec = parameter._spec  # type: ignore[attr-defined]
         fsdp._setattr_on_modules(parameter)
         fsdp.to_sharded_dtensor = make_gradient
+        _managed[parameter] = self
         self._before_adding(as_term)
         if inner_spec is not None:
             self._keep_distributed(inner_spec, wrap_inner)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Does the unit hold the whole parameter in the place of this one now?"""
+        return self.owner._parameters[self.name] is not self.inner.sharded_param
+
+    def follow_local(self) -> None:
+        """Gather from the local tensor that the sharded parameter has now."""
+        self.inner.reset_sharded_param()
 
     def _before_adding(self, as_term: Callable[[torch.Tensor], torch.Tensor]) -> None:
         fsdp = self.inner
@@ -254,6 +265,16 @@ class FsdpUnit:
     @property
     def _state(self) -> Any:
         return self.module._get_fsdp_state()  # type: ignore[operator]
+
+
+# Which unit's parameter it is; kept beside the parameters, which are pickled.
+_managed = WeakIdKeyDictionary()
+
+
+def managing_unit(parameter: torch.Tensor) -> FsdpParameter | None:
+    """What `fully_shard` knows of a sharded parameter, None for any other tensor."""
+    found: FsdpParameter | None = _managed.get(parameter)
+    return found
 
 
 def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:

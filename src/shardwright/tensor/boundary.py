@@ -51,14 +51,16 @@ def _same_size(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 OWN: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = dict.fromkeys(OF_SIZES, _same_size)
 
 
-def helpers_allowed() -> bool:
+def helpers_allowed(within: int = 0) -> bool:
     """Do plain tensors that an op meets count as replicated here?
 
     Inside a function of torch (its own helpers), inside `spmd` or torch's `implicit_replication`, in the
     engine's backward formulas and while a graph is traced.
+
+    Args: within: how many functions of torch the asker is known to be in; one of `OWN` is in itself.
     """
     return bool(
-        state.functions
+        state.functions > within
         or state.blocks
         or torch._C._current_graph_task_id() != -1
         or torch.compiler.is_compiling()

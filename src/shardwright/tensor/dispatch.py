@@ -25,6 +25,7 @@ from shardwright.tensor import (  # noqa: F401  algorithms register themselves
     made_gradients,
     other_sizes,
     proxies,
+    set_data,
     torch_shardings,
     views,
     windows,
