@@ -1,5 +1,6 @@
 """What one device refuses for the memory that it would write, every rank refuses; what it takes, all take."""
 
+import pytest
 import torch
 
 import shardwright as sw
@@ -41,18 +42,28 @@ WRITES = {
     "lerp_": lambda x, y: x.lerp_(y, 0.5),
     "addcmul_": lambda x, y: x.addcmul_(y, y),
     "pow_": lambda x, y: x.pow_(2),
+    "copysign_": lambda x, y: x.copysign_(y),
+    "eq_": lambda x, y: x.eq_(y),
+    "floor_divide_": lambda x, y: x.floor_divide_(y + 1),
     "addmm_": lambda x, y: x.addmm_(y, torch.ones_like(y[:1]).T.expand(-1, y.shape[1]).clone().expand(3, 3)),
 }
 # torch warns that it will not take the first three any more; of tril_ it does not say which value stays.
-NO_PROMISE = {(name, "expanded") for name in ("masked_fill_", "index_fill_", "index_put_", "tril_")}
+NO_PROMISE = {
+    (name, how)
+    for name in ("masked_fill_", "index_fill_", "index_put_", "tril_")
+    for how in ("expanded", "expanded, of itself")
+}
 # Its product is written while it is read: what one device gives is what its library left.
-NO_PROMISE |= {("addmm_", "the same"), ("addmm_", "partly the same")}
+NO_PROMISE |= {("addmm_", how) for how in ("the same", "partly the same", "crossing")}
 WAYS = {
     "apart": lambda x, other: (x[1:], other[1:]),
     "the same": lambda x, other: (x[1:], x[1:]),
     "partly the same": lambda x, other: (x[1:], x[:-1]),
     "side by side": lambda x, other: (x[:2], x[2:]),
     "expanded": lambda x, other: (x[:1].expand(3, 3), other[:3].clone()),
+    "expanded, of itself": lambda x, other: (x[:1].expand(3, 3),) * 2,
+    # With gaps on one device; what a rank has of them is one place, by other strides.
+    "crossing": lambda x, other: (x[::3, 1:2], x[::2, 1:2]),
 }
 
 
@@ -80,6 +91,39 @@ def _as_on_one_device():
                 assert got == wanted, f"{name}, {how}, {cut}: {got} for {wanted}"
                 if not wanted:
                     close(ours[0], plain[0], f"{name}, {how}, {cut}")
+
+
+# What does not go into the written tensor; without data, torch takes many of them.
+_WIDE, _WHOLE = torch.ones(3, 2, 4), torch.ones(2, 4, dtype=torch.int64)
+UNFIT = {
+    name: (lambda x, y, name=name: getattr(x, name)(y), torch.full((2, 1), 2.0), _WIDE)
+    for name in ("copysign_", "eq_", "ge_", "floor_divide_", "heaviside_", "xlogy_", "add_", "nextafter_")
+}
+UNFIT |= {
+    f"{name} of integers": (lambda x, y, name=name: getattr(x, name)(y), _WHOLE, torch.ones(2, 4))
+    for name in ("mul_", "floor_divide_", "add_", "ldexp_", "copysign_", "fmod_")
+}
+UNFIT |= {
+    "gcd_": (lambda x, y: x.gcd_(y), _WHOLE[:, :1], _WIDE.long()),
+    "addcmul_": (lambda x, y: x.addcmul_(y, y), _WHOLE, torch.ones(2, 4)),
+    "logit_": (lambda x, y: x.logit_(), _WHOLE, torch.ones(2, 4)),
+}
+
+
+def _unfit_as_on_one_device():
+    """Every rank refuses, one that holds nothing too, and nothing has changed."""
+    for name, (write, x, y) in UNFIT.items():
+        with pytest.raises(RuntimeError):
+            write(x.clone(), y.clone())
+        for cut in (sw.Shard(0), sw.Owner(1), sw.Replicate()):
+            ours = [place(x.clone(), (cut,)), place(y, (cut,))]
+            with pytest.raises(RuntimeError, match="doesn't match|can't be cast"):
+                write(*ours)
+            close(ours[0], x, f"{name}, {cut}")
+
+
+def test_what_does_not_fit_into_the_written_tensor_is_refused_on_every_rank(ranks):
+    ranks(2, _unfit_as_on_one_device)
 
 
 def _a_mask_of_itself():

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.grouped_products import grouped_product
+from shardwright.tensor.out import fits, functional_form, is_pointwise, out_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -60,6 +61,7 @@ def result_infos(
         if "device" in meta_kwargs:
             meta_kwargs["device"] = torch.device("meta")
         try:  # NotImplementedError is how torch says that an op has no kernel without data
+            _refuse_what_does_not_fit(func, args, meta_args, meta_kwargs)
             out = _without_data(func)(*meta_args, **meta_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
             if not func._schema.returns:
@@ -79,6 +81,19 @@ def result_infos(
     if func._schema.name in _STATISTICS:
         _in_the_type_of_the_operands(infos, [x for x in tree_flatten((args, kwargs))[0] if _is_ours(x)])
     return tuple(infos)
+
+
+def _refuse_what_does_not_fit(
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    meta_args: tuple[Any, ...],
+    meta_kwargs: dict[str, Any],
+) -> None:
+    """Many in-place forms, without data, take what their kernels refuse, or change their own size."""
+    plain = functional_form(func) if is_pointwise(func) and not out_names(func) else None
+    if plain is not None and isinstance(args[0], DTensor):
+        layout = args[0]._spec.layout
+        fits(func, plain(*meta_args, **meta_kwargs), layout.shape, layout.dtype)
 
 
 def _without_data(func: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -88,6 +88,33 @@ def functional_form(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None
     return None
 
 
+# Element by element, although torch does not tag it so.
+_UNTAGGED = frozenset({"aten::floor_divide_", "aten::floor_divide"})
+
+
+@lru_cache(maxsize=4096)
+def is_pointwise(func: torch._ops.OpOverload) -> bool:
+    """Does the op go element by element? Of many in-place forms torch tags only the plain form."""
+    plain = functional_form(func)
+    tagged = torch.Tag.pointwise in func.tags or (plain is not None and torch.Tag.pointwise in plain.tags)
+    return tagged or func._schema.name in _UNTAGGED
+
+
+def fits(func: torch._ops.OpOverload, made: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """That what the op makes goes into a tensor of this shape and dtype in place.
+
+    Raises: RuntimeError: as the kernels do, of an op that writes element by element.
+    """
+    if tuple(made.shape) != tuple(shape):
+        raise RuntimeError(
+            f"{func.name()}: output with shape {list(shape)} doesn't match the broadcast shape {list(made.shape)}"
+        )
+    if not torch.can_cast(made.dtype, dtype):
+        raise RuntimeError(
+            f"{func.name()}: result type {made.dtype} can't be cast to {dtype}, which it is written into"
+        )
+
+
 @lru_cache(maxsize=4096)
 def out_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
     """The arguments that the op only writes."""
@@ -116,6 +143,8 @@ def written_from(func: torch._ops.OpOverload, functional: torch._ops.OpOverload)
         targets = tree_leaves(given) if outs else [args[0]]
         kwargs |= {name: getattr(targets[0], name) for name in asked & {"dtype", "device"}}
         for target, value in zip(targets, tree_leaves(functional(*args, **kwargs)), strict=True):
+            if not outs:
+                fits(func, value, target.shape, target.dtype)
             _write(target, value)
         returned = given if outs else targets
         return None if not func._schema.returns else returned[0] if len(returned) == 1 else tuple(returned)

@@ -16,6 +16,7 @@ from shardwright.tensor.move import move_local
 from shardwright.tensor.refusing import refuse_implicit
 from shardwright.tensor.spec import Spec, coords_of, spec_of
 from shardwright.tensor.wrap import as_replicated, wrap
+from shardwright.tensor.written_memory import keep_apart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -34,6 +35,8 @@ def run(
     locals_ = [t._local_tensor for t in tensors]
     if prepared.moves or prepared.brought_back:
         _move(prepared, func, args, kwargs, tensors, locals_)
+    if prepared.mutated and len(locals_) > 1:
+        keep_apart(locals_, prepared.mutated)
     if prepared.skip:
         out = _nothing(prepared, func, tensors)
         _fill_outs(prepared, out, locals_)

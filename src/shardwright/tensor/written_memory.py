@@ -9,7 +9,7 @@ Which ops ask what is torch's habit, not a law: the tables below are checked aga
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from shardwright.errors import RuleError
 from shardwright.tensor import overlapping
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.out import is_pointwise
 from shardwright.tensor.overlapping import is_cut_there, writes_once
 from shardwright.tensor.strided_views import storage_offset
 
@@ -42,7 +43,7 @@ def asks(func: torch._ops.OpOverload) -> bool:
 def _questions(func: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
     """Whether it refuses: places written twice, operands that lie partly in them, and wholly."""
     name = func._schema.name.removeprefix("aten::").rstrip("_")
-    pointwise = torch.Tag.pointwise in func.tags and name != "masked_fill"
+    pointwise = is_pointwise(func) and name != "masked_fill"
     return pointwise or name in _ONCE, pointwise or name == "copy" or name in _ALONE, name in _ALONE
 
 
@@ -50,6 +51,8 @@ def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
     """Raise what one device raises. Raises: RuleError (a RuntimeError): with the words of torch."""
     once, partly, wholly = _questions(func)
     read, written = _sides(func, args, kwargs)
+    if func._schema.name == "aten::copy_" and read and read[0] is written[0]:
+        return  # of itself: torch leaves before it asks
     if any(is_cut_there(x._spec.layout) for x in written) and not writes_once(func, args, kwargs):
         overlapping.refuse(func)
     if func._schema.name.startswith("aten::index_put"):  # a mask is made indices before anything is written
@@ -64,6 +67,27 @@ def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
             found = _overlap(target, x)
             if found == "partly" or (found == "wholly" and wholly):
                 _raise(func, _READ)
+
+
+def keep_apart(locals_: list[torch.Tensor], mutated: Sequence[int]) -> None:
+    """Copy the local parts that are read and lie where another one is written.
+
+    The logical tensors were asked already; between their elements may be gaps that a rank's few have not.
+    """
+    for operand in mutated:
+        target = locals_[operand]
+        for index, x in enumerate(locals_):
+            if index not in mutated and x is not target and _meet(target, x):
+                locals_[index] = x.clone()
+
+
+def _meet(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Does torch see a stretch of memory that is in both?"""
+    if one.untyped_storage().data_ptr() != two.untyped_storage().data_ptr():
+        return False
+    starts = [x.storage_offset() for x in (one, two)]
+    apart = starts[0] + one.numel() <= starts[1] or starts[1] + two.numel() <= starts[0]
+    return not apart and _without_gaps(one) and _without_gaps(two)
 
 
 def _sides(
@@ -98,7 +122,7 @@ def _overlap(one: DTensor, two: DTensor) -> str:
     return "" if apart else "partly"
 
 
-def _without_gaps(x: DTensor) -> bool:
+def _without_gaps(x: torch.Tensor) -> bool:
     """Does it lie in one stretch of its base, each place once?"""
     place = 1
     for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
