@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import shardwright as sw
+from shardwright.tensor.api import own_part
+from shardwright.tensor.spec import coords_of
 from tests.fuzz.program import Program
 from tests.fuzz.run import OnMesh, Outcome, Plain, run
 from tests.fuzz.tolerance import SAFETY, Truth, floor
@@ -44,10 +48,25 @@ def _ends(program: Program, wanted: Outcome, got: Outcome) -> Verdict | None:
     return None
 
 
+GATHERED = 4  # of the values without pending axes, one in so many is compared by its `full_tensor`
+
+
+@lru_cache(maxsize=4096)
+def _own_places(layout: sw.Layout, coords: tuple[int, ...]) -> torch.Tensor:
+    """The number of each element that a rank holds, row-major."""
+    return own_part(torch.arange(layout.numel).view(layout.shape), layout, coords)
+
+
+def _coords(x: DTensor) -> tuple[int, ...]:
+    coords = coords_of(x.device_mesh)
+    assert coords is not None
+    return coords
+
+
 class _Comparison:
     def __init__(self, program: Program, truth: Truth, got: Outcome) -> None:
         self.program, self.truth, self.wanted, self.got = program, truth, truth.wanted, got
-        self.unstable = 0
+        self.unstable = self.compared = 0
 
     def verdict(self) -> Verdict:
         for name, wanted in self.wanted.env.items():
@@ -120,7 +139,9 @@ class _Comparison:
             return "" if unstable else f"shape {tuple(got.shape)} for {tuple(wanted.shape)}"
         if _wants_grad(got) != _wants_grad(wanted):
             return f"requires_grad {_wants_grad(got)} for {_wants_grad(wanted)}"
-        full = got.detach().full_tensor()
+        full = self.whole(got, wanted)
+        if full is None:
+            return f"its local part is {tuple(got.detach().to_local().shape)} of {sw.layout_of(got)}"
         if full.dtype != wanted.dtype or full.shape != wanted.shape:
             return f"its full tensor is {full.dtype} {tuple(full.shape)}"
         if wanted.is_floating_point() or wanted.is_complex():
@@ -134,6 +155,23 @@ class _Comparison:
         wrong = (full != wanted) & fixed
         self.unstable += 1
         return _first(full, wanted, wrong) if bool(wrong.any()) else ""
+
+    def whole(self, got: DTensor, wanted: torch.Tensor) -> torch.Tensor | None:
+        """The value to compare; where nothing is pending, mostly one device's but for this rank's own part.
+
+        All ranks look, so all elements are seen, and each copy of them, while nothing is sent. None: the
+        local part has another shape than its layout says.
+        """
+        self.compared += 1
+        layout = sw.layout_of(got)
+        if layout.pending_axes or self.compared % GATHERED == 0:
+            return got.detach().full_tensor()
+        local, places = got.detach().to_local(), _own_places(layout, _coords(got))
+        if local.shape != places.shape:
+            return None
+        full = wanted.detach().to(local.dtype).clone(memory_format=torch.contiguous_format)
+        full.view(-1)[places.flatten()] = local.flatten()
+        return full
 
     def of_floats(
         self, find: Callable[[Outcome], Any], got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype

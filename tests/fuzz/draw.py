@@ -7,7 +7,7 @@ from random import Random
 
 import torch
 
-from tests.fuzz.families import control, indexing, networks, pointwise, reductions, views
+from tests.fuzz.families import control, functions, indexing, layers, networks, pointwise, reductions, views
 from tests.fuzz.program import Program
 from tests.fuzz.scope import Ends, Nope, Scope
 
@@ -25,7 +25,10 @@ FAMILIES: dict[Callable[[Scope], object], float] = {
     networks.spatial: 2, networks.dropout_free: 1, networks.masked: 2, indexing.read: 6, indexing.write: 14,
     indexing.join: 4, indexing.rearrange: 3, control.hook: 2, control.host: 3, control.move: 2,
     control.gradient: 2.5, control.backward: 1, control.step_of_descent: 1, control.read_gradient: 0.5,
-    control.needs_grad: 0.3,
+    control.needs_grad: 0.3, functions.special: 2, functions.spectral: 1, functions.linear_algebra: 2,
+    functions.statistics: 3, functions.complex_numbers: 1, functions.written_parts: 2, functions.parts: 3,
+    layers.convolution: 1, layers.pool: 1.5, layers.cell: 0.7, layers.more_norms: 1, layers.more_losses: 1,
+    layers.more_activations: 1,
 }  # fmt: skip
 _TRIES = 60
 

@@ -30,13 +30,15 @@ def values_of(leaf: Leaf) -> torch.Tensor:
     """The whole value, the same wherever it is made.
 
     normal; positive: 0.5 to 2.5; quarters: multiples of 0.25, with ties; integers: -4 to 4; bytes: 0 to 255;
-    index N: below N; permutation; bool; ones.
+    index N: below N; permutation; bool; ones; eye.
     """
     g = torch.Generator().manual_seed(leaf.seed)
     kind, _, rest = leaf.values.partition(" ")
     shape, dtype = leaf.shape, leaf.torch_dtype
     if kind == "ones":
         return torch.ones(shape, dtype=dtype)
+    if kind == "eye":
+        return torch.eye(*shape, dtype=dtype)
     if kind == "bool":
         return torch.rand(shape, generator=g) > 0.5
     if kind == "index":
@@ -147,7 +149,9 @@ def _extreme(x: torch.Tensor, n: int, coord: int, sign: int) -> torch.Tensor:
     holder = torch.arange(x.numel()).reshape(x.shape) % n == coord
     if x.dtype == torch.bool:
         return torch.where(holder, x, torch.tensor(sign < 0))
-    other = x - sign if x.dtype != torch.uint8 or sign < 0 else torch.where(x > 0, x - 1, x)
+    other = x - sign
+    if not x.is_floating_point():  # at the end of its range it is as extreme as it gets
+        other = torch.where((other < x) if sign > 0 else (other > x), other, x)
     return torch.where(holder, x, other)
 
 

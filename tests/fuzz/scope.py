@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.fuzz.hazards import collides
 from tests.fuzz.placing import draw_placements
 from tests.fuzz.program import Leaf, Program, Ref, Step
 from tests.fuzz.run import Env, Plain, execute, resolved, versions
@@ -174,6 +175,8 @@ class Scope:
                 self.steps.append(replace(step, outs=(self.name(),) if result else ()))
                 raise Ends from error
             raise Nope from error
+        if collides(step, self.env):
+            raise Nope
         value = self.env.pop("?", None)
         outs = self._named(value) if result else {}
         many = result and isinstance(value, list | tuple)

@@ -9,6 +9,7 @@ import torch
 
 from tests.fuzz.draw import draw
 from tests.fuzz.faults import FAULTS, check_with
+from tests.fuzz.found import FOUND
 from tests.fuzz.paste import source
 from tests.fuzz.program import Leaf, Program, Ref, Step
 from tests.fuzz.ranks import verdicts_of
@@ -34,6 +35,14 @@ def test_a_sample_of_programs_does_what_one_device_does(worlds, mesh):
     if failed:
         small = [shrink(*pair, worlds) for pair in failed[:3]]
         pytest.fail(f"{len(failed)} of {len(programs)}:\n" + "\n".join(source(*pair) for pair in small))
+
+
+@pytest.mark.parametrize("mesh", sorted({program.mesh for program in FOUND.values()}))
+def test_programs_that_were_found_stay_right(worlds, mesh):
+    found = {name: program for name, program in FOUND.items() if program.mesh == mesh}
+    verdicts = [verdict for _, verdict in worlds.check(list(found.values()))]
+    failed = {name: v.text for name, v in zip(found, verdicts, strict=True) if v.kind != OK}
+    assert not failed
 
 
 @pytest.mark.parametrize("fault", FAULTS)

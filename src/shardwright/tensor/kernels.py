@@ -14,9 +14,9 @@ from shardwright.tensor.grouped_products import grouped_mm
 _ALIGNED: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": grouped_mm}
 # They conjugate lazily inside and need the dispatch key that resolves it. Below `__torch_dispatch__` torch
 # has excluded that key, for any subclass and any mode: a kernel that multiplies by `x.conj()` of its own then
-# multiplies by `x`. Found by comparing every operator of torch's database with one device, in complex64; the
-# others conjugate at once.
-_CONJUGATE_INSIDE = frozenset({"aten::linalg_lstsq"})  # |residual| squared
+# multiplies by `x`, at least where the product is small enough for torch's own loop. Found by comparing every
+# operator of torch's database with one device, and random programs; the others conjugate at once.
+_CONJUGATE_INSIDE = frozenset({"aten::linalg_lstsq", "aten::linalg_pinv"})
 
 
 def kernel_of(func: torch._ops.OpOverload, dtypes: set[torch.dtype]) -> Callable[..., Any] | None:

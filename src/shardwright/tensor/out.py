@@ -106,9 +106,8 @@ def fits(func: torch._ops.OpOverload, made: torch.Tensor, shape: tuple[int, ...]
     Raises: RuntimeError: as the kernels do, of an op that writes element by element.
     """
     if tuple(made.shape) != tuple(shape):
-        raise RuntimeError(
-            f"{func.name()}: output with shape {list(shape)} doesn't match the broadcast shape {list(made.shape)}"
-        )
+        into, of = list(shape), list(made.shape)
+        raise RuntimeError(f"{func.name()}: output with shape {into} doesn't match the broadcast shape {of}")
     if not torch.can_cast(made.dtype, dtype):
         raise RuntimeError(
             f"{func.name()}: result type {made.dtype} can't be cast to {dtype}, which it is written into"

@@ -58,6 +58,8 @@ def _target(s: Scope, like: Any) -> Ref:
     if not isinstance(like, torch.Tensor):
         raise Nope
     shape = tuple(like.shape)
+    if s.chance(0.1):  # something that there is, perhaps what is read
+        return s.pick("fcib", where=lambda t: tuple(t.shape) == shape and t.dtype == like.dtype, written=True)
     if shape and s.chance(0.3):
         dim = s.rng.randrange(len(shape))
         larger = (*shape[:dim], shape[dim] + 2, *shape[dim + 1 :])

@@ -12,7 +12,7 @@ from tests.fuzz.scope import Nope, Scope, kind_of
 
 _UNARY = {
     "f": ("neg", "abs", "exp", "sin", "cos", "tanh", "sigmoid", "relu", "square", "sign", "floor", "erf",
-          "sqrt",
+          "sqrt", "asinh", "tan", "cosh", "exp2", "log2", "log10", "deg2rad", "erfc", "sinc", "isinf", "fix",
           "positive", "reciprocal", "log", "rsqrt", "expm1", "log1p", "trunc", "round", "ceil", "frac",
           "isfinite",
           "isnan", "logical_not", "signbit", "negative", "atan", "sinh", "nan_to_num", "sgn", "acos",
@@ -29,10 +29,11 @@ _ACTIVATIONS = ("silu", "gelu", "softplus", "elu", "leaky_relu", "hardtanh", "mi
 _BINARY = {
     "f": ("add", "sub", "mul", "div", "maximum", "minimum", "fmod", "remainder", "atan2", "hypot",
           "copysign", "fmax",
-          "true_divide", "floor_divide", "xlogy", "logaddexp"),
-    "c": ("add", "sub", "mul", "div"),
+          "true_divide", "floor_divide", "xlogy", "logaddexp", "fmin", "heaviside", "nextafter",
+          "float_power", "logaddexp2", "rsub", "logical_and", "eq", "gt"),
+    "c": ("add", "sub", "mul", "div", "eq", "rsub"),
     "i": ("add", "sub", "mul", "maximum", "minimum", "bitwise_and", "bitwise_or", "bitwise_xor", "fmax",
-          "div", "gcd"),
+          "div", "gcd", "lcm", "floor_divide", "remainder", "bitwise_left_shift", "ne", "rsub"),
     "b": ("add", "mul", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or",
           "bitwise_xor",
           "maximum", "minimum"),

@@ -1,0 +1,87 @@
+"""Calls whose answer on one device depends on the order in which a kernel reads and writes: nobody's promise.
+
+torch refuses some of them, and that is an answer; what it lets pass is not drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tests.fuzz.program import Ref, Step
+from tests.fuzz.run import Env, resolved
+
+# They read other elements than the one that they write.
+_NOT_BY_ELEMENT = ("addmm", "addmv", "baddbmm", "addbmm", "addr", "index_", "scatter", "masked_scatter",
+                   "put", "mm", "bmm", "mv", "cat", "stack", "matmul", "gather", "take", "sort", "cum",
+                   "tri")  # fmt: skip
+_ONE_VALUE = ("fill_", "zero_", "fill_diagonal_", "requires_grad_")
+
+
+def collides(step: Step, env: Env) -> bool:
+    """Does the step read places that it writes, for another element?"""
+    target = _target(step, env)
+    if target is None or not target.numel():
+        return False
+    name = step.call.rpartition(".")[2]
+    if name not in _ONE_VALUE and _places(target).unique().numel() < target.numel():
+        return True  # windows that overlap: which value stays?
+    by_element = not name.startswith(_NOT_BY_ELEMENT)
+    return any(_meet(target, x, by_element=by_element) for x in _read(step, env, target))
+
+
+def _target(step: Step, env: Env) -> torch.Tensor | None:
+    """What is written; of an index, the view that it means, if it is one."""
+    out = dict(step.kwargs).get("out")
+    if isinstance(out, Ref):
+        return env[out.name]
+    if step.call == "[]=":
+        index = resolved(step.args[1], env)
+        parts = index if isinstance(index, tuple) else (index,)
+        whole: torch.Tensor = env[step.args[0].name]
+        return whole if any(isinstance(p, torch.Tensor) for p in parts) else whole.detach()[index]
+    first = step.args[0] if step.args else None
+    written = step.call.startswith(".") and step.call.endswith("_") and isinstance(first, Ref)
+    return env[first.name] if written else None
+
+
+def _read(step: Step, env: Env, target: torch.Tensor) -> Iterator[torch.Tensor]:
+    own = 0 if dict(step.kwargs).get("out") is not None else 1
+    for value in _leaves(step.args[own:]):
+        x = env[value.name] if isinstance(value, Ref) else None
+        if isinstance(x, torch.Tensor) and x.numel() and _memory(x) == _memory(target):
+            yield x
+
+
+def _memory(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _meet(target: torch.Tensor, x: torch.Tensor, *, by_element: bool) -> bool:
+    if target.dtype != x.dtype:
+        return True
+    wrote, read = _places(target), _places(x)
+    if by_element:
+        try:
+            wrote, read = torch.broadcast_tensors(wrote, read)
+        except RuntimeError:
+            return True
+        elsewhere = read[read != wrote]
+    else:
+        elsewhere = read.flatten()
+    return bool(torch.isin(elsewhere, wrote).any())
+
+
+def _places(x: torch.Tensor) -> torch.Tensor:
+    size = x.untyped_storage().nbytes() // x.element_size()
+    return torch.arange(size).as_strided(x.shape, x.stride(), x.storage_offset())
