@@ -117,7 +117,7 @@ def _unfit_as_on_one_device():
             write(x.clone(), y.clone())
         for cut in (sw.Shard(0), sw.Owner(1), sw.Replicate()):
             ours = [place(x.clone(), (cut,)), place(y, (cut,))]
-            with pytest.raises(RuntimeError, match="doesn't match|can't be cast"):
+            with pytest.raises(RuntimeError, match=r"doesn't match|can't be cast"):
                 write(*ours)
             close(ours[0], x, f"{name}, {cut}")
 
