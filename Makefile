@@ -8,6 +8,7 @@
 #   make rules    every rule checked, its facts in every form of its op, and every planted wrong one caught
 #   make models   twenty architectures of transformers in three shardings beside one device
 #   make witness  what the process groups were asked to do beside what `sw.trace()` lists
+#   make explain  what `sw.explain` says of the operators of a sample beside a trace of them
 #   make compositions  strategies together on whole models, beside one device
 #   make verify   every mesh of the training command beside one device, at full size
 
@@ -28,11 +29,12 @@ LAWS_FLAGS ?=
 OPS_FLAGS ?= --all
 RULES_FLAGS ?=
 WITNESS_FLAGS ?=
+EXPLAIN_FLAGS ?=
 COMPOSITIONS_FLAGS ?= --jobs 2
 MODELS_FLAGS ?=
 FUZZ_FLAGS ?= --programs 20000
 
-.PHONY: help install train test laws ops fuzz rules models witness compositions verify lint bench docs clean
+.PHONY: help install train test laws ops fuzz rules models witness explain compositions verify lint bench docs clean
 
 help:
 	@sed -n '2,13s/^# *//p' Makefile
@@ -82,6 +84,9 @@ models: $(VENV)/.dev
 
 witness: $(VENV)/.dev
 	$(BIN)/python -m tests.witness $(WITNESS_FLAGS)
+
+explain: $(VENV)/.dev
+	$(BIN)/python -m tests.explain $(EXPLAIN_FLAGS)
 
 compositions: $(VENV)/.dev
 	$(BIN)/python -m tests.compositions $(COMPOSITIONS_FLAGS)

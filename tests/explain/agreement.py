@@ -61,23 +61,23 @@ class Compare(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         ours = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if kwargs or not ours or not all(isinstance(x, sw.DTensor) for x in ours):
+        if not ours or not all(isinstance(x, sw.DTensor) for x in ours):
             return func(*args, **kwargs)
-        return self.compare(func, args)
+        return self.compare(func, args, kwargs)
 
-    def compare(self, func, args):
+    def compare(self, func, args, kwargs):
         """Run one op, and note what explain says otherwise."""
-        given = tree_map_only(sw.DTensor, sw.layout_of, list(args))
-        key = f"{func.name()}{given}"
+        given, named = tree_map_only(sw.DTensor, sw.layout_of, (list(args), dict(kwargs)))
+        key = f"{func.name()}{given}{named}"
         if key in self.seen:
-            return func(*args)
+            return func(*args, **kwargs)
         self.seen.add(key)
         try:
-            told = sw.explain(func, *given, rank=dist.get_rank())
+            told = sw.explain(func, *given, rank=dist.get_rank(), **named)
         except RuleError:
             told = None
         with sw.trace() as t:
-            out = func(*args)
+            out = func(*args, **kwargs)
         if told is None or told.rehearsal is None:
             self.untold.add(func.name())
         else:
@@ -92,10 +92,10 @@ class Compare(TorchDispatchMode):
             self.differing.append(f"{key}: ran {ran}, {whole}; said {said}, {told.fallback}, {told.moves}")
 
 
-def sample(kinds, names=None):
+def sample(kinds, names=None, sizes=(2,)):
     """All ops of the sample under these kinds of placements, forward, one input each."""
     warnings.simplefilter("ignore")
-    mesh, known, comparing = rank_mesh((2,), ("dp",)), operators(), Compare()
+    mesh, known, comparing = rank_mesh(sizes, ("dp", "tp")[: len(sizes)]), operators(), Compare()
     for name in names or chosen(known):
         info = known[name]
         for _, one in samples_of(info, torch.float32, 1, "sample"):
@@ -123,5 +123,5 @@ def composite():
                 for shape in shapes
             ]
             with torch.no_grad():
-                comparing.compare(overload_of(name), (*tensors, *rest))
+                comparing.compare(overload_of(name), (*tensors, *rest), {})
     return Said(tuple(comparing.differing), len(comparing.seen), tuple(sorted(comparing.untold)))

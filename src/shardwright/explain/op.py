@@ -20,6 +20,8 @@ from shardwright.rules.propagate import propagate
 from shardwright.rules.registry import registry, rules_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardwright.rules.algorithm import Chosen
     from shardwright.rules.alternatives import Way
     from shardwright.rules.decision import Decision
@@ -92,7 +94,10 @@ class Explanation:
 
 
 def explain(
-    op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str, *operands: Any, rank: int | None = None
+    op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str,
+    *operands: Any,
+    rank: int | None = None,
+    **named: Any,
 ) -> Explanation:
     """Which rule an op would use on these operands, what would move and what comes out; nothing is sent.
 
@@ -103,12 +108,14 @@ def explain(
         op: `torch.ops.aten.mm`, an overload of it, or its name ("aten::mm", "aten::add.Tensor").
         operands: the call's positional arguments, a `Layout` for each tensor.
         rank: who is rehearsed; by default the mesh's first.
+        named: the call's keyword arguments, a `Layout` for each tensor.
     Raises: RuleError: no such op, or arguments that it refuses.
     Cost: none.
     """
     overload = overload_of(op)
-    layouts = tuple(value for value in tree_flatten(list(operands))[0] if isinstance(value, Layout))
-    call = Call(overload, tuple(_described(v) for v in operands), (), _results(overload, operands))
+    layouts = tuple(value for value in tree_flatten((operands, named))[0] if isinstance(value, Layout))
+    keywords = tuple((name, _described(value)) for name, value in named.items())
+    call = Call(overload, tuple(map(_described, operands)), keywords, _results(overload, operands, named))
     decision = propagate(call, layouts)
     moves = tuple(
         0 if have == want else plan_redistribution(have, want).total_bytes
@@ -116,7 +123,7 @@ def explain(
     )
     way, others = alternatives(call, layouts) or (None, ())
     chosen = algorithm_for(call, layouts, decision)
-    rehearsal = rehearse(overload, operands, rank)
+    rehearsal = rehearse(overload, operands, named, rank)
     if rehearsal is not None and _runs_otherwise(overload, decision, moves, rehearsal):
         decision, moves, chosen, way, others = (
             _as_it_runs(call, layouts, decision, rehearsal),
@@ -183,9 +190,11 @@ def _described(value: Any) -> Any:
     return value
 
 
-def _results(op: torch._ops.OpOverload, operands: tuple[Any, ...]) -> tuple[TensorInfo | None, ...]:
+def _results(
+    op: torch._ops.OpOverload, operands: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[TensorInfo | None, ...]:
     try:
-        out = op(*(_meta(value) for value in operands))
+        out = op(*map(_meta, operands), **{name: _meta(value) for name, value in named.items()})
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise RuleError(f"{op.name()} refuses these operands: {str(error).splitlines()[0]}") from error
     return tuple(

@@ -6,7 +6,7 @@ of the op would list. Where data decide (a mask's number of elements), there is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -51,12 +51,14 @@ class Rehearsal:
         return any(decision.reason.startswith("fallback") for decision in self.decisions)
 
 
-def rehearse(op: torch._ops.OpOverload, operands: Sequence[Any], rank: int | None = None) -> Rehearsal | None:
+def rehearse(
+    op: torch._ops.OpOverload, operands: Sequence[Any], named: Mapping[str, Any], rank: int | None = None
+) -> Rehearsal | None:
     """Run `op` as that rank (by default the mesh's first), on nothing; None where only data could tell.
 
     Cost: the time to decide; nothing is sent, and no generator of random numbers moves.
     """
-    shapes = {v.mesh_shape for v in tree_flatten(list(operands))[0] if isinstance(v, Layout)}
+    shapes = {v.mesh_shape for v in tree_flatten((operands, named))[0] if isinstance(v, Layout)}
     if len(shapes) != 1:
         return None
     shape = shapes.pop()
@@ -70,9 +72,9 @@ def rehearse(op: torch._ops.OpOverload, operands: Sequence[Any], rank: int | Non
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),
         ):
-            given = tree_map_only(Layout, lambda layout: _prop(layout, mesh), list(operands))
+            args, kwargs = tree_map_only(Layout, lambda x: _prop(x, mesh), (tuple(operands), dict(named)))
             with parts:
-                results = op(*given)
+                results = op(*args, **kwargs)
     except (RuntimeError, NotImplementedError):  # what asks for values, or for a kernel that there is not
         return None
     outputs = tuple(x._spec.layout if isinstance(x, DTensor) else None for x in tree_flatten(results)[0])
