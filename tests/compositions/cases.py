@@ -135,6 +135,8 @@ class Case:
             return _MANAGED
         if self.composition in table.UNPLACED and self.model != "stack of experts":
             return _UNPLACED
+        if self.composition in table.ROUTERS:
+            return _UNPLACED
         by_blocks = any(s.by_blocks or s.strategy == "fsdp-blocks" for s in self.composition.steps)
         shared = self.variant.twice and MODELS[self.model].shared
         return _UNITS if by_blocks and shared else None

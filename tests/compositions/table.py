@@ -163,8 +163,10 @@ UNPLACED = (
     composition("tensor tp, replicate-blocks dp", dp=2, tp=2),
 )
 
-# Fine-tuning of experts alone: the dense parameters are frozen, and cut over tp.
-_FROZEN = (composition("tensor tp, expert", spread=2, dp=2, tp=2),)
+# Fine-tuning of experts alone: the dense parameters are frozen, and cut over tp. A plan for the whole model
+# places the routers too, over tp alone: nobody would add their gradients unless a strategy does.
+ROUTERS = (composition("tensor tp, expert", spread=2, dp=2, tp=2),)
+_FROZEN = (*ROUTERS, composition("tensor tp, expert, replicate dp", spread=2, dp=2, tp=2))
 
 DENSE = (*ALONE[:14], *_DATA, *_OF_UNITS, *(c for kind in TENSORS for c in _with_tensor(kind)))
 EXPERTS = (*_WITH_EXPERTS, *(c for kind in (STYLES, BLOCKS, TENSOR) for c in _experts_with_tensor(kind)))

@@ -156,9 +156,7 @@ def _refuse_shared_with_another_unit(module: nn.Module) -> None:
             )
 
 
-def _replicate_scalars(
-    module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]
-) -> set[nn.Parameter]:
+def _replicate_scalars(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> set[nn.Parameter]:
     """Replicate what `fully_shard` cannot cut, parameters without dims; all of those in this unit."""
 
     def is_left(parameter: nn.Parameter) -> bool:
