@@ -39,10 +39,10 @@ def check_operator(name: str, options: Options, file: str, start: int) -> int:
     for number, (case, sample) in enumerate(_cases(info, options)):
         if number < start:
             continue
-        _note(file, {"begin": number, "case": _asdict(case)})
+        note(file, {"begin": number, "case": _asdict(case)})
         meeting = Meeting(f"{file}/{number}")
         record = check(info, case, sample, mesh, meeting.alike, backward=options.backward)
-        _note(file, {"end": number, **meeting.worst(record).as_dict()})
+        note(file, {"end": number, **meeting.worst(record).as_dict()})
         if meeting.parted:
             raise UnlikeRanksError(str(case))
     return number + 1
@@ -53,7 +53,7 @@ def _cases(info: Any, options: Options) -> Iterator[tuple[Case, Any]]:
         chosen = samples_of(info, dtype, options.samples, options.source)
         short = str(dtype).removeprefix("torch.")
         for position, (index, sample) in enumerate(chosen):
-            if not _has_tensor(sample):
+            if not has_tensor(sample):
                 continue
             for form in _forms(info, sample, position):
                 for kind in options.kinds or KINDS:
@@ -61,7 +61,8 @@ def _cases(info: Any, options: Options) -> Iterator[tuple[Case, Any]]:
                     yield Case(info.full_name, short, index, form, kind, mixed), sample
 
 
-def _has_tensor(sample: Any) -> bool:
+def has_tensor(sample: Any) -> bool:
+    """Is a tensor among the arguments?"""
     leaves = torch.utils._pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
     return any(isinstance(x, torch.Tensor) for x in leaves)
 
@@ -79,7 +80,8 @@ def _asdict(case: Case) -> dict[str, Any]:
     return Record(case, (), OK).as_dict()["case"]
 
 
-def _note(file: str, event: dict[str, Any]) -> None:
+def note(file: str, event: dict[str, Any]) -> None:
+    """Append one event to the report; rank 0 does."""
     if dist.get_rank() == 0:
         with Path(file).open("a") as out:
             out.write(json.dumps(event) + "\n")

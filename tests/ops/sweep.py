@@ -18,10 +18,16 @@ from tests.ops.ranks import check_operator
 _PRELOAD = ("torch.testing._internal.common_methods_invocations", "scipy.special", "tests.ops.ranks")
 _LIMIT = 900.0  # seconds for one operator on one mesh; a case that hangs is noticed long before
 _ENOUGH = 12  # worlds that one operator may cost
+Check = Callable[[str, Options, str, int], int]
 
 
 def sweep(
-    names: Sequence[str], runs: Sequence[Options], *, jobs: int, preload: Sequence[str] = _PRELOAD
+    names: Sequence[str],
+    runs: Sequence[Options],
+    *,
+    jobs: int,
+    preload: Sequence[str] = _PRELOAD,
+    check: Check = check_operator,
 ) -> Iterator[tuple[str, list[Record]]]:
     """Check operators under every option; yields each operator's records as soon as it is done."""
     state = threading.local()
@@ -31,7 +37,7 @@ def sweep(
         if not hasattr(state, "pool"):
             state.pool = RankPool(preload=preload)
             pools.append(state.pool)
-        return [record for options in runs for record in _operator(state.pool, name, options)]
+        return [record for options in runs for record in _operator(state.pool, name, options, check)]
 
     try:
         with ThreadPoolExecutor(jobs) as executor:
@@ -43,7 +49,7 @@ def sweep(
             pool.close()
 
 
-def _operator(pool: RankPool, name: str, options: Options) -> list[Record]:
+def _operator(pool: RankPool, name: str, options: Options, check: Check) -> list[Record]:
     """All records of one operator; after a death the next world goes on behind the case that was lost."""
     records: list[Record] = []
     start = 0
@@ -52,7 +58,7 @@ def _operator(pool: RankPool, name: str, options: Options) -> list[Record]:
             file = Path(folder) / f"{attempt}.jsonl"
             file.touch()
             failure = _attempt(lambda file=file, start=start: pool.run(
-                prod(options.mesh), check_operator, name, options, str(file), start, timeout=_LIMIT
+                prod(options.mesh), check, name, options, str(file), start, timeout=_LIMIT
             ))  # fmt: skip
             found, lost = _read(file)
             records += found

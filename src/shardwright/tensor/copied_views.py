@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
+from shardwright.rules.views.aten import copies
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_local, unasked
 from shardwright.tensor.overlapping import overlaps, refuse
@@ -71,7 +72,7 @@ def exist() -> bool:
 def is_view(func: torch._ops.OpOverload) -> bool:
     """Do the op's results alias its first argument, which it does not write?"""
     infos = [result.alias_info for result in func._schema.returns]
-    return any(info is not None and not info.is_write for info in infos)
+    return not copies(func) and not any(info is not None and info.is_write for info in infos)
 
 
 def remember(
@@ -97,6 +98,12 @@ def remember_local(
     """Note that `out` is a copy of elements of `args[0]` that this rank holds."""
     base, *rest = args
     _origins[out] = _Origin(base, func, tuple(rest), kwargs, index, True, _version(base), local)
+
+
+def replace(known: DTensor, by: DTensor) -> None:
+    """Remember of one object what was remembered of another."""
+    if _origins.data and known in _origins:
+        _origins[by] = _origins.pop(known)
 
 
 def around(route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

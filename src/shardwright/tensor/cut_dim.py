@@ -18,7 +18,7 @@ from shardwright.placement.shard import Shard
 from shardwright.plan.redistribution import plan_redistribution
 from shardwright.rules.algorithm import cutting_axes
 from shardwright.rules.decision import LabelSize
-from shardwright.tensor.spec import coords_of, spec_of, with_dtype
+from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import wrap
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def gather_along(x: DTensor, cut: CutDim, local: torch.Tensor, why: str) -> torc
 
 
 def like_cut(x: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor of x's shape and placements, maybe of another dtype."""
-    layout = with_dtype(x._spec.layout, local.dtype)
+    """A new DTensor of x's shape and placements, row-major, maybe of another dtype."""
+    layout = x._spec.layout.with_shape(x._spec.layout.shape, dtype=local.dtype)
     return wrap(local, spec_of(layout, x.device_mesh, x._spec.use))
 
 

@@ -18,7 +18,6 @@ from shardwright.tensor import (  # noqa: F401  algorithms register themselves
     copied_views,
     cut_orders,
     cut_scans,
-    filled_diagonal,
     handlers,
     key_parts,
     local_reshape,
@@ -27,6 +26,7 @@ from shardwright.tensor import (  # noqa: F401  algorithms register themselves
     proxies,
     set_data,
     torch_shardings,
+    view_offsets,
     views,
     windows,
     written_memory,
@@ -67,6 +67,8 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping
     route = _routes.get(func)
     if route is None:
         route = _routes[func] = _route_of(func)
+        if view_offsets.begins_as_its_operand(func):
+            route = _routes[func] = partial(view_offsets.as_on_one_device, route)
         if copied_views.is_view(func):
             route = _routes[func] = partial(_as_the_base, route)
         elif written_memory.asks(func):

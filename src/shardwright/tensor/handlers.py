@@ -17,6 +17,7 @@ from shardwright.tensor.random import draw, is_random
 from shardwright.tensor.reshaping import changes_shape_in_place, reshape_in_place
 from shardwright.tensor.resizing import resize, resize_as
 from shardwright.tensor.strided_views import as_strided, as_strided_scatter
+from shardwright.tensor.wrap import offset_of
 
 Handler = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
 aten = torch.ops.aten
@@ -56,10 +57,20 @@ def equal(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, Any]
     return bool((left == right).all().item())
 
 
+def is_set_to(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, Any]) -> bool:
+    """Are two tensors the same places of one storage? As far as autograd knows their bases."""
+    one, two = args
+    bases = [x if x._base is None else x._base for x in args]
+    return bases[0] is bases[1] and all(
+        tell(one) == tell(two) for tell in (offset_of, lambda x: x.shape, lambda x: x.stride())
+    )
+
+
 _HANDLERS: dict[torch._ops.OpOverload, Handler] = {
     aten._local_scalar_dense.default: item,
     aten.is_nonzero.default: item,
     aten.equal.default: equal,
+    aten.is_set_to.default: is_set_to,
     aten.resize_.default: resize,
     aten.resize_as_.default: resize_as,
     aten.as_strided.default: as_strided,

@@ -42,6 +42,12 @@ def _of_group_norm_backward(
     return tuple(m if wanted else None for m, wanted in zip(made, mask, strict=True))
 
 
+def _of_view_copy(x: torch.Tensor, size: Any) -> torch.Tensor:
+    """torch's own asks for a view; the kernel copies what is none."""
+    return x.view(size) if isinstance(size, torch.dtype) else x.reshape(size).contiguous()
+
+
+_OWN["aten::view_copy"] = _of_view_copy
 _OWN["aten::native_group_norm_backward"] = _of_group_norm_backward
 
 

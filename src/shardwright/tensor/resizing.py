@@ -18,7 +18,7 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local import replicated
 from shardwright.tensor.modes import refuse_to_gather
 from shardwright.tensor.spec import coords_of, spec_of
-from shardwright.tensor.wrap import wrap
+from shardwright.tensor.wrap import offset_of, wrap
 
 
 def resize(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DTensor:
@@ -50,7 +50,7 @@ def _resized(
     )
     coords = coords_of(x.device_mesh)
     local = whole.new_empty(0) if coords is None else own_part(whole, layout, coords)
-    made = wrap(local, spec_of(layout, x.device_mesh, x._spec.use))
+    made = wrap(local, spec_of(layout, x.device_mesh, x._spec.use), offset=offset_of(x))
     x.data = made  # what torch knows of sizes and strides
     x._local_tensor, x._spec = made._local_tensor, made._spec
     return x

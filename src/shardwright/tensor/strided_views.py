@@ -1,7 +1,7 @@
 """`as_strided` and its relatives: whatever stays inside a tensor's memory is a view of its dims.
 
 Places are those of the logical tensor. A tensor that is a view is asked for its base where it has not all of
-the places; `x.storage_offset()` is the logical one too, since the local tensor's differs from rank to rank.
+the places.
 
 Where a gradient is wanted, the view is taken as narrows, windows and diagonals, which autograd differentiates
 one by one: torch's own gradient of `as_strided` scatters into a storage, and would gather.
@@ -25,7 +25,7 @@ from shardwright.tensor.metadata import infos_of
 from shardwright.tensor.move import move_unasked
 from shardwright.tensor.spec import Spec, coords_of, spec_of
 from shardwright.tensor.views import ViewCall, view_call
-from shardwright.tensor.wrap import wrap
+from shardwright.tensor.wrap import offset_of, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,17 +39,6 @@ aten = torch.ops.aten
 # ------------------------------------------------------------------------------------------ the memory
 
 
-def storage_offset(x: torch.Tensor) -> int:
-    """Where the logical tensor begins in the memory of its base."""
-    base = _base(x)
-    if base is None:
-        return 0
-    seen = x._view_func_unsafe(
-        torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-    )
-    return int(seen.storage_offset())
-
-
 def _base(x: torch.Tensor) -> DTensor | None:
     """The tensor of which `x` is a view of equal elements; None if it is none, or torch does not know it."""
     if torch.compiler.is_compiling() or not x._is_view():
@@ -60,28 +49,29 @@ def _base(x: torch.Tensor) -> DTensor | None:
 
 def _inside(x: DTensor, size: Shape, stride: Shape, offset: int | None) -> int | None:
     """The first place that a view sees, counted in `x`; None if `x` has not all places that it sees."""
-    place = 0 if offset is None else offset - storage_offset(x)
+    place = 0 if offset is None else offset - offset_of(x)
     seen = strided_views(tuple(x.shape), tuple(x._spec.layout.stride), size, stride, place)
     return None if seen is None else place
 
 
 def _placed(x: DTensor, size: Shape, stride: Shape, offset: int | None) -> tuple[DTensor, int, int]:
-    """The tensor that has all these places, `x` or its base; the first of them in it, and in the base.
+    """The tensor that has all these places, `x` or its base; the first of them in it, and in the storage.
 
     Raises: RuleError: neither has them.
     """
-    own = storage_offset(x)
+    own = offset_of(x)
     place = _inside(x, size, stride, offset)
     if place is not None:
         return x, place, place + own
     base, first = _base(x), own if offset is None else offset
-    if base is None or _inside(base, size, stride, first) is None:
+    place = None if base is None else _inside(base, size, stride, first)
+    if base is None or place is None:
         raise RuleError(_leaves(x, size, stride, offset))
-    return base, first, first
+    return base, place, first
 
 
 def _leaves(x: DTensor, size: Shape, stride: Shape, offset: int | None) -> str:
-    own = storage_offset(x)
+    own = offset_of(x)
     return (
         f"as_strided: size {size}, stride {stride}, storage offset {own if offset is None else offset} leave "
         f"the elements of a DTensor of shape {tuple(x.shape)}, stride {tuple(x._spec.layout.stride)}, "
@@ -223,12 +213,6 @@ def _windows(x: torch.Tensor, dim: int, base: int, steps: list[tuple[int, int]])
     return x if steps[-1][0] == 1 else x[(slice(None),) * last + (slice(None, None, steps[-1][0]),)]
 
 
-def _offset_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    return storage_offset(x) if isinstance(x, DTensor) else func(*args, **kwargs)
-
-
 _COPYING = frozenset({torch.as_strided_copy, aten.as_strided_copy, aten.as_strided_copy.default})
 _VIEWING = (torch.as_strided, torch.Tensor.as_strided, aten.as_strided, aten.as_strided.default)
 boundary.OWN.update(dict.fromkeys((*_VIEWING, *_COPYING), taken_apart))
-boundary.OWN[torch.Tensor.storage_offset] = _offset_of

@@ -194,7 +194,7 @@ def copied_reshape(
     return out
 
 
-_RESHAPES = frozenset({"aten::view", "aten::_unsafe_view", "aten::_reshape_alias"})
+_RESHAPES = frozenset({"aten::view", "aten::_unsafe_view"})
 
 
 # ------------------------------------------------------------------------------------------ gradients

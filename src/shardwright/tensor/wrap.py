@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
-from torch.autograd import forward_ad
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of_spec
@@ -12,7 +14,6 @@ from shardwright.placement.base import Replicate
 from shardwright.tensor.spec import spec_of
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -33,19 +34,36 @@ def up_to_date(x: TorchDTensor) -> None:
         refresh(x)
 
 
-def wrap(local: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
+def wrap(local: torch.Tensor, spec: Spec, *, requires_grad: bool = False, offset: int = 0) -> DTensor:
     """The DTensor whose part on this rank is `local`.
 
-    torch gives a wrapper the storage offset of what it is made of: where this rank's part begins inside a
-    storage. Forward-mode AD wants that of a view and of its tangent to agree, whose layouts may differ; there
-    every wrapper begins at 0.
+    offset: where the logical tensor begins in its storage on one device, for a view. torch would take the
+        local tensor's, which is another one on every rank, for what its own code asks of memory.
     """
     cls = CLASSES[spec.use is not None]
-    if forward_ad._current_level >= 0 and local.storage_offset():
-        made = cls.__new__(cls, local.new_empty(0), spec, requires_grad=requires_grad)
-        made._local_tensor = local
-        return cast("DTensor", made)
-    return cast("DTensor", cls.__new__(cls, local, spec, requires_grad=requires_grad))
+    if local.storage_offset() == offset:
+        return cast("DTensor", cls.__new__(cls, local, spec, requires_grad=requires_grad))
+    empty = _empty_at(offset, local.dtype, local.device, local.is_conj(), local.is_neg())
+    made = cls.__new__(cls, empty, spec, requires_grad=requires_grad)
+    made._local_tensor = local
+    return cast("DTensor", made)
+
+
+@lru_cache(maxsize=4096)
+def _empty_at(
+    offset: int, dtype: torch.dtype, device: torch.device, conjugate: bool, negative: bool
+) -> torch.Tensor:
+    """What gives a wrapper its storage offset; nothing is ever read from it."""
+    with _disable_current_modes():
+        made = torch.empty(0, dtype=dtype, device=device).as_strided((0,), (1,), offset)
+        made = made.conj() if conjugate else made
+        return made._neg_view() if negative else made
+
+
+def offset_of(x: torch.Tensor) -> int:
+    """Where `x` begins in its storage, as torch's own code sees it: for a DTensor, on one device."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return cast("int", x.storage_offset())
 
 
 def as_ours(x: TorchDTensor) -> DTensor:

@@ -20,7 +20,7 @@ from shardwright.tensor import overlapping
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.out import is_pointwise
 from shardwright.tensor.overlapping import is_cut_there, writes_once
-from shardwright.tensor.strided_views import storage_offset
+from shardwright.tensor.wrap import offset_of
 
 # Ops that read operands by index while they write: no place may be both.
 _INDEXED = frozenset(
@@ -115,7 +115,7 @@ def _overlap(one: DTensor, two: DTensor) -> str:
         return ""
     if not (_without_gaps(one) and _without_gaps(two)):
         return "wholly" if one is two else ""
-    starts = [storage_offset(x) for x in (one, two)]
+    starts = [offset_of(x) for x in (one, two)]
     if starts[0] == starts[1] and one.numel() == two.numel():
         return "wholly" if one.stride() == two.stride() else "partly"
     apart = starts[0] + one.numel() <= starts[1] or starts[1] + two.numel() <= starts[0]

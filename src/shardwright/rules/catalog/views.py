@@ -24,14 +24,22 @@ def _result_shape(call: Call) -> tuple[int, ...]:
     return () if result is None else result.shape
 
 
-@register_rule("aten::view", "aten::_unsafe_view", "aten::_reshape_alias")
+@register_rule("aten::view", "aten::_unsafe_view")
 def view(call: Call) -> Formula | None:
     """Dims split and merged by their common factors. A view as another dtype is none of these."""
     if "size" not in call.bound:
         return None
     text = reshape_formula(_shape(call), _result_shape(call))
-    strides = ("stride",) if "stride" in call.bound else ()
-    return formula(text, hom=_KEEP, shapes={"size": "@0"}, strides=strides)
+    return formula(text, hom=_KEEP, shapes={"size": "@0"})
+
+
+@rewrite("aten::_reshape_alias")
+def reshape_alias(_op: object, x: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tensor:
+    """A reshape where it has these strides: those of a local tensor are not told by them."""
+    memory = torch.empty_strided(x.shape, x.stride(), device="meta")
+    if tuple(memory.view(size).stride()) == tuple(stride):
+        return x.view(size)
+    return x.as_strided(size, stride)
 
 
 @register_rule("aten::view_as_real")

@@ -49,10 +49,16 @@ def is_described(op: torch._ops.OpOverload) -> bool:
     return _base(op) in _VIEWS
 
 
+# Their kernels are those of views, and what is written into a result is written into the operand; the schema
+# does not say it, so that autograd does not ask.
+_VIEWS_UNSAID = frozenset({"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes"})
+
+
 @lru_cache(maxsize=4096)
 def copies(op: torch._ops.OpOverload) -> bool:
-    """Whether its results are new tensors: `view_copy`, `unsafe_split`, ..."""
-    return not any(result.alias_info is not None for result in op._schema.returns)
+    """Whether its results are new tensors: `view_copy`, `split_copy`, ..."""
+    said = any(result.alias_info is not None for result in op._schema.returns)
+    return not said and op._schema.name not in _VIEWS_UNSAID
 
 
 def _base(op: torch._ops.OpOverload) -> str:
@@ -190,7 +196,6 @@ def _as_real(call: Call) -> list[View]:
 _VIEWS: dict[str, Describe] = {
     "_conj": _identity,
     "_neg_view": _identity,
-    "_reshape_alias": _reshape,
     "_unsafe_view": _reshape,
     "alias": _identity,
     "as_strided": _strided,
