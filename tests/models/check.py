@@ -137,12 +137,17 @@ def _sum_of_outputs(out: Any) -> torch.Tensor:
     return total
 
 
-def compare(found: dict[str, torch.Tensor | None], wanted: dict[str, torch.Tensor | None]) -> Iterator[str]:
-    """A line per value that is not one device's, within `TOLERANCE` of its largest element.
+def compare(
+    found: dict[str, torch.Tensor | None],
+    wanted: dict[str, torch.Tensor | None],
+    tolerance: float = TOLERANCE,
+) -> Iterator[str]:
+    """A line per value that is not one device's, within `tolerance` of its largest element.
 
     The bias of keys has a gradient of zero but for rounding, which is that of the terms that cancel out.
     """
-    noise = _ROUNDING * max(_largest(v) for n, v in wanted.items() if v is not None and "gradient" in n)
+    gradients = [_largest(v) for n, v in wanted.items() if v is not None and "gradient" in n]
+    noise = _ROUNDING * max(gradients, default=0.0)
     for name, value in wanted.items():
         got = found.get(name)
         if value is None or got is None:
@@ -154,7 +159,7 @@ def compare(found: dict[str, torch.Tensor | None], wanted: dict[str, torch.Tenso
             continue
         off = (got.double() - value.double()).abs().max().item() if value.numel() else 0.0
         largest = _largest(value)
-        if not off <= TOLERANCE * largest + noise:
+        if not off <= tolerance * largest + noise:
             yield f"{name}: off by {off:.1e}, the largest element is {largest:.1e}"
 
 

@@ -4,9 +4,17 @@ import pytest
 import torch
 
 from .check import DATA, FSDP, TENSOR, check, compare
+from .forms import check_form
 
 # Default attention, grouped experts, a tied head, an encoder that `generate` calls on its own.
 _SAMPLE = [("mixtral", DATA), ("qwen3", TENSOR), ("t5", FSDP), ("gpt2", DATA)]
+_FORMS = [
+    ("llama", "adapters", TENSOR),
+    ("llama", "padded left", FSDP),
+    ("llama", "scaled", FSDP),
+    ("mixtral", "bfloat16", TENSOR),
+    ("mixtral", "checkpointed, reentrant", TENSOR),
+]
 
 
 def _checked(cases):
@@ -16,6 +24,15 @@ def _checked(cases):
 def test_a_sample_of_architectures_equals_one_device(ranks):
     for found in ranks(2, _checked, _SAMPLE, timeout=170):
         assert found == {case: [] for case in _SAMPLE}
+
+
+def _formed(cases):
+    return {case: check_form(*case) for case in cases}
+
+
+def test_a_sample_of_the_ways_to_use_a_model_equals_one_device(ranks):
+    for found in ranks(2, _formed, _FORMS, timeout=170):
+        assert found == {case: [] for case in _FORMS}
 
 
 @pytest.mark.parametrize(
