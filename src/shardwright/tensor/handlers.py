@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.comm.record import record_decision, recording
+from shardwright.errors import RuleError
 from shardwright.rules.ops import FINISH
 from shardwright.tensor.algorithms import finish
 from shardwright.tensor.lists import run_on_lists, takes_lists
@@ -16,6 +17,7 @@ from shardwright.tensor.modes import refuse_to_gather
 from shardwright.tensor.random import draw, is_random
 from shardwright.tensor.reshaping import changes_shape_in_place, reshape_in_place
 from shardwright.tensor.resizing import resize, resize_as
+from shardwright.tensor.spec import coords_of
 from shardwright.tensor.strided_views import as_strided, as_strided_scatter
 from shardwright.tensor.wrap import offset_of
 
@@ -50,10 +52,20 @@ def item(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def equal(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, Any]) -> bool:
-    """`torch.equal` of logical tensors: every rank compares its part, then all agree."""
+    """`torch.equal` of logical tensors: every rank of the mesh compares its part, then all agree.
+
+    Rejected: an all-reduce over the world, as torch does it: a program of one mesh's ranks alone would hang.
+
+    Raises: RuleError: on a rank outside the mesh, which nobody tells.
+    """
     left, right = args
     if tuple(left.shape) != tuple(right.shape):
         return False
+    if coords_of(left.device_mesh) is None:
+        raise RuleError(
+            "equal: this rank is no part of the tensors' mesh: only its ranks compare them\n"
+            "  fix: ask on its ranks and broadcast the answer, or redistribute to a mesh of all ranks"
+        )
     return bool((left == right).all().item())
 
 
