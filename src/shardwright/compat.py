@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -310,6 +312,16 @@ def _follow_dtype(fsdp: Any, group: Any) -> None:
             group._init_mp_dtypes()
 
     fsdp.reset_sharded_param = reset_sharded_param
+
+
+def never_compiled_alone(function: Callable[..., Any]) -> None:
+    """Run `function` and what it calls as they are where Dynamo meets it as a frame; it may still be inlined.
+
+    A frame compiled for the getter of one attribute is taken for that of another: their wrappers are made for
+    each access and compared by address.
+    """
+    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
 
 
 def before_each_call(

@@ -17,7 +17,7 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import implicitly_replicated
+from shardwright.compat import implicitly_replicated, never_compiled_alone
 from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
 from shardwright.tensor.autograd import Adopt, apply
@@ -108,6 +108,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return out
     return _made_by_torch(func, args, kwargs, out)
 
+
+never_compiled_alone(call)
 
 # Functions whose result is plain because the user asks for it.
 _ASK_FOR_PLAIN = frozenset({"__get__", "as_subclass"})

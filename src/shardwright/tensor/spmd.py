@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from shardwright.comm.record import source_line
+from shardwright.compat import never_compiled_alone
 from shardwright.errors import SpmdError
 from shardwright.placement.base import Replicate
 from shardwright.tensor.boundary import leaves_alone, state, with_replicated
@@ -95,6 +96,9 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
                 f"{self._mesh.mesh_dim_names}; inside spmd it must be the same everywhere. "
                 "fix: make it from the same seed or data everywhere, or use DTensor.from_local"
             )
+
+
+never_compiled_alone(spmd.__torch_function__)
 
 
 def _digest(value: torch.Tensor) -> int:
