@@ -26,7 +26,7 @@ from shardwright.tensor.kernels import kernel_of
 from shardwright.tensor.metadata import DataDependentError, described, result_infos
 from shardwright.tensor.one_mesh import on_one_mesh
 from shardwright.tensor.out import functional_form, out_names, resized_first, written_from
-from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
+from shardwright.tensor.spec import LocalUse, Spec, common_use, coords_of, spec_of
 from shardwright.tensor.views import ViewCall, view_call
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def prepare_call(
 ) -> Prepared | ByAlgorithm | ViewCall:
     """Decide the call of this very op, without a look at simpler ones that it may consist of."""
     mesh = tensors[0].device_mesh
-    use = _common_use(tensors)
+    use = common_use(tensors)
     known = described(args), tuple(zip(kwargs, described(tuple(kwargs.values())), strict=True))
     if not registry.rules_of(func) and coords_of(mesh) is not None:
         return _gathered(Call(func, *known, ()), tensors, "no rule; every operand is made whole")
@@ -330,9 +330,3 @@ def _written(func: torch._ops.OpOverload, call: Call) -> tuple[int | None, ...]:
         names = alias.before_set if alias is not None and alias.is_write else ()
         found.append(next((sets[name] for name in names if name in sets), None))
     return tuple(found)
-
-
-def _common_use(tensors: list[DTensor]) -> LocalUse | None:
-    """Results of localized parameters alone are localized too; beside an ordinary DTensor they are not."""
-    use = tensors[0]._spec.use
-    return use if all(t._spec.use == use for t in tensors) else None

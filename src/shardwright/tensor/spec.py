@@ -14,10 +14,11 @@ from shardwright.compat import torch_shard_order
 from shardwright.layout.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from shardwright.layout.kind import Kind
     from shardwright.placement.region import Shape
+    from shardwright.tensor.dtensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,12 @@ class SpecKind:
 _MANY_SHAPES = 4096
 _MANY_KINDS = 16384
 _kinds: dict[tuple[Kind, DeviceMesh, LocalUse | None], SpecKind] = {}
+
+
+def common_use(tensors: Sequence[DTensor]) -> LocalUse | None:
+    """Results of localized parameters alone are localized too; beside an ordinary DTensor they are not."""
+    use = tensors[0]._spec.use
+    return use if all(t._spec.use == use for t in tensors) else None
 
 
 def spec_of(layout: Layout, mesh: DeviceMesh, use: LocalUse | None = None) -> Spec:

@@ -29,7 +29,7 @@ from shardwright.rules.views.view import identity, reshaped
 from shardwright.tensor import copied_views, graph_bases
 from shardwright.tensor.element_views import ElementView, PairView, pair_view, tears
 from shardwright.tensor.move import move_unasked
-from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
+from shardwright.tensor.spec import LocalUse, Spec, common_use, coords_of, spec_of
 from shardwright.tensor.wrap import wrap
 
 if TYPE_CHECKING:
@@ -239,14 +239,19 @@ def put_back(
     views = [view] if view is not None else joined_views(call)
     if views is None or len(views) != len(tensors):
         return None
+    use = common_use(tensors)
+    # Parameters that compute locally are no gradients: the forward is recomputed, and decides as it did.
+    backward = use is None and torch._C._current_graph_task_id() != -1
     summed = func._schema.name == "aten::sum"
-    base = _base_in_graph(views, tensors, info.shape, exact=given is not None or summed)
+    base = None
+    if use is None:
+        base = _base_in_graph(views, tensors, info.shape, exact=given is not None or summed)
     if base is None and given is None and not summed:
-        base = _base_of(views, tensors, exact=view is None and torch._C._current_graph_task_id() == -1)
+        base = _base_of(views, tensors, exact=view is None and not backward)
     if base is None:
         return None
     shaped = base.with_shape(info.shape, info.stride, dtype=info.dtype)
-    return _embedded(func, shaped, views, tensors, mesh)
+    return _embedded(func, spec_of(shaped, mesh, use), views, tensors)
 
 
 def _base_in_graph(
@@ -333,13 +338,9 @@ def _seen(base: Layout, view: View, part: DTensor) -> Layout:
 
 
 def _embedded(
-    func: torch._ops.OpOverload,
-    base: Layout,
-    views: Sequence[View],
-    parts: Sequence[DTensor],
-    mesh: DeviceMesh,
+    func: torch._ops.OpOverload, spec: Spec, views: Sequence[View], parts: Sequence[DTensor]
 ) -> DTensor:
-    coords = coords_of(mesh)
+    base, coords = spec.layout, coords_of(spec.mesh)
     made: torch.Tensor | None = None
     for view, part in zip(views, parts, strict=True):
         values, target = _there(func, base, view, part)
@@ -352,7 +353,7 @@ def _embedded(
             local.put(made, values)
     if made is None:
         made = parts[0]._local_tensor.new_empty((0,))
-    return wrap(made, spec_of(base, mesh))
+    return wrap(made, spec)
 
 
 def _scattered(func: torch._ops.OpOverload, view: View, base: DTensor, values: DTensor) -> DTensor | None:
