@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from itertools import islice
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
+from tests import torch_samples
 from tests.ops.excluded import EXCLUDED
+from tests.torch_samples import op_db
 
 _LOOKED_AT = 80  # sample inputs of one operator and dtype among which the distinct ones are chosen
 SEED = 11
@@ -36,9 +35,7 @@ def dtypes_of(info: Any, wanted: tuple[torch.dtype, ...]) -> list[torch.dtype]:
 
 def seed() -> None:
     """The state from which samples, references and random operators start."""
-    random.seed(SEED)
-    np.random.seed(SEED)  # noqa: NPY002 - what torch's samples draw from
-    torch.manual_seed(SEED)
+    torch_samples.seed(SEED)
 
 
 def samples_of(info: Any, dtype: torch.dtype, count: int, source: str = SAMPLE) -> list[tuple[int, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.ops.__main__ import main
 from tests.ops.cases import CRASH, ERROR, OK, WRONG, Case, Options, Record
@@ -15,6 +14,7 @@ from tests.ops.excluded import EXCLUDED
 from tests.ops.sample import OF_NETWORKS, chosen
 from tests.ops.sweep import sweep
 from tests.ops.table import MOST_FALLBACKS, PAGE, Row, page, read, rows, stale
+from tests.torch_samples import op_db
 
 
 def test_fewer_than_two_percent_of_the_operators_are_excluded_each_for_a_reason():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
 from shardwright.rules import rule
 from shardwright.rules.rule import remove_rule
@@ -17,6 +16,7 @@ from shardwright.testing.simulate import Sample
 from tests.rules.catalog import calls
 from tests.rules.forms import FORMS, Tried, check_forms, has_facts, smallest
 from tests.rules.samples import samples_of
+from tests.torch_samples import op_db
 
 aten = torch.ops.aten
 _X = torch.arange(-4.0, 4.0).view(2, 4) + 0.25

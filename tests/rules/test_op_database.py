@@ -7,11 +7,11 @@ The sample is every twelfth operator, two inputs of each dtype, two calls per ov
 from __future__ import annotations
 
 import pytest
-from torch.testing._internal.common_methods_invocations import op_db
 
 from shardwright.rules import rule
 from shardwright.rules.rule import remove_rule
 from tests.rules.catalog import Tally, calls, check_all
+from tests.torch_samples import op_db
 
 _EVERY = 12
 

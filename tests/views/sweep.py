@@ -13,12 +13,12 @@ from itertools import islice, product
 from math import prod
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
 import shardwright as sw
 from shardwright.errors import ShardwrightError
 from shardwright.tensor.element_views import tears
 from tests.placement.user_placements import Band, Checkerboard, PermutedRows
+from tests.torch_samples import op_db
 from tests.views.placed import compare, mesh, place
 
 # fmt: off

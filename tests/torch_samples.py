@@ -1,0 +1,27 @@
+"""The operators of torch's own test database; with this module imported, their samples are cheap to ask for.
+
+At each list of samples torch reads the source of every frame, to find the unittest that asks: 65 ms, and none
+does. At each sample it sets the seed through `torch.manual_seed`, which formats the stack three times.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch.testing._internal import common_utils
+from torch.testing._internal.common_methods_invocations import op_db
+
+__all__ = ["op_db", "seed"]
+
+
+def seed(number: int = common_utils.SEED) -> None:
+    """Set the state of every generator on the CPU."""
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002 - what torch's samples draw from
+    torch.default_generator.manual_seed(number)
+
+
+common_utils.extract_test_fn = lambda: None
+common_utils.set_rng_seed = seed
