@@ -49,8 +49,6 @@ def _steps(model: nn.Module, name: str, variant: Variant, ranks: int) -> tuple[S
             loss = data.loss_sum(model(tokens), targets) / data.counted(targets)
             loss.backward()
             losses.append(float(loss.detach()))
-        for p in model.parameters():
-            p.grad = None if p.grad is None else p.grad.clone()  # torch lets terms of one stack share memory
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT))
         optimizer.step()

@@ -110,7 +110,8 @@ class Arithmetic(nn.Module):
         both = torch.cat([self.left.weight, self.right.weight])
         z = functional.linear(y, both, torch.cat([self.left.bias, self.right.bias]))
         z = torch.tanh(self.normed(z)) + y[..., :4] @ self.base.weight[:4]
-        return x + z * torch.stack(list(self.scales)).sum(0)
+        # Of a bare sum the scales would get one gradient in one memory, to which torch adds twice.
+        return x + z * torch.stack(list(self.scales)).square().sum(0)
 
 
 def arithmetic(*, tied: bool) -> nn.Module:
