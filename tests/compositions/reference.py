@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,17 @@ RATE, LIMIT = 0.3, 1.0  # of SGD; of the gradients' norm
 
 @dataclass(frozen=True)
 class StepFacts:
-    """One training step: the losses of its backwards, gradients before the optimizer, norm, weights after."""
+    """One training step: the losses of its backwards, gradients before the optimizer, norm, weights after.
+
+    rounding: of a half type, how far rounding alone moved each gradient: from that of single precision, as a
+        part of its largest element.
+    """
 
     losses: tuple[float, ...]
     gradients: dict[str, Tensor | None]
     norm: float
     parameters: dict[str, Tensor]
+    rounding: dict[str, float] = field(default_factory=dict)
 
 
 def one_device(case: Case) -> tuple[StepFacts, ...]:
@@ -35,7 +40,19 @@ def one_device(case: Case) -> tuple[StepFacts, ...]:
 @functools.lru_cache(maxsize=64)
 def _run(name: str, variant: Variant, ranks: int) -> tuple[StepFacts, ...]:
     with warnings.catch_warnings(action="ignore"):
-        return _steps(built(name, variant), name, variant, ranks)
+        found = _steps(built(name, variant), name, variant, ranks)
+        if variant.dtype != "bfloat16":
+            return found
+        single = _steps(built(name, variant).float(), name, variant, ranks)
+    return tuple(replace(f, rounding=_rounding(f, s)) for f, s in zip(found, single, strict=True))
+
+
+def _rounding(half: StepFacts, single: StepFacts) -> dict[str, float]:
+    return {
+        name: float((gradient - single.gradients[name]).abs().max() / single.gradients[name].abs().max())
+        for name, gradient in half.gradients.items()
+        if gradient is not None
+    }
 
 
 def _steps(model: nn.Module, name: str, variant: Variant, ranks: int) -> tuple[StepFacts, ...]:
