@@ -160,7 +160,10 @@ class Partial(TorchPartial, Pending):
 
     def _check(self, x: Tensor) -> None:
         if not self._reduction.in_domain(x):
-            raise PlacementError(f"{self.text()} has no meaning for these values of {x.dtype}; {_DOMAINS}")
+            raise PlacementError(
+                f"{self.text()} has no meaning for these values of {x.dtype}; {_DOMAINS}; redistribute a "
+                "tensor to Replicate() before they are written into it"
+            )
 
     def text(self) -> str:
         """How the text of a layout names this placement."""

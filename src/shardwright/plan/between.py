@@ -13,8 +13,6 @@ from functools import lru_cache
 from math import prod
 from typing import cast
 
-import torch
-
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending
@@ -23,7 +21,7 @@ from shardwright.plan.between_bound import least
 from shardwright.plan.between_plan import PlanBetween
 from shardwright.plan.between_steps import Finish, InSlab, Sized, Slabs, Term
 from shardwright.plan.carry import Carry, Wanted
-from shardwright.plan.pending import commute, has_embed, refuse_target
+from shardwright.plan.pending import commute, has_embed, refuse_target, takes_padding
 from shardwright.plan.rank_map import RankMap, homes, rank_map, slab_of
 from shardwright.plan.slabs import slab_counts, slabs_of
 
@@ -175,8 +173,7 @@ class _Decision:
         """Whether the target's terms can be made from a value that one rank of each group has."""
         if not self.made or not commute(tuple((axis, p) for axis, (p, _) in enumerate(self.made))):
             return False
-        empty = torch.empty((), dtype=self.source.dtype)
-        return all(pending.identity(empty) is not None for pending, _ in self.made)
+        return all(takes_padding(pending, self.source.dtype) for pending, _ in self.made)
 
     def _merged(self) -> Pending | None:
         """The reduction that joins terms of the source to terms of the target, if there is one."""

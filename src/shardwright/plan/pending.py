@@ -49,6 +49,18 @@ def has_embed(placement: Pending) -> bool:
     return placement.can_be_target and type(placement).embed is not Pending.embed
 
 
+def takes_padding(pending: Pending, dtype: torch.dtype) -> bool:
+    """Whether its terms can be made where parts of a value are, by padding them with its identity.
+
+    Not where signs matter: a rank that holds no negative number would go on where another one refuses.
+    """
+    empty = torch.empty((), dtype=dtype)
+    if pending.identity(empty) is None:
+        return False
+    signed = dtype.is_floating_point and pending.in_domain(torch.ones_like(empty))
+    return not signed or pending.in_domain(torch.full_like(empty, -1))
+
+
 def refuse_target(target: Layout, axis: int) -> None:
     """Raise PlanError if the Pending on this axis cannot be made from a finished value."""
     placement = cast("Pending", target.placements[axis])

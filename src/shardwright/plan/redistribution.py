@@ -23,7 +23,7 @@ from shardwright.plan.levels import by_level, slow_bound
 from shardwright.plan.lines import groups_of
 from shardwright.plan.maps import LayoutMap, Map, MixedMap, SlabMap, unchanged_axes
 from shardwright.plan.network import current_network, network_version
-from shardwright.plan.pending import AxisPending, check_domains, commute, pending_change
+from shardwright.plan.pending import AxisPending, check_domains, commute, pending_change, takes_padding
 from shardwright.plan.plan import Plan
 from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Place, Step
 
@@ -196,10 +196,7 @@ class _Decision:
         made = self.change.made
         if not commute(made) or not self._bound(self.after):
             return ()
-        return tuple((axis, pending) for axis, pending in made if self._has_identity(pending))
-
-    def _has_identity(self, pending: Pending) -> bool:
-        return pending.identity(torch.empty((), dtype=self.source.dtype)) is not None
+        return tuple((axis, pending) for axis, pending in made if takes_padding(pending, self.source.dtype))
 
     def _arrival(self) -> LayoutMap | MixedMap:
         """Where each element goes before Pendings are made of it."""

@@ -13,7 +13,7 @@ from shardwright.placement.shard import Shard
 from shardwright.rules.along import labels_cut, part_lengths, place_label
 from shardwright.rules.call import Call
 from shardwright.rules.equation import BoundHom, Equation, Sizes, Slot
-from shardwright.rules.monoid import converts, has_meaning, matches, pending_of
+from shardwright.rules.monoid import converts, has_meaning, holds_any, matches, pending_of
 from shardwright.rules.states import States
 
 REPLICATE = Replicate()
@@ -186,7 +186,7 @@ def _may_be_pending(
     """
     dtype = view.call.operands[operand].dtype
     if view.current[operand] != source:
-        return has_meaning(source, dtype)
+        return holds_any(source, dtype)
     return all(converts(source, dtype, made) for made in _pending_dtypes(view, outputs))
 
 

@@ -41,6 +41,13 @@ def has_meaning(placement: Pending, dtype: torch.dtype) -> bool:
 
 
 @lru_cache(maxsize=1024)
+def holds_any(placement: Pending, dtype: torch.dtype) -> bool:
+    """Whether terms can be made of every finished value of this dtype: a length is of no negative number."""
+    blank = torch.ones((), dtype=dtype)
+    return placement.in_domain(blank) and (not dtype.is_floating_point or placement.in_domain(-blank))
+
+
+@lru_cache(maxsize=1024)
 def converts(placement: Pending, source: torch.dtype, target: torch.dtype) -> bool:
     """Whether the parts may be converted in place of the value: `to(combine(parts)) == combine(to(parts))`.
 
