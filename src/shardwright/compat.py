@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -20,7 +21,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
-from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -198,7 +198,7 @@ class FsdpParameter:
         fsdp._sharding_spec = parameter._spec  # type: ignore[attr-defined]
         fsdp._setattr_on_modules(parameter)
         fsdp.to_sharded_dtensor = make_gradient
-        _managed[parameter] = self
+        _managed[id(parameter)] = fsdp
         self._before_adding(as_term)
         if inner_spec is not None:
             self._keep_distributed(inner_spec, wrap_inner)
@@ -269,14 +269,15 @@ class FsdpUnit:
         return self.module._get_fsdp_state()  # type: ignore[operator]
 
 
-# Which unit's parameter it is; kept beside the parameters, which are pickled.
-_managed = WeakIdKeyDictionary()
+# What manages a parameter, by its identity: not in the parameters, which are pickled, and not by references
+# to them, for torch swaps no tensor that has a weak one (`model.double()`).
+_managed: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def managing_unit(parameter: torch.Tensor) -> FsdpParameter | None:
     """What `fully_shard` knows of a sharded parameter, None for any other tensor."""
-    found: FsdpParameter | None = _managed.get(parameter)
-    return found
+    inner = _managed.get(id(parameter))
+    return None if inner is None or inner.sharded_param is not parameter else FsdpParameter(inner)
 
 
 def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:
