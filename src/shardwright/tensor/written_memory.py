@@ -51,7 +51,7 @@ def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
     """Raise what one device raises. Raises: RuleError (a RuntimeError): with the words of torch."""
     once, partly, wholly = _questions(func)
     read, written = _sides(func, args, kwargs)
-    if func._schema.name == "aten::copy_" and read and read[0] is written[0]:
+    if func._schema.name == "aten::copy_" and read and written and read[0] is written[0]:
         return  # of itself: torch leaves before it asks
     if any(is_cut_there(x._spec.layout) for x in written) and not writes_once(func, args, kwargs):
         overlapping.refuse(func)
