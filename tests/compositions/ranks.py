@@ -73,7 +73,9 @@ class _Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         values = {n: p.detach() for n, p in self.model.named_parameters()}
-        return found + differences(f"{where}, parameters after", values, expected.parameters, self.bound)
+        return found + differences(
+            f"{where}, parameters after", values, expected.parameters, self.bound, expected.rounding
+        )
 
     def _backward(self, number: int) -> float | None:
         """Forward and backward on this rank's rows of one batch; the loss of the whole batch."""
