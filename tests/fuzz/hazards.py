@@ -6,11 +6,10 @@ torch refuses some of them, and that is an answer; what it lets pass is not draw
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from tests.fuzz.program import Ref, Step
+from tests.fuzz.program import Ref, Step, values_in
 from tests.fuzz.run import Env, resolved
 
 # They read other elements than the one that they write.
@@ -49,7 +48,7 @@ def _target(step: Step, env: Env) -> torch.Tensor | None:
 
 def _read(step: Step, env: Env, target: torch.Tensor) -> Iterator[torch.Tensor]:
     own = 0 if dict(step.kwargs).get("out") is not None else 1
-    for value in _leaves(step.args[own:]):
+    for value in values_in(step.args[own:]):
         x = env[value.name] if isinstance(value, Ref) else None
         if isinstance(x, torch.Tensor) and x.numel() and _memory(x) == _memory(target):
             yield x
@@ -57,14 +56,6 @@ def _read(step: Step, env: Env, target: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _memory(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr()
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
 
 
 def _meet(target: torch.Tensor, x: torch.Tensor, *, by_element: bool) -> bool:

@@ -65,7 +65,7 @@ class Step:
 
     def reads(self) -> set[str]:
         """The variables that it names."""
-        return {leaf.name for leaf in _leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)}
+        return {leaf.name for leaf in values_in((self.args, self.kwargs)) if isinstance(leaf, Ref)}
 
     def source(self) -> str:
         """The line of Python that it is."""
@@ -147,9 +147,10 @@ def _slice_source(part: Any) -> str:
     return text if part.step is None else f"{text}:{part.step}"
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def values_in(value: Any) -> Iterator[Any]:
+    """The arguments of a step, those in lists included."""
     if isinstance(value, list | tuple):
         for item in value:
-            yield from _leaves(item)
+            yield from values_in(item)
     else:
         yield value

@@ -73,8 +73,7 @@ def _home(
     fixed = [x for x, o in zip(tensors, operands, strict=True) if o.mutated or not _is_number(x)]
     if fixed and not _are_together(fixed):
         return None
-    meshes = [x.device_mesh for x in fixed[:1] or tensors]
-    for mesh in sorted(meshes, key=lambda mesh: -mesh.ndim) if fixed else _and_root(meshes):
+    for mesh in [fixed[0].device_mesh] if fixed else _and_root([x.device_mesh for x in tensors]):
         if all(_are_relatives(as_mesh_shape(x.device_mesh), as_mesh_shape(mesh)) for x in tensors):
             return mesh
     return None
