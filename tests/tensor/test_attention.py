@@ -112,3 +112,20 @@ def _sent():
 def test_few_queries_send_rows_of_results_not_keys(ranks):
     """The sums: 2 * 3/4 of 8 rows of 17 numbers. The maxima of 8 rows: exchanged and gathered, 2 * 3/4."""
     assert ranks(4, _sent) == [2 * 3 * 8 * 17 * 4 // 4 + 2 * 3 * 8 * 4 // 4] * 4
+
+
+def _ranks_without_keys():
+    """Four keys over three ranks leave the last without any; its logs have the type of its peers'."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        q, k, v = (full(1, 2, n, 4, seed=n).to(dtype) for n in (1, 4, 4))
+        for causal in (False, True):
+            wanted = functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            parts = [place(q, (sw.Replicate(),)), place(k, (sw.Shard(2),)), place(v, (sw.Shard(2),))]
+            got = functional.scaled_dot_product_attention(*parts, is_causal=causal)
+            assert got.dtype == dtype
+            tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(got.full_tensor(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_a_rank_may_hold_no_key(ranks):
+    ranks(3, _ranks_without_keys)

@@ -71,7 +71,8 @@ def _own(
     query, key, value = local["query"], local["key"], local["value"]
     shape = query.shape[:3]
     if not (query.numel() and key.numel()):
-        nothing = torch.full(shape, -torch.inf, device=query.device)
+        logs_type = torch.promote_types(query.dtype, torch.float32)  # the kernel's, as on the other ranks
+        nothing = query.new_full(shape, -torch.inf, dtype=logs_type)
         return query.new_zeros(*shape, value.shape[-1]), nothing
     if local.get("is_causal"):
         mask = causal_mask(*plan.held(coords), query)
