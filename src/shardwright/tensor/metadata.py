@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +29,9 @@ _LIKE_SELF: dict[str, tuple[torch.dtype | None, ...]] = {
 }
 # Ops whose function for tensors without data asks for more than their kernels do, and one that does not.
 _OWN: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": grouped_product}
-# Norms whose CPU kernel keeps mean and deviation in the operands' type; other devices keep them in float32.
-_STATISTICS = frozenset({"aten::native_layer_norm"})
+# Norms whose CPU kernels keep mean and deviation in the widest type of their operands; torch's functions for
+# tensors without data do not say so.
+_STATISTICS = frozenset({"aten::native_layer_norm", "aten::native_group_norm"})
 
 
 def _of_group_norm_backward(
@@ -85,7 +86,7 @@ def result_infos(
             raise
     infos = [_info(value) for value in tree_flatten(out)[0]]
     if func._schema.name in _STATISTICS:
-        _in_the_type_of_the_operands(infos, [x for x in tree_flatten((args, kwargs))[0] if _is_ours(x)])
+        _in_the_widest_type(infos, [x for x in tree_flatten((args, kwargs))[0] if _is_ours(x)])
     return tuple(infos)
 
 
@@ -111,13 +112,13 @@ def _is_ours(x: Any) -> bool:
     return isinstance(x, DTensor)
 
 
-def _in_the_type_of_the_operands(infos: list[TensorInfo | None], operands: list[DTensor]) -> None:
-    dtypes = {x.dtype for x in operands}
-    if len(dtypes) > 1 or operands[0].device.type != "cpu":
+def _in_the_widest_type(infos: list[TensorInfo | None], operands: list[DTensor]) -> None:
+    if operands[0].device.type != "cpu":
         return
+    widest = reduce(torch.promote_types, {x.dtype for x in operands})
     for index in (1, 2):
         info = infos[index]
-        infos[index] = None if info is None else TensorInfo(info.shape, info.stride, next(iter(dtypes)))
+        infos[index] = None if info is None else TensorInfo(info.shape, info.stride, widest)
 
 
 def _like_self(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:

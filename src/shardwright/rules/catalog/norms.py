@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
 from shardwright.rules.call import Call
-from shardwright.rules.catalog.decomposing import take_apart
+from shardwright.rules.catalog.decomposing import decomposed, take_apart
 from shardwright.rules.catalog.labels import join, letters
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.registry import rewrite
 from shardwright.rules.rule import register_rule
+
+_HALF = {torch.float16, torch.bfloat16}
 
 
 def _dims(call: Call) -> tuple[list[str], list[str], list[str]]:
@@ -75,14 +79,25 @@ def group_norm_backward(call: Call) -> Formula:
 
 
 # Batch statistics are sums over the batch: taken apart, they are right on any part of it.
-take_apart(
+take_apart("aten::native_batch_norm_backward.default", "aten::batch_norm_backward.default")
+
+
+@rewrite(
     "aten::native_batch_norm.default",
     "aten::_native_batch_norm_legit.default",
     "aten::_native_batch_norm_legit.no_stats",
     "aten::_native_batch_norm_legit_no_training.default",
-    "aten::native_batch_norm_backward.default",
-    "aten::batch_norm_backward.default",
 )
+def batch_norm(op: torch._ops.OpOverload, x: Tensor, *rest: Any, **named: Any) -> object:
+    """Batch norm, its statistics in the type of wider parameters: a half mean would spoil the gradients.
+
+    torch's own table rounds them to the type of `x`, its kernels do not.
+    """
+    others = [value for value in (*rest, *named.values()) if isinstance(value, Tensor)]
+    if not (x.dtype in _HALF and any(other.dtype == torch.float32 for other in others)):
+        return decomposed(op, x, *rest, **named)
+    out, *statistics = cast("tuple[Tensor, ...]", decomposed(op, x.float(), *rest, **named))
+    return out.to(x.dtype), *statistics
 
 
 @rewrite("aten::_batch_norm_with_update.default")
