@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 import shardwright as sw
 
@@ -12,11 +13,52 @@ CALLS = {
     "sgn_": lambda x, y: x.clone().sgn_(),
     "copysign": torch.copysign,
     "copysign_": lambda x, y: x.clone().copysign_(y),
+    **{
+        f"{name} in place": lambda x, y, name=name: getattr(x.clone(), name)(y) + x
+        for name in ("eq_", "ne_", "lt_", "le_", "gt_", "ge_", "less_", "greater_equal_")
+    },
+    "eq_ of a row": lambda x, y: _row_written(x.clone(), y),
+    "eq_ with a number": lambda x, y: x.clone().eq_(1.0),
     "no copies": lambda x, y: x.repeat(0, 1).sum() + x.sum(),
     "none at all": lambda x, y: x.tile(0, 1),
     "passed over": lambda x, y: torch.cat([x[0, :0], y[0]]),
     "nothing at all": lambda x, y: torch.hstack([x[0, :0], y[0, :0]]),
 }
+
+
+
+def _row_written(x, y):
+    x[0].eq_(y[0])
+    return x
+
+
+# Their first derivative does not depend on the values, so that a second one is zeros of a shape.
+TWICE = {
+    "avg_pool1d": (lambda x: functional.avg_pool1d(x, 2), 1),
+    "avg_pool2d": (lambda x: functional.avg_pool2d(x, 2), 2),
+    "avg_pool3d": (torch.nn.AvgPool3d(2), 3),
+    "adaptive average": (torch.nn.AdaptiveAvgPool2d(2), 2),
+    "adaptive maximum": (lambda x: functional.adaptive_max_pool2d(x, 2), 2),
+    "max_pool1d": (torch.nn.MaxPool1d(2), 1),
+    "max_pool2d": (lambda x: torch.max_pool2d(x, 2), 2),
+    "max_pool3d": (lambda x: functional.max_pool3d(x, 2), 3),
+    "lp_pool2d": (lambda x: functional.lp_pool2d(x, 1.0, 2), 2),
+    "reflected": (torch.nn.ReflectionPad2d(1), 2),
+    "replicated": (lambda x: functional.pad(x, (1, 1), mode="replicate"), 1),
+    "prelu": (lambda x: torch.prelu(x, x.detach().flatten()[:1]), 1),
+}
+
+
+def _lie_twice():
+    for name, (call, dims) in TWICE.items():
+        for cut in (sw.Shard(0), sw.Shard(1), sw.Replicate()):
+            plain = full(2, 3, *(4,) * dims).requires_grad_()
+            ours = place(plain.detach(), (cut,), requires_grad=True)
+            for x in (plain, ours):
+                (first,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+                first.pow(2).sum().backward()
+            assert isinstance(ours.grad, sw.DTensor), (name, cut)
+            close(ours.grad, plain.grad, name)
 
 
 def _lie_as_the_operand():
@@ -40,3 +82,7 @@ def _lie_as_the_operand():
 @pytest.mark.parametrize("world", [2])
 def test_a_gradient_made_of_a_shape_lies_as_its_operand(ranks, world):
     ranks(world, _lie_as_the_operand)
+
+
+def test_a_second_derivative_made_of_a_shape_lies_as_its_operand(ranks):
+    ranks(2, _lie_twice)

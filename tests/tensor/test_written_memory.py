@@ -140,3 +140,18 @@ def test_a_tensor_may_be_the_mask_of_a_write_into_itself(ranks):
 
 def test_writes_that_one_device_refuses_for_their_memory_are_refused_on_every_rank(ranks):
     ranks(2, _as_on_one_device, timeout=240)
+
+
+def _nothing_is_written_twice():
+    """Without elements no two are one place, whatever the strides are."""
+    for write in ("round_", "zero_", "sin_", "exponential_"):
+        for cut in (sw.Shard(0), sw.Shard(1), sw.Replicate()):
+            ours = place(torch.ones(2, 0), (cut,)).expand(3, -1, -1)
+            assert getattr(torch.ones(2, 0).expand(3, -1, -1), write)().shape == (3, 2, 0)
+            assert getattr(ours, write)().shape == (3, 2, 0)
+            found = place(torch.zeros(2, 0, dtype=torch.bool), (cut,)).nonzero()
+            assert found.add_(1).shape == (0, 2)
+
+
+def test_what_has_no_elements_is_written_as_on_one_device(ranks):
+    ranks(2, _nothing_is_written_twice)
