@@ -48,10 +48,22 @@ class Plain:
         return values_of(leaf).requires_grad_(leaf.grad)
 
     def move(self, x: torch.Tensor, placements: tuple[str, ...]) -> torch.Tensor:
-        return x.clone()
+        return _Copied.apply(x) if x.requires_grad else x.clone()  # type: ignore[no-untyped-call]
 
     def after(self, env: Env, names: tuple[str, ...]) -> None:
         """Nothing."""
+
+
+class _Copied(torch.autograd.Function):
+    """A copy whose gradient is a copy: the gradient of a move is another tensor than the one that came."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.clone()
 
 
 class OnMesh:

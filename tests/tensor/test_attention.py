@@ -129,3 +129,21 @@ def _ranks_without_keys():
 
 def test_a_rank_may_hold_no_key(ranks):
     ranks(3, _ranks_without_keys)
+
+
+def _nobody_uses_the_attention():
+    """A list's gradient leaves it out: undefined there, on ranks that hold no head too."""
+    for cut in (sw.Shard(1), sw.Shard(0), sw.Replicate()):
+        found = []
+        for made in (lambda x: x.clone(), lambda x, cut=cut: place(x, (cut,))):
+            q, k, v = (made(full(1, 2, n, 4, seed=n)).requires_grad_() for n in (3, 4, 4))
+            attended = functional.scaled_dot_product_attention(q, k, v)
+            _, used = torch._foreach_tanh([attended, k])
+            used.backward(made(full(1, 2, 4, 4, seed=9)))
+            found.append((q.grad, k.grad, v.grad))
+        assert [x is None for x in found[1]] == [x is None for x in found[0]] == [True, False, True]
+        close(found[1][1], found[0][1])
+
+
+def test_attention_that_nobody_uses_has_no_gradient(ranks):
+    ranks(3, _nobody_uses_the_attention)

@@ -5,7 +5,7 @@ import torch
 
 import shardwright as sw
 
-from .cases import close, place
+from .cases import close, mesh, place
 
 
 def _mask(x):
@@ -155,3 +155,17 @@ def _nothing_is_written_twice():
 
 def test_what_has_no_elements_is_written_as_on_one_device(ranks):
     ranks(2, _nothing_is_written_twice)
+
+
+def _constants_reach_expanded_pending_values():
+    for placement in (sw.Partial(), sw.Partial("product"), sw.Partial("max"), sw.Shard(0), sw.Replicate()):
+        x = sw.distribute_tensor(torch.arange(4.0).view(1, 4, 1), mesh(), (placement,))
+        x.expand(2, -1, 3).fill_(3)
+        close(x, torch.full((1, 4, 1), 3.0), str(placement))
+        x = sw.distribute_tensor(torch.arange(4.0), mesh(), (placement,))
+        x.expand(2, -1).zero_()
+        close(x, torch.zeros(4), str(placement))
+
+
+def test_a_constant_reaches_every_element_of_an_expanded_pending_value(ranks):
+    ranks(2, _constants_reach_expanded_pending_values)

@@ -18,6 +18,10 @@ _ALIGNED: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": grouped_mm}
 # operator of torch's database with one device, and random programs; the others conjugate at once.
 _CONJUGATE_INSIDE = frozenset({"aten::linalg_lstsq", "aten::linalg_pinv"})
 
+# Their kernel breaks on half products of rows of one element, which a part of longer rows may have.
+_NOT_OF_ONE_ELEMENT = frozenset({"aten::index_reduce", "aten::index_reduce_"})
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
 
 def kernel_of(func: torch._ops.OpOverload, dtypes: set[torch.dtype]) -> Callable[..., Any] | None:
     """What to call in place of the op on operands of these dtypes; None: the op."""
@@ -26,6 +30,8 @@ def kernel_of(func: torch._ops.OpOverload, dtypes: set[torch.dtype]) -> Callable
         return partial(_ALIGNED[name], func)
     if name in _CONJUGATE_INSIDE and any(dtype.is_complex for dtype in dtypes):
         return partial(_resolving_conjugates, func)
+    if name in _NOT_OF_ONE_ELEMENT and dtypes & _HALF:
+        return partial(_of_wider_rows, func)
     return None
 
 
@@ -37,3 +43,21 @@ def _resolving_conjugates(func: torch._ops.OpOverload, *args: Any, **kwargs: Any
         return func(*args, **kwargs)
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, before)
+
+
+def _of_wider_rows(
+    func: torch._ops.OpOverload,
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    *rest: Any,
+    **named: Any,
+) -> torch.Tensor:
+    """Rows of one element are made twice as wide for the kernel."""
+    if x.dim() < 2 or x.numel() != x.shape[dim]:
+        made: torch.Tensor = func(x, dim, index, source, *rest, **named)
+        return made
+    twice = [torch.stack([t, t], -1) for t in (x, source)]
+    made = torch.ops.aten.index_reduce(twice[0], dim % x.dim(), index, twice[1], *rest, **named)[..., 0]
+    return x.copy_(made) if func._schema.is_mutable else made.contiguous()

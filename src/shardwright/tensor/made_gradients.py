@@ -118,7 +118,8 @@ _PLAIN = _forms(
     " max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices"
     " max_pool3d_with_indices fractional_max_pool2d fractional_max_pool3d"
     " fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices max_pool2d_with_indices_backward"
-    " reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d",
+    " reflection_pad1d reflection_pad2d reflection_pad3d"
+    " replication_pad1d replication_pad2d replication_pad3d",
     *_HOMES,
 )
 _COMPARISONS = "eq ne lt le gt ge less less_equal greater greater_equal not_equal"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,8 @@ def prepare(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
 ) -> Prepared | NeedsDecomposition | ByAlgorithm | ViewCall:
     """Decide the call; raises what the single-device op raises for these shapes, or RuleError."""
+    if _is_of_an_undefined_gradient(func, args):
+        return NeedsDecomposition(partial(_undefined, func))
     elsewhere = on_one_mesh(func, args, kwargs, tensors)
     if elsewhere is not None:
         return NeedsDecomposition(elsewhere)
@@ -102,6 +105,18 @@ def prepare(
     prepared = prepare_call(func, args, kwargs, tensors)
     whole = isinstance(prepared, Prepared) and prepared.fallback
     return (_by_functional_form(func) if whole else None) or prepared
+
+
+def _is_of_an_undefined_gradient(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Does autograd ask for the derivative of what nobody used? Its functions without data do not know."""
+    first = func._schema.arguments[0] if args else None
+    return first is not None and args[0] is None and isinstance(first.type, torch.TensorType)
+
+
+def _undefined(func: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> Any:
+    """What the kernels give then, on a rank without elements too."""
+    made = (None,) * len(func._schema.returns)
+    return made[0] if len(made) == 1 else made
 
 
 def prepare_call(

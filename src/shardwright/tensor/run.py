@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from shardwright.tensor.prepare import Prepared
 
+# What one device takes in expanded tensors: every element gets the same.
+_CONSTANT = frozenset({"aten::fill_", "aten::zero_"})
+
 
 def run(
     prepared: Prepared,
@@ -114,7 +117,16 @@ def _bring_back(func: torch._ops.OpOverload, written: DTensor, held: Layout, loc
     if recording():
         record_decision(func.name(), f"redistribute: {why}", f"{held} -> {written._spec.layout}")
     back = move_local(changed, written._spec.layout, reason=f"{func.name()}: {why}")
-    written._local_tensor.copy_(back)
+    _fill(written._local_tensor, back, func)
+
+
+def _fill(local: torch.Tensor, values: torch.Tensor, func: torch._ops.OpOverload) -> None:
+    """The local tensor gets the values; a constant reaches the elements that are one place once."""
+    if func._schema.name in _CONSTANT:
+        for dim, stride in enumerate(local.stride()):
+            if not stride:
+                local, values = (x.narrow(dim, 0, min(1, x.shape[dim])) for x in (local, values))
+    local.copy_(values)
 
 
 def _local_call(
