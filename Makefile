@@ -10,6 +10,7 @@
 #   make witness  what the process groups were asked to do beside what `sw.trace()` lists
 #   make explain  what `sw.explain` says of the operators of a sample beside a trace of them
 #   make compositions  strategies together on whole models, beside one device
+#   make walks    how many functions and files a call walks through, torch beside it; none above its ceiling
 #   make verify   every mesh of the training command beside one device, at full size
 
 SHELL := /bin/bash
@@ -32,12 +33,13 @@ WITNESS_FLAGS ?=
 EXPLAIN_FLAGS ?=
 COMPOSITIONS_FLAGS ?= --jobs 2
 MODELS_FLAGS ?=
+WALKS_FLAGS ?= --check
 FUZZ_FLAGS ?= --programs 20000
 
-.PHONY: help install train test laws ops fuzz rules models witness explain compositions verify lint bench docs clean
+.PHONY: help install train test laws ops fuzz rules models witness explain compositions walks verify lint bench docs clean
 
 help:
-	@sed -n '2,13s/^# *//p' Makefile
+	@sed -n '2,14s/^# *//p' Makefile
 
 # torch comes first and alone: no range of another package can then choose a different build of it.
 $(VENV)/.torch: constraints.txt
@@ -90,6 +92,9 @@ explain: $(VENV)/.dev
 
 compositions: $(VENV)/.dev
 	$(BIN)/python -m tests.compositions $(COMPOSITIONS_FLAGS)
+
+walks: $(VENV)/.dev
+	$(BIN)/python -m bench.walks $(WALKS_FLAGS)
 
 verify: $(VENV)/.dev
 	$(BIN)/python -m bench.verify_matrix $(VERIFY)
