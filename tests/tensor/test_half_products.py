@@ -1,6 +1,7 @@
 """Kernels of torch that break on a rank's part, where they do not on one device."""
 
-import pytest
+import warnings
+
 import torch
 
 import shardwright as sw
@@ -17,12 +18,12 @@ def _products_of_rows():
                     index = torch.tensor([1, 3, 1])
                     ours = place(x.clone(), (cut,))
                     parts = place(index, (sw.Replicate(),)), place(source, (sw.Shard(0),))
-                    wanted = getattr(x, name)(0, index, source, red)
-                    got = getattr(ours, name)(0, *parts, red)
+                    with warnings.catch_warnings(action="ignore"):  # torch calls it new
+                        wanted = getattr(x, name)(0, index, source, red)
+                        got = getattr(ours, name)(0, *parts, red)
                     close(got, wanted, f"{dtype} {red} {cut} {name}")
                     close(ours, x)
 
 
-@pytest.mark.filterwarnings("ignore:index_reduce")
 def test_half_products_by_index_in_parts_of_one_column(ranks):
     ranks(2, _products_of_rows)

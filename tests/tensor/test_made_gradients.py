@@ -26,7 +26,6 @@ CALLS = {
 }
 
 
-
 def _row_written(x, y):
     x[0].eq_(y[0])
     return x

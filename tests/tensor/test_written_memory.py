@@ -1,5 +1,7 @@
 """What one device refuses for the memory that it would write, every rank refuses; what it takes, all take."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -45,6 +47,25 @@ WRITES = {
     "copysign_": lambda x, y: x.copysign_(y),
     "eq_": lambda x, y: x.eq_(y),
     "floor_divide_": lambda x, y: x.floor_divide_(y + 1),
+    "index_reduce_": lambda x, y: x.index_reduce_(0, _rows(y), y, "amin"),
+    "put_": lambda x, y: x.put_(_zeros(y), y),
+    "put_, added": lambda x, y: x.put_(_zeros(y), y, accumulate=True),
+    "addr_": lambda x, y: x.addr_(y[:, 0], y[0]),
+    "threshold_": lambda x, y: torch.threshold_(x, 0.5, 1.0),
+    "ldexp_": lambda x, y: x.ldexp_(y),
+    "copy_, transposed": lambda x, y: x.T.copy_(y.T),
+    "index_put_, added": lambda x, y: x.index_put_((_rows(y),), y, accumulate=True),
+    "renorm_": lambda x, y: x.renorm_(2, 0, 0.5),
+    "renorm": lambda x, y: torch.renorm(y, 2, 0, 0.5, out=x),
+    "cumsum": lambda x, y: torch.cumsum(y, 0, out=x),
+    "cumprod": lambda x, y: torch.cumprod(y, 0, out=x),
+    "logcumsumexp": lambda x, y: torch.logcumsumexp(y, 0, out=x),
+    "take": lambda x, y: torch.take(y, _zeros(y), out=x),
+    "gather": lambda x, y: torch.gather(y, 0, _zeros(y), out=x),
+    "index_select": lambda x, y: torch.index_select(y, 0, _rows(y), out=x),
+    "stack": lambda x, y: torch.stack(list(y), out=x),
+    "cat": lambda x, y: torch.cat([y[:1], y[1:]], out=x),
+    "exp": lambda x, y: torch.exp(y, out=x),
     "addmm_": lambda x, y: x.addmm_(y, torch.ones_like(y[:1]).T.expand(-1, y.shape[1]).clone().expand(3, 3)),
 }
 # torch warns that it will not take the first three any more; of tril_ it does not say which value stays.
@@ -53,8 +74,12 @@ NO_PROMISE = {
     for name in ("masked_fill_", "index_fill_", "index_put_", "tril_")
     for how in ("expanded", "expanded, of itself")
 }
-# Its product is written while it is read: what one device gives is what its library left.
-NO_PROMISE |= {("addmm_", how) for how in ("the same", "partly the same", "crossing")}
+# Which of several values stays in one place is not said.
+NO_PROMISE |= {("index_put_, added", how) for how in ("expanded", "expanded, of itself")}
+# Their products are written while they are read: what one device gives is what its library left.
+NO_PROMISE |= {
+    (name, how) for name in ("addmm_", "addr_") for how in ("the same", "partly the same", "crossing")
+}
 WAYS = {
     "apart": lambda x, other: (x[1:], other[1:]),
     "the same": lambda x, other: (x[1:], x[1:]),
@@ -69,7 +94,7 @@ WAYS = {
 
 def _refused(write, way, x, other):
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # of ops that torch calls new
             write(*way(x, other))
     except RuntimeError as error:
         return "unsupported operation" in str(error) or repr(error)

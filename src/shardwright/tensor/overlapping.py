@@ -69,7 +69,7 @@ def _meeting(shape: tuple[int, ...], stride: tuple[int, ...]) -> frozenset[int]:
 
 def writes_once(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Is what the op writes the same at every index of one element?"""
-    name = func._schema.name.removeprefix("aten::").rstrip("_")
+    name = func._schema.name.removeprefix("aten::").removeprefix("_foreach_").rstrip("_")
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
     if name in _IDEMPOTENT:
         return func._schema.name.endswith("_")  # not `out=`, which reads another tensor

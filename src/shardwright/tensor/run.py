@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from shardwright.tensor.prepare import Prepared
 
-# What one device takes in expanded tensors: every element gets the same.
-_CONSTANT = frozenset({"aten::fill_", "aten::zero_"})
+# What one device takes in expanded tensors: all elements of one place get the same.
+_TAKES_EXPANDED = frozenset({"aten::fill_", "aten::zero_", "aten::threshold_"})
 
 
 def run(
@@ -121,8 +121,8 @@ def _bring_back(func: torch._ops.OpOverload, written: DTensor, held: Layout, loc
 
 
 def _fill(local: torch.Tensor, values: torch.Tensor, func: torch._ops.OpOverload) -> None:
-    """The local tensor gets the values; a constant reaches the elements that are one place once."""
-    if func._schema.name in _CONSTANT:
+    """The local tensor gets the values; elements that are one place get theirs once."""
+    if func._schema.name in _TAKES_EXPANDED:
         for dim, stride in enumerate(local.stride()):
             if not stride:
                 local, values = (x.narrow(dim, 0, min(1, x.shape[dim])) for x in (local, values))

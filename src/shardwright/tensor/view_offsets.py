@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.tensor import copied_views
 from shardwright.tensor.dtensor import DTensor
@@ -76,4 +76,5 @@ def _offsets(func: torch._ops.OpOverload, base: Meta, rest: tuple[Any, ...], nam
     shape, stride, dtype, offset = base
     with _disable_current_modes(), torch.no_grad():
         held = torch.empty(0, dtype=dtype, device="meta").as_strided(shape, stride, offset)
-        return tuple(x.storage_offset() for x in tree_leaves(func(held, *rest, **dict(named))))
+        rest, named = tree_map_only(torch.device, lambda _: held.device, (rest, dict(named)))
+        return tuple(x.storage_offset() for x in tree_leaves(func(held, *rest, **named)))

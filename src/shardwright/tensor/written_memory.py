@@ -23,12 +23,24 @@ from shardwright.tensor.overlapping import is_cut_there, writes_once
 from shardwright.tensor.wrap import offset_of
 
 # Ops that read operands by index while they write: no place may be both.
-_INDEXED = frozenset(
-    {"index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "gather", "index_select", "cat"}
-)
-_ALONE = _INDEXED | {"index_put"}
+_INDEXED = frozenset({
+    "cat", "gather", "index", "index_add", "index_copy", "index_reduce", "index_select", "masked_select",
+    "scatter", "scatter_add", "scatter_reduce", "stack", "take",
+})  # fmt: skip
+_ALONE = _INDEXED | {"index_put", "put"}
 # Ops that are no pointwise ones and ask that a place is written once.
-_ONCE = _INDEXED | {"copy", "masked_scatter", "cumsum", "cumprod", "addmm", "baddbmm", "addmv", "mm", "bmm"}
+_ONCE = _INDEXED | {
+    "addmm", "addmv", "addr", "baddbmm", "bernoulli", "bmm", "copy", "cumprod", "cumsum", "logcumsumexp",
+    "masked_scatter", "mm", "put", "renorm",
+}  # fmt: skip
+# Ops that are no pointwise ones and ask that what they read is not a part of it, but may be it.
+_PARTLY = frozenset({
+    "addr", "bernoulli", "copy", "cumprod", "cumsum", "logcumsumexp", "masked_scatter", "renorm",
+})  # fmt: skip
+# Pointwise ones that make another tensor of what they read before they write.
+_READ_BEFORE = frozenset({"ldexp"})
+# Pointwise ones that ask nothing: every element of one place gets the same.
+_TAKES_EXPANDED = frozenset({"masked_fill", "threshold"})
 
 _FEW = "more than one element of the written-to tensor refers to a single memory location"
 _READ = "some elements of the input tensor and the written-to tensor refer to a single memory location"
@@ -43,15 +55,16 @@ def asks(func: torch._ops.OpOverload) -> bool:
 def _questions(func: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
     """Whether it refuses: places written twice, operands that lie partly in them, and wholly."""
     name = func._schema.name.removeprefix("aten::").rstrip("_")
-    pointwise = is_pointwise(func) and name != "masked_fill"
-    return pointwise or name in _ONCE, pointwise or name == "copy" or name in _ALONE, name in _ALONE
+    pointwise = is_pointwise(func) and name not in _TAKES_EXPANDED
+    partly = (pointwise and name not in _READ_BEFORE) or name in _PARTLY or name in _ALONE
+    return pointwise or name in _ONCE, partly, name in _ALONE
 
 
 def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise what one device raises. Raises: RuleError (a RuntimeError): with the words of torch."""
     once, partly, wholly = _questions(func)
     read, written = _sides(func, args, kwargs)
-    if func._schema.name == "aten::copy_" and read and written and read[0] is written[0]:
+    if func._schema.name == "aten::copy_" and read and written and _is_one_view(read[0], written[0]):
         return  # of itself: torch leaves before it asks
     if any(is_cut_there(x._spec.layout) for x in written) and not writes_once(func, args, kwargs):
         overlapping.refuse(func)
@@ -108,6 +121,13 @@ def _sides(
 def _is_expanded(x: torch.Tensor) -> bool:
     """Are several elements one place? Of no elements none are, whatever the strides say."""
     return x.numel() > 0 and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True))
+
+
+def _is_one_view(one: DTensor, two: DTensor) -> bool:
+    if one is two:
+        return True
+    views = [(_memory_of(x), x.dtype, tuple(x.shape), x.stride(), offset_of(x)) for x in (one, two)]
+    return views[0][0] is views[1][0] and views[0][1:] == views[1][1:]
 
 
 def _memory_of(x: torch.Tensor) -> torch.Tensor:
