@@ -15,6 +15,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+# Composed of other functions, whose result torch copies into `out`: the copy passes its gradient on. Found by
+# giving `out=` to every operator of torch's database beside operands that require a gradient.
+_DIFFERENTIATES = frozenset({
+    "_chunk_cat", "alias_copy", "as_strided_copy", "conj_physical", "diag", "diagonal_copy",
+    "expand_copy", "floor_divide", "heaviside", "linalg_cond", "linalg_ldl_solve",
+    "linalg_matrix_norm", "linalg_norm", "linalg_tensorinv", "linalg_tensorsolve", "log_softmax",
+    "nanquantile", "permute_copy", "quantile", "slice_scatter", "softmax", "special_ndtr",
+    "squeeze_copy", "t_copy", "tensordot", "transpose_copy", "unfold_copy", "unsqueeze_copy", "view_copy",
+})  # fmt: skip
+
 
 @lru_cache(maxsize=4096)
 def fills_itself(func: Callable[..., Any]) -> bool:
@@ -41,7 +51,8 @@ def call_with_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     rest = {name: value for name, value in kwargs.items() if name != "out"}
     out = kwargs["out"]
     targets = [out] if isinstance(out, torch.Tensor) else list(out)
-    if torch.is_grad_enabled() and any(_requires_grad(v) for v in (*args, *rest.values(), *targets)):
+    differentiates = getattr(func, "__name__", "") in _DIFFERENTIATES or not torch.is_grad_enabled()
+    if not differentiates and any(_requires_grad(v) for v in (*args, *rest.values(), *targets)):
         raise RuntimeError(
             f"{func.__name__}(): functions with out=... arguments don't support automatic differentiation, "
             "but one of the arguments requires grad."
@@ -65,7 +76,8 @@ def _write(target: torch.Tensor, value: torch.Tensor) -> None:
             f"result type {value.dtype} can't be cast to the desired output type {target.dtype}"
         )
     if target.shape != value.shape:
-        target.resize_(value.shape)
+        with torch.no_grad():
+            target.resize_(value.shape)
     target.copy_(value)
 
 
