@@ -38,6 +38,8 @@ def with_host_values(
     Cost: gathering what is read.
     """
     first, *rest = args
+    if func is torch.Tensor.tolist:
+        return (_of_no_graph(first), *rest), kwargs
     if func in _WHOLE:
         return (_finished(first), *rest), kwargs
     if func in WITH_LENGTHS:
@@ -52,7 +54,7 @@ def is_lengths(value: Any) -> bool:
 
 
 def _listed(value: Any) -> Any:
-    return _finished(value).tolist() if isinstance(value, TorchDTensor) else value
+    return _of_no_graph(value).tolist() if isinstance(value, TorchDTensor) else value
 
 
 def _finished(value: Any) -> Any:
@@ -63,3 +65,9 @@ def _finished(value: Any) -> Any:
     if recording() and any(not p.is_replicate() for p in value.placements):
         record_decision(_READ.name(), f"redistribute: {why}", str(value.placements))
     return value.full_tensor()
+
+
+def _of_no_graph(value: Any) -> Any:
+    """The same for a function that returns numbers: it asks nothing of how they were made."""
+    with torch.no_grad():
+        return _finished(value)

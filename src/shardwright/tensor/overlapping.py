@@ -28,7 +28,7 @@ _ONE_VALUE = {"fill": "value", "zero": None, "masked_fill": "value", "index_fill
 _ONE_VALUE |= {"copy": "src", "index_put": "values", "_index_put_impl": "values"}
 # Done again, they change nothing.
 _IDEMPOTENT = frozenset({"relu", "abs", "sign", "floor", "ceil", "trunc"})
-_BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max"})
+_BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "maximum", "minimum"})
 
 
 def overlaps(layout: Layout) -> bool:
