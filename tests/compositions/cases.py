@@ -196,8 +196,11 @@ def _can_be_cut(model: str, composition: Composition) -> bool:
 def _makes_sense(model: str, composition: Composition, variant: Variant) -> bool:
     """An idle rank joins no collective of a forward: nothing may be sharded over data ranks.
 
-    A router's choices depend on the last bit: in a half type, tokens go elsewhere on another mesh.
+    A router's choices depend on the last bit: in a half type, tokens go elsewhere on another mesh. Torch has
+    no kernel for the product of Mixtral's experts in double precision.
     """
+    if variant.dtype == "float64" and model == "mixtral":
+        return False
     if variant.dtype == "bfloat16" and (MODELS[model].experts or model == "mixtral"):
         return False
     if variant.idle and (composition.uses(FSDP, "fsdp-blocks", HSDP, EXPERT) or composition.data_ranks == 1):

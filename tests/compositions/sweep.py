@@ -76,6 +76,8 @@ def attempt(pool: RankPool, case: Case, fault: Fault | None = None) -> Record:
         verdict, text = ERROR, f"hang: {error}"
     except RankError as error:
         verdict, text = ERROR, str(error)
+    except Exception as error:  # noqa: BLE001  of one device: the other cases are still to be tried
+        verdict, text = ERROR, f"on one device: {type(error).__name__}: {error}"
     return Record(case, verdict, text, time.monotonic() - start)
 
 
