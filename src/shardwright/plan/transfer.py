@@ -85,7 +85,8 @@ def members_of(step: Exchange, coords: Coords) -> tuple[Coords, ...]:
 def transfer(step: Exchange, coords: Coords, members: Sequence[Coords]) -> Transfer:
     """The side of the rank at `coords`; `members` in the order of the wire."""
     source = step.source
-    result = _result(step, coords)
+    slot = memory_of(step.target, coords)
+    result = _result(step, slot)
     keep, send, receive = [], [], []
     shared = shared_with_peers(step, coords, members)
     for peer, (incoming, outgoing) in zip(members, shared, strict=True):
@@ -113,7 +114,7 @@ def transfer(step: Exchange, coords: Coords, members: Sequence[Coords]) -> Trans
         own=tuple(keep),
         gather=step.gather,
         terms=step.term_count if step.terms else 0,
-        slot=memory_of(step.target, coords),
+        slot=slot,
     )
 
 
@@ -130,11 +131,10 @@ def memory_of(which: Map, coords: Coords) -> Memory:
     return Memory(which.local_shape(coords), which.local_stride(coords))
 
 
-def _result(step: Exchange, coords: Coords) -> Memory:
-    memory = memory_of(step.target, coords)
+def _result(step: Exchange, slot: Memory) -> Memory:
     if not step.terms:
-        return memory
-    return Memory((step.term_count, *memory.shape), (memory.numel, *memory.stride))
+        return slot
+    return Memory((step.term_count, *slot.shape), (slot.numel, *slot.stride))
 
 
 def _term(step: Exchange, peer: Coords) -> int:

@@ -70,7 +70,7 @@ class Slot:
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Its shape when the labels have these sizes."""
-        return tuple(dim.length(sizes) for dim in self.dims)
+        return tuple([dim.length(sizes) for dim in self.dims])
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,9 @@ def _backward(
         return torch.autograd.backward(
             tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
         )
-    seeds = _seeds(outputs, _sequence(grad_tensors))
+    seeds, edges = _seeds(outputs, _sequence(grad_tensors)), _edges(outputs)
     with torch._C._EnableTorchFunction():
-        return torch.autograd.backward(_edges(outputs), seeds, retain_graph, create_graph)
+        return torch.autograd.backward(edges, seeds, retain_graph, create_graph)
 
 
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -58,8 +58,9 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
     if asks_more or not _as_edges((*starts, *ends)):
         return torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
     seeds = _seeds(starts, _sequence(grad_outputs))
+    begin, end = _edges(starts), _edges(ends)
     with torch._C._EnableTorchFunction():
-        return torch.autograd.grad(_edges(starts), _edges(ends), seeds, *args, **kwargs)
+        return torch.autograd.grad(begin, end, seeds, *args, **kwargs)
 
 
 def _sequence(given: Any) -> tuple[Any, ...]:
