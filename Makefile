@@ -11,6 +11,7 @@
 #   make explain  what `sw.explain` says of the operators of a sample beside a trace of them
 #   make compositions  strategies together on whole models, beside one device
 #   make walks    how many functions and files a call walks through, torch beside it; none above its ceiling
+#   make corpus   what the library decides in tens of thousands of cases beside what is stored
 #   make verify   every mesh of the training command beside one device, at full size
 
 SHELL := /bin/bash
@@ -32,14 +33,15 @@ RULES_FLAGS ?=
 WITNESS_FLAGS ?=
 EXPLAIN_FLAGS ?=
 COMPOSITIONS_FLAGS ?= --jobs 2
+CORPUS_FLAGS ?=
 MODELS_FLAGS ?=
 WALKS_FLAGS ?= --check
 FUZZ_FLAGS ?= --programs 20000
 
-.PHONY: help install train test laws ops fuzz rules models witness explain compositions walks verify lint bench docs clean
+.PHONY: help install train test laws ops fuzz rules models witness explain compositions corpus walks verify lint bench docs clean
 
 help:
-	@sed -n '2,14s/^# *//p' Makefile
+	@sed -n '2,15s/^# *//p' Makefile
 
 # torch comes first and alone: no range of another package can then choose a different build of it.
 $(VENV)/.torch: constraints.txt
@@ -95,6 +97,9 @@ compositions: $(VENV)/.dev
 
 walks: $(VENV)/.dev
 	$(BIN)/python -m bench.walks $(WALKS_FLAGS)
+
+corpus: $(VENV)/.dev
+	$(BIN)/python -m tests.corpus $(CORPUS_FLAGS)
 
 verify: $(VENV)/.dev
 	$(BIN)/python -m bench.verify_matrix $(VERIFY)
