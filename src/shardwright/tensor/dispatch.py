@@ -33,6 +33,7 @@ from shardwright.tensor import (  # noqa: F401  algorithms register themselves
 )
 from shardwright.tensor.algorithms import ByAlgorithm
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.fresh_results import fresh
 from shardwright.tensor.local_reshape import RESHAPES, LocalReshape
 from shardwright.tensor.mixing import distributed, replicate_plain
 from shardwright.tensor.prepare import NeedsDecomposition, Prepared, prepare, prepare_call
@@ -88,7 +89,8 @@ def _route_of(func: torch._ops.OpOverload) -> handlers.Handler:
         return handler
     rewrite = registry.rewrite_of(func)
     if rewrite is not None:
-        return lambda op, args, kwargs: rewrite(op, *args, **kwargs)
+        steps = fresh(func, partial(rewrite, func))
+        return lambda _, args, kwargs: steps(*args, **kwargs)
     return dispatch_by_rule
 
 

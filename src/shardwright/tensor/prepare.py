@@ -23,6 +23,7 @@ from shardwright.rules.views.aten import gives_back, is_described, on_elements, 
 from shardwright.tensor.algorithms import ByAlgorithm, may_write
 from shardwright.tensor.boundary import helpers
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.fresh_results import fresh
 from shardwright.tensor.kernels import kernel_of
 from shardwright.tensor.metadata import DataDependentError, described, result_infos
 from shardwright.tensor.one_mesh import on_one_mesh
@@ -159,7 +160,7 @@ def _decomposition(func: torch._ops.OpOverload) -> NeedsDecomposition | None:
     if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return NeedsDecomposition(func.decompose)
     function = registry.fallback_decomposition(func)
-    return _by_functional_form(func) if function is None else NeedsDecomposition(function)
+    return _by_functional_form(func) if function is None else NeedsDecomposition(fresh(func, function))
 
 
 def _with_out_of_another_size(
