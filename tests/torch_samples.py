@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo import core
 
 __all__ = ["op_db", "seed"]
 
@@ -23,5 +24,5 @@ def seed(number: int = common_utils.SEED) -> None:
     torch.default_generator.manual_seed(number)
 
 
-common_utils.extract_test_fn = lambda: None
+common_utils.extract_test_fn = core.extract_test_fn = lambda: None
 common_utils.set_rng_seed = seed

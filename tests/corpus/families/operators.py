@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.opinfo import core
 from torch.utils._pytree import tree_leaves
 
 import shardwright as sw
@@ -21,9 +20,6 @@ from tests.ops.cases import Case as Call
 from tests.ops.database import dtypes_of, operators, samples_of, seed
 from tests.ops.placing import UNLIKE, copied, placed, placements_for
 from tests.ops.ranks import has_tensor
-
-# torch looks through the source of every frame for the unittest that asks for samples, in vain: 65 ms.
-core.extract_test_fn = lambda: None
 
 # What comes out depends on values, and those are made up: sizes of results, tests of values.
 OF_VALUES = frozenset({
