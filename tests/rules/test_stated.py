@@ -59,6 +59,7 @@ REFUSED = {
         ("aten::sin", "d -> d", {"even": ("e",)}),
         r"even speaks of the label 'e'",
     ),
+    "a label that only the result has": (("aten::mm", "m k, k n -> m q"), r"'q' is on a result alone"),
     "a held label on no tensor": (("aten::sin", "d -> d", {"held": ("e",)}), r"held speaks of the label 'e'"),
     "a prefix label on no tensor": (
         ("aten::sin", "d -> d", {"prefix": ("e",)}),

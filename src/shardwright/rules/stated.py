@@ -85,6 +85,7 @@ def _broken(stated: Formula, overloads: tuple[Overload, ...]) -> Iterator[str]:
                 near = _did_you_mean(name, known, str)
                 yield f"{what} speaks of {name!r}, but the op has no {kind} of that name{near}"
     yield from _unknown_labels(stated)
+    yield from _made_of_nothing(stated)
     if not any(_counts_fit(stated, overload) for overload in overloads):
         yield _counts(stated)
 
@@ -118,6 +119,21 @@ def _unknown_labels(stated: Formula) -> Iterator[str]:
             if name not in known:
                 near = _did_you_mean(name, known, str)
                 yield f"{what} speaks of the label {name!r}, which is on no tensor{near}"
+
+
+def _made_of_nothing(stated: Formula) -> Iterator[str]:
+    """Labels that only a result has: what a rank should make of its part of them, nobody tells it."""
+    notation = parse(stated.text)
+    sizes = [parse_pattern(text) for _, text in stated.shapes if not text.startswith("@")]
+    told = {
+        name for pattern in (*notation.operands, *sizes) for item in pattern.items for name in _labels(item)
+    }
+    told |= {"_", *(label for _, label in stated.ints)}
+    for pattern in notation.results:
+        for name in (name for item in pattern.items for name in _labels(item)):
+            if name not in told:
+                near = _did_you_mean(name, told, str)
+                yield f"the label {name!r} is on a result alone{near}; _ stands for a dim that is whole"
 
 
 def _labels(item: Item) -> Iterator[str]:

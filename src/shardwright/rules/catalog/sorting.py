@@ -8,7 +8,7 @@ from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule, rule
 
 rule("aten::sort", "...[dim:d!] -> ...[dim:d!], ...[dim:d!]")
-rule("aten::topk", "...[dim:_] -> ...[dim:k!], ...[dim:k!]")
+rule("aten::topk", "...[dim:_] -> ...[dim:_], ...[dim:_]")
 rule("aten::bucketize.Tensor", "..., _ -> ...")
 rule("aten::bucketize.Tensor_out", "..., _ -> ...")
 rule("aten::histc", "... -> _", reduce="sum", when=lambda call: call.arg("min") != call.arg("max"))
