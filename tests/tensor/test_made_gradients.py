@@ -31,6 +31,21 @@ def _row_written(x, y):
     return x
 
 
+def _undefined_stays_undefined():
+    """A list passes nothing on to a member that nobody used."""
+    for made in (lambda x: x.clone(), lambda x: place(x, (sw.Shard(0),))):
+        x, y, z = (made(full(4, 3, seed=seed)).requires_grad_() for seed in range(3))
+        first = torch.nextafter(x.detach(), y)
+        _, used = torch._foreach_minimum([first, z], 0.5)
+        used.sum().backward()
+        assert y.grad is None
+        assert z.grad is not None
+
+
+def test_a_gradient_that_nobody_made_stays_undefined(ranks):
+    ranks(2, _undefined_stays_undefined)
+
+
 # Their first derivative does not depend on the values, so that a second one is zeros of a shape.
 TWICE = {
     "avg_pool1d": (lambda x: functional.avg_pool1d(x, 2), 1),

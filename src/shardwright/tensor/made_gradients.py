@@ -32,12 +32,13 @@ class _LaidOut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.mesh, ctx.target = x.device_mesh, finished(x._spec.layout)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        if isinstance(grad, DTensor):
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        if grad is None or isinstance(grad, DTensor):
             return grad
         whole = torch.zeros(grad.shape, dtype=grad.dtype) if grad._is_zerotensor() else grad
         placed = as_replicated(whole, ctx.mesh)
@@ -51,6 +52,7 @@ class _LaidOutBefore(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.mesh, ctx.target = x.device_mesh, finished(x._spec.layout)
         ctx.mark_dirty(x)
         return x
