@@ -15,7 +15,7 @@ from torch.distributed import tensor as theirs
 import shardwright as sw
 from bench.pairs import Pair, placements
 from bench.peer_bytes import bytes_sent
-from shardwright.debug import trace
+from shardwright.show import trace
 from shardwright.testing import rank_mesh
 
 _NATIVE = (["all_reduce"], ["all_gather"])

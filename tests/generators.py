@@ -18,18 +18,18 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.base import Partition, Pending, Placement, Replicate
 from shardwright.placement.block_cyclic import BlockCyclic
-from shardwright.placement.flat import Flat
-from shardwright.placement.imaged import Imaged
 from shardwright.placement.interleaved import Interleaved
-from shardwright.placement.joint import Joint
-from shardwright.placement.moved import Moved
-from shardwright.placement.nested import Nested
+from shardwright.placement.made_by_views.flat import Flat
+from shardwright.placement.made_by_views.imaged import Imaged
+from shardwright.placement.made_by_views.joint import Joint
+from shardwright.placement.made_by_views.moved import Moved
+from shardwright.placement.made_by_views.nested import Nested
+from shardwright.placement.made_by_views.sliced import Sliced
+from shardwright.placement.made_by_views.spread import Spread
 from shardwright.placement.owner import Owner
 from shardwright.placement.partial import Partial
 from shardwright.placement.ragged import Ragged
 from shardwright.placement.shard import Shard
-from shardwright.placement.sliced import Sliced
-from shardwright.placement.spread import Spread
 from shardwright.placement.zigzag import ZigZag
 
 # How often hypothesis tries each law; the full run is `make laws`, see `tests.laws`.

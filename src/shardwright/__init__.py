@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     from shardwright.comm import guarded, use_network
-    from shardwright.debug import trace
-    from shardwright.explain import explain, visualize
     from shardwright.layout import Layout, from_partition_spec, layout_of, to_partition_spec
     from shardwright.placement import (
         BlockCyclic,
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     )
     from shardwright.plan import Network, Packing, Plan, pack_blocks, plan_redistribution
     from shardwright.rules import register_algorithm, register_rule, rule, rules_of
+    from shardwright.show import explain, trace, visualize
     from shardwright.tensor import (
         DTensor,
         distribute_module,
@@ -54,8 +53,7 @@ __version__ = "0.1.0"
 _HOME = {
     "torch.distributed.device_mesh": ("DeviceMesh", "init_device_mesh"),
     "shardwright.comm": ("guarded", "use_network"),
-    "shardwright.debug": ("trace",),
-    "shardwright.explain": ("explain", "visualize"),
+    "shardwright.show": ("explain", "trace", "visualize"),
     "shardwright.layout": ("Layout", "from_partition_spec", "layout_of", "to_partition_spec"),
     "shardwright.placement": (
         "BlockCyclic",

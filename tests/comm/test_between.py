@@ -11,9 +11,9 @@ import torch.distributed as dist
 from shardwright.comm.execute import execute
 from shardwright.errors import PlanError
 from shardwright.plan import plan_redistribution
-from shardwright.plan.between_plan import PlanBetween
-from shardwright.plan.between_steps import held_by
 from shardwright.plan.carry import Carry
+from shardwright.plan.plan_between import PlanBetween
+from shardwright.plan.steps_between import held_by
 from tests.comm.test_memory import LiveBytes
 from tests.plan.lockstep import held_by_all
 from tests.plan.two_meshes import random_pairs

@@ -19,7 +19,7 @@ from shardwright.comm.guard import guarded
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement import Owner, Partial, Ragged, Replicate, Shard, ZigZag
-from shardwright.plan import plan_redistribution, redistribution
+from shardwright.plan import decide, plan_redistribution
 from shardwright.testing import rank_mesh
 from tests.plan.kinds import random_pairs, small_integers
 
@@ -39,14 +39,14 @@ def bytes_of_all(seen) -> int:
 @contextmanager
 def thresholds(one_round, straight):
     """Plans of a block are made and run as if these were the sizes from which on it pays to do otherwise."""
-    redistribution._planned.cache_clear()
+    decide._planned.cache_clear()
     with (
-        mock.patch.object(redistribution, "ONE_ROUND_BYTES", one_round),
+        mock.patch.object(decide, "ONE_ROUND_BYTES", one_round),
         mock.patch.object(runner, "STRAIGHT_BYTES", straight),
         mock.patch.object(runner, "STRAIGHT_BYTES_UNREPEATED", straight),
     ):
         yield
-    redistribution._planned.cache_clear()
+    decide._planned.cache_clear()
 
 
 def random_redistributions(sizes, count, one_round, straight, singly):

@@ -24,7 +24,7 @@ from shardwright.placement import (
     Shard,
     ZigZag,
 )
-from shardwright.plan import Plan, memory, plan_redistribution, redistribution
+from shardwright.plan import Plan, decide, memory, plan_redistribution
 from shardwright.testing import rank_mesh
 
 AXES = ("a0", "a1")
@@ -82,9 +82,9 @@ def kinds(n: int) -> list[Placement]:
 
 def random_caps(sizes: tuple[int, ...], count: int, seed: int, small: int) -> tuple[int, int]:
     """Random pairs with random caps; how many were in pieces, and how many caps were refused."""
-    redistribution.ONE_ROUND_BYTES = small
-    redistribution._planned.cache_clear()
-    redistribution._planned_in_pieces.cache_clear()
+    decide.ONE_ROUND_BYTES = small
+    decide._planned.cache_clear()
+    decide._planned_in_pieces.cache_clear()
     mesh = rank_mesh(sizes, AXES[: len(sizes)])
     coords = tuple(mesh.get_coordinate())
     draw = random.Random(seed)

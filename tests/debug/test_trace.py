@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from shardwright.comm.record import record_collective, record_decision
-from shardwright.debug.trace import trace
+from shardwright.show.trace import trace
 
 
 def send(op="all_gather", axis="tp", bytes_sent=8, reason="because"):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import shardwright as sw
 from shardwright.errors import RuleError
-from shardwright.explain.op import overload_of
+from shardwright.show.op import overload_of
 from shardwright.testing import rank_mesh
 from tests.ops.database import operators, samples_of, seed
 from tests.ops.placing import copied, placed

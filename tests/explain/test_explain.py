@@ -58,6 +58,6 @@ def test_an_op_without_a_rule_says_so() -> None:
 
 
 def test_the_function_is_found_whatever_was_imported_first() -> None:
-    """`shardwright.explain` is also the name of a layer of the package."""
-    importlib.import_module("shardwright.explain.op")
+    """`shardwright.show` is also the name of a layer of the package."""
+    importlib.import_module("shardwright.show.op")
     assert str(sw.explain("aten::relu", _layout(4, 4))).startswith("aten::relu")

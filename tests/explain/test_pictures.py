@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 
 from shardwright.errors import LayoutError
-from shardwright.explain import layout_table, visualize
-from shardwright.explain.holders import holders_of, ranks_text
-from shardwright.explain.picture import Picture
 from shardwright.layout import Layout, MeshShape
 from shardwright.placement import Owner, Partial, Ragged, Replicate, Shard
+from shardwright.show import layout_table, visualize
+from shardwright.show.holders import holders_of, ranks_text
+from shardwright.show.picture import Picture
 from tests.generators import layouts
 
 MESH = MeshShape(("dp", "tp"), (2, 2))

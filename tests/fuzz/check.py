@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.tensor.api import own_part
+from shardwright.tensor.distribute import own_part
 from shardwright.tensor.spec import coords_of
 from tests.fuzz.program import Program
 from tests.fuzz.run import OnMesh, Outcome, Plain, run

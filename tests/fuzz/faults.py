@@ -9,7 +9,7 @@ import torch
 
 import shardwright as sw
 from shardwright.rules import registry
-from shardwright.tensor import copied_views
+from shardwright.tensor.views import write_back
 from tests.fuzz.families import control, views
 from tests.fuzz.program import Program
 from tests.fuzz.ranks import check_programs
@@ -38,7 +38,7 @@ def _swapped_sign() -> None:
 
 def _forgotten_write() -> None:
     """A write into a view that had to copy stays in the copy."""
-    copied_views._write_back = lambda view, before: None
+    write_back._write_back = lambda view, before: None
 
 
 def _hidden_writes() -> None:

@@ -13,7 +13,7 @@ from shardwright.context import DeviceMeshParameters
 from shardwright.errors import ConfigError
 from shardwright.grads import NonFiniteNormError, clip_grad_norm_
 from shardwright.placement import Partial, Replicate, Shard
-from shardwright.tensor.api import distribute_tensor
+from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
 from shardwright.testing import rank_mesh
 

@@ -13,7 +13,7 @@ from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer
 from shardwright.parallel import parallelize_fsdp, parallelize_replicate
 from shardwright.placement import Partial, Replicate, Shard
-from shardwright.tensor.api import distribute_tensor
+from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
 from shardwright.testing import rank_mesh
 

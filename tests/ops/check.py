@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardwright as sw
-from shardwright.tensor import dispatch
+from shardwright.tensor.dispatch import call as dispatch
 from tests.ops.cases import ERROR, LENIENT, OK, WRONG, Case, Record
 from tests.ops.compare import difference, whole
 from tests.ops.database import seed

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardwright.errors import PlacementError
+from shardwright.index.runs import Run, interval
 from shardwright.placement import (
     AlongDim,
     Box,
@@ -21,7 +22,6 @@ from shardwright.placement import (
     Shard,
     ZigZag,
 )
-from shardwright.placement.runs import Run, interval
 from shardwright.testing.check_placement import BrokenLawError, PlacementLaws, check_placement
 from shardwright.testing.hook_laws import HOOKS
 

@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardwright.errors import PlacementError
-from shardwright.placement.region import Box, Region, flat_boxes
-from shardwright.placement.runs import Run, compose, interval, intervals, merged, total
+from shardwright.index.region import Box, Region, flat_boxes
+from shardwright.index.runs import Run, compose, interval, intervals, merged, total
 from tests.generators import LAW
 
 

@@ -24,7 +24,7 @@ import torch
 from shardwright.layout.layout import Layout
 from shardwright.placement import Interleaved, Owner, Partial, Placement, Ragged, Replicate, Shard, ZigZag
 from shardwright.plan import plan_redistribution
-from shardwright.plan.maps import every_coords
+from shardwright.plan.holders import every_coords
 from tests.plan.kinds import mesh_shape, small_integers
 from tests.plan.lockstep import Lockstep, held_by_all
 

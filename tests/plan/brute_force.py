@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwright.layout.layout import Layout
-from shardwright.plan.maps import Coords, every_coords
+from shardwright.plan.holders import Coords, every_coords
 
 
 def holders(layout: Layout) -> dict[Coords, set[int]]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.local_steps import embed, place, take
-from shardwright.comm.packing import in_memory, move, new_tensor, pack, pack_once, unpack
+from shardwright.comm.pack import in_memory, move, new_tensor, pack, pack_once, unpack
 from shardwright.comm.terms import stacked
 from shardwright.layout.layout import Layout
-from shardwright.plan.maps import Coords, every_coords
+from shardwright.plan.holders import Coords, every_coords
 from shardwright.plan.plan import Plan
 from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Step
 from shardwright.plan.transfer import Memory, local_move, members_of, memory_of, transfer

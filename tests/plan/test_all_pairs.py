@@ -9,8 +9,8 @@ import torch
 
 from shardwright.layout.layout import Layout
 from shardwright.placement import Partial, Replicate, Shard
-from shardwright.plan import plan_redistribution, redistribution
-from shardwright.plan.maps import every_coords
+from shardwright.plan import decide, plan_redistribution
+from shardwright.plan.holders import every_coords
 from tests.plan.all_pairs import BrokenByteLawError, Holdings, Tally, all_layouts, check, check_all
 from tests.plan.brute_force import least_elements
 from tests.plan.kinds import mesh_shape
@@ -18,9 +18,9 @@ from tests.plan.kinds import mesh_shape
 
 @pytest.fixture
 def fresh_plans():
-    redistribution._planned.cache_clear()
+    decide._planned.cache_clear()
     yield
-    redistribution._planned.cache_clear()
+    decide._planned.cache_clear()
 
 
 def sample(sizes, shape, count, seed=0) -> list[Layout]:
@@ -48,7 +48,7 @@ def test_every_pair_of_a_sample_moves_the_least_in_two_rounds(sizes, shape, coun
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (2, 3), (2, 2, 2)])
 def test_large_messages_have_the_right_values_and_move_the_least(monkeypatch, fresh_plans, sizes):
-    monkeypatch.setattr(redistribution, "ONE_ROUND_BYTES", 0)
+    monkeypatch.setattr(decide, "ONE_ROUND_BYTES", 0)
     layouts = sample(sizes, (8, 6), 14, seed=1)
     check_all(layouts, range(len(layouts)), Holdings.of(layouts), run_every=3)
 
@@ -80,8 +80,8 @@ def test_a_plan_of_more_bytes_is_found(monkeypatch, fresh_plans):
     )
     least = Holdings.of([source, target]).least(0).tolist()[1]
     check(source, target, least, Tally())
-    redistribution._planned.cache_clear()
-    monkeypatch.setattr(redistribution, "ONE_ROUND_BYTES", 1 << 30)
+    decide._planned.cache_clear()
+    monkeypatch.setattr(decide, "ONE_ROUND_BYTES", 1 << 30)
     with pytest.raises(BrokenByteLawError, match="1 round"):
         check(source, target, least, Tally())
 

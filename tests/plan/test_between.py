@@ -12,8 +12,8 @@ from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement import Box, Owner, Partial, Partition, Pending, Ragged, Region, Replicate, Shard
-from shardwright.plan import between, plan_redistribution
-from shardwright.plan.between_bound import messages
+from shardwright.plan import decide_between, plan_redistribution
+from shardwright.plan.bound_between import messages
 from shardwright.plan.carry import Carry
 from shardwright.plan.rank_map import Part
 from tests.plan.kinds import all_kinds, small_integers
@@ -293,4 +293,4 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
     }
     monkeypatch.setattr(Carry, fault, wrong[fault])
     with pytest.raises(AssertionError):
-        check_run(source, target, between.plan_between.__wrapped__(source, target))
+        check_run(source, target, decide_between.plan_between.__wrapped__(source, target))

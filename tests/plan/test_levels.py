@@ -10,7 +10,8 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement import Interleaved, Partial, Replicate, Shard
-from shardwright.plan import Plan, levels, plan_redistribution
+from shardwright.plan import Plan, plan_redistribution
+from shardwright.plan import slow_axes as levels
 from shardwright.plan.network import Network, current_network, set_network
 from tests.plan.all_pairs import _seen
 from tests.plan.kinds import mesh_shape, random_pairs, small_integers

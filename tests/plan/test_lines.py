@@ -8,17 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.index.grid import numel, overlaps, shared
+from shardwright.index.overlap import source_views, target_views
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement import ZigZag
 from shardwright.plan import lines
 from shardwright.plan.cost import shared_counts, traffic
-from shardwright.plan.grid import numel, overlaps, shared
+from shardwright.plan.holders import LayoutMap, MixedMap, SlabMap, every_coords
 from shardwright.plan.lines import groups_of
-from shardwright.plan.maps import LayoutMap, MixedMap, SlabMap, every_coords
 from shardwright.plan.peers import shared_with_peers
 from shardwright.plan.steps import Exchange
-from shardwright.plan.strided import source_views, target_views
 from shardwright.plan.transfer import members_of
 from tests.generators import LAW
 from tests.plan.test_redistribution_laws import layout_pairs

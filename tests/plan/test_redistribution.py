@@ -8,8 +8,8 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement import Box, Interleaved, Partial, Partition, Pending, Region, Replicate, Shard
-from shardwright.plan import cost, peers, plan_redistribution, redistribution
-from shardwright.plan.maps import every_coords
+from shardwright.plan import cost, decide, peers, plan_redistribution
+from shardwright.plan.holders import every_coords
 from shardwright.plan.steps import AllReduce, Exchange
 from tests.plan.kinds import MESHES, mesh_shape, random_pairs, small_integers
 from tests.plan.lockstep import Lockstep, scattered_terms
@@ -20,9 +20,9 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 @pytest.fixture
 def fresh_plans():
     """No plan made before or inside the test is met by another."""
-    redistribution._planned.cache_clear()
+    decide._planned.cache_clear()
     yield
-    redistribution._planned.cache_clear()
+    decide._planned.cache_clear()
 
 
 def layout(sizes, placements, shape=(8, 6), dtype=torch.float32, **kwargs) -> Layout:

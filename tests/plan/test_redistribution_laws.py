@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.plan import plan_redistribution
-from shardwright.plan.maps import every_coords
+from shardwright.plan.holders import every_coords
 from tests.generators import LAW, layouts, numbered, placements
 from tests.plan.lockstep import Lockstep, held_by_all
 

@@ -9,14 +9,14 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from shardwright.comm.carried import combined, embedded, fitted, flat_views, keep_own, room_for
-from shardwright.comm.packing import in_memory, move, new_tensor
+from shardwright.comm.move_between import combined, embedded, fitted, flat_views, keep_own, room_for
+from shardwright.comm.pack import in_memory, move, new_tensor
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
-from shardwright.plan.between_plan import PlanBetween
-from shardwright.plan.between_steps import Finish, Slabs
 from shardwright.plan.carry import Carry
-from shardwright.plan.maps import every_coords
+from shardwright.plan.holders import every_coords
+from shardwright.plan.plan_between import PlanBetween
+from shardwright.plan.steps_between import Finish, Slabs
 from tests.plan.kinds import SHAPES, all_kinds
 from tests.plan.lockstep import held_by_all
 

@@ -26,7 +26,7 @@ from shardwright.rules.binding import bind
 from shardwright.rules.described import BindingError
 from shardwright.rules.equation import BoundHom
 from shardwright.rules.monoid import pending_of
-from shardwright.tensor.out import functional_form, out_names
+from shardwright.tensor.dispatch.ways.out import functional_form, out_names
 from shardwright.testing.meshes import rank_mesh
 from shardwright.testing.rule_cases import random_parts, speaks_of
 from shardwright.testing.simulate import Sample, in_double, run_whole

@@ -11,7 +11,7 @@ import torch
 
 from shardwright.rules import rule
 from shardwright.rules.rule import remove_rule
-from shardwright.tensor import lists
+from shardwright.tensor.dispatch.ways import lists
 from shardwright.testing.simulate import Sample
 from tests.rules.catalog import calls
 from tests.rules.forms import FORMS, Tried, check_forms, has_facts, smallest

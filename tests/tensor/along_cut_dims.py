@@ -15,7 +15,8 @@ from torch.nn import functional
 import shardwright as sw
 from shardwright.rules.algorithm import Chosen
 from shardwright.rules.registry import registry
-from shardwright.tensor import dispatch, prepare
+from shardwright.tensor.dispatch import call as dispatch
+from shardwright.tensor.dispatch import prepare
 from shardwright.testing.meshes import rank_mesh
 
 ROWS, LONG = 5, 11

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import shardwright as sw
 from shardwright.comm import runner
-from shardwright.debug import trace
+from shardwright.show import trace
 from shardwright.testing.meshes import rank_mesh
 
 R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()

@@ -12,9 +12,9 @@ import shardwright as sw
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
-from shardwright.tensor.counter_source import CounterSource
-from shardwright.tensor.logical_index import indices_of, interval_of
-from shardwright.tensor.philox import blocks, philox
+from shardwright.tensor.random.logical_index import indices_of, interval_of
+from shardwright.tensor.random.philox import blocks, philox
+from shardwright.tensor.random.source import CounterSource
 
 from .cases import full, mesh, whole
 

@@ -7,8 +7,9 @@ import torch
 
 import shardwright as sw
 from shardwright.rules import registry
-from shardwright.tensor import local_reshape, other_sizes
-from shardwright.tensor.dispatch import clear_cache
+from shardwright.tensor.dispatch import other_sizes
+from shardwright.tensor.dispatch.call import clear_cache
+from shardwright.tensor.dispatch.ways import local_reshape
 
 from .cases import full, mesh, place
 

@@ -7,7 +7,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 import shardwright as sw
 from shardwright.errors import LayoutError
-from shardwright.explain.table import layout_table
+from shardwright.show.table import layout_table
 
 from .cases import full, layouts_of, mesh, place
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import shardwright as sw
-from shardwright.tensor.out import functional_form
+from shardwright.tensor.dispatch.ways.out import functional_form
 from tests.tensor.cases import full, mesh, place, whole
 
 aten = torch.ops.aten

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.errors import CheckpointError
-from shardwright.train.launch import launch
-from shardwright.train.supervise import (
+from shardwright.launch.launch import launch
+from shardwright.launch.supervise import (
     heartbeat,
     long_operation,
     stop_agreed,

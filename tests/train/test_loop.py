@@ -14,10 +14,11 @@ from tests.train.worlds import tiny, write_text
 
 def trained(settings: dict[str, Any], stop_at: int = 0) -> int | str:
     """Run the loop on this rank; the exit code, or the user's error."""
-    from shardwright.train import loop, supervise
+    from shardwright.launch import supervise
+    from shardwright.launch.board import Board
+    from shardwright.launch.supervise import Watch
+    from shardwright.train import loop
     from shardwright.train.runner import degrees
-    from shardwright.train.supervise import Watch
-    from shardwright.train.supervise_board import Board
 
     config = tiny(**settings)
     watch = Watch(Board.private(config.world))

@@ -8,11 +8,7 @@ from math import prod
 
 import torch
 
-from shardwright.layout import Layout, MeshShape
-from shardwright.placement import BlockCyclic, Interleaved, Owner, Ragged, Replicate, Shard, ZigZag
-from shardwright.rules.views.local import local_view
-from shardwright.rules.views.through import through
-from shardwright.rules.views.view import (
+from shardwright.index.view import (
     diagonal,
     expanded,
     identity,
@@ -22,6 +18,10 @@ from shardwright.rules.views.view import (
     sliced,
     unfolded,
 )
+from shardwright.layout import Layout, MeshShape
+from shardwright.placement import BlockCyclic, Interleaved, Owner, Ragged, Replicate, Shard, ZigZag
+from shardwright.views.local import local_view
+from shardwright.views.through import through
 
 MESHES = ((1,), (2,), (3,), (5,), (2, 2), (2, 3), (2, 2, 2))
 SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12)

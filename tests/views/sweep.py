@@ -16,7 +16,7 @@ import torch
 
 import shardwright as sw
 from shardwright.errors import ShardwrightError
-from shardwright.tensor.element_views import tears
+from shardwright.tensor.views.elements import tears
 from tests.placement.user_placements import Band, Checkerboard, PermutedRows
 from tests.torch_samples import op_db
 from tests.views.placed import compare, mesh, place

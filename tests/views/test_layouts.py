@@ -9,11 +9,11 @@ from collections import Counter
 import pytest
 import torch
 
+from shardwright.index.view import identity, permuted, reshaped, selected, sliced, unfolded
 from shardwright.layout import Layout, MeshShape
 from shardwright.placement import BlockCyclic, Flat, Interleaved, Joint, Owner, Ragged, Shard, Sliced, ZigZag
-from shardwright.plan.redistribution import plan_redistribution
-from shardwright.rules.views.through import through
-from shardwright.rules.views.view import identity, permuted, reshaped, selected, sliced, unfolded
+from shardwright.plan.decide import plan_redistribution
+from shardwright.views.through import through
 from tests.views.laws import check_view, numbered, run
 
 

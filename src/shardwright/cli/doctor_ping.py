@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwright.train.launch import launch
+from shardwright.launch.launch import launch
 
 _SMALL_ROUNDS = 200
 _LARGE_BYTES = 16 << 20

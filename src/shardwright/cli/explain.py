@@ -23,7 +23,7 @@ def explain(
     mesh: Annotated[str, typer.Option(help='Axes and sizes, such as "dp=2,tp=4".')],
 ) -> None:
     """Show which rule an op uses on these operands, what it moves, and what comes out; nothing is run."""
-    from shardwright.explain.op import explain as explained  # here: --help must not wait for torch
+    from shardwright.show.op import explain as explained  # here: --help must not wait for torch
 
     shape = parse_mesh(mesh)
     typer.echo(str(explained(op, *(parse_operand(one, shape) for one in operands))))

@@ -24,7 +24,7 @@ def plan(
     first, then dp; a sum over cp that is still to be made).
     """
     from shardwright.layout.layout import Layout  # here: --help must not wait for torch
-    from shardwright.plan.redistribution import plan_redistribution
+    from shardwright.plan.decide import plan_redistribution
 
     here = parse_mesh(mesh)
     there = here if to_mesh is None else parse_mesh(to_mesh, option="--to-mesh", first_rank=to_rank)

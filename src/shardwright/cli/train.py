@@ -89,12 +89,12 @@ def run(settings: dict[str, Any]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy makes threads that a fork would lose
 
     # Here: --help must not wait for these imports, and a wrong setting not for torch's.
+    from shardwright.launch.environment import given_ranks
     from shardwright.train.config import TrainConfig
-    from shardwright.train.launch_environment import given_ranks
 
     config = TrainConfig.parse(**settings).check(given_ranks())
 
-    from shardwright.train.launch import launch
+    from shardwright.launch.launch import launch
     from shardwright.train.launch_checks import check_devices, check_start, how_to_go_on
     from shardwright.train.runner import main_rank
 

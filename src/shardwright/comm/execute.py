@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm import guard
-from shardwright.comm.between import run_between
-from shardwright.comm.later import Later
+from shardwright.comm.async_result import Later
+from shardwright.comm.execute_between import run_between
 from shardwright.comm.runner import Runner
 from shardwright.comm.traced import is_traced, refuse_between
 from shardwright.errors import PlanError
-from shardwright.plan.between_plan import PlanBetween
 from shardwright.plan.by_axis import crosses_several_axes, plans_by_axis
-from shardwright.plan.maps import Coords
+from shardwright.plan.holders import Coords
 from shardwright.plan.plan import Plan
+from shardwright.plan.plan_between import PlanBetween
 
 
 def execute(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = "") -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwright.comm.dtype import as_bytes, carrier, moves_natively
 from shardwright.comm.record import Sending, recording
-from shardwright.comm.wire import as_bytes, carrier, moves_natively
 
 _ops = torch.ops._c10d_functional
 

@@ -6,8 +6,8 @@ from math import prod
 
 from torch import Tensor
 
-from shardwright.comm.packing import in_memory, move, new_tensor
-from shardwright.plan.maps import Coords
+from shardwright.comm.pack import in_memory, move, new_tensor
+from shardwright.plan.holders import Coords
 from shardwright.plan.pending import AxisPending
 from shardwright.plan.steps import Embed, Place
 from shardwright.plan.transfer import Move

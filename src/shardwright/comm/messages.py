@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from shardwright.comm.packing import copy_in, joined, move, new_tensor, view_of
+from shardwright.comm.channel import TAG, PeerWire
+from shardwright.comm.dtype import bits
+from shardwright.comm.pack import copy_in, joined, move, new_tensor, view_of
 from shardwright.comm.record import Sending, recording
 from shardwright.comm.terms import Terms
 from shardwright.comm.uncounted import say_if_uncounted
-from shardwright.comm.wire import bits
-from shardwright.comm.wires import TAG, PeerWire
-from shardwright.plan.strided import Strided, as_run
+from shardwright.index.overlap import Strided, as_run
 from shardwright.plan.transfer import Memory, Transfer
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.comm.dtype import as_bytes, moves_natively
 from shardwright.comm.record import Sending, recording
 from shardwright.comm.uncounted import say_if_uncounted
-from shardwright.comm.wire import as_bytes, moves_natively
 
 # Keeps these messages apart from the user's own untagged ones and from those inside one mesh.
 _TAG = 53188

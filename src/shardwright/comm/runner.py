@@ -12,24 +12,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm import functional
-from shardwright.comm.later import Later
+from shardwright.comm.async_result import Later
+from shardwright.comm.channel import GroupWire, PeerWire, peers_of, wire_for
 from shardwright.comm.local_steps import embed, place, take
 from shardwright.comm.messages import Arriving, mail_of, send_mail
-from shardwright.comm.packing import (
-    flat_memory,
-    in_memory,
-    move,
-    new_tensor,
-    pack,
-    pack_once,
-    shaped,
-    unpack,
-)
+from shardwright.comm.pack import flat_memory, in_memory, move, new_tensor, pack, pack_once, shaped, unpack
 from shardwright.comm.terms import Terms, stacked
 from shardwright.comm.traced import is_traced
-from shardwright.comm.wires import GroupWire, PeerWire, peers_of, wire_for
 from shardwright.plan.cost import exchanged
-from shardwright.plan.maps import Coords
+from shardwright.plan.holders import Coords
 from shardwright.plan.plan import Plan
 from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Place, Step
 from shardwright.plan.transfer import Move, Transfer, local_move, memory_of, transfer

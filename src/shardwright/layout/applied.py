@@ -7,8 +7,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardwright.placement.base import Partition, Pending, Placement
-from shardwright.placement.joint import Joint, joint_groups
-from shardwright.placement.moved import Moved
+from shardwright.placement.made_by_views.joint import Joint, joint_groups
+from shardwright.placement.made_by_views.moved import Moved
 from shardwright.placement.one_dim_form import is_shipped, one_dim_form, placed_on
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardwright.index.region import Region, Shape
     from shardwright.layout.layout import Layout
     from shardwright.layout.mesh_shape import Coords
-    from shardwright.placement.region import Region, Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwright.layout.stride import stride_order
+from shardwright.index.stride import stride_order
 
 if TYPE_CHECKING:
     import torch
 
+    from shardwright.index.region import Shape
     from shardwright.layout.applied import Applied
     from shardwright.layout.mesh_shape import MeshShape
     from shardwright.placement.base import Placement
-    from shardwright.placement.region import Shape
 
 
 class Kind:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.errors import LayoutError
+from shardwright.index.region import Region, Shape
+from shardwright.index.stride import contiguous_stride, ordered_stride, stride_like
 from shardwright.layout.applied import applied_placements, by_own_names, complete
 from shardwright.layout.kind import find_kind, hash_without_sizes
 from shardwright.layout.mesh_shape import Coords, as_mesh_shape
 from shardwright.layout.order import canonical, conflicts, order_indices
-from shardwright.layout.stride import contiguous_stride, ordered_stride, stride_like
 from shardwright.layout.text import format_layout, parse_layout
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.convert import as_placement
-from shardwright.placement.region import Region, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

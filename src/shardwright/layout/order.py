@@ -10,9 +10,9 @@ from shardwright.placement.base import Partition, Pending
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from shardwright.index.region import Shape
     from shardwright.layout.mesh_shape import MeshShape
     from shardwright.placement.base import Placement
-    from shardwright.placement.region import Shape
 
 Order = tuple[int, ...]
 

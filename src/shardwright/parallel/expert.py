@@ -15,8 +15,8 @@ from shardwright.parallel.place import place_parameters
 from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Replicate
 from shardwright.placement.shard import Shard
-from shardwright.tensor.module import carry_over
-from shardwright.tensor.slots import slots_of
+from shardwright.tensor.modules.distribute import carry_over
+from shardwright.tensor.modules.slots import slots_of
 from shardwright.tensor.wrap import as_ours
 
 

@@ -25,11 +25,11 @@ from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
 from shardwright.placement.shard import Shard
 from shardwright.tensor.autograd import as_term
-from shardwright.tensor.module import carry_over
-from shardwright.tensor.slots import Slot, slots_of
+from shardwright.tensor.local_use import kept_spec
+from shardwright.tensor.modules.distribute import carry_over
+from shardwright.tensor.modules.slots import Slot, slots_of
+from shardwright.tensor.modules.ties import refuse_placed_elsewhere, ties_kept
 from shardwright.tensor.spec import Spec, spec_of, with_dtype
-from shardwright.tensor.ties import refuse_placed_elsewhere, ties_kept
-from shardwright.tensor.use import kept_spec
 from shardwright.tensor.wrap import as_ours, wrap
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.errors import ParallelError
 from shardwright.parallel.fsdp import parallelize_fsdp, refuse_partly_sharded, replicate_unsharded
 from shardwright.parallel.meshes import named_axes
-from shardwright.tensor.ties import ties_kept
+from shardwright.tensor.modules.ties import ties_kept
 
 
 def parallelize_hsdp(

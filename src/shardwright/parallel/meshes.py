@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
-from shardwright.tensor.more_axes import shared_ranks
+from shardwright.tensor.modules.more_axes import shared_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

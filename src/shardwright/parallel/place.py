@@ -14,12 +14,12 @@ from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import is_other_view
 from shardwright.parallel.swap import replace_parameters
-from shardwright.tensor.api import distribute_tensor
+from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.module import carry_over
-from shardwright.tensor.more_axes import on_more_axes
+from shardwright.tensor.modules.distribute import carry_over
+from shardwright.tensor.modules.more_axes import on_more_axes
+from shardwright.tensor.modules.ties import ties_kept
 from shardwright.tensor.spec import LocalUse, spec_of
-from shardwright.tensor.ties import ties_kept
 from shardwright.tensor.wrap import as_ours, wrap
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 from shardwright.errors import ParallelError
 from shardwright.layout.of_tensor import layout_of
 from shardwright.parallel.styles import for_torch
-from shardwright.tensor.module import carry_over
-from shardwright.tensor.slots import slots_of, unchanged_on_error
+from shardwright.tensor.modules.distribute import carry_over
+from shardwright.tensor.modules.slots import slots_of, unchanged_on_error
 
 _PLACING = (ColwiseParallel, RowwiseParallel, SequenceParallel)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardwright.tensor.slots import Slot, slots_of
+from shardwright.tensor.modules.slots import Slot, slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -16,10 +16,10 @@ from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.plan_of_styles import apply_styles
 from shardwright.parallel.swap import put_all, replace_parameters
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.module import carry_over, distribute_module
-from shardwright.tensor.more_axes import KEPT, is_free_for, on_more_axes
-from shardwright.tensor.slots import Slot, slots_of
-from shardwright.tensor.ties import ties_kept
+from shardwright.tensor.modules.distribute import carry_over, distribute_module
+from shardwright.tensor.modules.more_axes import KEPT, is_free_for, on_more_axes
+from shardwright.tensor.modules.slots import Slot, slots_of
+from shardwright.tensor.modules.ties import ties_kept
 from shardwright.tensor.wrap import as_ours
 
 

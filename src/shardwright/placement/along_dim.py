@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import PlacementError
+from shardwright.index.assemble import check_dim
+from shardwright.index.flat_region import FlatRegion
+from shardwright.index.region import Region
+from shardwright.index.runs import Runs, compose, interval, total
 from shardwright.placement.base import Partition, check_counts
-from shardwright.placement.derived import check_dim
-from shardwright.placement.flat_region import FlatRegion
-from shardwright.placement.region import Region
-from shardwright.placement.runs import Runs, compose, interval, total
 
 if TYPE_CHECKING:
-    from shardwright.placement.region import Shape
+    from shardwright.index.region import Shape
 
 
 class AlongDim(Partition):

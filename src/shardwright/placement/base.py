@@ -12,15 +12,15 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 
 from shardwright.errors import PlacementError
-from shardwright.placement.compose import compose_regions
-from shardwright.placement.derived import derived_cut_dims, join_regions, take_region
+from shardwright.index.assemble import derived_cut_dims, join_regions, take_region
+from shardwright.index.compose import compose_regions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from shardwright.placement.region import Region, Shape
+    from shardwright.index.region import Region, Shape
 
 
 class Placement(TorchPlacement):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwright.index.runs import Run, Runs, merged
 from shardwright.placement.along_dim import AlongDim
-from shardwright.placement.runs import Run, Runs, merged
 from shardwright.placement.shard import chunk_bounds
 
 if TYPE_CHECKING:
-    from shardwright.placement.region import Shape
+    from shardwright.index.region import Shape
 
 
 @dataclass(frozen=True, repr=False)

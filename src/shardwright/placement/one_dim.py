@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwright.placement.runs import Run, Runs, intervals, merged
+from shardwright.index.runs import Run, Runs, intervals, merged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from shardwright.index.region import Region
     from shardwright.placement.base import Partition
-    from shardwright.placement.region import Region
 
 # Runs that are not equal as they stand are compared interval by interval, as long as there are so few.
 _FEW = 4096

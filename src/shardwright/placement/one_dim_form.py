@@ -11,18 +11,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import PlacementError
+from shardwright.index.assemble import derived_cut_dims
+from shardwright.index.runs import total
 from shardwright.placement.base import Partition
-from shardwright.placement.derived import derived_cut_dims
-from shardwright.placement.moved import Moved
-from shardwright.placement.nested import Nested
+from shardwright.placement.made_by_views.moved import Moved
+from shardwright.placement.made_by_views.nested import Nested
 from shardwright.placement.one_dim import held_along, same_runs
-from shardwright.placement.runs import total
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardwright.placement.region import Shape
-    from shardwright.placement.runs import Runs
+    from shardwright.index.region import Shape
+    from shardwright.index.runs import Runs
 
 _HOME = __name__.rpartition(".")[0]
 

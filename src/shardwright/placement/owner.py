@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
+from shardwright.index.region import Region
 from shardwright.placement.base import Partition, check_counts
-from shardwright.placement.region import Region
 
 if TYPE_CHECKING:
-    from shardwright.placement.region import Shape
+    from shardwright.index.region import Shape
 
 
 @dataclass(frozen=True, repr=False)

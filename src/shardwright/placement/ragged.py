@@ -8,16 +8,16 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
+from shardwright.index.assemble import check_dim, unravel
+from shardwright.index.flat_region import FlatRegion
+from shardwright.index.region import Box, Region, flat_boxes
+from shardwright.index.runs import interval
 from shardwright.placement.base import Partition
-from shardwright.placement.derived import check_dim, unravel
-from shardwright.placement.flat_region import FlatRegion
-from shardwright.placement.region import Box, Region, flat_boxes
-from shardwright.placement.runs import interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardwright.placement.region import Shape
+    from shardwright.index.region import Shape
 
 
 @dataclass(frozen=True, repr=False, init=False)

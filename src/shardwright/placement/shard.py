@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
+from shardwright.index.assemble import check_dim
+from shardwright.index.runs import Runs, interval
 from shardwright.placement.along_dim import AlongDim
-from shardwright.placement.derived import check_dim
-from shardwright.placement.runs import Runs, interval
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from shardwright.placement.region import Shape
+    from shardwright.index.region import Shape
 
 
 def chunk_bounds(length: int, n: int, coord: int) -> tuple[int, int]:

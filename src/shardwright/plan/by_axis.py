@@ -11,8 +11,8 @@ from itertools import pairwise
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
+from shardwright.plan.decide import plan_redistribution
 from shardwright.plan.plan import Plan
-from shardwright.plan.redistribution import plan_redistribution
 from shardwright.plan.steps import Exchange
 
 

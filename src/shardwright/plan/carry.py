@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright.index.grid import Overlap, overlaps
+from shardwright.index.overlap import Strided, paired_views, source_views, target_views
+from shardwright.index.shares import Counts, cut_overlaps, shared_counts
 from shardwright.placement.base import Pending
-from shardwright.plan.grid import Overlap, overlaps
 from shardwright.plan.rank_map import Part, Place, RankMap
-from shardwright.plan.shares import Counts, cut_overlaps, shared_counts
-from shardwright.plan.strided import Strided, paired_views, source_views, target_views
 from shardwright.plan.transfer import Memory
 
 # Smaller pieces are not cut: a message more costs more than these bytes.

@@ -14,9 +14,9 @@ from math import prod
 
 import numpy as np
 
+from shardwright.plan.holders import Map
 from shardwright.plan.lines import Ints
-from shardwright.plan.maps import Map
-from shardwright.plan.meeting import meet
+from shardwright.plan.shared import meet
 from shardwright.plan.steps import AllReduce, Exchange
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.index.region import Region
+from shardwright.index.runs import Run, intervals
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Replicate
-from shardwright.placement.region import Region
-from shardwright.placement.runs import Run, intervals
 
 Ints = npt.NDArray[np.int64]
 Group = tuple[int, ...]

@@ -16,8 +16,8 @@ import torch
 
 from shardwright.layout.layout import Layout
 from shardwright.plan.cost import shared_counts, traffic
+from shardwright.plan.holders import LayoutMap
 from shardwright.plan.lines import Ints
-from shardwright.plan.maps import LayoutMap
 from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Place, Step
 
 _HALF = frozenset({torch.float16, torch.bfloat16})

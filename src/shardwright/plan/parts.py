@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardwright.plan.lines import Group, Ints, Line, joined_pieces
-from shardwright.plan.meeting import Meeting
+from shardwright.plan.shared import Meeting
 
 
 def mixed(meeting: Meeting, from_source: frozenset[int], from_target: frozenset[int]) -> Line:

@@ -8,10 +8,10 @@ from typing import cast
 
 import numpy as np
 
-from shardwright.plan.grid import Grid, Overlap, Stretch, overlaps, stretches
+from shardwright.index.grid import Grid, Overlap, Stretch, overlaps, stretches
+from shardwright.plan.holders import Coords, Map
 from shardwright.plan.lines import Ints
-from shardwright.plan.maps import Coords, Map
-from shardwright.plan.meeting import Meeting, meet
+from shardwright.plan.shared import Meeting, meet
 from shardwright.plan.steps import Exchange
 
 Overlaps = tuple[Overlap, ...]

@@ -7,8 +7,8 @@ from functools import cached_property
 
 from shardwright.layout.layout import Layout
 from shardwright.plan.cost import all_reduced, exchanged, traffic
-from shardwright.plan.levels import slow_elements
 from shardwright.plan.memory import peak_elements
+from shardwright.plan.slow_axes import slow_elements
 from shardwright.plan.steps import Exchange, Step, moves_of
 
 

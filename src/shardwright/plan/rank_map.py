@@ -12,10 +12,10 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from shardwright.index.grid import Cell, flat_cell, numel, shared_boxes
+from shardwright.index.region import Box
 from shardwright.layout.layout import Layout
-from shardwright.placement.region import Box
-from shardwright.plan.grid import Cell, flat_cell, numel, shared_boxes
-from shardwright.plan.maps import LayoutMap, every_coords
+from shardwright.plan.holders import LayoutMap, every_coords
 from shardwright.plan.transfer import Memory
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from shardwright.plan.maps import Map, SlabMap
+from shardwright.plan.holders import Map, SlabMap
 from shardwright.plan.pending import AxisPending
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from shardwright.plan.grid import overlaps
-from shardwright.plan.maps import Coords, Map
+from shardwright.index.grid import overlaps
+from shardwright.index.overlap import Strided, covers_in_order, paired_views, source_views, target_views
+from shardwright.plan.holders import Coords, Map
 from shardwright.plan.peers import shared_with_peers
 from shardwright.plan.steps import Exchange, LocalMove, Place
-from shardwright.plan.strided import Strided, covers_in_order, paired_views, source_views, target_views
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from shardwright.rules.equation import UNTOLD, Dim, Equation, Slot
 from shardwright.rules.registry import registry
 
 if TYPE_CHECKING:
+    from shardwright.index.region import Shape
     from shardwright.layout.kind import Kind
     from shardwright.layout.layout import Layout
-    from shardwright.placement.region import Shape
     from shardwright.rules.call import Call
     from shardwright.rules.search import Choice
 

@@ -10,7 +10,7 @@ import torch
 
 from shardwright.placement.base import Partition, Pending, Placement, Replicate
 from shardwright.placement.shard import Shard
-from shardwright.rules.along import labels_cut, part_lengths, place_label
+from shardwright.rules.along_label import labels_cut, part_lengths, place_label
 from shardwright.rules.call import Call
 from shardwright.rules.equation import BoundHom, Equation, Sizes, Slot
 from shardwright.rules.monoid import converts, has_meaning, holds_any, matches, pending_of

@@ -9,13 +9,13 @@ from math import prod
 
 import torch
 
+from shardwright.index.runs import Runs, compose, interval, total
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition
-from shardwright.placement.runs import Runs, compose, interval, total
-from shardwright.rules.along import runs_held
+from shardwright.rules.along_label import runs_held
 from shardwright.rules.any_size import AnySize
 from shardwright.rules.formula import LocalForm
-from shardwright.rules.held import Held
+from shardwright.rules.held_label import Held
 
 
 @dataclass(frozen=True, slots=True)

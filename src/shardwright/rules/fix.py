@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.base import Placement, Replicate
-from shardwright.plan.redistribution import plan_redistribution
+from shardwright.plan.decide import plan_redistribution
 from shardwright.rules.call import Call
 from shardwright.rules.propagate import propagate
 

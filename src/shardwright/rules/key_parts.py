@@ -19,7 +19,7 @@ from shardwright.placement.one_dim_form import along
 from shardwright.rules.call import Call
 from shardwright.rules.catalog.attention import takes_mask
 from shardwright.rules.decision import Decision, LabelSize
-from shardwright.rules.held import Held
+from shardwright.rules.held_label import Held
 from shardwright.rules.price import layout_bytes
 from shardwright.rules.propagate import propagate_one
 

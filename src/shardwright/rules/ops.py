@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shardwright.rules.held import Held
+from shardwright.rules.held_label import Held
 from shardwright.rules.rule import rule
 
 _LIBRARY = torch.library.Library("shardwright", "FRAGMENT")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Placement
-from shardwright.plan.redistribution import plan_redistribution
+from shardwright.plan.decide import plan_redistribution
 from shardwright.rules.call import Call
 from shardwright.rules.fix import Fix, onto_one_mesh, operand_names, tried_fixes
 

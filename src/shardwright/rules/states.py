@@ -7,7 +7,7 @@ decided depends on sizes, and `asked` says so.
 from __future__ import annotations
 
 from shardwright.placement.base import Partition
-from shardwright.rules.along import part_lengths
+from shardwright.rules.along_label import part_lengths
 from shardwright.rules.equation import Sizes
 
 _Cuts = tuple[tuple[int, Partition, int], ...]

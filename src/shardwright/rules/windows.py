@@ -14,10 +14,10 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
+from shardwright.index.runs import intervals
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Placement, Replicate
 from shardwright.placement.ragged import Ragged
-from shardwright.placement.runs import intervals
 from shardwright.placement.shard import Shard
 from shardwright.rules.call import Call
 from shardwright.rules.monoid import pending_of

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.record import because
 from shardwright.errors import LayoutError, PlacementError
+from shardwright.index.stride import contiguous_stride
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import as_mesh_shape
-from shardwright.layout.stride import contiguous_stride
 from shardwright.placement.base import Partition
 
 _DIMS = 64  # torch's limit

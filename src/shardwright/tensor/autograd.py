@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.placement.base import Pending
 from shardwright.tensor.between import acceptable_between
+from shardwright.tensor.local_use import kept_spec, restore_axes
 from shardwright.tensor.move import move_local
 from shardwright.tensor.spec import spec_of, with_dtype
-from shardwright.tensor.use import kept_spec, restore_axes
 from shardwright.tensor.wrap import as_ours, up_to_date, wrap
 
 if TYPE_CHECKING:

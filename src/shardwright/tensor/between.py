@@ -13,7 +13,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Pending
-from shardwright.plan.redistribution import plan_redistribution
+from shardwright.plan.decide import plan_redistribution
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardwright.errors import LayoutError
-from shardwright.placement.chunks import Chunk, chunks_of
+from shardwright.index.boxes import Chunk, chunks_of
 from shardwright.tensor.spec import coords_of
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import axis_names
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
-from shardwright.tensor import boundary
 from shardwright.tensor.autograd import ToLocal, apply, finished
 from shardwright.tensor.chunks import chunk_list, shard_of, write_items
-from shardwright.tensor.local import from_local, redistribute, replicated
+from shardwright.tensor.conversions import from_local, redistribute, replicated
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+from shardwright.tensor.plain import boundary
 from shardwright.tensor.spec import Extra, Spec, coords_of, spec_of
 from shardwright.tensor.wrap import CLASSES, up_to_date, wrap
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwright.errors import LayoutError
+from shardwright.index.stride import stride_like
 from shardwright.layout import layout_of
-from shardwright.layout.stride import stride_like
 from shardwright.placement.base import Placement
 from shardwright.tensor.agreed import check_alike, listed, told_by_all, whole_of
 from shardwright.tensor.dtensor import DTensor

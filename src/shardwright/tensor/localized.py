@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.placement.base import Replicate
-from shardwright.tensor import boundary
 from shardwright.tensor.autograd import Localize, apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import unasked
+from shardwright.tensor.plain import boundary
 from shardwright.tensor.wrap import CLASSES
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from shardwright.comm.execute import execute
 from shardwright.comm.record import record_decision, recording
-from shardwright.plan.redistribution import plan_redistribution
+from shardwright.plan.decide import plan_redistribution
 from shardwright.tensor.between import own_coords
 from shardwright.tensor.expanded import base_of, bases
-from shardwright.tensor.modes import refuse_moves
+from shardwright.tensor.explicit_mode import refuse_moves
 from shardwright.tensor.spec import coords_of
 
 if TYPE_CHECKING:

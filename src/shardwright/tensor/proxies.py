@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.tensor.mixing import replicate_plain
+from shardwright.tensor.plain.replicated import replicate_plain
 from shardwright.tensor.wrap import as_replicated
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwright.index.region import Box, Region
 from shardwright.layout.layout import _rebuild as _layout_again
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.base import Placement
 from shardwright.placement.base import _rebuild as _placement_again
-from shardwright.placement.region import Box, Region
 from shardwright.tensor.dtensor import _rebuild as _tensor_again
 from shardwright.tensor.spec import LocalUse, Spec
 

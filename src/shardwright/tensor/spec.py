@@ -16,8 +16,8 @@ from shardwright.layout.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from shardwright.index.region import Shape
     from shardwright.layout.kind import Kind
-    from shardwright.placement.region import Shape
     from shardwright.tensor.dtensor import DTensor
 
 

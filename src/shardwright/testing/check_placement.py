@@ -23,7 +23,7 @@ from shardwright.testing.placement_laws import PARTITION_LAWS, PENDING_LAWS, is_
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from shardwright.placement.region import Shape
+    from shardwright.index.region import Shape
 
 AXIS_SIZES = (1, 2, 3, 5)
 _LARGEST_AXIS = 32

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.errors import PlacementError
+from shardwright.index.assemble import derived_cut_dims, take_region
+from shardwright.index.compose import compose_regions
+from shardwright.index.region import Region
+from shardwright.index.runs import total
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.along_dim import AlongDim
 from shardwright.placement.base import Partition, Pending, Placement
-from shardwright.placement.compose import compose_regions
-from shardwright.placement.derived import derived_cut_dims, take_region
 from shardwright.placement.one_dim_form import one_dim_form, placed_on
 from shardwright.placement.owner import Owner
 from shardwright.placement.ragged import Ragged
-from shardwright.placement.region import Region
-from shardwright.placement.runs import total
 from shardwright.placement.shard import Shard
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardwright.placement.region import Shape
+    from shardwright.index.region import Shape
 
 HOOKS: dict[str, str] = {
     "region": "regions_fit, each_element_once",

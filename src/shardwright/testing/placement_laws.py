@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from shardwright.index.assemble import derived_cut_dims, take_region
+from shardwright.index.region import Region
 from shardwright.placement.base import Partition, Pending, Placement
-from shardwright.placement.derived import derived_cut_dims, take_region
-from shardwright.placement.region import Region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from shardwright.placement.region import Shape
+    from shardwright.index.region import Shape
 
 # ------------------------------------------------------------------------------------------ partitions
 

@@ -10,12 +10,12 @@ from math import prod
 import torch
 from torch import Tensor
 
+from shardwright.index.region import Box, Region, Shape
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.base import Partition, Pending, Placement
 from shardwright.placement.owner import Owner
 from shardwright.placement.ragged import Ragged
-from shardwright.placement.region import Box, Region, Shape
 from shardwright.placement.shard import Shard
 from shardwright.rules.call import Call
 from shardwright.rules.candidates import REPLICATE, AxisView, Candidate, candidates, cut

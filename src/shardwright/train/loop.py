@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from shardwright.checkpoint.folder import NEWEST, choose, step_path
 from shardwright.checkpoint.load import load
 from shardwright.checkpoint.save import save
-from shardwright.explain.table import layout_table
-from shardwright.train import supervise
+from shardwright.launch import supervise
+from shardwright.show.table import layout_table
 from shardwright.train.agreement import from_first_rank
 from shardwright.train.data import Corpus, load_corpus
 from shardwright.train.gather import full_parameters

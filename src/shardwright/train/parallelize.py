@@ -15,7 +15,7 @@ from shardwright.parallel.replicate import parallelize_replicate
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.module import distribute_module
+from shardwright.tensor.modules.distribute import distribute_module
 from shardwright.train.model import Attention, Decoder, ModelShape, init_weights
 
 if TYPE_CHECKING:

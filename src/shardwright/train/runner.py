@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.context.parameters import DeviceMeshParameters
 from shardwright.context.process import world_size_of_launch
-from shardwright.train import supervise
+from shardwright.launch import supervise
 from shardwright.train.agreement import from_first_rank
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Corpus, load_corpus

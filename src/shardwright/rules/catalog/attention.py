@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.catalog.labels import join
 from shardwright.rules.formula import Formula, formula
-from shardwright.rules.held import Held
+from shardwright.rules.held_label import Held
 from shardwright.rules.rule import register_rule
 
 _FORWARD = (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.rules.held import Held
+from shardwright.rules.held_label import Held
 from shardwright.rules.registry import functional_form
 
 Op = torch._ops.OpOverload

@@ -1,0 +1,102 @@
+"""Local tensors into wire buffers and back, by strided views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwright.index.overlap import Strided
+from shardwright.plan.transfer import Memory, Transfer
+
+
+def in_memory(x: Tensor, memory: Memory) -> Tensor:
+    """`x` with the stride that views of it count on; a copy only if it has another.
+
+    Strides of dims of length 1, and of a tensor without elements, do not matter.
+    """
+    if _lies_so(x, memory):
+        return x
+    return new_tensor(x, memory).copy_(x)
+
+
+def new_tensor(like: Tensor, memory: Memory) -> Tensor:
+    """An uninitialised tensor that lies as `memory` says."""
+    return torch.empty_strided(memory.shape, memory.stride, dtype=like.dtype, device=like.device)
+
+
+def _lies_so(x: Tensor, memory: Memory) -> bool:
+    stride = x.stride()
+    if stride == memory.stride or memory.numel == 0:
+        return True
+    return all(
+        size == 1 or mine == wanted
+        for size, mine, wanted in zip(memory.shape, stride, memory.stride, strict=True)
+    )
+
+
+def flat_memory(x: Tensor, memory: Memory) -> Tensor:
+    """The memory of `x`, which lies as `memory` says, as one flat view."""
+    return x.as_strided((memory.numel,), (1,), x.storage_offset())
+
+
+def shaped(flat: Tensor, memory: Memory) -> Tensor:
+    """The reverse of `flat_memory`."""
+    return flat.as_strided(memory.shape, memory.stride, flat.storage_offset())
+
+
+def view_of(x: Tensor, view: Strided) -> Tensor:
+    """A strided view of the memory of `x`; `start` counts from its first element."""
+    return x.as_strided(view.size, view.stride, x.storage_offset() + view.start)
+
+
+def pack(x: Tensor, table: Transfer) -> Tensor:
+    """The elements to send, member by member, flat; no copy when they are all of `x` in order."""
+    if table.send_whole:
+        return flat_memory(x, table.source)
+    return joined(x, [view for views in table.send for view in views])
+
+
+def pack_once(x: Tensor, table: Transfer, member: int) -> Tensor:
+    """As `pack`, for one member only."""
+    if table.send_whole:
+        return flat_memory(x, table.source)
+    return joined(x, table.send[member])
+
+
+def joined(x: Tensor, views: Sequence[Strided]) -> Tensor:
+    """The elements of some views, one after the other, flat; each is copied once."""
+    if len(views) == 1:
+        return view_of(x, views[0]).reshape(-1).contiguous()
+    out = x.new_empty(sum(view.numel for view in views))
+    position = 0
+    for view in views:
+        out[position : position + view.numel].view(view.size).copy_(view_of(x, view))
+        position += view.numel
+    return out
+
+
+def unpack(received: Tensor, x: Tensor, table: Transfer) -> Tensor:
+    """The result from what arrived, member by member in one flat buffer, and from what `x` holds already."""
+    if table.receive_whole:
+        return shaped(received, table.target)
+    out = new_tensor(x, table.target)
+    move(x, out, table.keep)
+    copy_in(received, out, [view for views in table.receive for view in views])
+    return out
+
+
+def copy_in(flat: Tensor, out: Tensor, views: Sequence[Strided]) -> None:
+    """The reverse of `joined`: write flat elements to views of `out`."""
+    position = 0
+    for view in views:
+        piece = flat[position : position + view.numel]
+        view_of(out, view).copy_(piece.view(view.size))
+        position += view.numel
+
+
+def move(x: Tensor, out: Tensor, pairs: Sequence[tuple[Strided, Strided]]) -> None:
+    """Copy views of `x` to views of `out`."""
+    for source, target in pairs:
+        view_of(out, target).copy_(view_of(x, source))

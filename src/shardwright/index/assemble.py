@@ -1,0 +1,150 @@
+"""What follows from the regions alone: taking a local tensor, joining locals, the dims that are cut."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from shardwright.errors import PlacementError
+from shardwright.index.runs import intervals
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from shardwright.index.region import Box, Region, Shape
+    from shardwright.index.runs import Runs
+
+
+class HasRegion(Protocol):
+    """Anything that says what a coord holds."""
+
+    def region(self, shape: Shape, n: int, coord: int) -> Region:
+        """What `coord` of `n` holds."""
+
+
+def take_region(x: Tensor, region: Region) -> Tensor:
+    """The local tensor of a region of `x`; a view where the region is one box. Differentiable."""
+    if not region.numel:
+        return x[(slice(0, 0),) * x.dim() or None].reshape(-1)[:0].reshape(region.local_shape)
+    if region.runs is not None:
+        return _take_runs(x, region.runs)
+    pieces = [x[box.slices].reshape(-1) for box in region.boxes]
+    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return flat.reshape(region.local_shape)
+
+
+def _take_runs(x: Tensor, runs: tuple[Runs, ...]) -> Tensor:
+    for dim, of_dim in enumerate(runs):
+        x = _take_dim(x, dim, of_dim)
+    return x
+
+
+def _take_dim(x: Tensor, dim: int, runs: Runs) -> Tensor:
+    pieces = [x.narrow(dim, offset, size) for offset, size in intervals(runs)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def join_regions(parts: Sequence[Tensor], regions: Sequence[Region], shape: Shape) -> Tensor:
+    """The tensor of this shape made of each part at its region, which must cover it.
+
+    Raises: PlacementError: a part has not the shape of its region.
+    """
+    out = parts[0].new_empty(shape)
+    for part, region in zip(parts, regions, strict=True):
+        if tuple(part.shape) != region.local_shape:
+            raise PlacementError(f"a local tensor has shape {tuple(part.shape)}, not {region.local_shape}")
+        put_region(out, region, part)
+    return out
+
+
+def put_region(out: Tensor, region: Region, part: Tensor) -> None:
+    """Write a local tensor to its region of `out`, in place. Differentiable."""
+    if region.runs is not None and region.numel:
+        _put_runs(out, region.runs, part, 0)
+        return
+    flat = part.reshape(-1)
+    start = 0
+    for box in region.boxes:
+        out[box.slices] = flat[start : start + box.numel].reshape(box.size)
+        start += box.numel
+
+
+def _put_runs(out: Tensor, runs: tuple[Runs, ...], part: Tensor, dim: int) -> None:
+    while dim < len(runs) and part.shape[dim] == out.shape[dim] and _is_prefix(runs[dim]):
+        dim += 1
+    if dim == len(runs):
+        out.copy_(part)
+        return
+    start = 0
+    for offset, size in intervals(runs[dim]):
+        _put_runs(out.narrow(dim, offset, size), runs, part.narrow(dim, start, size), dim + 1)
+        start += size
+
+
+def _is_prefix(runs: Runs) -> bool:
+    return len(runs) == 1 and runs[0].offset == 0 and runs[0].repeat == 1
+
+
+@lru_cache(maxsize=4096)
+def derived_cut_dims(placement: HasRegion, shape: Shape, n: int) -> tuple[int, ...]:
+    """The dims on which some coord's local index is not the logical index. Asks every coord, once."""
+    whole = set(range(len(shape)))
+    for coord in range(n if prod(shape) else 0):
+        region = placement.region(shape, n, coord)
+        if region.numel:
+            whole &= _whole_dims(region, shape)
+    return tuple(dim for dim in range(len(shape)) if dim not in whole)
+
+
+def _whole_dims(region: Region, shape: Shape) -> set[int]:
+    local = region.local_shape
+    whole = {dim for dim in range(len(shape)) if local[dim] == shape[dim]}
+    start = 0
+    for box in region.boxes:
+        whole &= _aligned_dims(box, start, local)
+        start += box.numel
+    return whole
+
+
+def _aligned_dims(box: Box, start: int, local: Shape) -> set[int]:
+    """The dims on which the elements of a box, stored from local position `start`, keep their index."""
+    first, last = unravel(start, local), unravel(start + box.numel - 1, local)
+    fixed = 0
+    while fixed < len(local) and first[fixed] == last[fixed] and box.size[fixed] == 1:
+        fixed += 1
+    tail = len(local)
+    while tail > fixed and first[tail - 1] == 0 and box.size[tail - 1] == local[tail - 1]:
+        tail -= 1
+    if box.numel == prod(local):  # the whole local tensor: leading dims of equal size keep their index
+        while fixed < tail and box.size[fixed] == local[fixed]:
+            fixed += 1
+    single = [dim for dim in range(len(local)) if local[dim] == 1 == box.size[dim]]
+    boxed = {*range(fixed), *range(tail, len(local)), *single}
+    if tail == fixed + 1 and last[fixed] + 1 - first[fixed] == box.size[fixed]:
+        boxed.add(fixed)
+    return {dim for dim in boxed if first[dim] == box.offset[dim]}
+
+
+def unravel(position: int, shape: Shape) -> Shape:
+    """The index at a position of the row-major flattening."""
+    index = []
+    for size in reversed(shape):
+        position, digit = divmod(position, size)
+        index.append(digit)
+    return tuple(reversed(index))
+
+
+def check_dim(dim: int, ndim: int, name: str) -> int:
+    """`dim` counted from the front.
+
+    Raises: PlacementError: the tensor has no such dim.
+    """
+    if not -ndim <= dim < ndim:
+        have = f"dims {-ndim} to {ndim - 1}" if ndim else "no dims"
+        raise PlacementError(f"{name}: dim {dim} is out of range, the tensor has {have}")
+    return dim % ndim

@@ -1,0 +1,47 @@
+"""Strides of logical and local tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwright.index.region import Shape
+
+
+def contiguous_stride(shape: Shape) -> Shape:
+    """Row-major strides, as torch gives them: a dim of size 0 counts as 1."""
+    stride, step = [0] * len(shape), 1
+    for dim in range(len(shape) - 1, -1, -1):
+        stride[dim] = step
+        step *= shape[dim] or 1
+    return tuple(stride)
+
+
+def stride_like(shape: Shape, stride: Shape) -> Shape:
+    """Dense strides of `shape` whose dims are stored in the order of `stride` (equal strides: as given)."""
+    if len(shape) != len(stride):
+        return contiguous_stride(shape)
+    inner_first = sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim))
+    out, step = [0] * len(shape), 1
+    for dim in inner_first:
+        out[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(out)
+
+
+def stride_order(shape: Shape, stride: Shape) -> tuple[int, ...] | None:
+    """The dims from the outermost to the innermost if the strides are dense in some order, else None."""
+    rows = tuple(range(len(shape)))
+    if stride == contiguous_stride(shape):
+        return rows
+    order = tuple(sorted(rows, key=lambda dim: (-stride[dim], dim)))
+    return order if stride == ordered_stride(shape, order) else None
+
+
+def ordered_stride(shape: Shape, order: tuple[int, ...]) -> Shape:
+    """Dense strides of a tensor whose dims are stored in this order, the outermost first."""
+    stride, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= shape[dim] or 1
+    return tuple(stride)

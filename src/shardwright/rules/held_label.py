@@ -1,0 +1,79 @@
+"""What a coord holds of a label: its logical indices, in local order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from shardwright.index.runs import Runs, intervals, total
+
+
+@dataclass(frozen=True)
+class Held:
+    """The indices of a label of logical length `size` that this coord holds, as runs in local order."""
+
+    size: int
+    runs: Runs
+
+    @cached_property
+    def length(self) -> int:
+        """How many indices these are."""
+        return total(self.runs)
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """The indices as `(start, length)` of contiguous pieces, in local order."""
+        return tuple(intervals(self.runs))
+
+    @cached_property
+    def start(self) -> int | None:
+        """The first index where all are one contiguous piece, in order; None where they are not."""
+        if not self.pieces:
+            return 0
+        return self.pieces[0][0] if len(self.pieces) == 1 else None
+
+    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+        """The logical indices in local order:  [] -> i64[length]."""
+        if self.start is not None:
+            return torch.arange(self.start, self.start + self.length, device=device)
+        return _positions(self.pieces, torch.device(device))
+
+    def locate(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Where logical indices stand on this coord:  [...] -> i64[...], bool[...].
+
+        Returns: the local index (0 where the coord does not hold it), and whether it holds it.
+        """
+        if self.start is not None:
+            local = index - self.start
+            here = (local >= 0) & (local < self.length)
+            return local.masked_fill(~here, 0), here
+        ordered, order = _ordered(self.pieces, index.device)
+        at = torch.searchsorted(ordered, index.contiguous()).clamp_(max=self.length - 1)
+        here = ordered[at] == index
+        return order[at].masked_fill(~here, 0), here
+
+    def wrapped(self, index: Tensor) -> Tensor:
+        """Indices counted from the front. Raises: IndexError: one is outside the label."""
+        outside = (index < -self.size) | (index >= self.size)
+        if index.device.type != "cpu":
+            torch._assert_async(~outside.any())
+        elif bool(outside.any()):
+            wrong = int(index[outside].reshape(-1)[0])
+            raise IndexError(f"index {wrong} is out of bounds for dimension with size {self.size}")
+        return torch.where(index < 0, index + self.size, index)
+
+
+@lru_cache(maxsize=256)
+def _positions(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    ranges = [torch.arange(start, start + length, device=device) for start, length in pieces]
+    return torch.cat(ranges)
+
+
+@lru_cache(maxsize=256)
+def _ordered(pieces: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The indices in ascending order, and where each stands locally."""
+    found = torch.sort(_positions(pieces, device))
+    return found.values, found.indices

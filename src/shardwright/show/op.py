@@ -1,0 +1,211 @@
+"""`explain`: what an op would do with operands of these layouts, before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from shardwright.errors import RuleError
+from shardwright.layout.layout import Layout
+from shardwright.plan.decide import plan_redistribution
+from shardwright.rules.algorithm import algorithm_for
+from shardwright.rules.alternatives import alternatives
+from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.fix import operand_names
+from shardwright.rules.propagate import propagate
+from shardwright.rules.registry import registry, rules_of
+from shardwright.show.rehearsal import Rehearsal, rehearse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardwright.rules.algorithm import Chosen
+    from shardwright.rules.alternatives import Way
+    from shardwright.rules.decision import Decision
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One decided call: print it.
+
+    decision: the cheapest rule. moves: per operand what its redistribution would move, over all ranks.
+    chosen: the algorithm that runs in its place, where one sends no more; None: the rule runs.
+    way, alternatives: the chosen way with its price, and what else each axis could do; None without a rule.
+    rehearsal: what one rank would run and send, as a trace lists it; None where only data could tell.
+    """
+
+    call: Call
+    operands: tuple[Layout, ...]
+    decision: Decision
+    moves: tuple[int, ...]
+    chosen: Chosen | None = None
+    way: Way | None = None
+    alternatives: tuple[Way, ...] = ()
+    rehearsal: Rehearsal | None = None
+
+    @property
+    def fallback(self) -> bool:
+        """Is anything made whole for want of a rule?"""
+        return self.decision.fallback if self.rehearsal is None else self.rehearsal.fallback
+
+    @property
+    def op(self) -> torch._ops.OpOverload:
+        """The overload that was decided."""
+        return self.call.op
+
+    def __str__(self) -> str:
+        if self.chosen is not None:
+            return self._of_algorithm(self.chosen)
+        lines = [f"{self.op.name()}: {self.decision.reason}"]
+        names = operand_names(self.call)
+        several = len(self.decision.outputs) > 1
+        width = max(map(len, ("instead", *names, *(["result 0"] if several else ()))))
+        pairs = zip(self.operands, self.decision.inputs, self.moves, strict=True)
+        for name, (have, want, moved) in zip(names, pairs, strict=True):
+            how = "as it is" if have == want else f"-> {want}   {moved} B over all ranks"
+            lines.append(f"  {name:<{width}}  {have}   {how}")
+        for index, out in enumerate(self.decision.outputs):
+            lines.append(f"  {f'result {index}' if several else 'result':<{width}}  {out}")
+        lines += [f"  {'price':<{width}}  {self.way}"] if self.way else []
+        lines += [f"  {'instead':<{width}}  {way}" for way in self.alternatives]
+        lines += [f"  {'rule':<{width}}  {rule}" for rule in rules_of(self.op)]
+        lines += [] if self.rehearsal is None or self.way is not None else self._sent(self.rehearsal)
+        return "\n".join(lines)
+
+    @staticmethod
+    def _sent(rehearsal: Rehearsal) -> list[str]:
+        """What the rehearsed rank sends, where the moves of operands do not tell it."""
+        who = f"  rank {rehearsal.rank} sends"
+        sent = [f"{who} {e.bytes_sent} B: {e.op} over {e.axis}: {e.reason}" for e in rehearsal.collectives]
+        return sent or [f"{who} nothing"]
+
+    def _of_algorithm(self, chosen: Chosen) -> str:
+        pairs = zip(operand_names(self.call), self.operands, strict=True)
+        lines = [f"{self.op.name()}: {chosen.reason}"]
+        lines += [f"  {name}  {have}   as it is" for name, have in pairs]
+        lines += [f"  instead of {self.decision.reason}: {self.decision.cost_bytes} B"]
+        lines += [f"  rule       {rule}" for rule in rules_of(self.op)]
+        lines += [f"  algorithm  {entry.text}" for entry in registry.algorithms_of(self.op)]
+        lines += [] if self.rehearsal is None else self._sent(self.rehearsal)
+        return "\n".join(lines)
+
+
+def explain(
+    op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str,
+    *operands: Any,
+    rank: int | None = None,
+    **named: Any,
+) -> Explanation:
+    """Which rule an op would use on these operands, what would move and what comes out; nothing is sent.
+
+    The op is rehearsed as one rank on tensors without data, so an op that consists of others is explained
+    by them.
+
+    Args:
+        op: `torch.ops.aten.mm`, an overload of it, or its name ("aten::mm", "aten::add.Tensor").
+        operands: the call's positional arguments, a `Layout` for each tensor.
+        rank: who is rehearsed; by default the mesh's first.
+        named: the call's keyword arguments, a `Layout` for each tensor.
+    Raises: RuleError: no such op, or arguments that it refuses.
+    Cost: none.
+    """
+    overload = overload_of(op)
+    layouts = tuple(value for value in tree_flatten((operands, named))[0] if isinstance(value, Layout))
+    keywords = tuple((name, _described(value)) for name, value in named.items())
+    call = Call(overload, tuple(map(_described, operands)), keywords, _results(overload, operands, named))
+    decision = propagate(call, layouts)
+    moves = tuple(
+        0 if have == want else plan_redistribution(have, want).total_bytes
+        for have, want in zip(layouts, decision.inputs, strict=True)
+    )
+    way, others = alternatives(call, layouts) or (None, ())
+    chosen = algorithm_for(call, layouts, decision)
+    rehearsal = rehearse(overload, operands, named, rank)
+    if rehearsal is not None and _runs_otherwise(overload, decision, moves, rehearsal):
+        decision, moves, chosen, way, others = (
+            _as_it_runs(call, layouts, decision, rehearsal),
+            (),
+            None,
+            None,
+            (),
+        )
+        moves = (0,) * len(layouts)
+    return Explanation(call, layouts, decision, moves, chosen, way, others, rehearsal)
+
+
+def _runs_otherwise(
+    op: torch._ops.OpOverload, decision: Decision, moves: tuple[int, ...], rehearsal: Rehearsal
+) -> bool:
+    """As other ops, as a view, or in another way that no rule of the op's own describes."""
+    own = op.name() in rehearsal.parts[:1]
+    nothing_moves = any(moves) and not rehearsal.collectives
+    return not own or nothing_moves or decision.fallback != rehearsal.fallback
+
+
+def _as_it_runs(
+    call: Call, layouts: tuple[Layout, ...], decision: Decision, rehearsal: Rehearsal
+) -> Decision:
+    parts = [name for name in dict.fromkeys(rehearsal.parts) if name != call.op.name()]
+    as_others = (
+        f"no rule of its own; it runs as {', '.join(parts)}" if parts else "no rule of its own is needed"
+    )
+    reason = as_others if not rules_of(call.op) else "on the local tensors as they are"
+    return replace(
+        decision,
+        inputs=layouts,
+        outputs=rehearsal.outputs,
+        reason=reason,
+        fallback=rehearsal.fallback,
+        cost_bytes=rehearsal.bytes,
+    )
+
+
+def overload_of(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str) -> torch._ops.OpOverload:
+    """The overload that was meant: of a packet or a bare name the one for tensors.
+
+    Raises: RuleError: no such op.
+    """
+    if isinstance(op, torch._ops.OpOverload):
+        return op
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        names = op.overloads()
+        wanted = next((name for name in ("Tensor", "default") if name in names), names[0])
+        return getattr(op, wanted)  # type: ignore[no-any-return]
+    namespace, _, rest = op.partition("::")
+    name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
+    if packet is None:
+        raise RuleError(f"there is no op {op!r}; write it like 'aten::mm' or 'aten::add.Tensor'")
+    return overload_of(getattr(packet, overload) if overload else packet)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Layout):
+        return TensorInfo(tuple(value.shape), tuple(value.stride), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(_described(v) for v in value)
+    return value
+
+
+def _results(
+    op: torch._ops.OpOverload, operands: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[TensorInfo | None, ...]:
+    try:
+        out = op(*map(_meta, operands), **{name: _meta(value) for name, value in named.items()})
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise RuleError(f"{op.name()} refuses these operands: {str(error).splitlines()[0]}") from error
+    return tuple(
+        TensorInfo(tuple(v.shape), tuple(v.stride()), v.dtype) if isinstance(v, torch.Tensor) else None
+        for v in tree_flatten(out)[0]
+    )
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, Layout):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    if isinstance(value, list | tuple):
+        return [_meta(v) for v in value]
+    return value

@@ -1,0 +1,119 @@
+"""One cut dim of a DTensor: what every rank holds along it, and a small gather along it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwright.comm.execute import execute
+from shardwright.layout.applied import cut_form
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
+from shardwright.placement.shard import Shard
+from shardwright.plan.decide import plan_redistribution
+from shardwright.rules.algorithm import cutting_axes
+from shardwright.rules.decision import LabelSize
+from shardwright.tensor.spec import coords_of, spec_of
+from shardwright.tensor.wrap import wrap
+
+if TYPE_CHECKING:
+    from shardwright.rules.held_label import Held
+    from shardwright.tensor.dtensor import DTensor
+
+
+@dataclass(frozen=True)
+class CutDim:
+    """A dim and the mesh axes that cut it.
+
+    Args:
+        dim: counted from the front.
+        axes: positions of the axes that cut it, first applied first.
+        held: what each combination of coords on these axes holds, row-major over `axes`.
+    """
+
+    dim: int
+    axes: tuple[int, ...]
+    held: tuple[Held, ...]
+
+    def own(self, layout: Layout, coords: tuple[int, ...]) -> int:
+        """Which combination these coords are."""
+        index = 0
+        for axis in self.axes:
+            index = index * layout.sizes[axis] + coords[axis]
+        return index
+
+
+@lru_cache(maxsize=1024)
+def find_cut(layout: Layout, dim: int) -> CutDim | None:
+    """Who holds what along a dim; None where no axis cuts it, or one does so as no label can tell."""
+    dim = dim % max(1, len(layout.shape))
+    found = cutting_axes(layout, (dim,))
+    if not found:
+        return None
+    axes = tuple(axis for axis in layout.order if axis in found)
+    cuts = []
+    for axis in axes:
+        form = cut_form(layout, axis)
+        if form is None:
+            return None
+        cuts.append((axis, layout.sizes[axis], form[1]))
+    label = LabelSize(layout.shape[dim], tuple(cuts))
+    held = []
+    for combination in product(*(range(layout.sizes[axis]) for axis in axes)):
+        coords = [0] * len(layout.sizes)
+        for axis, coord in zip(axes, combination, strict=True):
+            coords[axis] = coord
+        held.append(label.held_at(coords))
+    return CutDim(dim, axes, tuple(held))
+
+
+def gather_along(x: DTensor, cut: CutDim, local: torch.Tensor, why: str) -> torch.Tensor:
+    """Every combination's `local`, one after the other along the dim; all have the same length there.
+
+    Cost: an all-gather of `local` over the axes that cut the dim.
+    """
+    layout = x._spec.layout
+    shape = list(layout.shape)
+    shape[cut.dim] = local.shape[cut.dim] * len(cut.held)
+    placements = [Shard(cut.dim) if axis in cut.axes else p for axis, p in enumerate(layout.placements)]
+    source = Layout(layout.mesh_shape, placements, shape, dtype=local.dtype, order=layout.order_names)
+    whole = [Replicate() if axis in cut.axes else p for axis, p in enumerate(layout.placements)]
+    target = source.with_placements(whole, order=layout.order_names)
+    return execute(plan_redistribution(source, target), local.contiguous(), x.device_mesh, reason=why)
+
+
+def like_cut(x: DTensor, local: torch.Tensor) -> DTensor:
+    """A new DTensor of x's shape and placements, row-major, maybe of another dtype."""
+    layout = x._spec.layout.with_shape(x._spec.layout.shape, dtype=local.dtype)
+    return wrap(local, spec_of(layout, x.device_mesh, x._spec.use))
+
+
+def whole_along(x: DTensor, cut: CutDim, local: torch.Tensor, length: int) -> DTensor:
+    """A DTensor of x's placements, but whole and of this length along the dim."""
+    layout = x._spec.layout
+    shape = (*layout.shape[: cut.dim], length, *layout.shape[cut.dim + 1 :])
+    whole = [Replicate() if axis in cut.axes else p for axis, p in enumerate(layout.placements)]
+    made = Layout(layout.mesh_shape, whole, shape, dtype=local.dtype, order=layout.order_names)
+    return wrap(local, spec_of(made, x.device_mesh, x._spec.use))
+
+
+def gather_bytes(layout: Layout, dim: int, each: int, itemsize: int) -> int | None:
+    """Bytes that a rank sends to gather `each` entries per row from every combination of coords."""
+    cut = find_cut(layout, dim)
+    if cut is None or 0 in layout.shape:
+        return None
+    rows = prod(size for d, size in enumerate(layout.shape) if d != cut.dim)
+    for axis, placement in enumerate(layout.placements):
+        if placement.is_partition and axis not in cut.axes:
+            rows = -(-rows // layout.sizes[axis])
+    return (len(cut.held) - 1) * each * rows * itemsize
+
+
+def is_outside(x: DTensor) -> bool:
+    """Whether this rank is no part of the tensor's mesh."""
+    return coords_of(x.device_mesh) is None

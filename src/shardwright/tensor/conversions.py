@@ -1,0 +1,251 @@
+"""`from_local`, `redistribute` and `full_tensor`: argument checks above, autograd functions below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+
+from shardwright.comm.record import because
+from shardwright.errors import LayoutError
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Placement, Replicate
+from shardwright.tensor.agreed import check_alike, check_stated, refuse_unequal, told_by_all, whole_of
+from shardwright.tensor.autograd import FromLocal, Redistribute, apply, finished
+from shardwright.tensor.between import layout_on
+from shardwright.tensor.needless_moves import is_own_layout, known_target, unmoved
+from shardwright.tensor.placements import PlacementsArgument, mesh_and_placements, resolve_placements
+from shardwright.tensor.spec import coords_of
+from shardwright.tensor.wrap import STARTERS
+
+if TYPE_CHECKING:
+    from shardwright.tensor.dtensor import DTensor
+
+
+def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """The given mesh, or the one of the surrounding `with mesh:` block. Raises: LayoutError: neither."""
+    if mesh is not None:
+        return mesh
+    try:
+        return _mesh_resources.get_current_mesh()
+    except RuntimeError as error:
+        raise LayoutError("no device mesh: pass one, or work inside `with mesh:`") from error
+
+
+def from_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh | None,
+    placements: PlacementsArgument | None,
+    *,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: PlacementsArgument | None,
+) -> DTensor:
+    """See `DTensor.from_local`."""
+    made: DTensor = _from_local(
+        local,
+        mesh,
+        *_apart(placements),
+        *_apart(grad_placements),
+        run_check=run_check,
+        shape=shape,
+        stride=stride,
+    )
+    return made
+
+
+_Apart = tuple[Sequence[str] | None, Any]
+
+
+def _apart(given: PlacementsArgument | None) -> _Apart:
+    """Names and placements of a mapping: a graph can write down placements in a list, not in a dict."""
+    return (list(given), list(given.values())) if isinstance(given, Mapping) else (None, given)
+
+
+def _together(names: Sequence[str] | None, given: Any) -> PlacementsArgument | None:
+    together: PlacementsArgument | None = given if names is None else dict(zip(names, given, strict=True))
+    return together
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]  # a graph holds the call as it is
+def _from_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh | None,
+    names: Sequence[str] | None,
+    values: Any,
+    grad_names: Sequence[str] | None,
+    grad_values: Any,
+    *,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> DTensor:
+    placements, grad_placements = _together(names, values), _together(grad_names, grad_values)
+    mesh = current_mesh(mesh)
+    given = (Replicate(),) * mesh.ndim if placements is None else placements
+    resolved, order = resolve_placements(mesh, given, default="error")
+    if (shape is None) != (stride is None):
+        raise LayoutError("pass shape and stride together, or neither")
+    if run_check and coords_of(mesh) is not None:
+        _agree(local, mesh, resolved, shape, stride, order)
+    layout = _stated(mesh, resolved, local, shape, stride) if shape is not None else None
+    if layout is None:
+        layout = inferred_layout(local, mesh, resolved)
+    if order is not None:
+        layout = layout.with_placements(resolved, order=order)
+    coords = coords_of(mesh)
+    if coords is None:
+        local = local.new_empty(0, requires_grad=local.requires_grad)
+    else:
+        _check_shape(local, layout, mesh, coords)
+        if run_check:
+            local = _same_on_replicas(local, mesh, layout)
+    grad_layout = finished(layout)
+    if grad_placements is not None:
+        grad_layout = layout.with_placements(resolve_placements(mesh, grad_placements, default="error")[0])
+    return apply(FromLocal, local, layout, mesh, grad_layout)
+
+
+def _agree(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    order: Sequence[str] | None,
+) -> None:
+    """Refuse, on all ranks alike and before anything is sent, what is not one tensor's parts."""
+    what = "DTensor.from_local(run_check=True)"
+    whole = None if shape is None else tuple(shape)
+    told = told_by_all(local, mesh, (placements, whole, stride and tuple(stride), order), what)
+    check_alike(told, what)
+    if whole is not None:
+        layout = Layout(mesh, placements, whole, dtype=local.dtype, stride=stride, order=order)
+        return check_stated(told, layout, what)
+    guesses = [
+        inferred_layout(torch.empty(held.shape, device="meta"), mesh, placements).shape for held in told
+    ]
+    if len(set(guesses)) > 1:
+        refuse_unequal(told, guesses, whole_of(told, mesh, placements, local.dtype), what)
+    return None
+
+
+def _stated(
+    mesh: DeviceMesh,
+    placements: tuple[object, ...],
+    local: torch.Tensor,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> Layout:
+    return Layout(mesh, placements, tuple(shape or ()), dtype=local.dtype, stride=tuple(stride or ()))
+
+
+def inferred_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[object]) -> Layout:
+    """The layout in which every rank holds a part of this shape: each cut dim is n times as long.
+
+    Raises: LayoutError: a placement that does not cut exactly one dim; then the logical shape must be given.
+    """
+    shape = list(local.shape)
+    stride = list(local.stride())
+    for axis, placement in reversed(list(enumerate(placements))):
+        dim = getattr(placement, "dim", None)
+        if not getattr(placement, "is_partition", False):
+            continue
+        if not isinstance(dim, int):
+            raise LayoutError(
+                f"from_local cannot infer the logical shape under {placement}: pass shape and stride\n"
+                f"  local  {tuple(local.shape)} on this rank\n"
+                "  fix: from_local(..., shape=(...), stride=(...)) with those of the whole tensor"
+            )
+        dim = dim % max(len(shape), 1)
+        size = mesh.size(axis)
+        shape[dim] *= size
+        stride = [s * size if s > stride[dim] and i != dim else s for i, s in enumerate(stride)]
+    return Layout(mesh, tuple(placements), tuple(shape), dtype=local.dtype, stride=tuple(stride))
+
+
+def _check_shape(local: torch.Tensor, layout: Layout, mesh: DeviceMesh, coords: tuple[int, ...]) -> None:
+    expected = tuple(layout.local_shape(coords))
+    if tuple(local.shape) != expected:
+        raise LayoutError(
+            f"local tensor of shape {tuple(local.shape)} on coords {coords}, but {layout} gives this rank "
+            f"{expected}: pass the part that belongs here, or the right shape=\n"
+            f"  {_way_out(local, layout, mesh, coords)}"
+        )
+
+
+def _way_out(local: torch.Tensor, layout: Layout, mesh: DeviceMesh, coords: tuple[int, ...]) -> str:
+    """What would take this local tensor, tried on the layout that it makes."""
+    if tuple(local.shape) == layout.shape:
+        return "fix (checked): sw.distribute_tensor(local, mesh, placements): this is the whole tensor"
+    try:
+        inferred = inferred_layout(local, mesh, layout.placements)
+    except LayoutError:
+        inferred = layout
+    if inferred.local_shape(coords) == tuple(local.shape):
+        return f"fix (checked here): shape={inferred.shape}, if every rank has a part of this shape"
+    return "fix: a logical shape of which these placements give this rank such a part"
+
+
+def _same_on_replicas(local: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:
+    """Broadcast from the first rank of every replicated axis."""
+    result = local.detach().contiguous().clone()
+    for axis, placement in enumerate(layout.placements):
+        if placement.is_replicated:
+            group = mesh.get_group(axis)
+            with because("from_local(run_check=True)"):
+                dist.broadcast(result, dist.get_global_rank(group, 0), group)
+    return local + (result - local).detach() if local.requires_grad else result
+
+
+def redistribute(
+    x: DTensor,
+    mesh: DeviceMesh | PlacementsArgument | None,
+    placements: PlacementsArgument | None,
+    *,
+    forward_dtype: torch.dtype | None,
+    backward_dtype: torch.dtype | None,
+    order: Sequence[str] | None,
+    async_op: bool = False,
+) -> DTensor:
+    """See `DTensor.redistribute`."""
+    mesh, given = mesh_and_placements("redistribute", mesh, placements)
+    as_it_is = forward_dtype is None and backward_dtype is None and order is None
+    if as_it_is and is_own_layout(x, mesh, given):
+        return unmoved(x)
+    home = x.device_mesh if mesh is None else mesh
+    if forward_dtype is not None and forward_dtype != x.dtype:
+        x = cast("DTensor", x.to(forward_dtype))
+    if backward_dtype is not None:
+        x = apply(_CastGradient, x, backward_dtype)
+    target = known_target(x, home, given) if order is None else None
+    if target is None:
+        target = layout_on(x, home, given, order)
+    if async_op and home == x.device_mesh and x._spec.use is None and not torch.compiler.is_compiling():
+        return cast("DTensor", STARTERS[0](x, target))
+    return apply(Redistribute, x, target, home)
+
+
+class _CastGradient(torch.autograd.Function):
+    """Identity whose gradient is cast before it travels back."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtypes = (x.dtype, dtype)  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.to(ctx.dtypes[0]), None  # type: ignore[attr-defined]
+
+
+def replicated(x: DTensor) -> DTensor:
+    """The same tensor, whole and finished on every rank."""
+    target = x._spec.layout.with_placements((Replicate(),) * len(x._spec.layout.placements))
+    if target == x._spec.layout:
+        return x
+    return apply(Redistribute, x, target, x.device_mesh)

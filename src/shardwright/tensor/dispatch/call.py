@@ -1,0 +1,310 @@
+"""Dispatch of one ATen op on DTensors: look up the prepared call, move what must move, run on locals, wrap.
+
+Everything that can be decided from the op and the layouts is decided once and cached (`prepare`); the same
+call with the same layouts costs one look-up. Ops that are not one local call per rank have handlers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.utils._pytree import tree_map_only
+
+from shardwright.rules import registry
+from shardwright.tensor import proxies
+from shardwright.tensor.algorithms import key_parts, orders, scans, windows  # noqa: F401  algorithms register themselves
+from shardwright.tensor.dispatch import handlers, other_sizes, torch_shardings, written_memory
+from shardwright.tensor.dispatch.prepare import NeedsDecomposition, Prepared, prepare, prepare_call
+from shardwright.tensor.dispatch.run import check_simple, is_simple, run, run_simple
+from shardwright.tensor.dispatch.ways import local_reshape
+from shardwright.tensor.dispatch.ways.algorithm import ByAlgorithm
+from shardwright.tensor.dispatch.ways.fresh_results import fresh
+from shardwright.tensor.dispatch.ways.local_reshape import RESHAPES, LocalReshape
+from shardwright.tensor.dispatch.ways.plain_target import write_into_plain
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.plain import made_gradients, set_data  # noqa: F401  algorithms register themselves
+from shardwright.tensor.plain.replicated import distributed, replicate_plain
+from shardwright.tensor.spec import Spec
+from shardwright.tensor.views import offsets, take, write_back
+from shardwright.tensor.views.take import ViewCall
+from shardwright.tensor.wrap import as_ours
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_CACHE_SIZE = 65536
+_Decided = Prepared | NeedsDecomposition | ByAlgorithm | ViewCall
+# A spec: one local call on the operands as they are gives one tensor of this spec.
+_cache: dict[tuple[Any, ...], Spec | LocalReshape | _Decided] = {}
+_modes = torch._C._len_torch_dispatch_stack
+_routes: dict[torch._ops.OpOverload, handlers.Handler] = {}
+_cache_generation = -1
+
+
+def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The value of `func` on the logical tensors, as DTensors.
+
+    Raises: RuleError: the op has no meaning on these layouts; what the single-device op raises.
+    Cost: the redistributions that `trace()` shows; none when a rule takes the layouts as they are.
+    """
+    if registry.registry.generation != _cache_generation:
+        _forget()
+    if torch.compiler.is_compiling():
+        args, kwargs = tree_map_only(torch.SymInt, int, (args, dict(kwargs)))
+    route = _routes.get(func)
+    if route is None:
+        route = _routes[func] = _route_of(func)
+        if offsets.begins_as_its_operand(func):
+            route = _routes[func] = partial(offsets.as_on_one_device, route)
+        if write_back.is_view(func):
+            route = _routes[func] = partial(_as_the_base, route)
+        elif written_memory.asks(func):
+            route = _routes[func] = partial(_where_it_may_write, route)
+    if _modes():
+        route = partial(proxies.record, route)
+    if write_back.exist():
+        return write_back.around(route, func, args, kwargs)
+    return route(func, args, kwargs)
+
+
+def _route_of(func: torch._ops.OpOverload) -> handlers.Handler:
+    """A handler of the op's own, a rewriting as other ops, or the rules."""
+    torch_shardings.warn_of(func)
+    handler = handlers.find(func)
+    if handler is not None:
+        return handler
+    rewrite = registry.rewrite_of(func)
+    if rewrite is not None:
+        steps = fresh(func, partial(rewrite, func))
+        return lambda _, args, kwargs: steps(*args, **kwargs)
+    return dispatch_by_rule
+
+
+def _as_the_base(
+    route: handlers.Handler, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """The take, ordinary tensors where their base is one: torch asks that in inference mode too."""
+    if not torch.is_inference_mode_enabled() or args[0].is_inference():
+        return route(func, args, kwargs)
+    with torch.inference_mode(False), torch.no_grad():
+        return route(func, args, kwargs)
+
+
+def _where_it_may_write(
+    route: handlers.Handler, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """The op, unless one device refuses it for the memory that it would write."""
+    written_memory.refuse(func, args, kwargs)
+    return route(func, args, kwargs)
+
+
+def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The common path: one local call per rank, as the rules decide."""
+    tensors: list[Any] = []
+    key: list[Any] = [func]
+    ours = _collect(args, tensors, key)
+    for name in kwargs:
+        key.append(name)
+        ours = _collect((kwargs[name],), tensors, key) and ours
+    if not ours:
+        return _with_plain_tensors(func, args, kwargs, tensors)
+    frozen = tuple(key)
+    known = _cache.get(frozen)
+    if isinstance(known, Spec):
+        return run_simple(known, func, args)
+    if isinstance(known, LocalReshape):
+        return known.run(func, args)
+    if known is None:
+        return _first(frozen, func, args, kwargs, tensors)
+    return _again(known, frozen, func, args, kwargs, tensors)
+
+
+def _first(
+    key: tuple[Any, ...],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[Any],
+) -> Any:
+    """A call on layouts that were not seen before, as what is known of other sizes tells, or decided anew."""
+    torch_shardings.warn_of(func)
+    if func in RESHAPES and len(args) == 2 and not kwargs:
+        reshape = local_reshape.adapt(func, args)
+        if reshape is not None:
+            _store(key, reshape)
+            return reshape.run(func, args)
+    known = other_sizes.adapt(func, key, args, kwargs, tensors)
+    if isinstance(known, Spec):
+        out = run_simple(known, func, args)
+        check_simple(known, func, out, tensors)
+        _store(key, known)
+        return out
+    decided = prepare(func, args, kwargs, tensors) if known is None else known
+    _store(key, decided)
+    return _again(decided, key, func, args, kwargs, tensors)
+
+
+def _again(
+    known: _Decided,
+    key: tuple[Any, ...],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[Any],
+) -> Any:
+    """A call that was decided, in whatever way."""
+    if isinstance(known, NeedsDecomposition):
+        out = known.run(args, kwargs)
+        if out is not NotImplemented:
+            return tree_map_only(torch.Tensor, lambda x: distributed(x, tensors[0].device_mesh), out)
+        known = prepare_call(func, args, kwargs, tensors)  # no steps for these arguments
+        _store(key, known)
+    if isinstance(known, ByAlgorithm):
+        return known.run(args, kwargs)
+    if isinstance(known, ViewCall):
+        return known.run(func, args, kwargs, tensors)
+    first = not known.checked
+    out = _run_prepared(known, func, args, kwargs, tensors)
+    if first:
+        _settle(known, out, key, func, args, kwargs, tensors)
+    return out
+
+
+def _settle(
+    prepared: Prepared,
+    out: Any,
+    key: tuple[Any, ...],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[Any],
+) -> None:
+    """Once a call has run: the short way to run it again, and what it tells of other sizes."""
+    reshape = local_reshape.of_prepared(func, args, prepared, out)
+    if reshape is not None:
+        _store(key, reshape)
+    elif prepared.call is None and not _is_reshape(func, args):
+        prepared.simple = is_simple(prepared, out, len(tensors), args, kwargs)
+        if prepared.simple and prepared.results[0] is not None:
+            _store(key, prepared.results[0])
+    other_sizes.remember(func, key, args, kwargs, prepared)
+
+
+def _run_prepared(
+    prepared: Prepared,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[Any],
+) -> Any:
+    """A call that the rules decided; what undoes views is put back where the base had it, if known."""
+    if prepared.call is not None:
+        result = None if prepared.moves else prepared.results[0]
+        given = None if result is None else result.layout
+        found = take.put_back(func, prepared.call, tensors, tensors[0].device_mesh, given)
+        if found is not None:
+            return found
+    try:
+        out = run(prepared, func, args, kwargs, tensors)
+    except RuntimeError:
+        again = take.anew(prepared, func, args, kwargs, tensors)
+        if again is None:
+            raise
+        return again
+    if prepared.moves and write_back.is_view(func):
+        write_back.remember(out, func, args, kwargs, copied=True)
+    return out
+
+
+def _is_reshape(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """A view with sizes: whether the local tensor can be viewed so depends on its own strides, each time."""
+    return write_back.is_view(func) and any(isinstance(value, list | tuple) for value in args)
+
+
+def _collect(values: Iterable[Any], tensors: list[Any], key: list[Any]) -> bool:
+    """Append the tensors and what identifies each value; `1`, `1.0` and `True` must not look alike.
+
+    Returns: whether every tensor is a DTensor of ours.
+    """
+    ours = True
+    for value in values:
+        cls = value.__class__
+        if cls in _SCALARS:
+            key.append(cls)
+            key.append(value)
+        elif isinstance(value, DTensor):
+            tensors.append(value)
+            key.append(value._spec)
+        elif isinstance(value, torch.Tensor):
+            tensors.append(value)
+            ours = False  # a plain tensor, or torch's own DTensor
+        elif isinstance(value, list | tuple):
+            key.append(len(value))
+            ours = _collect(value, tensors, key) and ours
+        else:
+            key.append(cls)
+            if value is not None:
+                key.append(value if cls.__hash__ is not None else id(value))
+    return ours
+
+
+_SCALARS = frozenset({bool, int, float, str, torch.dtype})
+
+
+def _forget() -> None:
+    """A rule came or went: what was decided before is not valid any more."""
+    global _cache_generation  # noqa: PLW0603 - the caches follow the open registry of rules
+    clear_cache()
+    _routes.clear()
+    _cache_generation = registry.generation()
+
+
+def _store(key: tuple[Any, ...], prepared: Spec | LocalReshape | _Decided) -> None:
+    if len(_cache) >= _CACHE_SIZE:
+        _cache.clear()
+    _cache[key] = prepared
+
+
+def _with_plain_tensors(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Any]
+) -> Any:
+    """torch's DTensors become ours, plain tensors replicated ones where that is allowed; then once more."""
+    ours = next(t for t in tensors if isinstance(t, TorchDTensor))
+    mesh = ours.device_mesh
+    schema = func._schema
+
+    def convert(value: Any, written: bool) -> Any:
+        if isinstance(value, TorchDTensor):
+            return as_ours(value)
+        if isinstance(value, torch.Tensor):
+            return value if written else replicate_plain(value, mesh, func)
+        if isinstance(value, list | tuple):
+            return type(value)(convert(v, written) for v in value)
+        return value
+
+    writes = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
+    names = [a.name for a in schema.arguments]
+    new_args = tuple(convert(v, writes[n]) for n, v in zip(names, args, strict=False))
+    new_kwargs = {name: convert(value, writes.get(name, False)) for name, value in kwargs.items()}
+    if _writes_plain(new_args, new_kwargs):
+        return write_into_plain(func, new_args, new_kwargs)
+    return dispatch(func, new_args, new_kwargs)
+
+
+def _writes_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Is a plain tensor left? Then the op writes into it: everything else was converted."""
+    leaves = torch.utils._pytree.tree_leaves((args, dict(kwargs)))
+    return any(isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in leaves)
+
+
+def clear_cache() -> None:
+    """Forget every prepared call (after a change of devices or process groups)."""
+    _cache.clear()
+    other_sizes.forget()
+    local_reshape.forget()
+
+
+DTensor._dispatch = staticmethod(dispatch)

@@ -1,0 +1,92 @@
+"""Ops that are not one local call per rank: scalars read by the host, comparisons, lists, random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardwright.comm.record import record_decision, recording
+from shardwright.errors import RuleError
+from shardwright.rules.ops import FINISH
+from shardwright.tensor.conversions import replicated
+from shardwright.tensor.dispatch.ways.algorithm import finish
+from shardwright.tensor.dispatch.ways.lists import run_on_lists, takes_lists
+from shardwright.tensor.dispatch.ways.resize import resize, resize_as
+from shardwright.tensor.dispatch.ways.shape_change import changes_shape_in_place, reshape_in_place
+from shardwright.tensor.explicit_mode import refuse_to_gather
+from shardwright.tensor.random.full import draw, is_random
+from shardwright.tensor.spec import coords_of
+from shardwright.tensor.views.strided import as_strided, as_strided_scatter
+from shardwright.tensor.wrap import offset_of
+
+Handler = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+aten = torch.ops.aten
+
+
+def find(func: torch._ops.OpOverload) -> Handler | None:
+    """The handler of an op, None when the op takes the common path."""
+    found = _HANDLERS.get(func)
+    if found is not None:
+        return found
+    if changes_shape_in_place(func):
+        return reshape_in_place
+    if is_random(func):
+        return draw
+    if takes_lists(func):
+        _HANDLERS[func] = run_on_lists
+        return run_on_lists
+    return None
+
+
+def item(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`.item()` and friends read the finished logical value, never the local part."""
+    x = args[0]
+    why = "the host reads the finished value"
+    refuse_to_gather(func, x, why)
+    whole = replicated(x)
+    if whole is not x and recording():
+        record_decision(func.name(), f"redistribute: {why}", str(x._spec.layout))
+    return func(whole._local_tensor, *args[1:], **kwargs)
+
+
+def equal(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, Any]) -> bool:
+    """`torch.equal` of logical tensors: every rank of the mesh compares its part, then all agree.
+
+    Rejected: an all-reduce over the world, as torch does it: a program of one mesh's ranks alone would hang.
+
+    Raises: RuleError: on a rank outside the mesh, which nobody tells.
+    """
+    left, right = args
+    if tuple(left.shape) != tuple(right.shape):
+        return False
+    if coords_of(left.device_mesh) is None:
+        raise RuleError(
+            "equal: this rank is no part of the tensors' mesh: only its ranks compare them\n"
+            "  fix: ask on its ranks and broadcast the answer, or redistribute to a mesh of all ranks"
+        )
+    return bool((left == right).all().item())
+
+
+def is_set_to(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, Any]) -> bool:
+    """Are two tensors the same places of one storage? As far as autograd knows their bases."""
+    one, two = args
+    bases = [x if x._base is None else x._base for x in args]
+    return bases[0] is bases[1] and all(
+        tell(one) == tell(two) for tell in (offset_of, lambda x: x.shape, lambda x: x.stride())
+    )
+
+
+_HANDLERS: dict[torch._ops.OpOverload, Handler] = {
+    aten._local_scalar_dense.default: item,
+    aten.is_nonzero.default: item,
+    aten.equal.default: equal,
+    aten.is_set_to.default: is_set_to,
+    aten.resize_.default: resize,
+    aten.resize_as_.default: resize_as,
+    aten.as_strided.default: as_strided,
+    aten.as_strided_copy.default: as_strided,
+    aten.as_strided_scatter.default: as_strided_scatter,
+    FINISH: finish,
+}

@@ -1,0 +1,63 @@
+"""What a rank calls in place of an op whose kernel, for a local tensor, is not that of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwright.tensor.dispatch.grouped_products import grouped_mm
+
+# Their operands must lie in memory as the parts of a tensor need not.
+_ALIGNED: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": grouped_mm}
+# They conjugate lazily inside and need the dispatch key that resolves it. Below `__torch_dispatch__` torch
+# has excluded that key, for any subclass and any mode: a kernel that multiplies by `x.conj()` of its own then
+# multiplies by `x`, at least where the product is small enough for torch's own loop. Found by comparing every
+# operator of torch's database with one device, and random programs; the others conjugate at once.
+_CONJUGATE_INSIDE = frozenset({"aten::linalg_lstsq", "aten::linalg_pinv"})
+
+# Their kernel breaks on half products of rows of one element, which a part of longer rows may have.
+_NOT_OF_ONE_ELEMENT = frozenset({"aten::index_reduce", "aten::index_reduce_"})
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def kernel_of(func: torch._ops.OpOverload, dtypes: set[torch.dtype]) -> Callable[..., Any] | None:
+    """What to call in place of the op on operands of these dtypes; None: the op."""
+    name = func._schema.name
+    if name in _ALIGNED:
+        return partial(_ALIGNED[name], func)
+    if name in _CONJUGATE_INSIDE and any(dtype.is_complex for dtype in dtypes):
+        return partial(_resolving_conjugates, func)
+    if name in _NOT_OF_ONE_ELEMENT and dtypes & _HALF:
+        return partial(_of_wider_rows, func)
+    return None
+
+
+def _resolving_conjugates(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    key = torch._C.DispatchKey.Conjugate
+    before = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, before)
+
+
+def _of_wider_rows(
+    func: torch._ops.OpOverload,
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    *rest: Any,
+    **named: Any,
+) -> torch.Tensor:
+    """Rows of one element are made twice as wide for the kernel."""
+    if x.dim() < 2 or x.numel() != x.shape[dim]:
+        made: torch.Tensor = func(x, dim, index, source, *rest, **named)
+        return made
+    twice = [torch.stack([t, t], -1) for t in (x, source)]
+    made = torch.ops.aten.index_reduce(twice[0], dim % x.dim(), index, twice[1], *rest, **named)[..., 0]
+    return x.copy_(made) if func._schema.is_mutable else made.contiguous()

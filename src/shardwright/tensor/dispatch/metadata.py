@@ -1,0 +1,181 @@
+"""Shapes, strides and dtypes of an op's results, found by running it on tensors without data."""
+
+from __future__ import annotations
+
+from functools import lru_cache, reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from shardwright.rules.call import Call, TensorInfo
+from shardwright.tensor.dispatch.grouped_products import grouped_product
+from shardwright.tensor.dispatch.ways.out import fits, functional_form, is_pointwise, out_names
+from shardwright.tensor.dtensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+# Ops without a kernel for tensors without data: results that are like `self`, each with its dtype if another.
+_LIKE_SELF: dict[str, tuple[torch.dtype | None, ...]] = {
+    "aten::fake_quantize_per_channel_affine_cachemask": (None, torch.bool),
+    "aten::fake_quantize_per_tensor_affine_cachemask": (None, torch.bool),
+    "aten::fractional_max_pool3d_backward": (None,),
+    "aten::multi_margin_loss_backward": (None,),
+    "aten::multilabel_margin_loss_backward": (None,),
+}
+# Ops whose function for tensors without data asks for more than their kernels do, and one that does not.
+_OWN: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": grouped_product}
+# Norms whose CPU kernels keep mean and deviation in the widest type of their operands; torch's functions for
+# tensors without data do not say so.
+_STATISTICS = frozenset({"aten::native_layer_norm", "aten::native_group_norm"})
+
+
+def _of_group_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """torch's own divides by the number of elements of a group, which may be none."""
+    *_, channels, _, _, mask = rest
+    made = (torch.empty_like(x, dtype=grad.dtype), x.new_empty(channels), x.new_empty(channels))
+    return tuple(m if wanted else None for m, wanted in zip(made, mask, strict=True))
+
+
+def _of_view_copy(x: torch.Tensor, size: Any) -> torch.Tensor:
+    """torch's own asks for a view; the kernel copies what is none."""
+    return x.view(size) if isinstance(size, torch.dtype) else x.reshape(size).contiguous()
+
+
+_OWN["aten::view_copy"] = _of_view_copy
+_OWN["aten::native_group_norm_backward"] = _of_group_norm_backward
+
+
+class DataDependentError(Exception):
+    """The op's result cannot be described without its data."""
+
+
+def result_infos(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[TensorInfo | None, ...]:
+    """One entry per flattened result, None where it is no tensor.
+
+    Raises: DataDependentError; what the op itself raises for these shapes.
+    """
+    with _disable_current_modes(), torch.no_grad():
+        meta_args, meta_kwargs = tree_map_only(DTensor, _meta, (args, dict(kwargs)))
+        if "device" in meta_kwargs:
+            meta_kwargs["device"] = torch.device("meta")
+        try:  # NotImplementedError is how torch says that an op has no kernel without data
+            _refuse_what_does_not_fit(func, args, meta_args, meta_kwargs)
+            out = _without_data(func)(*meta_args, **meta_kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
+            if not func._schema.returns:
+                return (None,)
+            if func._schema.name not in _LIKE_SELF:
+                raise DataDependentError(func.name()) from error
+            out = _like_self(func, meta_args)
+        except TypeError as error:
+            if any(argument.is_out for argument in func._schema.arguments):
+                raise DataDependentError(func.name()) from error  # torch describes the op without `out` only
+            raise
+        except RuntimeError as error:
+            if torch.Tag.dynamic_output_shape in func.tags:  # some say it in words of their own
+                raise DataDependentError(func.name()) from error
+            raise
+    infos = [_info(value) for value in tree_flatten(out)[0]]
+    if func._schema.name in _STATISTICS:
+        _in_the_widest_type(infos, [x for x in tree_flatten((args, kwargs))[0] if _is_ours(x)])
+    return tuple(infos)
+
+
+def _refuse_what_does_not_fit(
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    meta_args: tuple[Any, ...],
+    meta_kwargs: dict[str, Any],
+) -> None:
+    """Many in-place forms, without data, take what their kernels refuse, or change their own size."""
+    plain = functional_form(func) if is_pointwise(func) and not out_names(func) else None
+    if plain is not None and isinstance(args[0], DTensor):
+        layout = args[0]._spec.layout
+        fits(func, plain(*meta_args, **meta_kwargs), layout.shape, layout.dtype)
+
+
+def _without_data(func: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What makes the results of an op from operands without data."""
+    return _OWN.get(func._schema.name, func)
+
+
+def _is_ours(x: Any) -> bool:
+    return isinstance(x, DTensor)
+
+
+def _in_the_widest_type(infos: list[TensorInfo | None], operands: list[DTensor]) -> None:
+    if operands[0].device.type != "cpu":
+        return
+    widest = reduce(torch.promote_types, {x.dtype for x in operands})
+    for index in (1, 2):
+        info = infos[index]
+        infos[index] = None if info is None else TensorInfo(info.shape, info.stride, widest)
+
+
+def _like_self(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    own = args[[argument.name for argument in func._schema.arguments].index("self")]
+    like: torch.Tensor = own.contiguous()
+    return tuple(torch.empty_like(like, dtype=dtype or like.dtype) for dtype in _LIKE_SELF[func._schema.name])
+
+
+def called(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """The logical call, remembered by its description."""
+    return _called(func, described(args), tuple(zip(kwargs, described(tuple(kwargs.values())), strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def _called(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Call:
+    return Call(func, args, kwargs, infos_of(func, args, dict(kwargs)))
+
+
+def infos_of(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[TensorInfo | None, ...]:
+    """As `result_infos`, of arguments that are described by `TensorInfo`."""
+    with _disable_current_modes(), torch.no_grad():
+        meta_args, meta_kwargs = tree_map_only(TensorInfo, _meta, (args, dict(kwargs)))
+        out = _without_data(func)(*meta_args, **meta_kwargs)
+        return tuple(_info(value) for value in tree_flatten(out)[0])
+
+
+def _meta(x: DTensor | TensorInfo) -> torch.Tensor:
+    info = x._spec.layout if isinstance(x, DTensor) else x
+    return torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device="meta")
+
+
+def described(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments as a `Call` has them: tensors by their metadata, lists as tuples."""
+    return tuple(_describe(v) for v in values)
+
+
+def described_call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """The logical call; without results where they cannot be known before it runs."""
+    try:
+        infos = result_infos(func, args, kwargs)
+    except DataDependentError:
+        infos = ()
+    return Call(func, described(args), tuple((k, _describe(v)) for k, v in kwargs.items()), infos)
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        layout = value._spec.layout
+        return TensorInfo(tuple(layout.shape), tuple(layout.stride), layout.dtype)
+    if isinstance(value, list | tuple):
+        return described(tuple(value))
+    return value
+
+
+def _info(value: Any) -> TensorInfo | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return TensorInfo(tuple(value.shape), tuple(value.stride()), value.dtype)

@@ -1,0 +1,122 @@
+"""The one mesh of a call whose operands live on a mesh and on slices of it.
+
+A value of one element counts as a number there: it is the same on every rank that its mesh does not name, as
+a plain tensor of one element beside a DTensor is. So it may go along on the mesh of the others; this is what
+the norm of all gradients needs, and the factor that scales each. Anything larger keeps its mesh: on a slice,
+ranks of other rows may hold other rows of a batch, and nothing says so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwright.compat import root_mesh
+from shardwright.errors import RuleError
+from shardwright.layout.layout import Layout
+from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
+from shardwright.placement.base import Replicate
+from shardwright.rules.refusal import meshes_text
+from shardwright.tensor.dispatch.metadata import described_call
+from shardwright.tensor.move import move_unasked
+from shardwright.tensor.spec import spec_of
+from shardwright.tensor.wrap import CLASSES, wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwright.tensor.dtensor import DTensor
+
+
+def on_one_mesh(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
+) -> Callable[..., Any] | None:
+    """The call with its numbers on the mesh of the others; None if they live on one mesh already.
+
+    Raises: RuleError: operands of more than one element, or that are written, live on different meshes; it
+        names the way out. The function raises it for a number that wants a gradient.
+    """
+    if _are_together(tensors):
+        return None
+    mesh = _home(func, args, kwargs, tensors)
+    if mesh is None:
+        raise _refusal(func, args, kwargs, tensors)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        def bring(x: DTensor) -> DTensor:
+            if as_mesh_shape(x.device_mesh) == as_mesh_shape(mesh):
+                return x
+            if x.requires_grad and torch.is_grad_enabled():
+                raise _refusal(func, args, kwargs, tensors)
+            return _brought(func.name(), x, mesh)
+
+        return func(*tree_map_only(CLASSES[0], bring, args), **tree_map_only(CLASSES[0], bring, kwargs))
+
+    return run
+
+
+def _are_together(tensors: Sequence[DTensor]) -> bool:
+    first = tensors[0]
+    shape = first._spec.layout.mesh_shape
+    return all(x.device_mesh is first.device_mesh or x._spec.layout.mesh_shape == shape for x in tensors[1:])
+
+
+def _home(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
+) -> DeviceMesh | None:
+    """The mesh of what cannot go along; where all can, the smallest that all are slices of."""
+    operands = described_call(func, args, kwargs).flat_operands
+    fixed = [x for x, o in zip(tensors, operands, strict=True) if o.mutated or not _is_number(x)]
+    if fixed and not _are_together(fixed):
+        return None
+    for mesh in [fixed[0].device_mesh] if fixed else _and_root([x.device_mesh for x in tensors]):
+        if all(_are_relatives(as_mesh_shape(x.device_mesh), as_mesh_shape(mesh)) for x in tensors):
+            return mesh
+    return None
+
+
+def _and_root(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:
+    largest = sorted(meshes, key=lambda mesh: -mesh.ndim)
+    return [largest[0], root_mesh(largest[0])]
+
+
+def _is_number(x: DTensor) -> bool:
+    return x.numel() == 1
+
+
+def _are_relatives(one: MeshShape, two: MeshShape) -> bool:
+    """Is one of them this rank's slice of the other?"""
+    small, large = sorted((one, two), key=lambda mesh: len(mesh.axes))
+    if not set(small.axes) <= set(large.axes) or not set(small.ranks) <= set(large.ranks):
+        return False
+    first = large.coords_of(small.ranks[0])
+    places = [large.axes.index(axis) for axis in small.axes]
+    for rank in small.ranks:
+        coords = list(first)
+        for place, coord in zip(places, small.coords_of(rank), strict=True):
+            coords[place] = coord
+        if large.rank_at(tuple(coords)) != rank:
+            return False
+    return True
+
+
+def _brought(op: str, x: DTensor, mesh: DeviceMesh) -> DTensor:
+    """The number on a larger mesh, where it is whole on the other axes, or on a slice of its own."""
+    have, home = x._spec.layout, as_mesh_shape(mesh)
+    kept = dict(zip(have.axes, have.placements, strict=True))
+    finished = [kept[axis] if axis in home.axes else Replicate() for axis in have.axes]
+    layout = have.with_placements(tuple(finished))
+    local = move_unasked(op, x, layout, "a number goes to the mesh of the others")
+    placements = tuple(kept.get(axis, Replicate()) for axis in home.axes)
+    there = Layout(mesh, placements, have.shape, dtype=have.dtype, stride=have.stride)
+    return wrap(local.detach(), spec_of(there, mesh))
+
+
+def _refusal(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
+) -> RuleError:
+    return RuleError(meshes_text(described_call(func, args, kwargs), [x._spec.layout for x in tensors]))

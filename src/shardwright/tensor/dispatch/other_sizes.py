@@ -1,0 +1,175 @@
+"""Prepared calls for shapes never seen: what was decided for one shape of a kind serves the others.
+
+A look-up by kinds of specs in place of specs, then the layouts of the results from the labels of the rule: no
+metadata call, no search. What does not fit (sizes that the rule says are equal and are not, a rank that holds
+nothing) is prepared in the ordinary way, which also raises what one device raises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardwright.tensor.dispatch.prepare import Move, Prepared
+from shardwright.tensor.spec import Spec, SpecKind, coords_of, spec_kind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from shardwright.index.region import Shape
+    from shardwright.rules.any_size import AnySize, ResultForm
+    from shardwright.tensor.dtensor import DTensor
+
+_MANY = 65536
+_known: dict[tuple[Any, ...], Known] = {}
+# Ops with arguments that are a shape: their positions and names. Their values are no part of a key.
+_shape_arguments: dict[torch._ops.OpOverload, frozenset[int | str]] = {}
+
+
+class Known:
+    """A prepared call that holds for other sizes, and the kinds of its results.
+
+    simple: nothing moves and there is one new tensor: the spec of the result is all that a call needs.
+    """
+
+    __slots__ = ("form", "kinds", "prepared", "simple")
+
+    def __init__(self, prepared: Prepared, form: AnySize, kinds: tuple[SpecKind | None, ...]) -> None:
+        self.prepared = prepared
+        self.form = form
+        self.kinds = kinds
+        self.simple = prepared.simple and not form.arguments
+
+
+def remember(
+    func: torch._ops.OpOverload,
+    key: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    prepared: Prepared,
+) -> None:
+    """Keep a prepared call that holds for other sizes; it has run, so that its local shapes are checked."""
+    form = prepared.any_size
+    if form is None or not prepared.checked:
+        return
+    names = {name for name, _ in form.arguments}
+    if _shape_arguments.get(func, names) and not names:
+        return  # its other calls are known without the sizes that this one depends on
+    if names and func not in _shape_arguments:
+        positions = {i for i, argument in enumerate(func._schema.arguments) if argument.name in names}
+        _shape_arguments[func] = frozenset({*positions, *names})
+    if len(_known) >= _MANY:
+        _known.clear()
+    kinds = tuple([None if spec is None else spec.kind for spec in prepared.results])
+    _known[_key(func, key, args, kwargs, [])] = Known(prepared, form, kinds)
+
+
+def forget() -> None:
+    """Forget them all: a rule came or went."""
+    _known.clear()
+    _shape_arguments.clear()
+
+
+def adapt(
+    func: torch._ops.OpOverload,
+    key: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[DTensor],
+) -> Spec | Prepared | None:
+    """The prepared call of the same kind for these tensors; None if there is none or it does not fit.
+
+    Args: key: what identifies the call, sizes included.
+    Returns: the spec of the result where that is all that is needed.
+    """
+    arguments: list[Sequence[int]] = []
+    known = _known.get(_key(func, key, args, kwargs, arguments))
+    if known is None:
+        return None
+    specs = [t._spec for t in tensors]
+    shapes = [spec.layout.shape for spec in specs]
+    if not known.form.fits(shapes, arguments):
+        return None
+    if known.simple:
+        return None if _holds_nothing(tensors) else _spec(known, 0, specs, shapes)
+    moves = _moves(known.form, tensors)
+    if moves is None:
+        return None
+    results = tuple([_spec(known, index, specs, shapes) for index in range(len(known.kinds))])
+    return replace(known.prepared, moves=moves, results=results, skip=False, checked=False, simple=False)
+
+
+def _key(
+    func: torch._ops.OpOverload,
+    key: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    arguments: list[Sequence[int]],
+) -> tuple[Any, ...]:
+    """The same with kinds in place of specs; `arguments` gets those that are shapes.
+
+    A spec that has no kind stands for itself.
+    """
+    places = _shape_arguments.get(func)
+    if places is None:
+        return tuple([part.kind or part if part.__class__ is Spec else part for part in key])
+    found: list[Any] = [func]
+    for place, value in (*enumerate(args), *kwargs.items()):
+        if place in places:
+            arguments.append(value)
+            found.append(len(value))
+        else:
+            found.append(place)
+            _describe(value, found)
+    return tuple(found)
+
+
+def _describe(value: Any, found: list[Any]) -> None:
+    spec = getattr(value, "_spec", None)
+    if spec is not None:
+        found.append(spec.kind or spec)
+    elif isinstance(value, list | tuple):
+        found.append(len(value))
+        for part in value:
+            _describe(part, found)
+    else:
+        found.append(value.__class__)
+        found.append(value if value.__hash__ is not None else id(value))
+
+
+def _holds_nothing(tensors: Sequence[DTensor]) -> bool:
+    """Does this rank hold no element of an operand? A rule may then need another local call."""
+    return any(0 in t._local_tensor.shape for t in tensors)
+
+
+def _moves(form: AnySize, tensors: list[DTensor]) -> tuple[Move, ...] | None:
+    """The operands that are placed anew, without communication; None if this rank holds nothing of one."""
+    moved = dict(form.moved)
+    found: list[Move] = []
+    for operand, tensor in enumerate(tensors):
+        kind = moved.get(operand)
+        if kind is None:
+            local = tuple(tensor._local_tensor.shape)
+        else:
+            spec = tensor._spec
+            target = spec_kind(kind, spec.mesh, spec.use).spec(spec.layout.shape).layout
+            coords = coords_of(spec.mesh)
+            if coords is None:
+                return None
+            local = target.local_shape(coords)
+            found.append(Move(operand, target))
+        if 0 in local:
+            return None
+    return tuple(found)
+
+
+def _spec(known: Known, index: int, specs: list[Spec], shapes: list[Shape]) -> Spec | None:
+    kind = known.kinds[index]
+    form: ResultForm | None = known.form.results[index]
+    if kind is None or form is None:
+        return None
+    if form.like is not None and specs[form.like].kind is kind:
+        return specs[form.like]
+    return kind.spec(form.shape(shapes))

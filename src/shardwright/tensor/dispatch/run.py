@@ -1,0 +1,253 @@
+"""Running a prepared call: move, call on the local tensors, wrap. Decides nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwright.comm.record import record_decision, recording
+from shardwright.errors import LayoutError
+from shardwright.layout.layout import Layout
+from shardwright.rules.identity import identity_of
+from shardwright.tensor.dispatch.refuse import refuse_implicit
+from shardwright.tensor.dispatch.written_memory import keep_apart
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.move import move_local
+from shardwright.tensor.spec import Spec, coords_of, spec_of
+from shardwright.tensor.wrap import as_replicated, wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from shardwright.tensor.dispatch.prepare import Prepared
+
+# What one device takes in expanded tensors: all elements of one place get the same.
+_TAKES_EXPANDED = frozenset({"aten::fill_", "aten::zero_", "aten::threshold_"})
+
+
+def run(
+    prepared: Prepared,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[DTensor],
+) -> Any:
+    """The op's result as DTensors; operands that are written come back as the objects that were given."""
+    locals_ = [t._local_tensor for t in tensors]
+    if prepared.moves or prepared.brought_back:
+        _move(prepared, func, args, kwargs, tensors, locals_)
+    if prepared.mutated and len(locals_) > 1:
+        keep_apart(locals_, prepared.mutated)
+    if prepared.skip:
+        out = _nothing(prepared, func, tensors)
+        _fill_outs(prepared, out, locals_)
+    else:
+        local_args, local_kwargs = _local_call(prepared, func, args, kwargs, locals_)
+        out = (prepared.local or func)(*local_args, **local_kwargs)
+    for back in prepared.brought_back:
+        _bring_back(func, tensors[back.operand], back.held, locals_[back.operand])
+    if prepared.gather_all:
+        return _wrap_replicated(prepared, out, tensors)
+    if not prepared.checked:
+        _check(prepared, func, out)
+    return _wrap(prepared, out, tensors)
+
+
+def run_simple(spec: Spec, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> DTensor:
+    """`run` for a call that `is_simple`: one local call, one new tensor of this spec."""
+    # `_op` is what calling the overload calls: without that frame a call costs a tenth less
+    out = func._op(*[value._local_tensor if isinstance(value, DTensor) else value for value in args])
+    return wrap(out, spec)
+
+
+def check_simple(spec: Spec, func: torch._ops.OpOverload, out: DTensor, tensors: Iterable[DTensor]) -> None:
+    """That the local result has the shape that its spec gives this rank.
+
+    Raises: LayoutError: a rule is wrong. Never a wrong value in silence.
+    """
+    local = out._local_tensor.shape
+    for tensor in tensors:
+        if tensor._spec is spec and tensor._local_tensor.shape == local:
+            return
+    _check_shape(spec, func, out._local_tensor, "as for other sizes")
+
+
+def is_simple(
+    prepared: Prepared, out: Any, tensors: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether nothing moves or is overridden, and neither arguments nor result are lists of tensors.
+
+    Decided once the call has run in the ordinary way, which checks the local shapes.
+    """
+    return (
+        prepared.checked
+        and isinstance(out, DTensor)
+        and not (prepared.moves or prepared.overrides or prepared.skip or prepared.local or kwargs)
+        and prepared.written == (None,)
+        and prepared.results[0] is not None
+        and sum(isinstance(value, DTensor) for value in args) == tensors
+    )
+
+
+def _move(
+    prepared: Prepared,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: list[DTensor],
+    locals_: list[torch.Tensor],
+) -> None:
+    refuse_implicit(func, args, kwargs, prepared, tensors)
+    for move in prepared.moves:
+        source = tensors[move.operand]
+        if recording():
+            kind = "fallback" if prepared.fallback else "redistribute"
+            record_decision(
+                func.name(), f"{kind}: {prepared.reason}", f"{source._spec.layout} -> {move.target}"
+            )
+        locals_[move.operand] = move_local(source, move.target, reason=f"{func.name()}: {prepared.reason}")
+
+
+def _bring_back(func: torch._ops.OpOverload, written: DTensor, held: Layout, local: torch.Tensor) -> None:
+    """The call left what it wrote in another layout: the tensor that was given gets the values."""
+    changed = wrap(local, spec_of(held, written.device_mesh))
+    why = "written in place"
+    if recording():
+        record_decision(func.name(), f"redistribute: {why}", f"{held} -> {written._spec.layout}")
+    back = move_local(changed, written._spec.layout, reason=f"{func.name()}: {why}")
+    _fill(written._local_tensor, back, func)
+
+
+def _fill(local: torch.Tensor, values: torch.Tensor, func: torch._ops.OpOverload) -> None:
+    """The local tensor gets the values; elements that are one place get theirs once."""
+    if func._schema.name in _TAKES_EXPANDED:
+        for dim, stride in enumerate(local.stride()):
+            if not stride:
+                local, values = (x.narrow(dim, 0, min(1, x.shape[dim])) for x in (local, values))
+    local.copy_(values)
+
+
+def _local_call(
+    prepared: Prepared,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    locals_: list[torch.Tensor],
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of the local call: local tensors for tensors, overridden sizes for sizes."""
+    remaining = iter(locals_)
+    local_args = [_substitute(value, remaining) for value in args]
+    local_kwargs = {name: _substitute(value, remaining) for name, value in kwargs.items()}
+    if prepared.overrides:
+        positions = {a.name: i for i, a in enumerate(func._schema.arguments)}
+        for name, value in prepared.overrides:
+            position = positions[name]
+            if position < len(local_args):
+                local_args[position] = value
+            else:
+                local_kwargs[name] = value
+    return local_args, local_kwargs
+
+
+def _substitute(value: Any, remaining: Any) -> Any:
+    if isinstance(value, DTensor):
+        return next(remaining)
+    if isinstance(value, list | tuple):
+        return [_substitute(v, remaining) for v in value]
+    return value
+
+
+def _wrap(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
+    specs, written = prepared.results, prepared.written
+    if isinstance(out, torch.Tensor):
+        if written[0] is not None:
+            return tensors[written[0]]
+        spec = specs[0]
+        return out if spec is None else wrap(out, spec)
+    if out is None:
+        return None
+    flat, tree = tree_flatten(out)
+    per_return = written if len(written) == len(flat) else (None,) * len(flat)
+    wrapped = [
+        value
+        if spec is None or not isinstance(value, torch.Tensor)
+        else (tensors[w] if w is not None else wrap(value, spec))
+        for value, spec, w in zip(flat, specs, per_return, strict=True)
+    ]
+    return tree_unflatten(wrapped, tree)
+
+
+def _check(prepared: Prepared, func: torch._ops.OpOverload, out: Any) -> None:
+    """The law that a rule promised: local results have the shapes that the layouts give this rank.
+
+    Raises: LayoutError: a rule is wrong. Never a wrong value in silence.
+    """
+    for local, spec in zip(tree_flatten(out)[0], prepared.results, strict=False):
+        if spec is not None and isinstance(local, torch.Tensor):
+            _check_shape(spec, func, local, prepared.reason)
+    prepared.checked = True
+
+
+def _check_shape(spec: Spec, func: torch._ops.OpOverload, local: torch.Tensor, reason: str) -> None:
+    coords = coords_of(spec.mesh)
+    if coords is None:
+        return
+    expected = tuple(spec.layout.local_shape(coords))
+    if tuple(local.shape) != expected:
+        raise LayoutError(
+            f"{func.name()}: the rule ({reason}) gave {spec.layout}, whose part on {coords} has "
+            f"shape {expected}, but the local result has {tuple(local.shape)}: the rule is wrong"
+        )
+
+
+def _nothing(prepared: Prepared, func: torch._ops.OpOverload, tensors: list[DTensor]) -> Any:
+    """What a rank contributes that holds nothing: an empty part, or the identity of the reduction."""
+    made = [_identity(spec, tensors[0]) for spec in prepared.results]
+    if not made:
+        return None
+    if _returns_a_list(func):
+        return made
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def _returns_a_list(func: torch._ops.OpOverload) -> bool:
+    """One list of tensors, which may well hold a single one."""
+    returns = func._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
+
+
+def _fill_outs(prepared: Prepared, made: Any, locals_: list[torch.Tensor]) -> None:
+    """`out=` operands hold what the results hold, on a rank without elements too: the identity."""
+    results = made if isinstance(made, tuple | list) else (made,)
+    for operand, result in zip(prepared.written, results, strict=False):
+        if operand in prepared.outs and isinstance(result, torch.Tensor):
+            locals_[operand].copy_(result)
+
+
+def _identity(spec: Spec | None, like: DTensor) -> torch.Tensor | None:
+    if spec is None:
+        return None
+    coords = coords_of(spec.mesh)
+    layout: Layout = spec.layout
+    shape = layout.local_shape(coords) if coords is not None else (0,)
+    local = torch.empty(tuple(shape), dtype=layout.dtype, device=like._local_tensor.device)
+    if local.numel():
+        pending = [p for p in layout.placements if p.is_pending]
+        local.fill_(identity_of(pending[0], layout.dtype) if pending else 0)
+    return local
+
+
+def _wrap_replicated(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
+    """What whole operands gave, as it is: no kernel without data had to foresee it."""
+    flat, tree = tree_flatten(out)
+    mesh = tensors[0].device_mesh
+    written = prepared.written if len(prepared.written) == len(flat) else (None,) * len(flat)
+    wrapped = [
+        value
+        if not isinstance(value, torch.Tensor)
+        else (tensors[w] if w is not None else as_replicated(value, mesh))
+        for value, w in zip(flat, written, strict=True)
+    ]
+    return tree_unflatten(wrapped, tree)

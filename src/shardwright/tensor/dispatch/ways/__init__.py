@@ -1,0 +1,1 @@
+"""Ways to run a call that is not one local call per rank."""

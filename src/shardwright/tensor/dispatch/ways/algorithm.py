@@ -1,0 +1,127 @@
+"""Running an algorithm in place of an op: its operands finished once, its results as the op promises them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwright.comm.record import record_decision, recording
+from shardwright.errors import ImplicitRedistributionError, LayoutError
+from shardwright.placement.base import Replicate
+from shardwright.rules.propagate import propagate
+from shardwright.rules.refusal import implicit_text
+from shardwright.rules.registry import functional_form
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.explicit_mode import refuse_to_finish
+from shardwright.tensor.move import move_local
+from shardwright.tensor.spec import spec_of
+from shardwright.tensor.wrap import wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardwright.rules.algorithm import Chosen
+    from shardwright.rules.call import Call, TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ByAlgorithm:
+    """A decided call that is taken apart: other ops give its value with less communication.
+
+    Args:
+        call: the logical call.
+        chosen: the algorithm and its price.
+        instead: what the cheapest rule would have done, for the record.
+    """
+
+    call: Call
+    chosen: Chosen
+    instead: str
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The op's results, as DTensors; operands that are written come back as the objects that were given.
+
+        Raises: ImplicitRedistributionError: inside `explicit()`, if a step has to communicate.
+        """
+        op = self.call.op
+        if recording():
+            record_decision(op.name(), self.chosen.reason, f"instead of {self.instead}")
+        try:
+            if op._schema.is_mutable:
+                return self._into_operands(args, kwargs)
+            out = self._compute(op, args, kwargs)
+        except ImplicitRedistributionError:
+            raise ImplicitRedistributionError(self._refusal(args, kwargs)) from None
+        flat = self._fitted(out)
+        return flat[0] if len(flat) == 1 and not isinstance(out, list | tuple) else tuple(flat)
+
+    def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """Why it may not run, in terms of the op that the user called."""
+        layouts = tuple(x._spec.layout for x in tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor))
+        return implicit_text(self.call, layouts, propagate(self.call, layouts).inputs, self.chosen.reason)
+
+    def _compute(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        args, kwargs = tree_map_only(DTensor, lambda x: finished(x, op.name()), (args, dict(kwargs)))
+        return self.chosen.algorithm.function(op, *args, **kwargs)
+
+    def _fitted(self, out: Any) -> list[Any]:
+        """The results in the dtypes that the op has. Raises: LayoutError: the algorithm is wrong."""
+        flat = list(out) if isinstance(out, list | tuple) else [out]
+        infos = self.call.results
+        return [self._fit(value, info) for value, info in zip(flat, infos, strict=True)]
+
+    def _fit(self, value: Any, info: TensorInfo | None) -> Any:
+        if info is None or not isinstance(value, torch.Tensor):
+            return value
+        if tuple(value.shape) != info.shape:
+            raise LayoutError(
+                f"{self.call.op.name()}: the algorithm ({self.chosen.algorithm}) gave the shape "
+                f"{tuple(value.shape)}, not {info.shape}: the algorithm is wrong"
+            )
+        return value if value.dtype == info.dtype else value.to(info.dtype)
+
+    def _into_operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """An in-place or `out=` form: the values of the functional form, copied into what is written."""
+        op = self.call.op
+        plain = cast("torch._ops.OpOverload", functional_form(op))
+        names = [argument.name for argument in op._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        outs = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        left = {name: value for name, value in given.items() if not _is_out(op, name)}
+        named = {a.name: left.pop(a.name) for a in plain._schema.arguments if a.kwarg_only and a.name in left}
+        out = self._compute(plain, tuple(left.values()), named)
+        written = [given[name] for name in outs]
+        for target, value in zip(written, self._fitted(out), strict=True):
+            target.copy_(value)
+        return written[0] if len(written) == 1 else tuple(written)
+
+
+def _is_out(op: torch._ops.OpOverload, name: str) -> bool:
+    return any(argument.name == name and argument.is_out for argument in op._schema.arguments)
+
+
+def may_write(op: torch._ops.OpOverload) -> bool:
+    """Whether an op is functional, or a form of one whose results can be copied into what it writes."""
+    return not op._schema.is_mutable or functional_form(op) is not None
+
+
+def finished(x: DTensor, why: str) -> DTensor:
+    """`x` with every pending axis reduced and nothing else moved; `x` itself when there is none.
+
+    Not differentiable. Cost: an all-reduce per pending axis.
+    """
+    pending: dict[str, Any] = {x._spec.layout.axes[axis]: Replicate() for axis in x._spec.layout.pending_axes}
+    if not pending:
+        return x
+    target = x._spec.layout.with_placements(pending)
+    refuse_to_finish(x, target, why)
+    return wrap(move_local(x, target, reason=why), spec_of(target, x.device_mesh, x._spec.use))
+
+
+def finish(_: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DTensor:
+    """The handler of `shardwright::finish`."""
+    x, why = (*args, *kwargs.values())
+    return finished(x, why)

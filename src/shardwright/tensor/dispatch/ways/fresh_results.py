@@ -1,0 +1,35 @@
+"""Steps in place of an op may end in a view of an operand, where the op itself gives a tensor of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.plain.boundary import tensors_in
+
+
+def fresh(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` in place of the op: where the op makes new tensors, so does it.
+
+    What torch composes of others (`reshape`, `contiguous`, ...) may be a view on one device too.
+    """
+    schema = func._schema
+    composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    if composite or schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
+        return function
+    return partial(_of_its_own, function)
+
+
+def _of_its_own(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = {_memory(x) for x in tensors_in((*args, *kwargs.values())) if isinstance(x, DTensor)}
+    made = function(*args, **kwargs)
+    return tree_map_only(DTensor, lambda x: x.clone() if _memory(x) in given else x, made)
+
+
+def _memory(x: DTensor) -> int:
+    return int(x._local_tensor.untyped_storage()._cdata)

@@ -1,0 +1,199 @@
+"""`_foreach_*` and `_fused_*`: one call on the lists of local tensors where that is what each position does.
+
+What each position does is decided by the rules of its own op, as for a tensor alone. Where one of them moves
+something, or makes another call than the op on its local tensors, the positions are run one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwright.rules import registry
+from shardwright.tensor.dispatch.prepare import Prepared, prepare
+from shardwright.tensor.dispatch.refuse import refuse_implicit
+from shardwright.tensor.dispatch.run import check_simple, run
+from shardwright.tensor.dispatch.ways.list_elements import ElementCall, element_calls, list_arguments
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.explicit_mode import is_explicit
+from shardwright.tensor.plain.boundary import helpers_allowed
+from shardwright.tensor.plain.replicated import replicate_plain
+from shardwright.tensor.spec import Spec
+from shardwright.tensor.wrap import as_ours, wrap
+
+_MANY = 4096
+# Per call: the specs of the results, or None where the positions are run one after another.
+_known: dict[tuple[Any, ...], list[Spec | None] | None] = {}
+
+
+def takes_lists(func: torch._ops.OpOverload) -> bool:
+    """Is it one of these ops? Not every fused op is: `_fused_rms_norm` takes one tensor, and has a rule."""
+    return bool(list_arguments(func))
+
+
+def run_on_lists(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A list op on DTensors.
+
+    Raises: RuleError: what the op for one element raises for a position.
+    Cost: what the op for one element costs at each position; nothing where each is one local call.
+    """
+    args, kwargs = _each(args, as_ours), {name: _each(value, as_ours) for name, value in kwargs.items()}
+    key = (registry.generation(), helpers_allowed(), func, *_described((*args, *kwargs.items())))
+    first = key not in _known
+    if first:
+        if len(_known) >= _MANY:
+            _known.clear()
+        _known[key] = _specs(func, args, kwargs)
+    specs = _known[key]
+    if specs is None:
+        calls = element_calls(func, args, kwargs)
+        if is_explicit():
+            _refuse(calls)
+        out = [_run_alone(call) for call in calls]
+    else:
+        out = _call(func, args, kwargs, specs)
+        if first:
+            _check(func, specs, out)
+    _raise_versions(func, args, kwargs)
+    return out if func._schema.returns else None
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`change` of every DTensor; torch's trees would cost more, for every parameter at every step."""
+    if isinstance(value, TorchDTensor):
+        return change(value)
+    return [_each(v, change) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _local(x: DTensor) -> torch.Tensor:
+    return x._local_tensor
+
+
+def _described(values: Sequence[Any]) -> Iterator[Any]:
+    """What the decision depends on, flat; `1`, `1.0` and `True` must not look alike."""
+    for value in values:
+        if isinstance(value, DTensor):
+            yield value._spec
+        elif isinstance(value, torch.Tensor):
+            yield value.shape
+            yield value.dtype
+        elif isinstance(value, list | tuple):
+            yield len(value)
+            yield from _described(value)
+        else:
+            yield value.__class__
+            yield value
+
+
+# ---------------------------------------------------------------------------------------- the decision
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """One position with its tensors all distributed, and how its call is run."""
+
+    call: ElementCall
+    tensors: list[DTensor]
+    prepared: Any
+
+
+def _specs(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Spec | None] | None:
+    """The specs of the results if every position is the op on its local tensors; else None."""
+    found: list[Spec | None] = []
+    positions = [_prepared(call) for call in element_calls(func, args, kwargs)]
+    if not all(alone is None or _is_local(alone.prepared) for alone in positions):
+        return None
+    for alone in positions:
+        found += (None,) if alone is None else alone.prepared.results
+    return found
+
+
+def _is_local(prepared: Any) -> bool:
+    """Whether the call is the op on the local tensors as they are."""
+    if not isinstance(prepared, Prepared):
+        return False
+    another = prepared.moves or prepared.brought_back or prepared.overrides or prepared.local
+    return not (another or prepared.skip or prepared.gather_all)
+
+
+def _prepared(call: ElementCall) -> _Alone | None:
+    """The decision for one position; None for plain tensors alone."""
+    leaves = tree_leaves((call.args, call.kwargs))
+    mesh = next((x.device_mesh for x in leaves if isinstance(x, DTensor)), None)
+    if mesh is None:
+        return None
+    func: Any = call.op
+    if not isinstance(func, torch._ops.OpOverload) or registry.rewrite_of(func) is not None:
+        return _Alone(call, [], None)
+    args, kwargs = tree_map_only(
+        torch.Tensor,
+        lambda x: x if isinstance(x, DTensor) else replicate_plain(x, mesh, func),
+        (call.args, call.kwargs),
+    )
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+    return _Alone(ElementCall(func, args, kwargs), tensors, prepare(func, args, kwargs, tensors))
+
+
+# --------------------------------------------------------------------------------------------- running
+
+
+def _refuse(calls: Sequence[ElementCall]) -> None:
+    """Raise for what any position would move, before one of them has run."""
+    for alone in map(_prepared, calls):
+        if alone is not None and isinstance(alone.prepared, Prepared):
+            op: Any = alone.call.op
+            refuse_implicit(op, alone.call.args, alone.call.kwargs, alone.prepared, alone.tensors)
+
+
+def _run_alone(call: ElementCall) -> Any:
+    """One position: an ordinary call, but a fused step, which is no op of one tensor."""
+    func: Any = call.op
+    if not (isinstance(func, torch._ops.OpOverload) and takes_lists(func)):
+        return call.run()
+    alone = _prepared(call)
+    if alone is None:
+        return call.run()
+    return run(alone.prepared, func, alone.call.args, alone.call.kwargs, alone.tensors)
+
+
+def _call(
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    specs: Sequence[Spec | None],
+) -> Any:
+    """The list op on the local tensors."""
+    named = {name: _each(value, _local) for name, value in kwargs.items()}
+    out = func(*_each(args, _local), **named)
+    if not isinstance(out, list | tuple):
+        return out
+    return [x if spec is None else wrap(x, spec) for x, spec in zip(out, specs, strict=True)]
+
+
+def _check(func: torch._ops.OpOverload, specs: Sequence[Spec | None], out: Any) -> None:
+    """The rules' promise, tested once. Raises: LayoutError: one of them is wrong."""
+    for spec, x in zip(specs, out or (), strict=False):
+        if spec is not None:
+            check_simple(spec, func, x, ())
+
+
+def _raise_versions(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """What was written is another value: a backward that saved the old one must notice.
+
+    On plain tensors the op of each element does so; on DTensors it runs below where versions are counted. The
+    fused steps raise no version on one device either.
+    """
+    if not func._schema.name.startswith("aten::_foreach_"):
+        return
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    tensors = [x for x in tree_leaves(written) if isinstance(x, DTensor) and not x.is_inference()]
+    torch.autograd.graph.increment_version(tensors)

@@ -1,0 +1,56 @@
+"""`resize_`: another size for the same tensor object; on one device it keeps the elements that fit.
+
+Cost: a gather where there are elements to keep: they fill the new size in logical order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwright.comm.record import record_decision, recording
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
+from shardwright.tensor.conversions import replicated
+from shardwright.tensor.distribute import own_part
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.explicit_mode import refuse_to_gather
+from shardwright.tensor.spec import coords_of, spec_of
+from shardwright.tensor.wrap import offset_of, wrap
+
+
+def resize(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DTensor:
+    """`x.resize_(size)`: its placements stay where the number of dims does, else it is replicated."""
+    return _resized(func, args[0], args[1], kwargs)
+
+
+def resize_as(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DTensor:
+    """`x.resize_as_(other)`: the size of the other."""
+    return _resized(func, args[0], tuple(args[1].shape), kwargs)
+
+
+def _resized(
+    func: torch._ops.OpOverload, x: DTensor, size: Sequence[int], kwargs: Mapping[str, Any]
+) -> DTensor:
+    if tuple(x.shape) == tuple(size):
+        return x
+    if x.numel():
+        why = "the elements of a resized tensor keep their order"
+        refuse_to_gather(func, x, why)
+        if recording():
+            record_decision(func.name(), f"gather: {why}", str(x._spec.layout))
+    whole = replicated(x)._local_tensor.detach().clone().resize_(size, **kwargs)
+    kept = x.dim() == len(size)
+    placements = tuple(p if kept and not p.is_pending else Replicate() for p in x._spec.layout.placements)
+    order = x._spec.layout.order_names if kept else None
+    layout = Layout(
+        x.device_mesh, placements, tuple(size), dtype=x.dtype, stride=tuple(whole.stride()), order=order
+    )
+    coords = coords_of(x.device_mesh)
+    local = whole.new_empty(0) if coords is None else own_part(whole, layout, coords)
+    made = wrap(local, spec_of(layout, x.device_mesh, x._spec.use), offset=offset_of(x))
+    x.data = made  # what torch knows of sizes and strides
+    x._local_tensor, x._spec = made._local_tensor, made._spec
+    return x

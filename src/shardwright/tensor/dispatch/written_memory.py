@@ -1,0 +1,163 @@
+"""Writes that one device refuses because of memory: into elements that are one place, or over what is read.
+
+torch asks the memory of the tensors that its kernel sees. Here these are local parts, which may be copies,
+may have moved, or be empty: some ranks would raise, and some compute. So the question is put to the logical
+tensors, before anything runs, and every rank has the same answer.
+
+Which ops ask what is torch's habit, not a law: the tables below are checked against plain torch, op by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardwright.errors import RuleError
+from shardwright.tensor.dispatch import overlapping
+from shardwright.tensor.dispatch.overlapping import is_cut_there, writes_once
+from shardwright.tensor.dispatch.ways.out import is_pointwise
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.wrap import offset_of
+
+# Ops that read operands by index while they write: no place may be both.
+_INDEXED = frozenset({
+    "cat", "gather", "index", "index_add", "index_copy", "index_reduce", "index_select", "masked_select",
+    "scatter", "scatter_add", "scatter_reduce", "stack", "take",
+})  # fmt: skip
+_ALONE = _INDEXED | {"index_put", "put"}
+# Ops that are no pointwise ones and ask that a place is written once.
+_ONCE = _INDEXED | {
+    "addmm", "addmv", "addr", "baddbmm", "bernoulli", "bmm", "copy", "cumprod", "cumsum", "logcumsumexp",
+    "masked_scatter", "mm", "put", "renorm",
+}  # fmt: skip
+# Ops that are no pointwise ones and ask that what they read is not a part of it, but may be it.
+_PARTLY = frozenset({
+    "addr", "bernoulli", "copy", "cumprod", "cumsum", "logcumsumexp", "masked_scatter", "renorm",
+})  # fmt: skip
+# Pointwise ones that make another tensor of what they read before they write.
+_READ_BEFORE = frozenset({"ldexp"})
+# Pointwise ones that ask nothing: every element of one place gets the same.
+_TAKES_EXPANDED = frozenset({"masked_fill", "threshold"})
+
+_FEW = "more than one element of the written-to tensor refers to a single memory location"
+_READ = "some elements of the input tensor and the written-to tensor refer to a single memory location"
+
+
+def asks(func: torch._ops.OpOverload) -> bool:
+    """Does the op write, so that one device asks about memory, or windows that overlap do?"""
+    return bool(func._schema.is_mutable) and torch.Tag.inplace_view not in func.tags
+
+
+@lru_cache(maxsize=4096)
+def _questions(func: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
+    """Whether it refuses: places written twice, operands that lie partly in them, and wholly."""
+    name = func._schema.name.removeprefix("aten::").rstrip("_")
+    pointwise = is_pointwise(func) and name not in _TAKES_EXPANDED
+    partly = (pointwise and name not in _READ_BEFORE) or name in _PARTLY or name in _ALONE
+    return pointwise or name in _ONCE, partly, name in _ALONE
+
+
+def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise what one device raises. Raises: RuleError (a RuntimeError): with the words of torch."""
+    once, partly, wholly = _questions(func)
+    read, written = _sides(func, args, kwargs)
+    if func._schema.name == "aten::copy_" and read and written and _is_one_view(read[0], written[0]):
+        return  # of itself: torch leaves before it asks
+    if any(is_cut_there(x._spec.layout) for x in written) and not writes_once(func, args, kwargs):
+        overlapping.refuse(func)
+    if func._schema.name.startswith("aten::index_put"):  # a mask is made indices before anything is written
+        read = [x for x in read if x.dtype != torch.bool]
+    for target in written:
+        if once and _is_expanded(target):
+            _raise(func, _FEW)
+        base = _memory_of(target)
+        for x in read if partly else ():
+            if (x is target and not wholly) or _memory_of(x) is not base:
+                continue
+            found = _overlap(target, x)
+            if found == "partly" or (found == "wholly" and wholly):
+                _raise(func, _READ)
+
+
+def keep_apart(locals_: list[torch.Tensor], mutated: Sequence[int]) -> None:
+    """Copy the local parts that are read and lie where another one is written.
+
+    The logical tensors were asked already; between their elements may be gaps that a rank's few have not.
+    """
+    for operand in mutated:
+        target = locals_[operand]
+        for index, x in enumerate(locals_):
+            if index not in mutated and x is not target and _meet(target, x):
+                locals_[index] = x.clone()
+
+
+def _meet(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Does torch see a stretch of memory that is in both?"""
+    if one.untyped_storage().data_ptr() != two.untyped_storage().data_ptr():
+        return False
+    starts = [x.storage_offset() for x in (one, two)]
+    apart = starts[0] + one.numel() <= starts[1] or starts[1] + two.numel() <= starts[0]
+    return not apart and _without_gaps(one) and _without_gaps(two)
+
+
+def _sides(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[list[DTensor], list[DTensor]]:
+    """The operands that are read, lists included, and those that are written."""
+    read: list[DTensor] = []
+    written: list[DTensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        side = written if argument.alias_info is not None and argument.alias_info.is_write else read
+        side.extend(
+            x for x in (value if isinstance(value, list | tuple) else (value,)) if isinstance(x, DTensor)
+        )
+    return read, written
+
+
+def _is_expanded(x: torch.Tensor) -> bool:
+    """Are several elements one place? Of no elements none are, whatever the strides say."""
+    return x.numel() > 0 and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True))
+
+
+def _is_one_view(one: DTensor, two: DTensor) -> bool:
+    if one is two:
+        return True
+    views = [(_memory_of(x), x.dtype, tuple(x.shape), x.stride(), offset_of(x)) for x in (one, two)]
+    return views[0][0] is views[1][0] and views[0][1:] == views[1][1:]
+
+
+def _memory_of(x: torch.Tensor) -> torch.Tensor:
+    return x if x._base is None else x._base
+
+
+def _overlap(one: DTensor, two: DTensor) -> str:
+    """How two views of one base lie, as far as torch asks: only tensors without gaps are asked."""
+    if not one.numel() or not two.numel():
+        return ""
+    if not (_without_gaps(one) and _without_gaps(two)):
+        return "wholly" if one is two else ""
+    starts = [offset_of(x) for x in (one, two)]
+    if starts[0] == starts[1] and one.numel() == two.numel():
+        return "wholly" if one.stride() == two.stride() else "partly"
+    apart = starts[0] + one.numel() <= starts[1] or starts[1] + two.numel() <= starts[0]
+    return "" if apart else "partly"
+
+
+def _without_gaps(x: torch.Tensor) -> bool:
+    """Does it lie in one stretch of its base, each place once?"""
+    place = 1
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if stride != place:
+            return False
+        place *= size
+    return True
+
+
+def _raise(func: torch._ops.OpOverload, why: str) -> None:
+    raise RuleError(
+        f"{func.name()}: unsupported operation: {why}, on one device too\n  fix: clone() the tensor before"
+    )

@@ -1,0 +1,191 @@
+"""Factories: distributed tensors that never exist in one place (`rand` and `randn` excepted, see there)."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Pending, Replicate
+from shardwright.tensor.conversions import current_mesh
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+from shardwright.tensor.random import counter, mode
+from shardwright.tensor.spec import coords_of, spec_of
+from shardwright.tensor.wrap import wrap
+
+
+def _layout(
+    size: tuple[Any, ...], dtype: torch.dtype | None, mesh: DeviceMesh, placements: PlacementsArgument | None
+) -> Layout:
+    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+    given = (Replicate(),) * mesh.ndim if placements is None else placements
+    resolved, order = resolve_placements(mesh, given, default="replicate")
+    return Layout(mesh, resolved, shape, dtype=dtype or torch.get_default_dtype(), order=order)
+
+
+def _filled(
+    size: tuple[Any, ...],
+    value: Any,
+    *,
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: PlacementsArgument | None,
+) -> DTensor:
+    mesh = current_mesh(device_mesh)
+    layout = _layout(size, dtype, mesh, placements)
+    coords = coords_of(mesh)
+    if coords is None:
+        local = torch.empty(0, dtype=layout.dtype, device=mesh.device_type)
+    else:
+        local = torch.empty(tuple(layout.local_shape(coords)), dtype=layout.dtype, device=mesh.device_type)
+        if value is not None:
+            local.fill_(value)
+            for axis, placement in enumerate(layout.placements):
+                if isinstance(placement, Pending):
+                    local = placement.embed(local, mesh.size(axis), coords[axis])
+    return wrap(local, spec_of(layout, mesh), requires_grad=requires_grad)
+
+
+def zeros(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,  # noqa: ARG001 - torch's signature
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsArgument | None = None,
+) -> DTensor:
+    """Zeros of logical shape `size`; each rank makes its own part. Cost: none."""
+    return _filled(
+        size,
+        0,
+        dtype=dtype,
+        requires_grad=requires_grad,
+        device_mesh=device_mesh,
+        placements=placements,
+    )
+
+
+def ones(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,  # noqa: ARG001 - torch's signature
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsArgument | None = None,
+) -> DTensor:
+    """Ones of logical shape `size`; each rank makes its own part. Cost: none."""
+    return _filled(
+        size,
+        1,
+        dtype=dtype,
+        requires_grad=requires_grad,
+        device_mesh=device_mesh,
+        placements=placements,
+    )
+
+
+def empty(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,  # noqa: ARG001 - torch's signature
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsArgument | None = None,
+) -> DTensor:
+    """Uninitialised memory of logical shape `size`; each rank makes its own part. Cost: none."""
+    return _filled(
+        size,
+        None,
+        dtype=dtype,
+        requires_grad=requires_grad,
+        device_mesh=device_mesh,
+        placements=placements,
+    )
+
+
+def full(
+    size: Any,
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,  # noqa: ARG001 - torch's signature
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsArgument | None = None,
+) -> DTensor:
+    """`fill_value` everywhere; each rank makes its own part. Cost: none."""
+    dtype = dtype or torch.full((), fill_value).dtype
+    return _filled(
+        (size,),
+        fill_value,
+        dtype=dtype,
+        requires_grad=requires_grad,
+        device_mesh=device_mesh,
+        placements=placements,
+    )
+
+
+def _drawn(
+    draw: Any,
+    size: tuple[Any, ...],
+    *,
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: PlacementsArgument | None,
+) -> DTensor:
+    mesh = current_mesh(device_mesh)
+    layout = _layout(size, dtype, mesh, placements)
+    if mode.is_counter() and layout.dtype.is_floating_point:
+        made = counter.standard(layout, mesh, normal=draw is torch.randn)
+        return cast(DTensor, made.requires_grad_(requires_grad))
+    whole = draw(layout.shape, dtype=layout.dtype, device=mesh.device_type)
+    coords = coords_of(mesh)
+    local = whole.new_empty(0) if coords is None else layout.split(whole, coords).clone()
+    return wrap(local, spec_of(layout, mesh), requires_grad=requires_grad)
+
+
+def rand(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,  # noqa: ARG001 - torch's signature
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsArgument | None = None,
+) -> DTensor:
+    """Uniform numbers, equal to one device's with the same seed whatever the placements.
+
+    Every rank draws the whole tensor and keeps its part: time and transient memory of the full tensor.
+    Cost: none, as long as the ranks' generators agree.
+    """
+    return _drawn(
+        torch.rand,
+        size,
+        dtype=dtype,
+        requires_grad=requires_grad,
+        device_mesh=device_mesh,
+        placements=placements,
+    )
+
+
+def randn(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,  # noqa: ARG001 - torch's signature
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsArgument | None = None,
+) -> DTensor:
+    """Normal numbers, equal to one device's with the same seed whatever the placements; see `rand`."""
+    return _drawn(
+        torch.randn,
+        size,
+        dtype=dtype,
+        requires_grad=requires_grad,
+        device_mesh=device_mesh,
+        placements=placements,
+    )

@@ -1,0 +1,1 @@
+"""The parameters of modules: found, placed all or none, tied ones once."""

@@ -1,0 +1,182 @@
+"""`distribute_module`: the parameters and buffers of a module become DTensors."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.errors import ParallelError
+from shardwright.placement.base import Replicate
+from shardwright.tensor.conversions import current_mesh
+from shardwright.tensor.distribute import distribute_tensor
+from shardwright.tensor.modules.more_axes import KEPT, is_free_for, on_more_axes
+from shardwright.tensor.modules.ties import ties_kept
+from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+from shardwright.tensor.wrap import as_ours
+
+PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
+ByPattern = Mapping[str, PlacementsArgument]
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: PartitionFn | ByPattern | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Make every parameter and buffer a DTensor on `device_mesh`, in place; tied weights stay tied.
+
+    Args:
+        partition_fn: as torch's function `(name, submodule, mesh)`, or `{pattern: placements}`: a shell
+            pattern over qualified parameter and buffer names ("layers.*.wq.weight"); the first that matches
+            wins. What nothing names is replicated.
+        input_fn: `(module, inputs, mesh) -> inputs`, before the forward.
+        output_fn: `(module, outputs, mesh) -> outputs`, after it.
+        src_data_rank: see `distribute_tensor`.
+    A parameter that `parallelize_replicate` placed on other axes gets those of `device_mesh` too.
+
+    Raises: ParallelError: a pattern that matches nothing, or names what is placed in another way already, a
+        placement that does not fit, a module that was distributed before, a tied weight whose names would be
+        placed differently; nothing has been changed then.
+    Cost: that of `distribute_tensor` per parameter, none with `src_data_rank=None`.
+    """
+    mesh = current_mesh(device_mesh)
+    if getattr(module, "_shardwright_distributed", False):
+        raise ParallelError(
+            "distribute_module was already called on this module; place its parts, or place it once"
+        )
+    with ties_kept(module, "distribute_module"):
+        if isinstance(partition_fn, Mapping):
+            _place_by_pattern(module, mesh, partition_fn, src_data_rank)
+        else:
+            if partition_fn is not None:
+                for name, child in module.named_modules():
+                    partition_fn(name, child, mesh)
+            _place_by_pattern(module, mesh, {}, src_data_rank)
+    _register_hooks(module, mesh, input_fn, output_fn)
+    module._shardwright_distributed = True  # type: ignore[assignment]
+    return module
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Qualified names of parameters and buffers, each name of a tied one included."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named.update(module.named_buffers(remove_duplicate=False))
+    return named
+
+
+def _place_by_pattern(module: nn.Module, mesh: DeviceMesh, patterns: ByPattern, source: int | None) -> None:
+    named = _tensors(module)
+    chosen = {name: _placements_for(name, patterns, mesh) for name in named}
+    _check_patterns(patterns, named)
+    asked = {name for name in named if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    made: dict[int, torch.Tensor] = {}
+    for name, tensor in named.items():
+        if id(tensor) not in made and _to_be_placed(name, tensor, mesh, chosen[name], name in asked):
+            made[id(tensor)] = _distributed(name, tensor, mesh, chosen[name], source)
+    for name, tensor in named.items():
+        if id(tensor) in made:
+            _set(module, name, made[id(tensor)])
+
+
+def _placements_for(name: str, patterns: ByPattern, mesh: DeviceMesh) -> PlacementsArgument:
+    for pattern, given in patterns.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            resolve_placements(mesh, given, default="replicate")  # refuses before anything is changed
+            return given
+    return (Replicate(),) * mesh.ndim
+
+
+def _to_be_placed(
+    name: str, tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementsArgument, asked: bool
+) -> bool:
+    """Is there anything to do? What is placed already stays, unless the plan asks for something else.
+
+    Raises: ParallelError: it does, and that cannot be done.
+    """
+    if not isinstance(tensor, TorchDTensor):
+        return True
+    ours = as_ours(tensor)
+    if not getattr(tensor, "_fully_sharded", "") and is_free_for(ours, mesh):
+        return True
+    resolved, _ = resolve_placements(mesh, placements, default="replicate")
+    if asked and not (ours.device_mesh == mesh and ours._spec.layout.placements == tuple(resolved)):
+        raise ParallelError(
+            f"distribute_module: the plan places {name}, which is placed already ({ours._spec.layout}); call "
+            "distribute_module before the strategy that placed it"
+        )
+    return False
+
+
+def _check_patterns(patterns: ByPattern, named: Mapping[str, torch.Tensor]) -> None:
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
+            some = ", ".join(list(named)[:6])
+            raise ParallelError(f"no parameter or buffer is named {pattern!r}; the module has {some}, ...")
+
+
+def _distributed(
+    name: str, tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementsArgument, source: int | None
+) -> torch.Tensor:
+    try:
+        if isinstance(tensor, TorchDTensor):
+            made = on_more_axes(as_ours(tensor), mesh, placements, KEPT, source)
+        else:
+            made = distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=source)
+    except ValueError as error:
+        raise ParallelError(f"{name}: {error}") from error
+    if not isinstance(tensor, nn.Parameter):
+        return made
+    parameter = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return carry_over(tensor, parameter)
+
+
+def carry_over(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Attributes that users hung on a parameter, and its hooks, move to the one that replaces it."""
+    for key, value in vars(old).items():
+        if not key.startswith("_"):
+            setattr(new, key, value)
+    hooks = getattr(old, "_backward_hooks", None)
+    if hooks:
+        for hook in hooks.values():
+            new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
+    return new
+
+
+def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = tensor  # type: ignore[assignment]
+    else:
+        owner._buffers[leaf] = tensor
+
+
+def _register_hooks(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    input_fn: Callable[..., Any] | None,
+    output_fn: Callable[..., Any] | None,
+) -> None:
+    if input_fn is not None:
+        if len(inspect.signature(input_fn).parameters) == 2:
+            module.register_forward_pre_hook(lambda _, inputs: input_fn(inputs, mesh))
+        else:
+            module.register_forward_pre_hook(lambda owner, inputs: input_fn(owner, inputs, mesh))
+    if output_fn is not None:
+        if len(inspect.signature(output_fn).parameters) == 2:
+            module.register_forward_hook(lambda _, __, outputs: output_fn(outputs, mesh))
+        else:
+            module.register_forward_hook(lambda owner, _, outputs: output_fn(owner, outputs, mesh))

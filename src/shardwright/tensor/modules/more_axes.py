@@ -1,0 +1,67 @@
+"""A parameter that a strategy placed on some axes is placed on others too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from shardwright.compat import axis_names, union_mesh
+from shardwright.layout.layout import Layout
+from shardwright.tensor.distribute import distribute_tensor
+from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+from shardwright.tensor.spec import LocalUse, spec_of
+from shardwright.tensor.wrap import wrap
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwright.tensor.dtensor import DTensor
+
+KEPT = LocalUse((), ())
+
+
+def shared_ranks(left: DeviceMesh, right: DeviceMesh) -> set[int]:
+    """Ranks, other than this one, that both meshes contain."""
+    mine = dist.get_rank()
+    return (set(left.mesh.flatten().tolist()) & set(right.mesh.flatten().tolist())) - {mine}
+
+
+def is_free_for(x: DTensor, mesh: DeviceMesh) -> bool:
+    """Is it whole on the axes that place it, computes locally there, and are these not those of `mesh`?"""
+    whole = x._spec.use is not None and x._spec.layout.is_fully_replicated
+    apart = not set(axis_names(x.device_mesh)) & set(axis_names(mesh))
+    return whole and apart and not shared_ranks(x.device_mesh, mesh)
+
+
+def on_more_axes(
+    before: DTensor, mesh: DeviceMesh, given: PlacementsArgument, use: LocalUse, source: int | None
+) -> DTensor:
+    """Old axes keep their placements and come first in order; the new axes place what those leave.
+
+    Args: use: how the computation sees the new axes.
+    """
+    placements, _ = resolve_placements(mesh, given, default="replicate")
+    inner = distribute_tensor(before._local_tensor.detach(), mesh, placements, src_data_rank=source)
+    old = before._spec.layout
+    both = union_mesh([before.device_mesh, mesh])
+    layout = Layout(
+        both,
+        {
+            **dict(zip(old.axes, old.placements, strict=True)),
+            **dict(zip(axis_names(mesh), placements, strict=True)),
+        },
+        old.shape,
+        dtype=before.dtype,
+        stride=old.stride,
+        order=(*old.order_names, *axis_names(mesh)),
+    )
+    earlier = before._spec.use or KEPT
+    joined = LocalUse(
+        _in_order(both, (*earlier.axes, *use.axes)), _in_order(both, (*earlier.summed, *use.summed))
+    )
+    return wrap(inner._local_tensor, spec_of(layout, both, joined))
+
+
+def _in_order(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in axis_names(mesh) if name in names)

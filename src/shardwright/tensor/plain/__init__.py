@@ -1,0 +1,1 @@
+"""Plain tensors, the host and torch's own functions beside DTensors."""

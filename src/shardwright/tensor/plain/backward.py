@@ -1,0 +1,104 @@
+"""Starting a backward from a DTensor, so that what runs inside it sees DTensors as the forward did.
+
+torch runs a function of a subclass with the subclass' `__torch_function__` switched off, and a backward keeps
+that state to its end. What a backward recomputes (activation checkpointing), and what the user's own autograd
+functions compute in it, would then meet parameters that compute as local tensors as mere DTensors of another
+mesh. The engine takes edges of the graph in place of tensors, and edges are nobody's subclass.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.comm.traced import is_traced
+from shardwright.tensor.plain import boundary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def _method(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`Tensor.backward`."""
+    return _backward((tensor,), gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """`torch.autograd.backward`."""
+    outputs = _sequence(tensors)
+    if inputs is not None or grad_variables is not None or not _as_edges(outputs):
+        return torch.autograd.backward(
+            tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
+        )
+    seeds, edges = _seeds(outputs, _sequence(grad_tensors)), _edges(outputs)
+    with torch._C._EnableTorchFunction():
+        return torch.autograd.backward(edges, seeds, retain_graph, create_graph)
+
+
+def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.grad`."""
+    starts, ends = _sequence(outputs), _sequence(inputs)
+    asks_more = kwargs.get("materialize_grads") or kwargs.get("is_grads_batched") or args[4:]
+    if asks_more or not _as_edges((*starts, *ends)):
+        return torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
+    seeds = _seeds(starts, _sequence(grad_outputs))
+    begin, end = _edges(starts), _edges(ends)
+    with torch._C._EnableTorchFunction():
+        return torch.autograd.grad(begin, end, seeds, *args, **kwargs)
+
+
+def _sequence(given: Any) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, torch.Tensor) else tuple(given)
+
+
+def _as_edges(values: Sequence[Any]) -> bool:
+    """May these be given as edges? torch's own errors are for what needs no gradient; a trace has none."""
+    return bool(values) and all(
+        isinstance(v, torch.Tensor) and v.requires_grad and not _is_traced(v) for v in values
+    )
+
+
+def _is_traced(value: torch.Tensor) -> bool:
+    return isinstance(value, TorchDTensor) and is_traced(value._local_tensor)
+
+
+def _edges(values: Sequence[torch.Tensor]) -> list[Any]:
+    return [get_gradient_edge(value) for value in values]
+
+
+def _seeds(
+    outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """The gradients to start from: where none is given, a one that is laid out as the output."""
+    seeds: list[torch.Tensor | None] = list(given) if given else [None] * len(outputs)
+    return [
+        torch.ones_like(output) if seed is None and _is_real_scalar(output) else seed
+        for output, seed in zip(outputs, seeds, strict=True)
+    ]
+
+
+def _is_real_scalar(output: torch.Tensor) -> bool:
+    return isinstance(output, TorchDTensor) and output.numel() == 1 and output.is_floating_point()
+
+
+boundary.OWN[torch.Tensor.backward] = lambda _func, args, kwargs: _method(*args, **kwargs)
+boundary.OWN[torch.autograd.backward] = lambda _func, args, kwargs: _backward(*args, **kwargs)
+boundary.OWN[torch.autograd.grad] = lambda _func, args, kwargs: _grad(*args, **kwargs)

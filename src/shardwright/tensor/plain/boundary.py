@@ -1,0 +1,289 @@
+"""Where the user's program hands tensors to torch: the one place that judges plain tensors beside DTensors.
+
+What the user passes is judged here, under the name that the user called. What torch makes on the way
+(the causal mask of an attention, a window, the grid of an interpolation) is the same on every rank, because
+the program is; further down it counts as replicated.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.compat import implicitly_replicated, never_compiled_alone
+from shardwright.errors import RuleError
+from shardwright.placement.base import Replicate
+from shardwright.tensor.autograd import Adopt, apply
+from shardwright.tensor.dispatch.ways.out import call_with_out, fills_itself
+from shardwright.tensor.plain.host_reads import READING, WITH_LENGTHS, is_lengths, with_host_values
+from shardwright.tensor.plain.refuse import plain_among
+from shardwright.tensor.wrap import CLASSES, as_replicated
+
+
+class _State(threading.local):
+    functions = 0
+    blocks = 0
+
+
+state = _State()
+
+# Functions that take a loss and parameters side by side, and must see the parameters themselves.
+AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+
+
+# Functions that ask for sizes only: it does not matter where the elements of their arguments live.
+OF_SIZES = frozenset({torch.is_same_size, torch.Tensor.is_same_size})
+
+
+def _same_size(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    first, second = (*args, *kwargs.values())
+    return bool(first.shape == second.shape)
+
+
+# Functions that the library does in its own way above autograd: `(func, args, kwargs) -> result`.
+OWN: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = dict.fromkeys(OF_SIZES, _same_size)
+
+
+def helpers_allowed(within: int = 0) -> bool:
+    """Do plain tensors that an op meets count as replicated here?
+
+    Inside a function of torch (its own helpers), inside `spmd` or torch's `implicit_replication`, in the
+    engine's backward formulas and while a graph is traced.
+
+    Args: within: how many functions of torch the asker is known to be in; one of `OWN` is in itself.
+    """
+    return bool(
+        state.functions > within
+        or state.blocks
+        or torch._C._current_graph_task_id() != -1
+        or torch.compiler.is_compiling()
+        or implicitly_replicated()
+    )
+
+
+@contextmanager
+def helpers() -> Iterator[None]:
+    """Within the block plain tensors count as replicated: torch's own formulas make them."""
+    state.functions += 1
+    try:
+        yield
+    finally:
+        state.functions -= 1
+
+
+def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch whose arguments hold a DTensor.
+
+    Raises: RuleError: a plain tensor of more than one element among the arguments; it names the ways out.
+    """
+    if torch.compiler.is_compiling():
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    depth = state.functions
+    if not depth and (_has_foreign(args) or (kwargs and _has_foreign(kwargs.values()))):
+        args, kwargs = _adopted(func, args, kwargs)
+        if implicitly_replicated() and not leaves_alone(func):
+            args, kwargs = _taken_as_replicated(func, args, kwargs)
+        elif not state.blocks:
+            _refuse_plain(func, args, kwargs)
+    if func in READING:
+        args, kwargs = with_host_values(func, args, kwargs)
+    state.functions = depth + 1
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            if kwargs and kwargs.get("out") is not None and not fills_itself(func):
+                return call_with_out(func, args, kwargs)
+            own = OWN.get(func)
+            out = func(*args, **kwargs) if own is None else own(func, args, kwargs)
+    finally:
+        state.functions = depth
+    if out.__class__ is not torch.Tensor or is_functorch_wrapped_tensor(out):
+        return out
+    return _made_by_torch(func, args, kwargs, out)
+
+
+never_compiled_alone(call)
+
+# Functions whose result is plain because the user asks for it.
+_ASK_FOR_PLAIN = frozenset({"__get__", "as_subclass"})
+
+
+def _made_by_torch(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor
+) -> torch.Tensor:
+    """A plain tensor that torch made of none of its operands' data (the rank of a matrix without elements).
+
+    The same on every rank, so the result is a DTensor as it is for other operands. One that was given and
+    written into stays what it is.
+    """
+    given = list(tensors_in((*args, *kwargs.values())))
+    ours = next((value for value in given if isinstance(value, TorchDTensor)), None)
+    if ours is None or getattr(func, "__name__", "") in _ASK_FOR_PLAIN or any(out is v for v in given):
+        return out
+    return as_replicated(out, ours.device_mesh)
+
+
+def wraps_distributed(x: torch.Tensor) -> bool:
+    """Is `x` what a transform of `torch.func` makes of a DTensor? Its class says plain; inside it is not."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return isinstance(x, TorchDTensor)
+
+
+def is_same_everywhere(x: torch.Tensor) -> bool:
+    """Has it nothing in which ranks could differ but one element?
+
+    One element, or one repeated by a stride of 0, as torch writes a tangent that is zero; no data at all, as
+    where torch asks what a sum with such a zero looks like.
+    """
+    if x.is_meta or x.numel() == 1:
+        return True
+    if is_functorch_wrapped_tensor(x) or x.layout is not torch.strided or not x.numel():
+        return False
+    return all(size == 1 or not stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, those in lists included."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def _adopted(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """torch's own DTensors among the arguments as ours: their gradients reach torch in layouts it knows."""
+    kept = args[0] if args and writes_first(func) else None
+
+    def adopt(value: Any) -> Any:
+        if type(value) is TorchDTensor and value is not kept and value.requires_grad:
+            return apply(Adopt, value)
+        if type(value) in (list, tuple):
+            return type(value)(adopt(each) for each in value)
+        return value
+
+    if func in AUTOGRAD or not torch.is_grad_enabled():
+        return args, kwargs
+    named = {name: value if name == "out" else adopt(value) for name, value in kwargs.items()}
+    return tuple(map(adopt, args)), named
+
+
+# Classes whose values are neither plain tensors, nor torch's own DTensors, nor lists of them, as met: asking
+# a class is slow.
+_harmless: set[type] = set()
+
+
+def _taken_as_replicated(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments inside torch's `implicit_replication`."""
+    ours = next((v for v in tensors_in((*args, *kwargs.values())) if isinstance(v, TorchDTensor)), None)
+    if ours is None:
+        return args, kwargs
+    mesh = ours.device_mesh
+
+    def replicate(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not (
+            isinstance(value, TorchDTensor) or wraps_distributed(value)
+        ):
+            return CLASSES[0].from_local(value, mesh, (Replicate(),) * mesh.ndim)
+        if isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value):
+            return type(value)(map(replicate, value))
+        return value
+
+    return with_replicated(func, args, kwargs, replicate)
+
+
+def with_replicated(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], replicate: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with plain tensors replaced by `replicate`, but for those that the function writes."""
+    keep = args[0] if args and writes_first(func) else None
+    named = {name: value if name == "out" else replicate(value) for name, value in kwargs.items()}
+    return tuple(value if value is keep else replicate(value) for value in args), named
+
+
+def leaves_alone(func: Any) -> bool:
+    """Does the function take its plain tensors as they are, also where such count as replicated?"""
+    if func in AUTOGRAD or func in OF_SIZES:
+        return True
+    name = getattr(func, "__name__", "")
+    return name == "__set__" or name.startswith(("_foreach_", "_fused_"))
+
+
+def _has_foreign(values: Iterable[Any]) -> bool:
+    """Is a plain tensor, or torch's own DTensor, among the arguments? Mostly not; asked at every call."""
+    for value in values:
+        cls = value.__class__
+        if cls in _harmless:
+            continue
+        if issubclass(cls, torch.Tensor):
+            if cls is TorchDTensor or not (issubclass(cls, TorchDTensor) or wraps_distributed(value)):
+                return True
+        elif issubclass(cls, list | tuple):
+            if _has_foreign(value):
+                return True
+            continue
+        _harmless.add(cls)
+    return False
+
+
+def _refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        return  # what a backward recomputes was judged in its forward
+    for value in tensors_in((*args, *kwargs.values())):
+        if is_same_everywhere(value) or wraps_distributed(value) or _is_written(func, value, args, kwargs):
+            continue
+        if func in AUTOGRAD or func in OF_SIZES or getattr(func, "__name__", "") == "__set__":
+            return
+        if (func in WITH_LENGTHS and is_lengths(value)) or _made_of_lengths():
+            continue
+        raise RuleError(plain_among(func, args, kwargs, value, call))
+
+
+def _made_of_lengths() -> bool:
+    """Does torch pass on what it sorted of a packed sequence's lengths?
+
+    It does that in plain Python, where nothing but the caller tells its tensors from the user's.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardwright."):
+        frame = frame.f_back
+    return bool(frame.f_globals["__name__"] == "torch.nn.utils.rnn")
+
+
+def _is_written(func: Any, value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A plain tensor that the function writes into gets the full value."""
+    if any(value is out for out in tensors_in((kwargs.get("out"),))):
+        return True
+    return bool(args) and value is args[0] and writes_first(func)
+
+
+_CHANGING = frozenset(
+    {
+        "__set__",
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ipow__",
+        "__ifloordiv__",
+    }
+)
+
+
+def writes_first(func: Any) -> bool:
+    """Does the function write into its first argument, by torch's rules of naming?"""
+    name = getattr(func, "__name__", "")
+    return name in _CHANGING or (name.endswith("_") and not name.endswith("__"))

@@ -1,0 +1,73 @@
+"""Functions of torch that hand a tensor's values to the host at its address, where a wrapper has none.
+
+`x.tolist()`, `x.numpy()`, split points that stand in a tensor: the host gets the finished logical value, as
+from `x.item()`, with a record.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.comm.record import record_decision, recording
+from shardwright.tensor.explicit_mode import refuse_to_gather
+
+if TYPE_CHECKING:
+    from shardwright.tensor.dtensor import DTensor
+
+_WHOLE = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+_POINTS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
+# The lengths of a packed sequence, or how many rows each step has, are sizes written as a tensor: torch takes
+# them on the host alone, so they are the program's own numbers, as the sizes of `view` are.
+WITH_LENGTHS = frozenset(
+    {torch._pack_padded_sequence, torch._pad_packed_sequence}
+    | {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+)
+READING = _WHOLE | _POINTS | WITH_LENGTHS
+_READ = torch.ops.aten._local_scalar_dense.default
+
+
+def with_host_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for a function in `READING`: what it reads at an address is plain.
+
+    Raises: ImplicitRedistributionError: inside `explicit()`, a value that is not whole on every rank.
+    Cost: gathering what is read.
+    """
+    first, *rest = args
+    if func is torch.Tensor.tolist:
+        return (_of_no_graph(first), *rest), kwargs
+    if func in _WHOLE:
+        return (_finished(first), *rest), kwargs
+    if func in WITH_LENGTHS:
+        second, *others = rest
+        return (first, _finished(second) if is_lengths(second) else second, *others), kwargs
+    return (first, *map(_listed, rest)), {name: _listed(value) for name, value in kwargs.items()}
+
+
+def is_lengths(value: Any) -> bool:
+    """Can it be the second argument of a function in `WITH_LENGTHS`, where others have states?"""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim == 1
+
+
+def _listed(value: Any) -> Any:
+    return _of_no_graph(value).tolist() if isinstance(value, TorchDTensor) else value
+
+
+def _finished(value: Any) -> Any:
+    if not isinstance(value, TorchDTensor):
+        return value
+    why = "the host reads the finished value"
+    refuse_to_gather(_READ, cast("DTensor", value), why)
+    if recording() and any(not p.is_replicate() for p in value.placements):
+        record_decision(_READ.name(), f"redistribute: {why}", str(value.placements))
+    return value.full_tensor()
+
+
+def _of_no_graph(value: Any) -> Any:
+    """The same for a function that returns numbers: it asks nothing of how they were made."""
+    with torch.no_grad():
+        return _finished(value)

@@ -1,0 +1,123 @@
+"""`spmd(mesh)`: single-device semantics for a block; plain tensors met inside count as replicated."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from shardwright.comm.record import source_line
+from shardwright.compat import never_compiled_alone
+from shardwright.errors import SpmdError
+from shardwright.placement.base import Replicate
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.plain.boundary import leaves_alone, state, with_replicated
+
+Check = Literal["first"] | bool
+
+
+_checked_sites: set[tuple[str, int]] = set()
+
+
+class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the verb that users write
+    """Within the block a program written for one device runs on DTensors.
+
+    A plain tensor beside a DTensor counts as replicated: every rank is taken to hold the same values. Its
+    gradient is plain and complete. A DTensor written into a plain tensor writes its full value. The backward
+    of what was computed inside needs no block of its own.
+
+    Args:
+        mesh: where plain tensors count as replicated.
+        check: compare plain tensors across the ranks: "first" (the first time that this line of the program
+            runs), True (always) or False. Raises SpmdError that names the line of one that differs.
+    Cost: none for the program's own tensors; each comparison is one small all-reduce per axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, check: Check = "first") -> None:
+        super().__init__()
+        self._mesh = mesh
+        frame = sys._getframe(1)
+        site = (frame.f_code.co_filename, frame.f_lineno)
+        self._check = check is True or (check == "first" and site not in _checked_sites)
+        self._site = site
+        self._seen: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def __enter__(self) -> Self:
+        state.blocks += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        state.blocks -= 1
+        if kind is None:
+            _checked_sites.add(self._site)
+        self._seen.clear()
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _mixed(args, kwargs) and not leaves_alone(func):
+            args, kwargs = with_replicated(func, args, kwargs, self._replicate)
+        return func(*args, **kwargs)
+
+    def _replicate(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.distributed.tensor.DTensor):
+            if self._check and value.device.type != "meta":
+                self._compare(value)
+            return DTensor.from_local(value, self._mesh, (Replicate(),) * self._mesh.ndim)
+        if isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value):
+            return type(value)(self._replicate(v) for v in value)
+        return value
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]  # it ends on the host: a graph breaks here
+    def _compare(self, value: torch.Tensor) -> None:
+        """Raise if the ranks of the mesh hold different bytes here."""
+        known = self._seen.get(id(value))
+        if known is not None and known[0] is value and known[1] == value._version:
+            return
+        self._seen[id(value)] = (value, value._version)
+        digest = _digest(value)
+        pair = torch.tensor([digest, -digest], dtype=torch.int64, device=self._mesh.device_type)
+        for axis in range(self._mesh.ndim):
+            dist.all_reduce(pair, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
+        if int(pair[0]) != -int(pair[1]):
+            raise SpmdError(
+                f"{source_line()}: a plain tensor of shape {tuple(value.shape)} differs between the ranks of "
+                f"{self._mesh.mesh_dim_names}; inside spmd it must be the same everywhere. "
+                "fix: make it from the same seed or data everywhere, or use DTensor.from_local"
+            )
+
+
+never_compiled_alone(spmd.__torch_function__)
+
+
+def _digest(value: torch.Tensor) -> int:
+    """62 bits of a hash of the values, so that its negative is an int64 as well."""
+    flat = value.detach().contiguous().cpu().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return xxhash.xxh3_64_intdigest(data + str((tuple(value.shape), value.dtype)).encode()) >> 2
+
+
+def _mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Are there DTensors and plain tensors of more than one element side by side?"""
+    distributed = plain = False
+    stack: list[Any] = [*args, *kwargs.values()]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, torch.distributed.tensor.DTensor):
+            distributed = True
+        elif isinstance(value, torch.Tensor):
+            plain = True
+        elif isinstance(value, list | tuple):
+            stack.extend(value)
+    return distributed and plain

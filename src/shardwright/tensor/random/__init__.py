@@ -1,0 +1,1 @@
+"""Random ops: drawn as on one device, or by a counter from logical indices."""

@@ -1,0 +1,241 @@
+"""Random ops by the counter-based generator: each rank computes the numbers of its own elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import RuleError
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Pending, Replicate
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.random.source import CounterSource, draw_key
+from shardwright.tensor.spec import LocalUse, coords_of, spec_of, with_dtype
+from shardwright.tensor.wrap import wrap
+
+# From the source of numbers, the op's arguments by name and the dtype wanted to local values.
+Draw = Callable[[CounterSource, Mapping[str, Any], torch.dtype], Tensor]
+
+
+def _uniform(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    low, high = given.get("from", 0.0), given.get("to", 1.0)
+    drawn = source.uniform(dtype)
+    return drawn if (low, high) == (0.0, 1.0) else drawn.mul_(high - low).add_(low)
+
+
+def _normal(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    return source.normal(dtype).mul_(given.get("std", 1.0)).add_(given.get("mean", 0.0))
+
+
+def _log_normal(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    return _normal(source, given, dtype).exp_()
+
+
+def _exponential(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    return source.inside(dtype).log_().div_(-given["lambd"])
+
+
+def _cauchy(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    return source.inside(dtype).sub_(0.5).mul_(math.pi).tan_().mul_(given["sigma"]).add_(given["median"])
+
+
+def _geometric(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    return source.inside(dtype).log_().div_(math.log1p(-given["p"])).ceil_().clamp_(min=1)
+
+
+def _bernoulli(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    return source.below(given["p"])
+
+
+def _random(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    low, high = given.get("from", 0), given.get("to")
+    return source.integers(low, (_limit(dtype) if high is None else high) - low)
+
+
+def _limit(dtype: torch.dtype) -> int:
+    """One more than the largest number that `random_()` draws: floats end where integers get gaps."""
+    if dtype.is_floating_point:
+        return int(2 / torch.finfo(dtype).eps) + 1
+    return 2 if dtype == torch.bool else min(torch.iinfo(dtype).max, 2**63 - 2) + 1
+
+
+def _randint(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    low = given.get("low", 0)
+    return source.integers(low, given["high"] - low)
+
+
+_FILLING: dict[str, Draw] = {
+    "uniform": _uniform,
+    "normal": _normal,
+    "normal_functional": _normal,
+    "log_normal": _log_normal,
+    "exponential": _exponential,
+    "cauchy": _cauchy,
+    "geometric": _geometric,
+    "bernoulli": _bernoulli,
+    "random": _random,
+    "rand_like": _uniform,
+    "randn_like": _normal,
+    "randint_like": _randint,
+}
+_ANY_DTYPE = ("bernoulli", "geometric", "random", "randint_like")
+
+
+def draw(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The op's result, or NotImplemented for ops that are drawn in full.
+
+    Raises: RuleError: inside a compiled graph; what torch raises for the op's arguments.
+    """
+    given = _bound(func, args, kwargs)
+    if any(argument.is_out for argument in func._schema.arguments):
+        return NotImplemented
+    name = func._schema.name.removeprefix("aten::")
+    if name == "normal" and func._schema.overload_name.startswith(("Tensor", "float_T")):
+        return _normal_of_tensors(given)
+    if name == "bernoulli" and not func._schema.overload_name:
+        return _chance(given["self"], given["self"], given["generator"])
+    if isinstance(given.get("p"), Tensor):
+        made = _chance(given["self"], given["p"], given["generator"])
+        return given["self"].copy_(made) if func._schema.is_mutable else made
+    make = _FILLING.get(name.removesuffix("_"))
+    x = given.get("self")
+    if make is None or not isinstance(x, DTensor) or isinstance(given.get("high"), Tensor):
+        return NotImplemented
+    dtype = given.get("dtype") or x.dtype
+    if dtype.is_complex or not (dtype.is_floating_point or name.removesuffix("_") in _ANY_DTYPE):
+        return NotImplemented
+    if func._schema.is_mutable:
+        _refuse_arguments(func, x, args[1:], kwargs)
+        return _fill(x, make, given)
+    return made_like(x, make, given, dtype)
+
+
+def _bound(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with their defaults."""
+    arguments = func._schema.arguments
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    names = [argument.name for argument in arguments]
+    return {"generator": None, **given, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _refuse_arguments(
+    func: torch._ops.OpOverload, x: DTensor, rest: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """torch judges a negative deviation, a probability above 1, ...: on a tensor without elements."""
+    func(torch.empty(0, dtype=x.dtype, device=x._local_tensor.device), *rest, **kwargs)
+
+
+def finished(layout: Layout) -> Layout:
+    """The layout in which every rank holds whole numbers: what is pending is replicated."""
+    if not layout.pending_axes:
+        return layout
+    placements = tuple(Replicate() if p.is_pending else p for p in layout.placements)
+    return layout.with_placements(placements, order=layout.order_names)
+
+
+def source_for(
+    layout: Layout, mesh: Any, device: torch.device, generator: torch.Generator | None
+) -> CounterSource | None:
+    """The numbers of this rank for one op; None on a rank outside the mesh, which draws the key all the same.
+
+    Raises: RuleError: inside a compiled graph.
+    """
+    if torch.compiler.is_compiling():
+        raise RuleError(
+            "random_mode('counter') draws its keys while the program runs, so not inside a compiled graph\n"
+            "  fix: random_mode('full') around the compiled call"
+        )
+    key = draw_key(generator)
+    coords = coords_of(mesh)
+    return None if coords is None else CounterSource(key, layout, coords, device)
+
+
+def _fill(x: DTensor, make: Draw, given: Mapping[str, Any]) -> DTensor:
+    mesh, layout = x.device_mesh, x._spec.layout
+    source = source_for(finished(layout), mesh, x._local_tensor.device, given["generator"])
+    if source is not None:
+        x._local_tensor.copy_(_embedded(make(source, given, x.dtype), layout, source.coords))
+    return x
+
+
+def _embedded(local: Tensor, layout: Layout, coords: tuple[int, ...]) -> Tensor:
+    """What a coord holds of finished numbers where the layout is pending."""
+    for axis in layout.pending_axes:
+        placement = layout.placements[axis]
+        if isinstance(placement, Pending):
+            local = placement.embed(local.to(layout.dtype), layout.sizes[axis], coords[axis])
+    return local
+
+
+def made_like(x: DTensor, make: Draw, given: Mapping[str, Any], dtype: torch.dtype) -> DTensor:
+    """A new tensor of the shape and the finished layout of `x`."""
+    layout = with_dtype(finished(x._spec.layout), dtype)
+    return made(layout, x.device_mesh, x._local_tensor.device, make, given, x._spec.use)
+
+
+def made(
+    layout: Layout,
+    mesh: Any,
+    device: torch.device,
+    make: Draw,
+    given: Mapping[str, Any],
+    use: LocalUse | None = None,
+) -> DTensor:
+    """A new tensor of this layout."""
+    source = source_for(finished(layout), mesh, device, given["generator"])
+    if source is None:
+        local = torch.empty(0, dtype=layout.dtype, device=device)
+    else:
+        coords = source.coords
+        local = torch.empty_strided(
+            layout.local_shape(coords), layout.local_stride(coords), dtype=layout.dtype, device=device
+        )
+        local.copy_(_embedded(make(source, given, layout.dtype), layout, coords))
+    return wrap(local, spec_of(layout, mesh, use))
+
+
+def standard(layout: Layout, mesh: Any, *, normal: bool) -> DTensor:
+    """`sw.rand` and `sw.randn`."""
+    make = _normal if normal else _uniform
+    return made(layout, mesh, torch.device(mesh.device_type), make, {"generator": None})
+
+
+# ------------------------------------------------------------------------------- arguments that are tensors
+
+
+def _normal_of_tensors(given: Mapping[str, Any]) -> Any:
+    mean, std = given["mean"], given["std"]
+    operands = [x for x in (mean, std) if isinstance(x, DTensor)]
+    shape = torch.broadcast_shapes(*(x.shape for x in (mean, std) if isinstance(x, Tensor)))
+    like = next((x for x in operands if x.shape == shape), None)
+    if like is None or like.is_complex():
+        return NotImplemented
+    drawn = made_like(like, _normal, {"generator": given["generator"]}, like.dtype)
+    return drawn * std + mean
+
+
+def _chance(x: DTensor, probability: Tensor, generator: torch.Generator | None) -> Any:
+    """One where a number of 32 bits is below the probability."""
+    if not isinstance(x, DTensor):
+        return NotImplemented
+    drawn = made_like(x, _fraction, {"generator": generator}, torch.float64)
+    return (drawn < probability).to(x.dtype)
+
+
+def _fraction(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    return source.fraction()
+
+
+def dropout(x: DTensor, layout: Layout, p: float, train: bool | None) -> tuple[DTensor, DTensor]:
+    """What `x` is multiplied with (0 or 1 / (1 - p)), and the mask of what is kept, in a finished layout."""
+    keep = 1.0 - p if train or train is None else 1.0
+    device, mesh = x._local_tensor.device, x.device_mesh
+    mask = made(
+        with_dtype(layout, torch.bool), mesh, device, _bernoulli, {"generator": None, "p": keep}, x._spec.use
+    )
+    scale = 0.0 if keep == 0 else 1.0 / keep
+    return cast(DTensor, mask.to(x.dtype) * scale), mask

@@ -1,0 +1,212 @@
+"""Random ops: which way they are drawn, and the way that equals one device.
+
+By default every rank draws for the whole logical tensor and keeps its part.
+Law: with the generators of all ranks in the same state, neither placements nor world size change the result,
+and the generators go on as on one device.
+Cost: no communication for ops that only fill; those that read values (bernoulli of probabilities,
+multinomial, poisson) gather them. Time and transient memory of the full tensor on every rank.
+Under `random_mode("counter")` an element's numbers follow from its logical index (`counter_draws`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwright.comm.record import record_decision, recording
+from shardwright.errors import RuleError
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
+from shardwright.tensor.conversions import replicated
+from shardwright.tensor.distribute import own_part
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.explicit_mode import refuse_to_gather
+from shardwright.tensor.plain.replicated import replicate_plain
+from shardwright.tensor.random import counter as counter_draws
+from shardwright.tensor.random import mode
+from shardwright.tensor.spec import Spec, coords_of, spec_of, with_dtype
+from shardwright.tensor.wrap import wrap
+
+aten = torch.ops.aten
+
+# What their first operand holds is overwritten or never looked at: only its shape, strides and dtype count.
+_FILLS = frozenset(
+    {
+        "bernoulli_.Tensor",
+        "bernoulli_.float",
+        "bernoulli.p",
+        "bernoulli.Tensor",
+        "cauchy",
+        "cauchy_",
+        "exponential",
+        "exponential_",
+        "geometric",
+        "geometric_",
+        "log_normal",
+        "log_normal_",
+        "normal_",
+        "normal_functional",
+        "rand_like",
+        "randint_like",
+        "randn_like",
+        "random",
+        "random_",
+        "uniform",
+        "uniform_",
+    }
+)
+# Their kernels draw inside, in an order of their own that no slice of a full draw repeats.
+_NOT_DRAWN_HERE = ("attention", "sdp_choice", "rnn", "lstm", "dropout_mask", "dropout_state", "nested")
+
+
+def is_random(func: torch._ops.OpOverload) -> bool:
+    """Does the op draw numbers here (and is none that consists of others which do)?"""
+    if torch.Tag.nondeterministic_seeded not in func.tags or func.namespace != "aten":
+        return False
+    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return False
+    return not any(word in func._schema.name for word in _NOT_DRAWN_HERE)
+
+
+def draw(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """One random op on DTensors; results take the layout of the first operand of their shape.
+
+    Raises: RuleError: a plain tensor beside a DTensor, as for any op; an `out=` of another shape.
+    """
+    if func is aten.native_dropout.default:
+        return _dropout(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("train", True))
+    if mode.is_counter():
+        out = counter_draws.draw(func, args, kwargs)
+        if out is not NotImplemented:
+            return out
+        record_decision(func.name(), "full draw: the counter generator does not cover this op")
+    return _full(func, args, kwargs)
+
+
+def fills(func: torch._ops.OpOverload) -> bool:
+    """Is the first operand only a shape to fill?"""
+    name = func._schema.name.removeprefix("aten::")
+    return name in _FILLS or f"{name}.{func._schema.overload_name}" in _FILLS
+
+
+# ------------------------------------------------------------------------------------------- full draws
+
+
+def _full(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The op on whole tensors, of which every rank keeps its part."""
+    named = _by_name(func, args, kwargs)
+    ours = [value for _, value in _tensors(named) if isinstance(value, DTensor)]
+    mesh = ours[0].device_mesh
+    whole = {name: _whole(func, name, value, mesh) for name, value in named.items()}
+    result = func(**whole)
+    written = _written(func, named, whole)
+    for given, changed in written:
+        _write_back(func, given, changed)
+    given_of = {id(changed): given for given, changed in written}
+    flat, tree = tree_flatten(result)
+    kept = [
+        value if not isinstance(value, torch.Tensor) else given_of.get(id(value), _part(value, ours))
+        for value in flat
+    ]
+    return tree_unflatten(kept, tree)
+
+
+def _by_name(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _tensors(named: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, value) for name, value in named.items() if isinstance(value, torch.Tensor))
+
+
+def _whole(func: torch._ops.OpOverload, name: str, value: Any, mesh: DeviceMesh) -> Any:
+    """The whole value of an argument; memory of its shape where the op only fills it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    argument = next(a for a in func._schema.arguments if a.name == name)
+    is_written = argument.alias_info is not None and argument.alias_info.is_write
+    if not isinstance(value, DTensor):
+        return value if is_written else replicate_plain(value, mesh, func)._local_tensor
+    only_filled = (name == func._schema.arguments[0].name and fills(func)) or argument.is_out
+    if only_filled or coords_of(mesh) is None:
+        layout = value._spec.layout
+        made = torch.empty_strided(
+            layout.shape, layout.stride, dtype=value.dtype, device=value._local_tensor.device
+        )
+        return made if only_filled else made.fill_(1)  # a rank outside the mesh only keeps in step
+    return _gathered(func, value, copy=is_written)
+
+
+def _gathered(func: torch._ops.OpOverload, x: DTensor, *, copy: bool) -> torch.Tensor:
+    why = "its numbers depend on the values of the whole tensor"
+    refuse_to_gather(func, x, why)
+    found = replicated(x)
+    if found is not x and recording():
+        record_decision(func.name(), f"redistribute: {why}", str(x._spec.layout))
+    return found._local_tensor.clone() if copy else found._local_tensor
+
+
+def _written(
+    func: torch._ops.OpOverload, named: Mapping[str, Any], whole: Mapping[str, Any]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of a tensor that the user gave to be written, and the whole one that was."""
+    infos = {a.name: a.alias_info for a in func._schema.arguments}
+    pairs = [(value, whole[name], infos[name]) for name, value in _tensors(named)]
+    return [(given, made) for given, made, info in pairs if info is not None and info.is_write]
+
+
+def _write_back(func: torch._ops.OpOverload, given: torch.Tensor, whole: torch.Tensor) -> None:
+    if not isinstance(given, DTensor):
+        return
+    layout = given._spec.layout
+    if tuple(whole.shape) != tuple(layout.shape):
+        raise RuleError(
+            f"{func.name()}: out= is {layout}, the result has shape {tuple(whole.shape)}\n"
+            "  fix: give an out= of that shape"
+        )
+    coords = coords_of(given.device_mesh)
+    if coords is not None:
+        given._local_tensor.copy_(layout.split(whole, coords))
+
+
+def _part(whole: torch.Tensor, operands: list[DTensor]) -> DTensor:
+    """This rank's part of a new result, placed like the first operand of that shape, else replicated."""
+    like = next((x for x in operands if tuple(x.shape) == tuple(whole.shape)), None)
+    mesh = operands[0].device_mesh
+    placements: Any = (Replicate(),) * mesh.ndim
+    order = None
+    if like is not None:
+        placements = tuple(Replicate() if p.is_pending else p for p in like._spec.layout.placements)
+        order = like._spec.layout.order_names
+    layout = Layout(
+        mesh, placements, tuple(whole.shape), dtype=whole.dtype, stride=tuple(whole.stride()), order=order
+    )
+    return _own(whole, layout, mesh, operands[0]._spec)
+
+
+def _own(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh, like: Spec) -> DTensor:
+    coords = coords_of(mesh)
+    local = whole.new_empty(0) if coords is None else own_part(whole, layout, coords)
+    return wrap(local, spec_of(layout, mesh, like.use))
+
+
+# ---------------------------------------------------------------------------------------------- dropout
+
+
+def _dropout(x: DTensor, p: float, train: bool | None) -> tuple[DTensor, DTensor]:
+    """Linear in x for a given mask, so a pending sum stays pending."""
+    placements = tuple(Replicate() if q.is_pending else q for q in x._spec.layout.placements)
+    layout = x._spec.layout.with_placements(placements, order=x._spec.layout.order_names)
+    if mode.is_counter():
+        scaled, mask = counter_draws.dropout(x, layout, p, train)
+    else:
+        ones = torch.ones(x._spec.layout.shape, dtype=x.dtype, device=x._local_tensor.device)
+        drawn = aten.native_dropout(ones, p, train)
+        layouts = (layout, with_dtype(layout, drawn[1].dtype))
+        scaled, mask = (_own(*pair, x.device_mesh, x._spec) for pair in zip(drawn, layouts, strict=True))
+    return cast(DTensor, x * scaled), mask

@@ -1,0 +1,91 @@
+"""A DTensor whose local tensor is still under way: whoever touches it first waits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.comm.async_result import Later
+from shardwright.comm.execute import execute_later
+from shardwright.plan.decide import plan_redistribution
+from shardwright.tensor.autograd import Redistribute, apply
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.spec import spec_of
+from shardwright.tensor.wrap import CLASSES, STARTERS, wrap
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwright.layout.layout import Layout
+    from shardwright.tensor.spec import Spec
+
+_slot = TorchDTensor.__dict__["_local_tensor"]
+
+
+class ArrivingDTensor(DTensor):
+    """A DTensor of `redistribute(..., async_op=True)`. Once its local tensor was asked for, it is a DTensor.
+
+    Every way to the local tensor, torch's C++ dispatch included, asks for this attribute, so none can see
+    memory that is still being written.
+    """
+
+    __slots__: list[str] = []
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if CLASSES[True] in types:  # a parameter that computes as its local tensor is asked first
+            return NotImplemented
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        held = _slot.__get__(self)
+        if type(held) is Later:
+            held = held.wait()
+            _slot.__set__(self, held)
+            self.__class__ = DTensor  # type: ignore[assignment]
+        return held  # type: ignore[no-any-return]
+
+    @_local_tensor.setter
+    def _local_tensor(self, value: torch.Tensor | Later) -> None:
+        _slot.__set__(self, value)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> DTensor:
+        return DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+
+
+def start_redistribution(x: DTensor, target: Layout) -> DTensor:
+    """Post what the redistribution of `x` to `target`, on its own mesh, sends last, and return at once."""
+    return apply(_Start, x, target, x.device_mesh)
+
+
+class _Start(Redistribute):
+    """Its backward is that of any redistribution: complete when it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, target: Layout, mesh: Any) -> torch.Tensor:
+        ctx.source, ctx.mesh = x._spec.layout, mesh
+        ctx.set_materialize_grads(False)
+        local = x._local_tensor
+        plan = plan_redistribution(x._spec.layout, target)
+        moved = execute_later(plan, local, mesh, reason="redistribute")
+        spec = spec_of(target, mesh)
+        if isinstance(moved, Later):
+            return _arriving(moved, local.new_empty(0), spec)
+        return wrap(moved.view_as(moved) if moved is local else moved, spec)
+
+
+def _arriving(later: Later, empty: torch.Tensor, spec: Spec) -> DTensor:
+    """`empty` stands in while the tensor is made: only its dtype and device are read."""
+    made = cast("ArrivingDTensor", ArrivingDTensor.__new__(ArrivingDTensor, empty, spec, requires_grad=False))
+    made._local_tensor = later
+    return made
+
+
+STARTERS.append(start_redistribution)

@@ -1,0 +1,1 @@
+"""Views of DTensors: taken, written through, gone back to their base."""

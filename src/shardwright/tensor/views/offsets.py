@@ -1,0 +1,80 @@
+"""Where a view begins in memory: as on one device, whichever way its elements came to be where they are.
+
+torch's composites (`fill_diagonal_`, ...), its autograd and its users read a view's storage offset and count
+places from there. Every op that returns views passes here, so that no way of running one can forget it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.views import write_back
+from shardwright.tensor.wrap import offset_of, wrap
+
+Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]
+
+# Views that begin where what they view begins: nothing has to be asked.
+_BEGIN_THERE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_conj", "_neg_view", "_unsafe_view", "alias", "detach", "expand", "permute", "squeeze", "t",
+        "transpose", "unfold", "unsqueeze", "view",
+    )
+)  # fmt: skip
+
+
+# Copies of all of a storage, that begin in it where their operand does.
+_OF_ALL_MEMORY = frozenset({"aten::diagonal_scatter", "aten::select_scatter", "aten::slice_scatter"})
+
+
+def begins_as_its_operand(func: torch._ops.OpOverload) -> bool:
+    """Does the storage offset of the op's results follow from that of its first argument?"""
+    return write_back.is_view(func) or func._schema.name in _OF_ALL_MEMORY
+
+
+def as_on_one_device(
+    route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """The views, each at the storage offset that it has on one device."""
+    out = route(func, args, kwargs)
+    base = args[0]
+    begin = offset_of(base)
+    if func._schema.name in _BEGIN_THERE | _OF_ALL_MEMORY and func._schema.overload_name != "dtype":
+        return out if not begin else _placed(out, begin, base)
+    meta = base._spec.tensor_meta
+    seen = (tuple(meta.shape), tuple(meta.stride), meta.dtype, begin)
+    begins = _offsets(func, seen, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
+    if isinstance(out, list | tuple):
+        return type(out)(_placed(x, at, base) for x, at in zip(out, begins, strict=True))
+    return _placed(out, begins[0], base)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _placed(out: Any, offset: int, base: torch.Tensor) -> Any:
+    """The same view, at this offset: a wrapper's is fixed when it is made."""
+    if not isinstance(out, DTensor) or out is base or offset_of(out) == offset:
+        return out
+    made = wrap(out._local_tensor, out._spec, offset=offset)
+    write_back.replace(out, made)
+    return made
+
+
+@lru_cache(maxsize=16384)
+def _offsets(func: torch._ops.OpOverload, base: Meta, rest: tuple[Any, ...], named: Any) -> tuple[int, ...]:
+    """The offsets of the views of a tensor of this shape, stride, dtype and offset, as torch has it."""
+    shape, stride, dtype, offset = base
+    with _disable_current_modes(), torch.no_grad():
+        held = torch.empty(0, dtype=dtype, device="meta").as_strided(shape, stride, offset)
+        rest, named = tree_map_only(torch.device, lambda _: held.device, (rest, dict(named)))
+        return tuple(x.storage_offset() for x in tree_leaves(func(held, *rest, **named)))

@@ -1,0 +1,269 @@
+"""Views whose local result is a copy (every other row of an interleaved cut, say): writes still travel.
+
+Such a view does not share the base's local tensor. It remembers its base: a write into it is written back,
+and after a write into the base it is derived again before its next use. Both are what the single-device
+program does. Where each rank copied its own elements neither communicates; where the view had to move data
+both cost what deriving it cost.
+
+Rejected: raising on such writes. `x[2] = 0` and `x[:, 1:3].mul_(2)` are common and have a clear meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
+from shardwright.tensor.dispatch.overlapping import overlaps, refuse
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.move import move_local, unasked
+from shardwright.tensor.spec import coords_of
+from shardwright.tensor.wrap import REFRESHERS
+from shardwright.views.aten import copies
+
+Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+class LocalCopy(Protocol):
+    """Knows where in the base's local tensor the elements of a copy are."""
+
+    @property
+    def overlaps(self) -> bool:
+        """May an element of the base be in the copy more than once?"""
+
+    def take(self, local: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Them, of a local tensor; and whether that is a copy."""
+
+    def put(self, local: torch.Tensor, values: torch.Tensor) -> None:
+        """Write them there."""
+
+
+@dataclass(slots=True)
+class _Origin:
+    """How a view came about; `copied`: its local tensor does not alias the base's."""
+
+    base: DTensor
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    index: int | None  # which of several results
+    copied: bool
+    version: int | None
+    local: LocalCopy | None = None  # where it copied its elements from, if it moved none
+
+
+Snapshots = dict[int, torch.Tensor]  # by the id of the view
+_origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def exist() -> bool:
+    """Is any such view alive?"""
+    return bool(_origins.data)
+
+
+@lru_cache(maxsize=4096)
+def is_view(func: torch._ops.OpOverload) -> bool:
+    """Do the op's results alias its first argument, which it does not write?"""
+    infos = [result.alias_info for result in func._schema.returns]
+    return not copies(func) and not any(info is not None and info.is_write for info in infos)
+
+
+def remember(
+    out: Any, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, copied: bool
+) -> None:
+    """Note that `out` is a view of `args[0]`."""
+    base, *rest = args
+    several = isinstance(out, list | tuple)
+    for index, view in enumerate(out if several else (out,)):
+        if isinstance(view, DTensor) and view not in _origins:
+            where = index if several else None
+            _origins[view] = _Origin(base, func, tuple(rest), kwargs, where, copied, _version(base))
+
+
+def remember_local(
+    out: DTensor,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    index: int | None,
+    local: LocalCopy,
+) -> None:
+    """Note that `out` is a copy of elements of `args[0]` that this rank holds."""
+    base, *rest = args
+    _origins[out] = _Origin(base, func, tuple(rest), kwargs, index, True, _version(base), local)
+
+
+def replace(known: DTensor, by: DTensor) -> None:
+    """Remember of one object what was remembered of another."""
+    if _origins.data and known in _origins:
+        _origins[by] = _origins.pop(known)
+
+
+def around(route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """One op while such views are alive: stale ones are derived again first, written ones go back after."""
+    for value in tree_leaves((args, dict(kwargs))):
+        if isinstance(value, DTensor):
+            _refresh(value)
+    written = _written(func, args, kwargs) if func._schema.is_mutable else []
+    before: Snapshots = {}
+    for value in written:
+        _say_write_back(value)
+        _keep(value, before)
+    out = route(func, args, kwargs)
+    for value in written:
+        _write_back(value, before)
+    if written:
+        return out
+    if is_view(func) and args[0] in _origins:
+        remember(out, func, args, kwargs, copied=False)
+    return out
+
+
+def _version(x: torch.Tensor) -> int | None:
+    """torch's count of writes, shared by a base and its views; None where torch keeps none."""
+    return None if x.is_inference() else x._version
+
+
+def _refresh_if_any(view: DTensor) -> None:
+    if _origins.data:
+        _refresh(view)
+
+
+REFRESHERS.append(_refresh_if_any)
+
+
+def _refresh(view: DTensor) -> None:
+    """Derive the view again if its base was written since."""
+    origin = _origins.get(view)
+    if origin is None:
+        return
+    _refresh(origin.base)
+    version = _version(origin.base)
+    if not origin.copied or (version is not None and version == origin.version):
+        return
+    out = origin.func(origin.base, *origin.args, **origin.kwargs)
+    fresh = out if origin.index is None else out[origin.index]
+    view._local_tensor.copy_(fresh._local_tensor)
+    origin.version = version
+
+
+def _written(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    written = [
+        given[a.name]
+        for a in func._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write and a.name in given
+    ]
+    return [value for value in tree_leaves(written) if isinstance(value, DTensor)]
+
+
+def _say_write_back(view: torch.Tensor) -> None:
+    """Refuse, or record, what a write into the view moves on its way to the base: before it is written."""
+    origin = _origins.get(view)
+    if origin is None or not isinstance(view, DTensor):
+        return
+    if origin.copied and origin.local is None:
+        if overlaps(view._spec.layout):
+            refuse(origin.func)
+        why = "a view of a cut dim is written"
+        unasked(origin.func.name(), view, _finished(view._spec.layout, everywhere=True), why)
+    _say_write_back(origin.base)
+
+
+def _keep(view: torch.Tensor, before: Snapshots) -> None:
+    """What copies with an element several times hold before a write: after it, one of them tells."""
+    origin = _origins.get(view)
+    if origin is None or not isinstance(view, DTensor):
+        return
+    if origin.local is not None and origin.local.overlaps:
+        before[id(view)] = view._local_tensor.clone()
+    _keep(origin.base, before)
+
+
+def _write_back(view: torch.Tensor, before: Snapshots) -> None:
+    """The base gets the values of a view that was written: each rank those that lie in its own part."""
+    origin = _origins.get(view)
+    if origin is None or not isinstance(view, DTensor):
+        return
+    if id(view) in before:
+        _put_changed(view, origin, before[id(view)])
+    elif origin.local is not None:
+        origin.local.put(origin.base._local_tensor, view._local_tensor)
+    elif origin.copied:
+        _overlay(view, origin)
+    _write_back(origin.base, before)
+    if origin.local is not None and _version(origin.base) == origin.version:
+        _derive_again(origin.base)
+
+
+def _put_changed(view: DTensor, origin: _Origin, before: torch.Tensor) -> None:
+    """Of an element that the view has several times, the base gets the one that was written."""
+    local, values = origin.base._local_tensor, view._local_tensor
+    if origin.local is None or not values.numel():
+        return
+    places = torch.arange(local.numel(), device=local.device).view(local.shape)
+    changed = _bits(values).ne(_bits(before)).any(-1)
+    local.put_(origin.local.take(places)[0].reshape(-1)[changed], values.reshape(-1)[changed])
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """A row of bytes per element: a NaN equals itself, and 0.0 does not equal -0.0."""
+    flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.view(torch.uint8).view(flat.numel(), -1)
+
+
+def _derive_again(written: DTensor) -> None:
+    """The copies of a tensor that was written where torch does not count it, through `.data`.
+
+    Only those that cost no communication: whether this rank copied is no other rank's business.
+    """
+    root = _root(written)
+    for origin in list(_origins.values()):
+        if origin.local is not None and _root(origin.base) is root:
+            origin.version = -1
+
+
+def _root(x: DTensor) -> DTensor:
+    origin = _origins.get(x)
+    return x if origin is None else _root(origin.base)
+
+
+def _overlay(view: DTensor, origin: _Origin) -> None:
+    base = origin.base
+    whole = move_local(view, _finished(view._spec.layout, everywhere=True), reason="write through a view")
+    coords = coords_of(base.device_mesh)
+    if coords is None:
+        return
+    values, touched = _blank(base), _blank(base)
+    _seen(values, origin).copy_(whole)
+    _seen(touched, origin).fill_(1 + 1j if view.is_complex() else 1)  # both halves of a complex number
+    mask = _finished(base._spec.layout).split(touched, coords) != 0
+    base._local_tensor.copy_(torch.where(mask, base._spec.layout.split(values, coords), base._local_tensor))
+
+
+def _blank(base: DTensor) -> torch.Tensor:
+    layout = base._spec.layout
+    device = base._local_tensor.device
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device).zero_()
+
+
+def _seen(plain: torch.Tensor, origin: _Origin) -> torch.Tensor:
+    """What the view would see of a plain base: torch's own view."""
+    out = origin.func(plain, *origin.args, **origin.kwargs)
+    seen: torch.Tensor = out if origin.index is None else out[origin.index]
+    return seen
+
+
+def _finished(layout: Layout, *, everywhere: bool = False) -> Layout:
+    """Pending axes replicated (every axis if `everywhere`)."""
+    chosen = tuple(Replicate() if everywhere or p.is_pending else p for p in layout.placements)
+    return layout.with_placements(chosen, order=layout.order_names)
