@@ -27,7 +27,7 @@ from tests.corpus.row import Row
 from tests.corpus.unit import Sizes, Unit
 from tests.corpus.world import world
 
-_MODULES = ("checkpoint", "debug", "grads", "moe", "parallel", "rules")  # beside what is public at the top
+_MODULES = ("checkpoint", "grads", "moe", "parallel", "rules", "show")  # beside what is public at the top
 _LIMIT = 300  # seconds that the cases of one process may take
 
 

@@ -1,4 +1,4 @@
-"""Short names of dtypes, as the text of a layout writes them."""
+"""Dtypes: their short names, as the text of a layout writes them, and the half types."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 
 from shardwright.errors import LayoutError
 
+# What kernels compute in float32 and round when they are done.
+HALF = frozenset({torch.float16, torch.bfloat16})
 _WORDS = (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"), ("bfloat", "bf"))
 
 

@@ -14,15 +14,15 @@ from math import prod
 import numpy as np
 import torch
 
+from shardwright.layout.dtypes import HALF
 from shardwright.layout.layout import Layout
 from shardwright.plan.cost import shared_counts, traffic
 from shardwright.plan.holders import LayoutMap
 from shardwright.plan.lines import Ints
 from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Place, Step
 
-_HALF = frozenset({torch.float16, torch.bfloat16})
 # Dtypes that the backends reduce themselves; the others are carried by one of 4 bytes.
-_REDUCED = _HALF | {torch.int8, torch.uint8}
+_REDUCED = HALF | {torch.int8, torch.uint8}
 
 
 def peak_elements(steps: Sequence[Step], result: Layout) -> int:
@@ -85,7 +85,7 @@ class _Held:
         for axis, _ in reversed(step.pendings):
             left //= self.result.sizes[axis]
             made += left  # all results of this axis, before the next one is combined
-        total = 4 if self.result.dtype in _HALF else 1  # two float32 totals, or one more of the dtype
+        total = 4 if self.result.dtype in HALF else 1  # two float32 totals, or one more of the dtype
         return (made + total) * self.part, self.part, self.part
 
     def _embed(self, step: Embed) -> tuple[Ints, Ints, Ints]:

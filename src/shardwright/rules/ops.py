@@ -1,4 +1,4 @@
-"""Two small ops that algorithms are written with; on plain tensors they are trivial.
+"""Small ops that algorithms are written with; on plain tensors they are trivial.
 
 `shardwright::positions(x, dim)`: 0, 1, ... along a dim of x, placed as x is along it.
 `shardwright::finish(x, why)`: x; of a DTensor, with every pending axis reduced, once, and nothing else moved.
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shardwright.layout.dtypes import HALF
 from shardwright.rules.held_label import Held
 from shardwright.rules.rule import rule
 
@@ -57,3 +58,8 @@ def finish(x: Tensor, why: str = "") -> Tensor:
     """`x` without pending axes: each is reduced once, here, and not by every op that reads it."""
     done: Tensor = torch.ops.shardwright.finish.default(x, why)
     return done
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in the type that the kernels accumulate in."""
+    return x.to(torch.float32) if x.dtype in HALF else x

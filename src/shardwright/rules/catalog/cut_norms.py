@@ -23,15 +23,7 @@ from shardwright.rules.algorithm import (
 )
 from shardwright.rules.call import Call
 from shardwright.rules.described import dims_of
-from shardwright.rules.ops import finish, indices
-
-_HALF = {torch.float16, torch.bfloat16}
-
-
-def wide(x: Tensor) -> Tensor:
-    """In the type that the kernels accumulate in."""
-    return x.to(torch.float32) if x.dtype in _HALF else x
-
+from shardwright.rules.ops import finish, indices, wide
 
 # ------------------------------------------------------------------------------------------ layer norm
 

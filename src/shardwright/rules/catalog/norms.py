@@ -7,14 +7,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from shardwright.layout.dtypes import HALF
 from shardwright.rules.call import Call
 from shardwright.rules.catalog.decomposing import decomposed, take_apart
 from shardwright.rules.catalog.labels import join, letters
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.registry import rewrite
 from shardwright.rules.rule import register_rule
-
-_HALF = {torch.float16, torch.bfloat16}
 
 
 def _dims(call: Call) -> tuple[list[str], list[str], list[str]]:
@@ -94,7 +93,7 @@ def batch_norm(op: torch._ops.OpOverload, x: Tensor, *rest: Any, **named: Any) -
     torch's own table rounds them to the type of `x`, its kernels do not.
     """
     others = [value for value in (*rest, *named.values()) if isinstance(value, Tensor)]
-    if not (x.dtype in _HALF and any(other.dtype == torch.float32 for other in others)):
+    if not (x.dtype in HALF and any(other.dtype == torch.float32 for other in others)):
         return decomposed(op, x, *rest, **named)
     out, *statistics = cast("tuple[Tensor, ...]", decomposed(op, x.float(), *rest, **named))
     return out.to(x.dtype), *statistics

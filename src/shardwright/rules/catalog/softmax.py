@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwright.rules.algorithm import over_rows, register_algorithm
 from shardwright.rules.described import dims_of
-from shardwright.rules.ops import finish
+from shardwright.rules.ops import finish, wide
 from shardwright.rules.rule import rule
 
 for _name in ("_softmax", "_log_softmax", "_safe_softmax"):
@@ -22,19 +22,12 @@ for _name in ("_softmax_backward_data", "_log_softmax_backward_data"):
 rule("aten::glu", "...[dim:_] -> ...[dim:_]")
 rule("aten::glu_backward", "...[dim:_], ...[dim:_] -> ...[dim:_]", hom="grad_output: sum->sum")
 
-_HALF = {torch.float16, torch.bfloat16}
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In the type that the kernels accumulate in."""
-    return x.to(torch.float32) if x.dtype in _HALF else x
-
 
 def _shifted(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """`x` minus the maximum of its row, and the row's sum of the exponentials of that."""
-    wide = _wide(x)
+    x_wide = wide(x)
     why = "softmax over a cut dim"
-    shifted = wide - finish(wide.amax(dim, keepdim=True), why)
+    shifted = x_wide - finish(x_wide.amax(dim, keepdim=True), why)
     return shifted, finish(shifted.exp().sum(dim, keepdim=True), why)
 
 
@@ -57,10 +50,10 @@ def log_softmax(_op: object, x: Tensor, dim: int, half_to_float: bool) -> Tensor
 @register_algorithm("aten::_safe_softmax", cost=over_rows("self", reductions=2))
 def safe_softmax(_op: object, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """safe softmax: as softmax; rows of -inf give zeros."""
-    wide = _wide(x if dtype is None else x.to(dtype))
+    x_wide = wide(x if dtype is None else x.to(dtype))
     why = "softmax over a cut dim"
-    top = finish(wide.amax(dim, keepdim=True), why)
-    raised = (wide - top.masked_fill(top == -torch.inf, 0)).exp_()
+    top = finish(x_wide.amax(dim, keepdim=True), why)
+    raised = (x_wide - top.masked_fill(top == -torch.inf, 0)).exp_()
     total = finish(raised.sum(dim, keepdim=True), why)
     return raised.div_(total.masked_fill(top == -torch.inf, 1))
 
@@ -70,7 +63,7 @@ def softmax_backward(
     _op: object, grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
 ) -> Tensor:
     """softmax's backward: one sum of each row is reduced."""
-    grad, out = _wide(grad_output), _wide(output)
+    grad, out = wide(grad_output), wide(output)
     weighted = grad * out
     total = finish(weighted.sum(dim, keepdim=True), "softmax over a cut dim")
     return weighted.sub_(out * total).to(input_dtype)
@@ -81,9 +74,9 @@ def log_softmax_backward(
     _op: object, grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
 ) -> Tensor:
     """log_softmax's backward: one sum of each row is reduced."""
-    grad = _wide(grad_output)
+    grad = wide(grad_output)
     total = finish(grad.sum(dim, keepdim=True), "log_softmax over a cut dim")
-    return (grad - _wide(output).exp() * total).to(input_dtype)
+    return (grad - wide(output).exp() * total).to(input_dtype)
 
 
 @register_algorithm("aten::logsumexp", cost=over_rows("self"))
@@ -91,9 +84,9 @@ def logsumexp(_op: object, x: Tensor, dim: list[int], keepdim: bool = False) -> 
     """logsumexp: the maximum and the sum of each row are reduced."""
     why = "logsumexp over a cut dim"
     dims = dims_of(tuple(dim), x.dim())
-    wide = _wide(x) if x.is_floating_point() else x.to(torch.get_default_dtype())
-    top = finish(wide.amax(dims, keepdim=True), why)
+    x_wide = wide(x) if x.is_floating_point() else x.to(torch.get_default_dtype())
+    top = finish(x_wide.amax(dims, keepdim=True), why)
     top = top.masked_fill(top.abs() == torch.inf, 0)
-    total = finish((wide - top).exp().sum(dims, keepdim=True), why).log()
+    total = finish((x_wide - top).exp().sum(dims, keepdim=True), why).log()
     out = total + top
     return out if keepdim else out.squeeze(dims)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardwright.layout.dtypes import HALF
 from shardwright.rules.algorithm import layout_of, pending_bytes, register_algorithm
 from shardwright.tensor.algorithms.cut_dim import (
     CutDim,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 State = tuple[Tensor, ...]
 _MANY = 256
-_HALF = {torch.float16, torch.bfloat16}
 _WHY = "a scan along a cut dim"
 
 
@@ -126,7 +126,7 @@ _LOG_SUM = _reducing(torch.logcumsumexp, torch.logaddexp)
 def _accumulated(x: Any, dtype: torch.dtype | None) -> tuple[Any, torch.dtype]:
     """The values in the type that they are added up in, and that type."""
     wanted = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
-    inner = torch.float32 if wanted in _HALF else wanted
+    inner = torch.float32 if wanted in HALF else wanted
     return x.to(inner), inner
 
 

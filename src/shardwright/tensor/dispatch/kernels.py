@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwright.layout.dtypes import HALF
 from shardwright.tensor.dispatch.grouped_products import grouped_mm
 
 # Their operands must lie in memory as the parts of a tensor need not.
@@ -20,7 +21,6 @@ _CONJUGATE_INSIDE = frozenset({"aten::linalg_lstsq", "aten::linalg_pinv"})
 
 # Their kernel breaks on half products of rows of one element, which a part of longer rows may have.
 _NOT_OF_ONE_ELEMENT = frozenset({"aten::index_reduce", "aten::index_reduce_"})
-_HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def kernel_of(func: torch._ops.OpOverload, dtypes: set[torch.dtype]) -> Callable[..., Any] | None:
@@ -30,7 +30,7 @@ def kernel_of(func: torch._ops.OpOverload, dtypes: set[torch.dtype]) -> Callable
         return partial(_ALIGNED[name], func)
     if name in _CONJUGATE_INSIDE and any(dtype.is_complex for dtype in dtypes):
         return partial(_resolving_conjugates, func)
-    if name in _NOT_OF_ONE_ELEMENT and dtypes & _HALF:
+    if name in _NOT_OF_ONE_ELEMENT and dtypes & HALF:
         return partial(_of_wider_rows, func)
     return None
 

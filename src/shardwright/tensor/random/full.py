@@ -5,7 +5,7 @@ Law: with the generators of all ranks in the same state, neither placements nor 
 and the generators go on as on one device.
 Cost: no communication for ops that only fill; those that read values (bernoulli of probabilities,
 multinomial, poisson) gather them. Time and transient memory of the full tensor on every rank.
-Under `random_mode("counter")` an element's numbers follow from its logical index (`counter_draws`).
+Under `random_mode("counter")` an element's numbers follow from its logical index (`random/counter.py`).
 """
 
 from __future__ import annotations
