@@ -35,6 +35,8 @@ WRITES = {
     "copy_ a number": lambda w: w.copy_(torch.tensor(2.0)),
     "masked_fill_": lambda w: w.masked_fill_(w > 9, -0.0),
     "relu_": lambda w: w.relu_(),
+    "abs_ of a list": lambda w: torch._foreach_abs_([w]),
+    "minimum_ of a list": lambda w: torch._foreach_minimum_([w], 0.5),
     "an item": lambda w: w.__setitem__(0, 5.0),
     "an item at the seam": lambda w: w.__setitem__(w.shape[0] // 2, 5.0),
     "an element": lambda w: w.__setitem__((1, 1, 1), float("nan")),

@@ -154,3 +154,29 @@ def _shapes_come_from_the_result():
 def test_an_op_without_a_rule_says_its_shape_by_its_result(ranks):
     """The kernel without data may disagree with the kernel of the device, or not exist."""
     ranks(2, _shapes_come_from_the_result)
+
+
+def _numbers_of_a_view_whose_history_is_refused():
+    """torch refuses the graph of a view that was written without one; the host asks for numbers only."""
+    for made in (lambda x: x, placed):
+        x = made(torch.arange(4.0)).requires_grad_()
+        (view,) = x.chunk(1)
+        with torch.no_grad():
+            view.mul_(2)
+        assert view.tolist() == [0, 2, 4, 6]
+
+
+def test_a_list_is_read_without_a_graph(ranks):
+    ranks(2, _numbers_of_a_view_whose_history_is_refused)
+
+
+def _a_dtype_beside_out():
+    plain = torch.arange(6.0).view(3, 2)
+    for dim in (0, 1):
+        target = placed(torch.zeros(3, 2))
+        torch.softmax(placed(plain), dim, dtype=torch.float32, out=target)
+        torch.testing.assert_close(target.full_tensor(), torch.softmax(plain, dim))
+
+
+def test_softmax_takes_a_dtype_beside_out(ranks):
+    ranks(2, _a_dtype_beside_out)
