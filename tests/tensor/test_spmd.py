@@ -81,6 +81,17 @@ def test_outside_of_the_block_a_plain_tensor_is_refused(ranks):
     ranks(2, _outside)
 
 
+def _after_a_transform():
+    d = place(full(4, 4), [sw.Shard(0)])
+    torch.func.vmap(lambda row: row * d)(d)  # what it wraps has the class of a plain tensor
+    with pytest.raises(RuleError, match=r"sw\.spmd"):
+        d + full(4, 4)
+
+
+def test_a_plain_tensor_is_refused_after_a_transform_of_a_distributed_one_too(ranks):
+    ranks(2, _after_a_transform)
+
+
 def _differs(check):
     grid = rank_mesh((2,), ("tp",))
     d = sw.distribute_tensor(full(4, 4), grid, [sw.Shard(0)])

@@ -227,10 +227,11 @@ def _has_foreign(values: Iterable[Any]) -> bool:
         cls = value.__class__
         if cls in _harmless:
             continue
-        if issubclass(cls, torch.Tensor):
-            if cls is TorchDTensor or not (issubclass(cls, TorchDTensor) or wraps_distributed(value)):
+        if issubclass(cls, torch.Tensor) and (cls is TorchDTensor or not issubclass(cls, TorchDTensor)):
+            if not wraps_distributed(value):
                 return True
-        elif issubclass(cls, list | tuple):
+            continue  # its class is that of any plain tensor: nothing is known of the class
+        if issubclass(cls, list | tuple):
             if _has_foreign(value):
                 return True
             continue
