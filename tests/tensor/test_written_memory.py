@@ -178,6 +178,20 @@ def _nothing_is_written_twice():
             assert found.add_(1).shape == (0, 2)
 
 
+def _without_elements_onto_itself():
+    """torch looks for the same tensor before it counts elements."""
+    index = torch.arange(3)
+    for cut in (sw.Shard(0), sw.Shard(1), sw.Shard(2), sw.Replicate()):
+        ours = place(torch.ones(0, 1, 3), (cut,))
+        for x in (torch.ones(0, 1, 3), ours):
+            with pytest.raises(RuntimeError, match="single memory location"):
+                x.index_copy_(2, index if x is not ours else place(index, (sw.Replicate(),)), x)
+
+
+def test_a_tensor_without_elements_is_refused_as_its_own_source_as_on_one_device(ranks):
+    ranks(2, _without_elements_onto_itself)
+
+
 def test_what_has_no_elements_is_written_as_on_one_device(ranks):
     ranks(2, _nothing_is_written_twice)
 

@@ -136,10 +136,10 @@ def _memory_of(x: torch.Tensor) -> torch.Tensor:
 
 def _overlap(one: DTensor, two: DTensor) -> str:
     """How two views of one base lie, as far as torch asks: only tensors without gaps are asked."""
-    if not one.numel() or not two.numel():
+    if one is two:  # asked first: also of no elements
+        return "wholly"
+    if not one.numel() or not two.numel() or not (_without_gaps(one) and _without_gaps(two)):
         return ""
-    if not (_without_gaps(one) and _without_gaps(two)):
-        return "wholly" if one is two else ""
     starts = [offset_of(x) for x in (one, two)]
     if starts[0] == starts[1] and one.numel() == two.numel():
         return "wholly" if one.stride() == two.stride() else "partly"
