@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -69,21 +69,25 @@ class _Comparison:
         self.unstable = self.compared = 0
 
     def verdict(self) -> Verdict:
+        """The first fault; all is compared even so, for a peer that sees none gathers what comes after it."""
+        faults = list(self.faults())
+        return faults[0] if faults else Verdict(OK, unstable=self.unstable)
+
+    def faults(self) -> Iterator[Verdict]:
         for name, wanted in self.wanted.env.items():
             text = self.of_value(lambda o, n=name: o.env[n], self.got.env.get(name), wanted)
             if text:
-                return Verdict(WRONG, f"{name}: {text}", self.maker(name))
+                yield Verdict(WRONG, f"{name}: {text}", self.maker(name))
         for leaf in self.program.leaves:
             grad = _grad(self.wanted, leaf.name)
             text = self.of_value(lambda o, n=leaf.name: _grad(o, n), _grad(self.got, leaf.name), grad)
             if text:
-                return Verdict(WRONG, f"gradient of {leaf.name}: {text}", "gradient")
+                yield Verdict(WRONG, f"gradient of {leaf.name}: {text}", "gradient")
         for step, wanted_names, names in zip(
             self.program.steps, self.wanted.written, self.got.written, strict=False
         ):
             if names != wanted_names:
-                return Verdict(WRONG, f"version counters grew of {names} for {wanted_names}", step.source())
-        return Verdict(OK, unstable=self.unstable)
+                yield Verdict(WRONG, f"version counters grew of {names} for {wanted_names}", step.source())
 
     def maker(self, name: str) -> str:
         last = ""
