@@ -8,11 +8,11 @@ import time
 
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from shardwright.testing.check_rule import check_rule
 from shardwright.testing.pool import RankPool
 from shardwright.testing.simulate import RuleCheckError, Sample
+from tests.progress import told
 from tests.rules.catalog import Overload, Tally, calls, check_all
 from tests.rules.forms import Tried, check_forms, has_facts, smallest
 from tests.rules.planted import MUTANTS
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         words = options.ops.split(",")
         found = {op: samples for op, samples in found.items() if any(word in op.name() for word in words)}
     checking = check_all(found, tally, per_op=options.per_op, worlds=(2, 3))
-    for _ in track(checking, "rules", total=len(found), console=console, disable=not console.is_terminal):
+    for _ in told(checking, "rules", len(found), console):
         pass
     for text in tally.wrong:
         console.print(text, markup=False)
@@ -58,7 +58,7 @@ def _in_every_form(found: dict[Overload, list[Sample]], console: Console, *, cou
     tried = Tried()
     with RankPool(preload=("shardwright",)) as pool:
         starts = range(0, len(chosen), _TOGETHER)
-        for i in track(starts, "forms", console=console, disable=not console.is_terminal):
+        for i in told(starts, "forms", len(starts), console):
             one, other = pool.run(2, check_forms, chosen[i : i + _TOGETHER], timeout=600)
             tried += one
             if one.forms != other.forms:
@@ -72,7 +72,7 @@ def _in_every_form(found: dict[Overload, list[Sample]], console: Console, *, cou
 def _missed(console: Console) -> list[str]:
     """Planted rules that pass, which none must."""
     missed: list[str] = []
-    for op, mutant in track(MUTANTS, "planted", console=console, disable=not console.is_terminal):
+    for op, mutant in told(MUTANTS, "planted", len(MUTANTS), console):
         try:
             check_rule(op, samples_of(op), formula=mutant, worlds=(2, 3))
         except RuleCheckError:
