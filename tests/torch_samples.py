@@ -14,7 +14,10 @@ from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo import core
 
-__all__ = ["op_db", "seed"]
+__all__ = ["OF_A_SET", "op_db", "seed"]
+
+# Their samples are drawn from a set of words, whose order is another in each process.
+OF_A_SET = frozenset({"meshgrid.list_of_tensors", "meshgrid.variadic_tensors"})
 
 
 def seed(number: int = common_utils.SEED) -> None:

@@ -20,6 +20,7 @@ from tests.ops.cases import Case as Call
 from tests.ops.database import dtypes_of, operators, samples_of, seed
 from tests.ops.placing import UNLIKE, copied, placed, placements_for
 from tests.ops.ranks import has_tensor
+from tests.torch_samples import OF_A_SET
 
 # What comes out depends on values, and those are made up: sizes of results, tests of values.
 OF_VALUES = frozenset({
@@ -27,8 +28,6 @@ OF_VALUES = frozenset({
     "histogramdd", "repeat_interleave", "combinations", "_segment_reduce.lengths", "_segment_reduce.offsets",
     "nn.functional.ctc_loss",
 })  # fmt: skip
-# torch draws their samples from a set of words, whose order is another in each process.
-OF_A_SET = frozenset({"meshgrid.list_of_tensors", "meshgrid.variadic_tensors"})
 
 
 class Tried(NamedTuple):

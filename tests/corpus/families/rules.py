@@ -20,6 +20,7 @@ from tests.ops.database import operators
 from tests.plan.kinds import mesh_shape
 from tests.rules.captured import captured_calls
 from tests.rules.samples import SAMPLES, samples_of
+from tests.torch_samples import OF_A_SET
 
 Overload = torch._ops.OpOverload
 Cut = Callable[[Tensor, int], sw.Placement]
@@ -69,7 +70,7 @@ CUTS: dict[str, Cut] = {
 def units() -> Iterator[Unit]:
     """One for each operator of the database, and one for each op that has written samples."""
     for name, info in operators().items():
-        if name not in OF_VALUES and len(name) % _ONE_OF == 0:
+        if name not in OF_VALUES | OF_A_SET and len(name) % _ONE_OF == 0:
             yield Unit("rules", name, WITHOUT, partial(_of_operator, info))
     for op in SAMPLES:
         yield Unit("rules", op.name(), WITHOUT, partial(_of_samples, op))

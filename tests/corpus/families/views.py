@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import shardwright as sw
 from tests.corpus.seen import arguments_text, seen
 from tests.corpus.unit import Case, Sizes, Unit
+from tests.torch_samples import OF_A_SET
 from tests.views import sweep
 from tests.views.placed import place
 
@@ -26,6 +27,8 @@ _PAIRS = 6
 def units() -> Iterator[Unit]:
     """One for each view."""
     for info in sweep.infos():
+        if info.full_name in OF_A_SET:
+            continue
         yield Unit("views", info.full_name, _MESHES, partial(_cases, info))
 
 
