@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ _POOL = pytest.StashKey[RankPool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # What a script starts in the background ignores SIGINT, and so would all that the tests start and stop.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_POOL] = RankPool(preload=_PRELOAD)
 
 
