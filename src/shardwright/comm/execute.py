@@ -14,7 +14,7 @@ from shardwright.comm.execute_between import run_between
 from shardwright.comm.runner import Runner
 from shardwright.comm.traced import is_traced, refuse_between
 from shardwright.errors import PlanError
-from shardwright.plan.by_axis import crosses_several_axes, plans_by_axis
+from shardwright.plan.by_axis import plans_by_axis
 from shardwright.plan.holders import Coords
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_between import PlanBetween
@@ -100,7 +100,7 @@ def _together(
     coords = tuple(position)
     for plan, local in zip(plans, locals_, strict=True):
         _check(plan, local, coords)
-    if crosses_several_axes(first) and is_traced(locals_[0]):
+    if first.crosses_several_axes and is_traced(locals_[0]):
         return _by_axis(plans, locals_, mesh, reason)
     why = f"{reason}: {first.reason}" if reason else first.reason
     return Runner(plans, mesh, coords, why).run(locals_)

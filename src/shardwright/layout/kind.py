@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardwright.index.region import Shape
-    from shardwright.layout.applied import Applied
+    from shardwright.layout.arrangement import Arrangement
     from shardwright.layout.mesh_shape import MeshShape
     from shardwright.placement.base import Placement
 
@@ -28,13 +28,11 @@ class Kind:
     """
 
     __slots__ = (
-        "applied",
+        "arrangement",
         "base_hash",
         "classes",
         "dtype",
         "mesh_shape",
-        "order",
-        "placements",
         "rows",
         "stride_order",
     )
@@ -42,22 +40,18 @@ class Kind:
     def __init__(
         self,
         mesh_shape: MeshShape,
-        placements: tuple[Placement, ...],
-        order: tuple[int, ...],
+        arrangement: Arrangement,
         dtype: torch.dtype,
         classes: tuple[int, ...],
         strides: tuple[int, ...],
-        applied: tuple[Applied, ...],
     ) -> None:
         self.mesh_shape = mesh_shape
-        self.placements = placements
-        self.order = order
+        self.arrangement = arrangement
         self.dtype = dtype
         self.classes = classes
         self.stride_order = strides
         self.rows = strides == tuple(range(len(strides)))
-        self.applied = applied
-        self.base_hash = hash_without_sizes(mesh_shape, placements, order, dtype)
+        self.base_hash = hash_without_sizes(mesh_shape, arrangement.placements, arrangement.order, dtype)
 
 
 _MANY = 65536
@@ -73,10 +67,8 @@ def hash_without_sizes(
 
 def find_kind(
     mesh_shape: MeshShape,
-    placements: tuple[Placement, ...],
-    order: tuple[int, ...],
+    arrangement: Arrangement,
     dtype: torch.dtype,
-    applied: tuple[Applied, ...],
     shape: Shape,
     stride: Shape,
 ) -> Kind | None:
@@ -84,6 +76,7 @@ def find_kind(
 
     None where sizes matter beyond the kind: a placement that looks at them, strides that are not dense.
     """
+    placements, order = arrangement[:2]
     strides = stride_order(shape, stride)
     if strides is None or not all(placement.any_size for placement in placements):
         return None
@@ -93,5 +86,5 @@ def find_kind(
     if known is None:
         if len(_known) >= _MANY:
             _known.clear()
-        known = _known[key] = Kind(mesh_shape, placements, order, dtype, classes, strides, applied)
+        known = _known[key] = Kind(mesh_shape, arrangement, dtype, classes, strides)
     return known

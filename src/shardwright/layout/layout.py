@@ -6,7 +6,6 @@ Not a DTensor (no data), not a process group (no communicator): it can be made a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,10 @@ import torch
 from shardwright.errors import LayoutError
 from shardwright.index.region import Region, Shape
 from shardwright.index.stride import contiguous_stride, ordered_stride, stride_like
-from shardwright.layout.applied import applied_placements, by_own_names, complete
+from shardwright.layout.arrangement import arranged
 from shardwright.layout.kind import find_kind, hash_without_sizes
 from shardwright.layout.mesh_shape import Coords, as_mesh_shape
-from shardwright.layout.order import canonical, conflicts, order_indices
+from shardwright.layout.order import order_indices
 from shardwright.layout.text import format_layout, parse_layout
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.convert import as_placement
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardwright.layout.applied import Applied
+    from shardwright.layout.arrangement import Arrangement
     from shardwright.layout.kind import Kind
     from shardwright.layout.mesh_shape import MeshShape
 
@@ -47,28 +47,40 @@ class Layout:
     """
 
     __slots__ = (
-        "_applied",
+        "_arrangement",
         "_hash",
         "_kind",
         "_regions",
         "_shapes",
+        "applied",
+        "axes",
+        "by_runs",
         "dtype",
         "mesh_shape",
+        "numel",
         "order",
+        "partitions",
         "placements",
         "shape",
+        "sizes",
         "stride",
     )
 
     mesh_shape: MeshShape
+    axes: tuple[str, ...]  # the names of the mesh axes
+    sizes: tuple[int, ...]  # the sizes of the mesh axes
     placements: tuple[Placement, ...]
+    order: tuple[int, ...]
+    applied: tuple[Applied, ...]  # in order of application, their dims counted in what each one sees
+    partitions: tuple[Applied, ...]  # those that cut; of several axes, all of them together
+    by_runs: bool  # every cut is of one dim and says so, thus every region is a product of runs
     shape: Shape
+    numel: int  # of logical elements
     stride: Shape
     dtype: torch.dtype
-    order: tuple[int, ...]
+    _arrangement: Arrangement
     _hash: int
     _kind: Kind | bool | None  # False: not asked yet
-    _applied: tuple[Applied, ...]
     _shapes: dict[Coords, Shape]
     _regions: dict[Coords, Region]
 
@@ -84,21 +96,16 @@ class Layout:
     ) -> None:
         if order is None:
             order = getattr(placements, "order", None)  # of OrderedPlacements
-        put = partial(object.__setattr__, self)
-        put("mesh_shape", as_mesh_shape(mesh))
+        mesh_shape = as_mesh_shape(mesh)
         # Integers: a graph that is traced with symbolic sizes holds for the sizes that it was planned with.
-        put("shape", tuple(map(int, shape)))
-        put("dtype", dtype)
-        put("stride", contiguous_stride(self.shape) if stride is None else tuple(map(int, stride)))
-        given = order_indices(order, self.mesh_shape)
-        resolved = self._resolved(_one_per_axis(placements, self.mesh_shape))
-        put("placements", by_own_names(resolved, self.sizes, given, self.shape))
-        put("order", self._canonical(given))
-        put("_kind", False)
-        self._finish(
-            applied_placements(self.placements, self.sizes, self.order, len(self.shape)),
-            hash_without_sizes(self.mesh_shape, self.placements, self.order, dtype),
-        )
+        shape = tuple(map(int, shape))
+        stride = contiguous_stride(shape) if stride is None else tuple(map(int, stride))
+        if len(stride) != len(shape):
+            raise LayoutError(f"stride {stride} does not fit shape {shape}")
+        given = _one_per_axis(placements, mesh_shape), mesh_shape.sizes, shape
+        found = arranged(*given, order_indices(order, mesh_shape))
+        base_hash = hash_without_sizes(mesh_shape, found.placements, found.order, dtype)
+        self._set(mesh_shape, found, shape, stride, dtype, False, base_hash)
 
     @staticmethod
     def of_kind(kind: Kind, shape: Shape) -> Layout:
@@ -106,38 +113,39 @@ class Layout:
 
         Made in a tenth of the time: nothing is resolved, ordered or validated again.
         """
+        stride = contiguous_stride(shape) if kind.rows else ordered_stride(shape, kind.stride_order)
         self = Layout.__new__(Layout)
-        put = object.__setattr__
-        put(self, "mesh_shape", kind.mesh_shape)
-        put(self, "shape", shape)
-        put(self, "dtype", kind.dtype)
-        rows = kind.rows
-        put(self, "stride", contiguous_stride(shape) if rows else ordered_stride(shape, kind.stride_order))
-        put(self, "placements", kind.placements)
-        put(self, "order", kind.order)
-        put(self, "_kind", kind)
-        self._finish(kind.applied, kind.base_hash)
+        self._set(kind.mesh_shape, kind.arrangement, shape, stride, kind.dtype, kind, kind.base_hash)
         return self
 
-    def _finish(self, applied: tuple[Applied, ...], base_hash: int) -> None:
+    def _set(
+        self,
+        mesh_shape: MeshShape,
+        arrangement: Arrangement,
+        shape: Shape,
+        stride: Shape,
+        dtype: torch.dtype,
+        kind: Kind | bool,
+        base_hash: int,
+    ) -> None:
         put = object.__setattr__
-        put(self, "_applied", applied)
-        put(self, "_hash", hash((base_hash, self.shape, self.stride)))
+        put(self, "mesh_shape", mesh_shape)
+        put(self, "axes", mesh_shape.axes)
+        put(self, "sizes", mesh_shape.sizes)
+        put(self, "shape", shape)
+        put(self, "numel", prod(shape))
+        put(self, "stride", stride)
+        put(self, "dtype", dtype)
+        put(self, "_arrangement", arrangement)
+        put(self, "placements", arrangement.placements)
+        put(self, "order", arrangement.order)
+        put(self, "applied", arrangement.applied)
+        put(self, "partitions", arrangement.partitions)
+        put(self, "by_runs", arrangement.by_runs)
+        put(self, "_kind", kind)
+        put(self, "_hash", hash((base_hash, shape, stride)))
         put(self, "_shapes", {})
         put(self, "_regions", {})
-
-    def _resolved(self, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-        if len(self.stride) != len(self.shape):
-            raise LayoutError(f"stride {self.stride} does not fit shape {self.shape}")
-        resolved = tuple(p.resolved(len(self.shape)) for p in placements)
-        for placement, n in zip(resolved, self.sizes, strict=True):
-            placement.validate(self.shape, n)
-        return complete(resolved, self.shape)
-
-    def _canonical(self, order: tuple[int, ...]) -> tuple[int, ...]:
-        if order == tuple(range(len(order))):
-            return order
-        return canonical(order, conflicts(self.placements, self.sizes, self.shape))
 
     def _key(self) -> tuple[Any, ...]:
         return self.mesh_shape, self.placements, self.shape, self.stride, self.dtype, self.order
@@ -149,20 +157,9 @@ class Layout:
         """What it has in common with layouts of other sizes; None where sizes matter. Remembered."""
         known = self._kind
         if known is False:
-            fields = self.mesh_shape, self.placements, self.order, self.dtype, self._applied
-            known = find_kind(*fields, self.shape, self.stride)
+            known = find_kind(self.mesh_shape, self._arrangement, self.dtype, self.shape, self.stride)
             object.__setattr__(self, "_kind", known)
         return known  # type: ignore[return-value]
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Names of the mesh axes."""
-        return self.mesh_shape.axes
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Sizes of the mesh axes."""
-        return self.mesh_shape.sizes
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -172,12 +169,7 @@ class Layout:
     @property
     def order_names(self) -> tuple[str, ...]:
         """Axis names in order of application."""
-        return tuple(self.axes[axis] for axis in self.order)
-
-    @property
-    def numel(self) -> int:
-        """Number of logical elements."""
-        return prod(self.shape)
+        return tuple([self.axes[axis] for axis in self.order])
 
     @property
     def itemsize(self) -> int:
@@ -195,20 +187,10 @@ class Layout:
         return tuple(axis for axis, p in enumerate(self.placements) if p.is_pending)
 
     @property
-    def applied(self) -> tuple[Applied, ...]:
-        """The placements in order of application, their dims counted in the tensor that each one sees."""
-        return self._applied
-
-    @property
     def is_even(self) -> bool:
         """True only if all ranks hold equally many elements: every step is even on what it is given."""
         shapes = self.shapes_along_order((0,) * len(self.sizes))
-        return all(step.even(shape) for step, shape in zip(self._applied, shapes, strict=False))
-
-    @property
-    def partitions(self) -> tuple[Applied, ...]:
-        """The steps that cut, in order of application: axes, and the partition of all of them together."""
-        return tuple(step for step in self._applied if step.partition is not None)
+        return all(step.even(shape) for step, shape in zip(self.applied, shapes, strict=False))
 
     def coords_of(self, rank: int) -> Coords:
         """The coord of a rank on every axis."""
@@ -226,7 +208,7 @@ class Layout:
     def shapes_along_order(self, coords: Coords) -> tuple[Shape, ...]:
         """The shape that each placement sees, in order of application; last, the local shape."""
         shapes = [self.shape]
-        for step in self._applied:
+        for step in self.applied:
             shapes.append(step.local_shape(shapes[-1], step.coord(coords)))
         return tuple(shapes)
 
@@ -246,7 +228,7 @@ class Layout:
 
     def _compose(self, coords: Coords) -> Region:
         region: Region | None = None
-        for step in self._applied:
+        for step in self.applied:
             if step.partition is not None:
                 region = step.region(self.shape, region, step.coord(coords))
         return Region.whole(self.shape) if region is None else region
@@ -286,7 +268,7 @@ class Layout:
         """
         if tuple(full.shape) != self.shape:
             raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot be split as {self}")
-        for step in self._applied:
+        for step in self.applied:
             full = step.split(full, step.coord(coords))
         return full
 
@@ -297,9 +279,9 @@ class Layout:
         return self._join(locals, 0, (0,) * len(self.sizes), self.shape)
 
     def _join(self, parts: Sequence[Tensor], level: int, coords: Coords, shape: Shape) -> Tensor:
-        if level == len(self._applied):
+        if level == len(self.applied):
             return parts[self.mesh_shape.index_at(coords)]
-        step = self._applied[level]
+        step = self.applied[level]
         joined = []
         for coord in range(1 if step.placement.is_replicated else step.size):
             at = step.at(coords, coord)
@@ -362,9 +344,9 @@ _REPLICATE = Replicate()
 def _one_per_axis(placements: Placements, mesh: MeshShape) -> tuple[Placement, ...]:
     if isinstance(placements, Mapping):
         given = {mesh.axis_index(name): as_placement(p) for name, p in placements.items()}
-        return tuple(given.get(axis, _REPLICATE) for axis in range(len(mesh.axes)))
+        return tuple([given.get(axis, _REPLICATE) for axis in range(len(mesh.axes))])
     if len(placements) != len(mesh.axes):
         raise LayoutError(
             f"{len(placements)} placements for a mesh with {len(mesh.axes)} axes ({', '.join(mesh.axes)})"
         )
-    return tuple(as_placement(p) for p in placements)
+    return tuple(map(as_placement, placements))

@@ -41,7 +41,7 @@ def order_indices(order: Sequence[str] | None, mesh: MeshShape) -> Order:
     Raises: LayoutError: an axis is named twice. MeshError: an axis does not exist.
     """
     everything = tuple(range(len(mesh.axes)))
-    if order is None:
+    if order is None or tuple(order) == mesh.axes:
         return everything
     named = [mesh.axis_index(name) for name in order]
     if len(set(named)) != len(named):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeGuard
 
 from shardwright.index.runs import Run, Runs, intervals, merged
+from shardwright.placement.along_dim import AlongDim
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -16,9 +18,18 @@ if TYPE_CHECKING:
 _FEW = 4096
 
 
+@lru_cache(maxsize=16384)
 def held(part: Partition, length: int, n: int, coord: int) -> Runs:
     """The indices that a coord holds of a 1-d tensor, in local order."""
+    if states_runs(part):
+        part._dim(1)
+        return merged(part.runs(length, n, coord))
     return held_along(part.region((length,), n, coord), 0)
+
+
+def states_runs(part: Partition) -> TypeGuard[AlongDim]:
+    """Does its class say itself which indices of its dim a coord holds, and no more than that?"""
+    return isinstance(part, AlongDim) and type(part).region is AlongDim.region
 
 
 def held_along(region: Region, dim: int) -> Runs:

@@ -16,11 +16,6 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.steps import Exchange
 
 
-def crosses_several_axes(plan: Plan) -> bool:
-    """True if one exchange of the plan crosses more than one axis."""
-    return any(isinstance(step, Exchange) and len(step.axes) > 1 for step in plan.steps)
-
-
 def plans_by_axis(plan: Plan) -> tuple[Plan, ...]:
     """The same redistribution through layouts with one more replicated axis each, innermost axis first.
 
@@ -33,7 +28,7 @@ def plans_by_axis(plan: Plan) -> tuple[Plan, ...]:
             layouts.append(layouts[-1].with_placements({plan.source.axes[axis]: Replicate()}))
     layouts.append(plan.target)
     plans = tuple(plan_redistribution(a, b) for a, b in pairwise(layouts))
-    if any(crosses_several_axes(single) for single in plans):
+    if any(single.crosses_several_axes for single in plans):
         raise PlanError(
             f"{plan.source} -> {plan.target} crosses several axes at once, which a traced graph cannot: "
             "redistribute before the compiled function"

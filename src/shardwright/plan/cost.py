@@ -48,8 +48,8 @@ def lower_bound(source: Map, target: Map, reduced: Iterable[int], kept: Iterable
     """
     sizes = source.sizes
     kept_axes = frozenset(kept)
-    copies = prod(sizes[axis] for axis in kept_axes)
-    terms = prod(sizes[axis] for axis in reduced)
+    copies = prod([sizes[axis] for axis in kept_axes])
+    terms = prod([sizes[axis] for axis in reduced])
     wanting = _product(sizes, target.cut | kept_axes)
     common = matching(source, target)
     if terms == 1:
@@ -60,7 +60,7 @@ def lower_bound(source: Map, target: Map, reduced: Iterable[int], kept: Iterable
 
 
 def _product(sizes: tuple[int, ...], without: frozenset[int]) -> int:
-    return prod(size for axis, size in enumerate(sizes) if axis not in without)
+    return prod([size for axis, size in enumerate(sizes) if axis not in without])
 
 
 def exchanged(step: Exchange) -> int:

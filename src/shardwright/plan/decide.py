@@ -194,7 +194,7 @@ class _Decision:
         is simpler. Padding for one and embedding for another is right only if they commute.
         """
         made = self.change.made
-        if not made or not commute(made) or not self._bound(self.after):
+        if not made or not commute(made) or not self._bound(self.after):  # the bound is the dearest to know
             return ()
         return tuple((axis, pending) for axis, pending in made if takes_padding(pending, self.source.dtype))
 

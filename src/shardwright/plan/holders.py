@@ -39,7 +39,7 @@ class _Lines:
     @cached_property
     def is_product(self) -> bool:
         """True if every line is one dim: what a rank holds is then a product of index lists."""
-        return all(len(line.group) == 1 for line in self.lines)
+        return max([len(line.group) for line in self.lines], default=1) == 1
 
     @cached_property
     def counts(self) -> Ints:
@@ -58,7 +58,7 @@ class LayoutMap(_Lines):
     groups: tuple[Group, ...] = ()
     _cells: dict[Coords, Cell] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
         """Lengths of the mesh axes."""
         return self.layout.sizes
@@ -66,7 +66,7 @@ class LayoutMap(_Lines):
     @cached_property
     def lines(self) -> tuple[Line, ...]:  # type: ignore[override]
         """One line per group of dims."""
-        return tuple(line_of(self.layout, group) for group in self.groups or groups_of((self.layout,)))
+        return tuple([line_of(self.layout, group) for group in self.groups or groups_of((self.layout,))])
 
     @cached_property
     def cut(self) -> frozenset[int]:
@@ -102,7 +102,7 @@ class LayoutMap(_Lines):
 
     def local_stride(self, coords: Coords) -> tuple[int, ...]:
         """The layout's local stride; row-major where the region is a list of boxes, whose order is."""
-        if self.layout.region(coords).runs is None:
+        if not self.layout.by_runs and self.layout.region(coords).runs is None:
             return row_major(self.layout.local_shape(coords))
         return self.layout.local_stride(coords)
 

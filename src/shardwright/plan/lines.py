@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.index.region import Region
-from shardwright.index.runs import Run, intervals
+from shardwright.index.runs import Run, Runs, intervals
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Replicate
+from shardwright.placement.one_dim import states_runs
 
 Ints = npt.NDArray[np.int64]
 Group = tuple[int, ...]
@@ -138,10 +139,13 @@ def _dim_line(length: int, dim: int, ndim: int, cuts: tuple[Cut, ...]) -> Line:
 @lru_cache(maxsize=4096)
 def _shares(partition: Partition, dim: int, ndim: int, length: int, n: int) -> Ints:
     """Who holds which local indices of a dim: rows (start, size, coord, position), by start."""
-    shape = tuple(length if d == dim else 1 for d in range(ndim))
+    shape = tuple([length if d == dim else 1 for d in range(ndim)])
     rows: list[Ints] = []
     for coord in range(n):
-        found = _intervals(partition.region(shape, n, coord), dim)
+        if states_runs(partition):
+            found = _of_runs(partition.runs(length, n, coord))
+        else:
+            found = _intervals(partition.region(shape, n, coord), dim)
         if len(found):
             position = np.cumsum(found[:, 1]) - found[:, 1]
             rows.append(np.column_stack([found, np.full(len(found), coord), position]))
@@ -157,7 +161,12 @@ def _intervals(region: Region, dim: int) -> Ints:
         return np.zeros((0, 2), dtype=np.int64)
     if region.runs is None:
         return np.array([(box.offset[dim], box.size[dim]) for box in region.boxes], dtype=np.int64)
-    return np.concatenate([_of_run(run) for run in region.runs[dim]])
+    return _of_runs(region.runs[dim])
+
+
+def _of_runs(runs: Runs) -> Ints:
+    found = [_of_run(run) for run in runs]
+    return np.concatenate(found) if found else np.zeros((0, 2), dtype=np.int64)
 
 
 def _of_run(run: Run) -> Ints:

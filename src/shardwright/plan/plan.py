@@ -36,6 +36,11 @@ class Plan:
         return sum(step.rounds for step in self.steps)
 
     @cached_property
+    def crosses_several_axes(self) -> bool:
+        """True if one exchange crosses more than one axis."""
+        return any(isinstance(step, Exchange) and len(step.axes) > 1 for step in self.steps)
+
+    @cached_property
     def form(self) -> tuple[object, ...]:
         """What plans must have in common to share collectives: kinds of steps, and axes they cross."""
         return self.source.mesh_shape, tuple(step.form for step in self.steps)

@@ -49,10 +49,10 @@ class Exchange:
         """One, unless every rank is alone."""
         return 1 if self.axes else 0
 
-    @property
+    @cached_property
     def term_count(self) -> int:
         """How many terms of each element arrive."""
-        return prod(self.source.sizes[axis] for axis in self.terms)
+        return prod([self.source.sizes[axis] for axis in self.terms])
 
     @property
     def form(self) -> tuple[object, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -14,14 +15,14 @@ from shardwright.plan.peers import shared_with_peers
 from shardwright.plan.steps import Exchange, LocalMove, Place
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Memory:
     """Shape and stride that a local tensor must have for views into it to be right."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
@@ -37,7 +38,7 @@ class Move:
     nothing: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Transfer:
     """One rank's side of an exchange.
 
@@ -63,15 +64,15 @@ class Transfer:
     terms: int
     slot: Memory
 
-    @property
+    @cached_property
     def send_counts(self) -> list[int]:
         """Elements for each member."""
-        return [sum(view.numel for view in views) for views in self.send]
+        return [sum([prod(view.size) for view in views]) for views in self.send]
 
-    @property
+    @cached_property
     def receive_counts(self) -> list[int]:
         """Elements from each member."""
-        return [sum(view.numel for view in views) for views in self.receive]
+        return [sum([prod(view.size) for view in views]) for views in self.receive]
 
 
 def members_of(step: Exchange, coords: Coords) -> tuple[Coords, ...]:

@@ -125,7 +125,7 @@ class Call:
         """Whether what the schema calls written is not: a fused step writes gradients that it unscales."""
         return name == "grads" and self.bound.get("grad_scale", self) is None
 
-    @property
+    @cached_property
     def operands(self) -> tuple[TensorInfo, ...]:
         """Metadata of all tensor operands, flattened in schema order (positional, then keyword)."""
         return tuple(operand.info for operand in self.flat_operands)

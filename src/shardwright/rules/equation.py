@@ -32,7 +32,10 @@ class Dim:
 
     def length(self, sizes: Sizes) -> int:
         """Its size when the labels have these sizes."""
-        return prod(factor.length(sizes) for factor in self.factors)
+        length = 1
+        for factor in self.factors:
+            length *= factor.size if factor.label < 0 else sizes[factor.label]
+        return length
 
     def around(self, at: int, sizes: Sizes) -> tuple[int, int]:
         """The products of the factors outside and inside the one at index `at`."""
@@ -70,7 +73,13 @@ class Slot:
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Its shape when the labels have these sizes."""
-        return tuple([dim.length(sizes) for dim in self.dims])
+        shape = []  # asked at every step of a search: nothing is called here
+        for dim in self.dims:
+            length = 1
+            for factor in dim.factors:
+                length *= factor.size if factor.label < 0 else sizes[factor.label]
+            shape.append(length)
+        return tuple(shape)
 
 
 @dataclass(frozen=True, slots=True)

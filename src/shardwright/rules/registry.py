@@ -49,37 +49,42 @@ class Registry:
         self._rewrites: dict[str, Rewrite] = {}
         self._algorithms: dict[str, list[Any]] = defaultdict(list)
         self.generation = 0
+        self._found: dict[torch._ops.OpOverload, tuple[Rule, ...]] = {}
         # The catalog is checked by a test, over all releases of torch that are served, not at each import.
         self.open = False
+
+    def _changed(self) -> None:
+        self.generation += 1
+        self._found.clear()
 
     def add(self, rule: Rule) -> None:
         """Add a rule; it takes effect at once, also in caches that remember `generation`."""
         self._rules[rule.op].append(rule)
-        self.generation += 1
+        self._changed()
 
     def remove(self, rule: Rule) -> None:
         """Take a rule out again. Raises: RuleError: it is not there."""
         if rule not in self._rules[rule.op]:
             raise RuleError(f"{rule} is not registered")
         self._rules[rule.op].remove(rule)
-        self.generation += 1
+        self._changed()
 
     def add_rewrite(self, op: str, rewrite: Rewrite) -> None:
         """Have calls of `op` replaced by what `rewrite` does, before anything is sharded."""
         self._rewrites[op] = rewrite
-        self.generation += 1
+        self._changed()
 
     def add_algorithm(self, algorithm: Any) -> None:
         """Add an `Algorithm`; it takes effect at once."""
         self._algorithms[algorithm.op].append(algorithm)
-        self.generation += 1
+        self._changed()
 
     def remove_algorithm(self, algorithm: Any) -> None:
         """Take an algorithm out again. Raises: RuleError: it is not there."""
         if algorithm not in self._algorithms[algorithm.op]:
             raise RuleError(f"{algorithm} is not registered")
         self._algorithms[algorithm.op].remove(algorithm)
-        self.generation += 1
+        self._changed()
 
     def algorithms_of(self, op: torch._ops.OpOverload) -> tuple[Any, ...]:
         """The algorithms that serve an overload, found like its rules."""
@@ -91,11 +96,13 @@ class Registry:
 
     def rules_of(self, op: torch._ops.OpOverload) -> tuple[Rule, ...]:
         """The rules that serve an overload: its own, its name's, else those of the op it derives from."""
-        for names in spellings(op):
-            found = tuple(rule for name in names for rule in self._rules.get(name, ()))
-            if found:
-                return found
-        return ()
+        known = self._found.get(op)
+        if known is None:
+            by_names = (
+                tuple(r for name in names for r in self._rules.get(name, ())) for names in spellings(op)
+            )
+            known = self._found[op] = next(filter(None, by_names), ())
+        return known
 
     def rewrite_of(self, op: torch._ops.OpOverload) -> Rewrite | None:
         """The rewriting of an overload, or None. In-place and out= forms have none of their own."""

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 def expanded_dims(layout: Layout) -> tuple[int, ...]:
     """The dims along which the logical tensor repeats one element."""
+    if 0 not in layout.stride:
+        return ()
     pairs = enumerate(zip(layout.shape, layout.stride, strict=True))
-    return tuple(dim for dim, (size, stride) in pairs if size > 1 and stride == 0)
+    return tuple([dim for dim, (size, stride) in pairs if size > 1 and stride == 0])
 
 
 @lru_cache(maxsize=4096)

@@ -68,6 +68,19 @@ class Extra(tuple[ShardOrderEntry, ...]):  # noqa: SLOT001 - a tuple cannot have
         return Extra, (tuple(self), self.order, self.use)
 
 
+class Token:
+    """Stands for all equal specs in the key of a call: hashed and compared by identity, which C does."""
+
+    __slots__ = ("spec",)
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+
+_MANY_SPECS = 65536
+_tokens: dict[Spec, Token] = {}
+
+
 class Spec(DTensorSpec):
     """torch's spec as a view of a layout: nothing in it can disagree with the layout.
 
@@ -77,6 +90,7 @@ class Spec(DTensorSpec):
     layout: Layout
     use: LocalUse | None
     kind: SpecKind | None
+    token: Token
 
     def __init__(self, layout: Layout, mesh: DeviceMesh, use: LocalUse | None = None) -> None:
         self.__dict__.update(_without_sizes(layout.placements, layout.order, mesh, use, None))
@@ -95,6 +109,9 @@ class Spec(DTensorSpec):
         fields["layout"] = layout
         fields["tensor_meta"] = TensorMeta(torch.Size(layout.shape), layout.stride, layout.dtype)
         fields["_hash"] = hash((layout, fields["use"]))
+        if len(_tokens) >= _MANY_SPECS:
+            _tokens.clear()
+        fields["token"] = _tokens.setdefault(self, Token(self))
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -147,7 +164,9 @@ class SpecKind:
 
     def __init__(self, layouts: Kind, mesh: DeviceMesh, use: LocalUse | None) -> None:
         self.layouts = layouts
-        self.fields = _without_sizes(layouts.placements, layouts.order, mesh, use, self)
+        self.fields = _without_sizes(
+            layouts.arrangement.placements, layouts.arrangement.order, mesh, use, self
+        )
         self._specs: dict[Shape, Spec] = {}
 
     def spec(self, shape: Shape, layout: Layout | None = None) -> Spec:
