@@ -112,7 +112,7 @@ def wire_for(step: Exchange, plan: Plan, mesh: DeviceMesh, coords: Coords) -> Gr
     if len(step.axes) == 1:
         group = mesh.get_group(step.axes[0])
         ranks = dist.get_process_group_ranks(group)
-        return GroupWire(tuple(shape.coords_of(rank) for rank in ranks), group, shape.axes[step.axes[0]])
+        return GroupWire(tuple(map(shape.coords_of, ranks)), group, shape.axes[step.axes[0]])
     return peers_of(step, plan, coords)
 
 

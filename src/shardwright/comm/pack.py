@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ def in_memory(x: Tensor, memory: Memory) -> Tensor:
 
     Strides of dims of length 1, and of a tensor without elements, do not matter.
     """
-    if _lies_so(x, memory):
+    if x.stride() == memory.stride or _lies_so(x, memory):
         return x
     return new_tensor(x, memory).copy_(x)
 
@@ -27,12 +28,9 @@ def new_tensor(like: Tensor, memory: Memory) -> Tensor:
 
 
 def _lies_so(x: Tensor, memory: Memory) -> bool:
-    stride = x.stride()
-    if stride == memory.stride or memory.numel == 0:
-        return True
-    return all(
+    return memory.numel == 0 or all(
         size == 1 or mine == wanted
-        for size, mine, wanted in zip(memory.shape, stride, memory.stride, strict=True)
+        for size, mine, wanted in zip(memory.shape, x.stride(), memory.stride, strict=True)
     )
 
 
@@ -69,12 +67,14 @@ def joined(x: Tensor, views: Sequence[Strided]) -> Tensor:
     """The elements of some views, one after the other, flat; each is copied once."""
     if len(views) == 1:
         return view_of(x, views[0]).reshape(-1).contiguous()
-    out = x.new_empty(sum(view.numel for view in views))
-    position = 0
-    for view in views:
-        out[position : position + view.numel].view(view.size).copy_(view_of(x, view))
-        position += view.numel
-    return out
+    counts = [prod(view.size) for view in views]
+    pieces = x.new_empty(sum(counts))
+    position, start = 0, x.storage_offset()
+    for view, count in zip(views, counts, strict=True):
+        piece = pieces[position : position + count].view(view.size)
+        piece.copy_(x.as_strided(view.size, view.stride, start + view.start))
+        position += count
+    return pieces
 
 
 def unpack(received: Tensor, x: Tensor, table: Transfer) -> Tensor:
@@ -89,11 +89,12 @@ def unpack(received: Tensor, x: Tensor, table: Transfer) -> Tensor:
 
 def copy_in(flat: Tensor, out: Tensor, views: Sequence[Strided]) -> None:
     """The reverse of `joined`: write flat elements to views of `out`."""
-    position = 0
+    position, start = 0, out.storage_offset()
     for view in views:
-        piece = flat[position : position + view.numel]
-        view_of(out, view).copy_(piece.view(view.size))
-        position += view.numel
+        count = prod(view.size)
+        piece = flat[position : position + count].view(view.size)
+        out.as_strided(view.size, view.stride, start + view.start).copy_(piece)
+        position += count
 
 
 def move(x: Tensor, out: Tensor, pairs: Sequence[tuple[Strided, Strided]]) -> None:

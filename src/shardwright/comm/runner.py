@@ -144,7 +144,7 @@ class Runner:
     def _exchange(self, key: Key, steps: Sequence[Exchange], held: list[Tensor]) -> list[Held]:
         if len(steps) == 1 and self._goes_straight(key, steps[0], held[0]):
             return [self._straight(key, steps[0], held[0]).wait()]
-        wire = wire_for(steps[0], self.plans[0], self.mesh, self.coords)
+        wire = self._wire(key, steps[0])
         tables = [
             self._table(key, plan, step, wire.members) for plan, step in zip(self.plans, steps, strict=True)
         ]
@@ -154,6 +154,17 @@ class Runner:
         else:
             arrived = _exchanged(wire, tables, held, self.why)
         return [unpack(buffer, x, table) for buffer, x, table in zip(arrived, held, tables, strict=True)]
+
+    def _wire(self, key: Key, step: Exchange) -> GroupWire | PeerWire:
+        """Over what an exchange travels, found once per plan and mesh: two meshes may have one shape."""
+        plan = self.plans[0]
+        known = plan.for_rank.get((self.coords, key, "wire"))
+        if isinstance(known, tuple) and known[0] is self.mesh:
+            wire: GroupWire | PeerWire = known[1]
+            return wire
+        wire = wire_for(step, plan, self.mesh, self.coords)
+        plan.for_rank[self.coords, key, "wire"] = self.mesh, wire
+        return wire
 
     def _goes_straight(self, key: Key, step: Exchange, x: Tensor) -> bool:
         """Messages between pairs of ranks, without the group of an axis? All ranks decide alike."""

@@ -55,9 +55,12 @@ def known_target(x: DTensor, mesh: DeviceMesh, given: Any) -> Layout | None:
     spec = x._spec
     if mesh is not spec.mesh or not isinstance(given, list | tuple) or hasattr(given, "order"):
         return None
-    if len(given) != len(spec.placements) or not all(isinstance(p, Placement) for p in given):
+    for placement in given:
+        if not isinstance(placement, Placement):
+            return None
+    if len(given) != len(spec.placements):
         return None
-    return _target(spec.layout, tuple(as_placement(p) for p in given))
+    return _target(spec.layout, tuple(map(as_placement, given)))
 
 
 @lru_cache(maxsize=4096)
