@@ -35,12 +35,14 @@ class Algorithm:
         function: `(op, *args, **kwargs)`, the op's value from other ops; each of them is dispatched again.
         cost: bytes that each rank sends, about; None: not for this call on these layouts.
         text: for people.
+        rows: the same as a program over rows (`rules.rows`), which one rank can run on its parts.
     """
 
     op: str
     function: Callable[..., Any]
     cost: Cost
     text: str
+    rows: Callable[..., Any] | None = None
 
     def __str__(self) -> str:
         return f"{self.op}: algorithm {self.text}"
@@ -59,7 +61,9 @@ class Chosen:
         return f"algorithm {self.algorithm.text}: about {self.bytes} B sent by each rank"
 
 
-def register_algorithm(*ops: OpName, cost: Cost) -> Callable[[_F], _F]:
+def register_algorithm(
+    *ops: OpName, cost: Cost, rows: Callable[..., Any] | None = None
+) -> Callable[[_F], _F]:
     """Register the function as an algorithm of these ops: it is called with the op and the op's arguments.
 
     Written in torch ops on the logical tensors: on plain tensors it must give what the op gives.
@@ -68,6 +72,7 @@ def register_algorithm(*ops: OpName, cost: Cost) -> Callable[[_F], _F]:
         ops: `ns::name` for all overloads, `ns::name.overload` for one; in-place and `out=` forms follow.
         cost: of the call and its layouts: the bytes that each rank will send, about, or None where the
             algorithm does not apply. The cheapest way wins; at equal bytes the algorithm.
+        rows: the function as a program over rows; see `row_program`, which registers both.
     Raises: RuleError: no op is named, or one that torch does not know.
     """
     if not ops:
@@ -80,7 +85,7 @@ def register_algorithm(*ops: OpName, cost: Cost) -> Callable[[_F], _F]:
         text = (function.__doc__ or "").strip().splitlines()
         for op in ops:
             said = text[0].rstrip(".") if text else function.__name__
-            registry.add_algorithm(Algorithm(op_key(op), function, cost, said))
+            registry.add_algorithm(Algorithm(op_key(op), function, cost, said, rows))
         return function
 
     return register

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwright.rules.algorithm import over_rows, register_algorithm
 from shardwright.rules.described import dims_of
 from shardwright.rules.ops import finish, wide
+from shardwright.rules.rows import Rows, row_program
 from shardwright.rules.rule import rule
 
 for _name in ("_softmax", "_log_softmax", "_safe_softmax"):
@@ -23,59 +24,60 @@ rule("aten::glu", "...[dim:_] -> ...[dim:_]")
 rule("aten::glu_backward", "...[dim:_], ...[dim:_] -> ...[dim:_]", hom="grad_output: sum->sum")
 
 
-def _shifted(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+_WHY = "softmax over a cut dim"
+
+
+def _shifted(rows: Rows, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """`x` minus the maximum of its row, and the row's sum of the exponentials of that."""
     x_wide = wide(x)
-    why = "softmax over a cut dim"
-    shifted = x_wide - finish(x_wide.amax(dim, keepdim=True), why)
-    return shifted, finish(shifted.exp().sum(dim, keepdim=True), why)
+    shifted = x_wide - rows.max(x_wide, dim, _WHY)
+    return shifted, rows.sum(shifted.exp(), dim, _WHY)
 
 
-@register_algorithm("aten::_softmax", cost=over_rows("self"))
-def softmax(_op: object, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+@row_program("aten::_softmax", cost=over_rows("self"))
+def softmax(rows: Rows, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """softmax: the maximum and the sum of each row are reduced."""
-    shifted, total = _shifted(x, dim)
+    shifted, total = _shifted(rows, x, dim)
     out = shifted.exp_().div_(total)
     return out if half_to_float else out.to(x.dtype)
 
 
-@register_algorithm("aten::_log_softmax", cost=over_rows("self"))
-def log_softmax(_op: object, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+@row_program("aten::_log_softmax", cost=over_rows("self"))
+def log_softmax(rows: Rows, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """log_softmax: the maximum and the sum of each row are reduced."""
-    shifted, total = _shifted(x, dim)
+    shifted, total = _shifted(rows, x, dim)
     out = shifted.sub_(total.log())
     return out if half_to_float else out.to(x.dtype)
 
 
-@register_algorithm("aten::_safe_softmax", cost=over_rows("self", reductions=2))
-def safe_softmax(_op: object, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+@row_program("aten::_safe_softmax", cost=over_rows("self", reductions=2))
+def safe_softmax(rows: Rows, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """safe softmax: as softmax; rows of -inf give zeros."""
     x_wide = wide(x if dtype is None else x.to(dtype))
-    why = "softmax over a cut dim"
-    top = finish(x_wide.amax(dim, keepdim=True), why)
+    top = rows.max(x_wide, dim, _WHY)
     raised = (x_wide - top.masked_fill(top == -torch.inf, 0)).exp_()
-    total = finish(raised.sum(dim, keepdim=True), why)
+    total = rows.sum(raised, dim, _WHY)
     return raised.div_(total.masked_fill(top == -torch.inf, 1))
 
 
-@register_algorithm("aten::_softmax_backward_data", cost=over_rows("grad_output", reductions=1))
+@row_program("aten::_softmax_backward_data", cost=over_rows("grad_output", reductions=1))
 def softmax_backward(
-    _op: object, grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+    rows: Rows, grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
 ) -> Tensor:
     """softmax's backward: one sum of each row is reduced."""
     grad, out = wide(grad_output), wide(output)
     weighted = grad * out
-    total = finish(weighted.sum(dim, keepdim=True), "softmax over a cut dim")
+    total = rows.sum(weighted, dim, _WHY)
     return weighted.sub_(out * total).to(input_dtype)
 
 
-@register_algorithm("aten::_log_softmax_backward_data", cost=over_rows("grad_output", reductions=1))
+@row_program("aten::_log_softmax_backward_data", cost=over_rows("grad_output", reductions=1))
 def log_softmax_backward(
-    _op: object, grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+    rows: Rows, grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
 ) -> Tensor:
     """log_softmax's backward: one sum of each row is reduced."""
     grad = wide(grad_output)
-    total = finish(grad.sum(dim, keepdim=True), "log_softmax over a cut dim")
+    total = rows.sum(grad, dim, "log_softmax over a cut dim")
     return (grad - wide(output).exp() * total).to(input_dtype)
 
 

@@ -14,6 +14,7 @@ from shardwright.placement.base import Replicate
 from shardwright.rules.propagate import propagate
 from shardwright.rules.refusal import implicit_text
 from shardwright.rules.registry import functional_form
+from shardwright.tensor.dispatch.ways.local_rows import run_on_parts
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import refuse_to_finish
 from shardwright.tensor.move import move_local
@@ -65,7 +66,12 @@ class ByAlgorithm:
 
     def _compute(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = tree_map_only(DTensor, lambda x: finished(x, op.name()), (args, dict(kwargs)))
-        return self.chosen.algorithm.function(op, *args, **kwargs)
+        algorithm = self.chosen.algorithm
+        if algorithm.rows is not None:
+            out = run_on_parts(algorithm.rows, args, kwargs, finished)
+            if out is not NotImplemented:
+                return out
+        return algorithm.function(op, *args, **kwargs)
 
     def _fitted(self, out: Any) -> list[Any]:
         """The results in the dtypes that the op has. Raises: LayoutError: the algorithm is wrong."""
