@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwright.index.region import Shape
 from shardwright.index.reshape import neighbours
@@ -33,7 +34,7 @@ class View:
     def targets_of(self, dim: int) -> tuple[int, ...]:
         """The target dims whose index tells that of a source dim."""
         if self.rows is not None:
-            return tuple(e for e, step in enumerate(self.rows[dim]) if step)
+            return tuple([e for e, step in enumerate(self.rows[dim]) if step])
         return next((target for source, target in self.blocks() if dim in source), ())
 
     def blocks(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -58,7 +59,12 @@ class View:
 
 def identity(shape: Shape) -> View:
     """Every element as it is."""
-    return permuted(shape, tuple(range(len(shape))))
+    return View(shape, shape, (0,) * len(shape), _unit_rows(len(shape)))
+
+
+@lru_cache(maxsize=64)
+def _unit_rows(ndim: int) -> tuple[Shape, ...]:
+    return tuple(tuple(int(e == d) for e in range(ndim)) for d in range(ndim))
 
 
 def permuted(shape: Shape, dims: tuple[int, ...]) -> View:
@@ -153,4 +159,4 @@ def _with(base: Shape, dim: int, value: int) -> Shape:
 
 
 def _scaled(rows: tuple[Shape, ...], dim: int, step: int) -> tuple[Shape, ...]:
-    return tuple(tuple(v * step for v in row) if d == dim else row for d, row in enumerate(rows))
+    return (*rows[:dim], tuple([v * step for v in rows[dim]]), *rows[dim + 1 :])

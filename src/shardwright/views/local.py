@@ -145,7 +145,7 @@ def local_view(source: Layout, target: Layout, view: View, coords: Coords) -> Lo
     overlaps = view.rows is not None and _overlaps(view)
     if not prod(shape):
         return LocalView(shape, None, None, overlaps)
-    parts = [] if view.nothing_changes else parts_of(source, view)
+    parts = () if view.nothing_changes else parts_of(source, view)
     if view.rows is None:
         return LocalView(shape, None, _reordered(source, shape, view, parts, coords), overlaps)
     walks = _Walks(source, target, view, parts, coords)

@@ -7,7 +7,7 @@ where each of them can say alone what it holds. Everything is decided once, for 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,8 @@ from shardwright.placement.owner import Owner
 from shardwright.views.names import coord_of, distributed, on_dims, owners, simplest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from shardwright.index.region import Shape
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from shardwright.layout.applied import Applied
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """Axes whose cuts a view mixes.
 
@@ -43,15 +45,15 @@ class Part:
     source: tuple[int, ...]
     target: tuple[int, ...]
 
-    @property
+    @cached_property
     def axes(self) -> tuple[int, ...]:
         """Mesh axes, in order of application."""
-        return tuple(axis for step in self.steps for axis in step.axes)
+        return tuple([axis for step in self.steps for axis in step.axes])
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Their sizes."""
-        return tuple(size for step in self.steps for size in step.sizes)
+        return tuple([size for step in self.steps for size in step.sizes])
 
     def together(self, shape: Shape) -> Partition:
         """The cut of the dims `source` by all axes together, these dims counted from 0."""
@@ -79,7 +81,8 @@ def through(layout: Layout, view: View, dtype: torch.dtype, stride: Shape | None
     return Layout(layout.mesh_shape, placements, view.target, dtype=dtype, stride=stride, order=names)
 
 
-def parts_of(layout: Layout, view: View) -> list[Part]:
+@lru_cache(maxsize=8192)
+def parts_of(layout: Layout, view: View) -> tuple[Part, ...]:
     """The cuts of a layout, those together that the view mixes."""
     parts: list[Part] = []
     for step in layout.partitions:
@@ -93,7 +96,7 @@ def parts_of(layout: Layout, view: View) -> list[Part]:
         source = source.union(*(p.source for p in touching))
         target = target.union(*(p.target for p in touching))
         parts.append(Part((*steps, step), tuple(sorted(source)), tuple(sorted(target))))
-    return [_in_order(part, layout) for part in parts]
+    return tuple([_in_order(part, layout) for part in parts])
 
 
 def _in_order(part: Part, layout: Layout) -> Part:
@@ -180,17 +183,21 @@ def _kept(part: Part, view: View) -> tuple[Placement, ...] | None:
     return tuple(placements[order.index(axis)] for axis in part.axes)
 
 
-def kept_dims(part: Part, view: View) -> dict[int, int] | None:
+@lru_cache(maxsize=8192)
+def kept_dims(part: Part, view: View) -> Mapping[int, int] | None:
     """Each dim that a part cuts and the target dim that it is, if the view keeps them all as they are."""
-    known = {dim: target for dim in part.source if (target := view.keeps(dim)) is not None}
-    if len(known) != len(part.source):
-        return None
+    known: dict[int, int] = {}
+    for dim in part.source:
+        target = view.keeps(dim)
+        if target is None:
+            return None
+        known[dim] = target
     if any(_renumbered(cast_partition(step), known, view.source, step.size) is None for step in part.steps):
         return None
     return known
 
 
-def _renumbered(partition: Partition, known: dict[int, int], shape: Shape, n: int) -> Partition | None:
+def _renumbered(partition: Partition, known: Mapping[int, int], shape: Shape, n: int) -> Partition | None:
     """The same cut of the dims that its dims have become; None where they cannot be renumbered."""
     form = told_form(partition, shape, n)
     if form is not None:

@@ -28,8 +28,8 @@ from shardwright.tensor.dispatch.ways.out import functional_form, out_names, res
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain.boundary import helpers
 from shardwright.tensor.spec import LocalUse, Spec, common_use, coords_of, spec_of
-from shardwright.tensor.views.take import ViewCall, view_call
-from shardwright.views.aten import gives_back, is_described, on_elements, undoes
+from shardwright.tensor.views.take import ViewCall, cuts_through, view_call
+from shardwright.views.aten import gives_back, is_described, on_elements, undoes, views_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -136,9 +136,14 @@ def prepare_call(
         return _gathered(Call(func, *known, ()), tensors, reason)
     call = Call(func, *known, infos)
     layouts = tuple(t._spec.layout for t in tensors)
+    chains = views_of(call) if is_described(func) else None
+    if chains is not None and not on_elements(func) and cuts_through(chains[0][0], layouts[0]):
+        view = view_call(func, call, chains, layouts[0], mesh, use)
+        if view is not None:
+            return view
     decision = propagate(call, layouts)
-    if decision.inputs != layouts and is_described(func) and not _changes_terms(func, decision, layouts[0]):
-        view = view_call(func, call, layouts[0], mesh, use)
+    if decision.inputs != layouts and chains is not None and not _changes_terms(func, decision, layouts[0]):
+        view = view_call(func, call, chains, layouts[0], mesh, use)
         if view is not None:
             return view
     chosen = algorithm_for(call, layouts, decision) if may_write(func) else None

@@ -26,7 +26,7 @@ from shardwright.tensor.spec import Spec, coords_of, spec_of
 from shardwright.tensor.views import write_back
 from shardwright.tensor.views.take import ViewCall, view_call
 from shardwright.tensor.wrap import offset_of, wrap
-from shardwright.views.aten import copies, strided_views
+from shardwright.views.aten import copies, strided_views, views_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -142,7 +142,8 @@ def _decided(
     info = TensorInfo(tuple(layout.shape), tuple(layout.stride), layout.dtype)
     args = (info, size, stride, place)
     call = Call(func, args, (), infos_of(func, args, {}))
-    return view_call(func, call, layout, spec.mesh, spec.use)
+    chains = views_of(call)
+    return None if chains is None else view_call(func, call, chains, layout, spec.mesh, spec.use)
 
 
 def _known(decided: ViewCall | None) -> ViewCall:

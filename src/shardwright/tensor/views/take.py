@@ -29,7 +29,7 @@ from shardwright.tensor.views import base as graph_bases
 from shardwright.tensor.views import write_back
 from shardwright.tensor.views.elements import ElementView, PairView, pair_view, tears
 from shardwright.tensor.wrap import wrap
-from shardwright.views.aten import copies, joined_views, on_elements, undone_by, views_of
+from shardwright.views.aten import Chains, copies, joined_views, on_elements, undone_by
 from shardwright.views.local import ChainedView, LocalView, local_view
 from shardwright.views.through import kept_dims, parts_of, through
 
@@ -88,13 +88,22 @@ class ViewCall:
         return found if self.several else found[0]
 
 
+def cuts_through(view: View, layout: Layout) -> bool:
+    """Does it take some indices of a dim that an axis cuts, which no local call of the same op can?"""
+    if view.rows is None or view.nothing_changes:
+        return False
+    return any(kept_dims(part, view) is None for part in parts_of(layout, view))
+
+
 def view_call(
-    func: torch._ops.OpOverload, call: Call, layout: Layout, mesh: DeviceMesh, use: LocalUse | None
+    func: torch._ops.OpOverload,
+    call: Call,
+    chains: Chains,
+    layout: Layout,
+    mesh: DeviceMesh,
+    use: LocalUse | None,
 ) -> ViewCall | None:
-    """The view that a call is, for an operand of this layout; None where it is none, or tears elements."""
-    chains = views_of(call)
-    if chains is None:
-        return None
+    """The views that a call is, for an operand of this layout; None where one tears elements."""
     specs: list[Spec] = []
     locals_: list[Taken] = []
     taken: Taken | None
