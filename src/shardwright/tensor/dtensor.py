@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +21,7 @@ from shardwright.tensor.spec import Extra, Spec, coords_of, spec_of
 from shardwright.tensor.wrap import CLASSES, up_to_date, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
 
 class _StandsForTorchs(torch._C._TensorMeta):
@@ -49,8 +49,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     _spec: Spec
     _local_tensor: torch.Tensor
     __slots__: list[str] = []
-    # Set by `tensor.dispatch`, which needs this class: the only knot between the two.
-    _dispatch: ClassVar[Callable[..., Any]]
+    # `tensor.dispatch.call`, which needs this class, sets `__torch_dispatch__`: the only knot between them.
 
     # -- what it is -----------------------------------------------------------------------------------
 
@@ -198,25 +197,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
             return None
         return self.redistribute(self.device_mesh, flatten_spec[0])
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return boundary.call(func, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return cls._dispatch(func, args, kwargs or {})
+    __torch_function__: Any = classmethod(boundary.call)
 
     # -- protocol: pickling ---------------------------------------------------------------------------
 

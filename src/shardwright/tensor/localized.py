@@ -42,7 +42,7 @@ class LocalizedDTensor(DTensor):
             args = tuple(_localized(a) for a in args)
             kwargs = {name: _localized(value) for name, value in kwargs.items()}
             return func(*args, **kwargs)
-        return boundary.call(func, args, kwargs)
+        return boundary.call(cls, func, types, args, kwargs)
 
     @staticmethod
     def __tensor_unflatten__(

@@ -7,6 +7,7 @@ call with the same layouts costs one look-up. Ops that are not one local call pe
 from __future__ import annotations
 
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ from shardwright.tensor.wrap import as_ours
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 _CACHE_SIZE = 65536
 _Decided = Prepared | NeedsDecomposition | ByAlgorithm | ViewCall
 # A spec: one local call on the operands as they are gives one tensor of this spec.
@@ -44,8 +46,14 @@ _routes: dict[torch._ops.OpOverload, handlers.Handler] = {}
 _cache_generation = -1
 
 
-def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The value of `func` on the logical tensors, as DTensors.
+def dispatch(
+    cls: type,  # noqa: ARG001 - of the tensor that was asked; the signature is torch's
+    func: torch._ops.OpOverload,
+    types: Any,  # noqa: ARG001
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] = _NO_KWARGS,
+) -> Any:
+    """The value of `func` on the logical tensors, as DTensors: `DTensor.__torch_dispatch__`.
 
     Raises: RuleError: the op has no meaning on these layouts; what the single-device op raises.
     Cost: the redistributions that `trace()` shows; none when a rule takes the layouts as they are.
@@ -56,18 +64,22 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping
         args, kwargs = tree_map_only(torch.SymInt, int, (args, dict(kwargs)))
     route = _routes.get(func)
     if route is None:
-        route = _routes[func] = _route_of(func)
-        if offsets.begins_as_its_operand(func):
-            route = _routes[func] = partial(offsets.as_on_one_device, route)
-        if write_back.is_view(func):
-            route = _routes[func] = partial(_as_the_base, route)
-        elif written_memory.asks(func):
-            route = _routes[func] = partial(_where_it_may_write, route)
+        route = _routes[func] = _whole_route_of(func)
     if _modes():
         route = partial(proxies.record, route)
-    if write_back.exist():
+    if write_back.origins.data:
         return write_back.around(route, func, args, kwargs)
     return route(func, args, kwargs)
+
+
+def _whole_route_of(func: torch._ops.OpOverload) -> handlers.Handler:
+    """The route of an op, and what stands around it for views and for ops that write."""
+    route = _route_of(func)
+    if offsets.begins_as_its_operand(func):
+        route = partial(offsets.as_on_one_device, route)
+    if write_back.is_view(func) or not written_memory.asks(func):
+        return route
+    return partial(_where_it_may_write, route)
 
 
 def _route_of(func: torch._ops.OpOverload) -> handlers.Handler:
@@ -81,16 +93,6 @@ def _route_of(func: torch._ops.OpOverload) -> handlers.Handler:
         steps = fresh(func, partial(rewrite, func))
         return lambda _, args, kwargs: steps(*args, **kwargs)
     return dispatch_by_rule
-
-
-def _as_the_base(
-    route: handlers.Handler, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """The take, ordinary tensors where their base is one: torch asks that in inference mode too."""
-    if not torch.is_inference_mode_enabled() or args[0].is_inference():
-        return route(func, args, kwargs)
-    with torch.inference_mode(False), torch.no_grad():
-        return route(func, args, kwargs)
 
 
 def _where_it_may_write(
@@ -115,6 +117,8 @@ def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
     known = _cache.get(frozen)
     if isinstance(known, Spec):
         return run_simple(known, func, args)
+    if isinstance(known, Prepared) and known.checked:
+        return _run_prepared(known, func, args, kwargs, tensors)
     if isinstance(known, LocalReshape):
         return known.run(func, args)
     if known is None:
@@ -237,7 +241,7 @@ def _collect(values: Iterable[Any], tensors: list[Any], key: list[Any]) -> bool:
             key.append(value)
         elif isinstance(value, DTensor):
             tensors.append(value)
-            key.append(value._spec)
+            key.append(value._spec.token)
         elif isinstance(value, torch.Tensor):
             tensors.append(value)
             ours = False  # a plain tensor, or torch's own DTensor
@@ -291,7 +295,7 @@ def _with_plain_tensors(
     new_kwargs = {name: convert(value, writes.get(name, False)) for name, value in kwargs.items()}
     if _writes_plain(new_args, new_kwargs):
         return write_into_plain(func, new_args, new_kwargs)
-    return dispatch(func, new_args, new_kwargs)
+    return dispatch(DTensor, func, (), new_args, new_kwargs)
 
 
 def _writes_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -307,4 +311,4 @@ def clear_cache() -> None:
     local_reshape.forget()
 
 
-DTensor._dispatch = staticmethod(dispatch)
+DTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[method-assign, assignment]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwright.tensor.dispatch.prepare import Move, Prepared
-from shardwright.tensor.spec import Spec, SpecKind, coords_of, spec_kind
+from shardwright.tensor.spec import Spec, SpecKind, Token, coords_of, spec_kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -114,7 +114,7 @@ def _key(
     """
     places = _shape_arguments.get(func)
     if places is None:
-        return tuple([part.kind or part if part.__class__ is Spec else part for part in key])
+        return tuple([part.spec.kind or part if part.__class__ is Token else part for part in key])
     found: list[Any] = [func]
     for place, value in (*enumerate(args), *kwargs.items()):
         if place in places:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from shardwright.tensor.dispatch.prepare import Prepared
 
 # What one device takes in expanded tensors: all elements of one place get the same.
+_local_of = attrgetter("_local_tensor")
 _TAKES_EXPANDED = frozenset({"aten::fill_", "aten::zero_", "aten::threshold_"})
 
 
@@ -35,7 +37,7 @@ def run(
     tensors: list[DTensor],
 ) -> Any:
     """The op's result as DTensors; operands that are written come back as the objects that were given."""
-    locals_ = [t._local_tensor for t in tensors]
+    locals_ = list(map(_local_of, tensors))
     if prepared.moves or prepared.brought_back:
         _move(prepared, func, args, kwargs, tensors, locals_)
     if prepared.mutated and len(locals_) > 1:
@@ -58,8 +60,11 @@ def run(
 def run_simple(spec: Spec, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> DTensor:
     """`run` for a call that `is_simple`: one local call, one new tensor of this spec."""
     # `_op` is what calling the overload calls: without that frame a call costs a tenth less
-    out = func._op(*[value._local_tensor if isinstance(value, DTensor) else value for value in args])
-    return wrap(out, spec)
+    given = list(args)
+    for place, value in enumerate(args):
+        if isinstance(value, DTensor):
+            given[place] = value._local_tensor
+    return wrap(func._op(*given), spec)
 
 
 def check_simple(spec: Spec, func: torch._ops.OpOverload, out: DTensor, tensors: Iterable[DTensor]) -> None:
@@ -138,8 +143,15 @@ def _local_call(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of the local call: local tensors for tensors, overridden sizes for sizes."""
     remaining = iter(locals_)
-    local_args = [_substitute(value, remaining) for value in args]
-    local_kwargs = {name: _substitute(value, remaining) for name, value in kwargs.items()}
+    local_args, local_kwargs = list(args), dict(kwargs)
+    for place, value in enumerate(args):
+        if isinstance(value, DTensor):
+            local_args[place] = next(remaining)
+        elif isinstance(value, list | tuple):
+            local_args[place] = _substitute(value, remaining)
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor | list | tuple):
+            local_kwargs[name] = _substitute(value, remaining)
     if prepared.overrides:
         positions = {a.name: i for i, a in enumerate(func._schema.arguments)}
         for name, value in prepared.overrides:

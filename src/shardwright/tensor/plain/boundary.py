@@ -78,16 +78,24 @@ def helpers() -> Iterator[None]:
         state.functions -= 1
 
 
-def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function of torch whose arguments hold a DTensor.
+def call(
+    cls: type,  # noqa: ARG001 - the signature is torch's
+    func: Any,
+    types: Any,  # noqa: ARG001
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Run a function of torch whose arguments hold a DTensor: it is `DTensor.__torch_function__`.
 
     Raises: RuleError: a plain tensor of more than one element among the arguments; it names the ways out.
     """
+    kwargs = {} if kwargs is None else kwargs
     if torch.compiler.is_compiling():
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     depth = state.functions
-    if not depth and (_has_foreign(args) or (kwargs and _has_foreign(kwargs.values()))):
+    given = (*args, *kwargs.values()) if kwargs else args
+    if not depth and not _harmless.issuperset(map(type, given)) and _has_foreign(given):
         args, kwargs = _adopted(func, args, kwargs)
         if implicitly_replicated() and not leaves_alone(func):
             args, kwargs = _taken_as_replicated(func, args, kwargs)
@@ -249,7 +257,12 @@ def _refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             return
         if (func in WITH_LENGTHS and is_lengths(value)) or _made_of_lengths():
             continue
-        raise RuleError(plain_among(func, args, kwargs, value, call))
+        raise RuleError(plain_among(func, args, kwargs, value, _again))
+
+
+def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call once more, with other arguments."""
+    return call(torch.Tensor, func, (), args, kwargs)
 
 
 def _made_of_lengths() -> bool:

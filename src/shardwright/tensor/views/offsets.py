@@ -33,6 +33,7 @@ _BEGIN_THERE = frozenset(
 
 # Copies of all of a storage, that begin in it where their operand does.
 _OF_ALL_MEMORY = frozenset({"aten::diagonal_scatter", "aten::select_scatter", "aten::slice_scatter"})
+_WHERE_IT_IS = _BEGIN_THERE | _OF_ALL_MEMORY
 
 
 def begins_as_its_operand(func: torch._ops.OpOverload) -> bool:
@@ -43,11 +44,18 @@ def begins_as_its_operand(func: torch._ops.OpOverload) -> bool:
 def as_on_one_device(
     route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The views, each at the storage offset that it has on one device."""
-    out = route(func, args, kwargs)
+    """The views, each at the storage offset that it has on one device.
+
+    Ordinary tensors where their base is one: torch asks that in inference mode too.
+    """
     base = args[0]
-    begin = offset_of(base)
-    if func._schema.name in _BEGIN_THERE | _OF_ALL_MEMORY and func._schema.overload_name != "dtype":
+    if torch.is_inference_mode_enabled() and write_back.is_view(func) and not base.is_inference():
+        with torch.inference_mode(False), torch.no_grad():
+            return as_on_one_device(route, func, args, kwargs)
+    out = route(func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        begin = base.storage_offset()
+    if func._schema.name in _WHERE_IT_IS and func._schema.overload_name != "dtype":
         return out if not begin else _placed(out, begin, base)
     meta = base._spec.tensor_meta
     seen = (tuple(meta.shape), tuple(meta.stride), meta.dtype, begin)

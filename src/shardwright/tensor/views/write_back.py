@@ -60,12 +60,7 @@ class _Origin:
 
 
 Snapshots = dict[int, torch.Tensor]  # by the id of the view
-_origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def exist() -> bool:
-    """Is any such view alive?"""
-    return bool(_origins.data)
+origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of views that are alive
 
 
 @lru_cache(maxsize=4096)
@@ -82,9 +77,9 @@ def remember(
     base, *rest = args
     several = isinstance(out, list | tuple)
     for index, view in enumerate(out if several else (out,)):
-        if isinstance(view, DTensor) and view not in _origins:
+        if isinstance(view, DTensor) and view not in origins:
             where = index if several else None
-            _origins[view] = _Origin(base, func, tuple(rest), kwargs, where, copied, _version(base))
+            origins[view] = _Origin(base, func, tuple(rest), kwargs, where, copied, _version(base))
 
 
 def remember_local(
@@ -97,13 +92,13 @@ def remember_local(
 ) -> None:
     """Note that `out` is a copy of elements of `args[0]` that this rank holds."""
     base, *rest = args
-    _origins[out] = _Origin(base, func, tuple(rest), kwargs, index, True, _version(base), local)
+    origins[out] = _Origin(base, func, tuple(rest), kwargs, index, True, _version(base), local)
 
 
 def replace(known: DTensor, by: DTensor) -> None:
     """Remember of one object what was remembered of another."""
-    if _origins.data and known in _origins:
-        _origins[by] = _origins.pop(known)
+    if origins.data and known in origins:
+        origins[by] = origins.pop(known)
 
 
 def around(route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -121,7 +116,7 @@ def around(route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwar
         _write_back(value, before)
     if written:
         return out
-    if is_view(func) and args[0] in _origins:
+    if is_view(func) and args[0] in origins:
         remember(out, func, args, kwargs, copied=False)
     return out
 
@@ -132,7 +127,7 @@ def _version(x: torch.Tensor) -> int | None:
 
 
 def _refresh_if_any(view: DTensor) -> None:
-    if _origins.data:
+    if origins.data:
         _refresh(view)
 
 
@@ -141,7 +136,7 @@ REFRESHERS.append(_refresh_if_any)
 
 def _refresh(view: DTensor) -> None:
     """Derive the view again if its base was written since."""
-    origin = _origins.get(view)
+    origin = origins.get(view)
     if origin is None:
         return
     _refresh(origin.base)
@@ -168,7 +163,7 @@ def _written(
 
 def _say_write_back(view: torch.Tensor) -> None:
     """Refuse, or record, what a write into the view moves on its way to the base: before it is written."""
-    origin = _origins.get(view)
+    origin = origins.get(view)
     if origin is None or not isinstance(view, DTensor):
         return
     if origin.copied and origin.local is None:
@@ -181,7 +176,7 @@ def _say_write_back(view: torch.Tensor) -> None:
 
 def _keep(view: torch.Tensor, before: Snapshots) -> None:
     """What copies with an element several times hold before a write: after it, one of them tells."""
-    origin = _origins.get(view)
+    origin = origins.get(view)
     if origin is None or not isinstance(view, DTensor):
         return
     if origin.local is not None and origin.local.overlaps:
@@ -191,7 +186,7 @@ def _keep(view: torch.Tensor, before: Snapshots) -> None:
 
 def _write_back(view: torch.Tensor, before: Snapshots) -> None:
     """The base gets the values of a view that was written: each rank those that lie in its own part."""
-    origin = _origins.get(view)
+    origin = origins.get(view)
     if origin is None or not isinstance(view, DTensor):
         return
     if id(view) in before:
@@ -227,13 +222,13 @@ def _derive_again(written: DTensor) -> None:
     Only those that cost no communication: whether this rank copied is no other rank's business.
     """
     root = _root(written)
-    for origin in list(_origins.values()):
+    for origin in list(origins.values()):
         if origin.local is not None and _root(origin.base) is root:
             origin.version = -1
 
 
 def _root(x: DTensor) -> DTensor:
-    origin = _origins.get(x)
+    origin = origins.get(x)
     return x if origin is None else _root(origin.base)
 
 
