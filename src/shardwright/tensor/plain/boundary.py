@@ -236,7 +236,7 @@ def _has_foreign(values: Iterable[Any]) -> bool:
         if cls in _harmless:
             continue
         if issubclass(cls, torch.Tensor) and (cls is TorchDTensor or not issubclass(cls, TorchDTensor)):
-            if not wraps_distributed(value):
+            if cls is TorchDTensor or not wraps_distributed(value):
                 return True
             continue  # its class is that of any plain tensor: nothing is known of the class
         if issubclass(cls, list | tuple):
