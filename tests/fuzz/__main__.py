@@ -56,8 +56,12 @@ def _checked(worlds: Worlds, seeds: list[int], meshes: list[tuple[int, ...]], co
                 found += checked
                 bad = sum(verdict.kind in BAD for _, verdict in found)
                 progress.update(task, advance=len(checked), description=f"programs, {bad} failed")
+                failed = [f"{program.seed}: {v.kind}" for program, v in checked if v.kind in BAD]
+                if failed:
+                    console.print("failed:", "; ".join(failed), highlight=False)
                 if not console.is_terminal:
                     console.print(f"{len(found)} programs, {bad} failed")
+                    console.file.flush()
     return found
 
 

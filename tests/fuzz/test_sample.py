@@ -28,6 +28,7 @@ def worlds():
         yield made
 
 
+@pytest.mark.timeout(900)  # 20 s; a machine that is shared may take long
 @pytest.mark.parametrize("mesh", SAMPLE)
 def test_a_sample_of_programs_does_what_one_device_does(worlds, mesh):
     programs = [draw(seed, mesh) for seed in SAMPLE[mesh]]
