@@ -1,14 +1,13 @@
 """Views of cut dims, and their gradients: local, whatever the placement.
 
 A view that the rules would have to gather for goes here: the result gets the layout that describes where its
-elements are (`rules.views`), and each rank takes its local result out of its local tensor. The gradient of
-such a view is put back where it came from; the layout of the base is looked up among the views that were
-taken, since no argument of a gradient's op tells it.
+elements are (`views.through`), and each rank takes its local result out of its local tensor. The gradient of
+such a view is put back where it came from: the layout of the base is what autograd's graph tells, and where
+it tells nothing what the operands themselves suggest. Nothing depends on what was viewed before.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,26 +39,19 @@ if TYPE_CHECKING:
 
     from shardwright.index.region import Shape
     from shardwright.index.view import View
-    from shardwright.layout.mesh_shape import MeshShape
     from shardwright.rules.call import Call, TensorInfo
     from shardwright.tensor.dispatch.prepare import Prepared
     from shardwright.tensor.dtensor import DTensor
 
 Taken = LocalView | ChainedView | ElementView | PairView
 
-# The layouts that were viewed, by view: the newest first. What a gradient is put back into.
-_MANY = 4096
-_bases: OrderedDict[tuple[MeshShape, View], list[Layout]] = OrderedDict()
-
 
 @dataclass(frozen=True, slots=True)
 class ViewCall:
     """A view that every rank takes of its local tensor, decided once for one layout."""
 
-    views: tuple[tuple[View, ...], ...]
     results: tuple[Spec, ...]
     locals: tuple[Taken, ...]
-    base: Layout
     several: bool
     copies: bool
 
@@ -74,9 +66,7 @@ class ViewCall:
         source = tensors[0]._local_tensor
         graph_bases.note(tensors[0])
         found = []
-        for index, (views, spec, local) in enumerate(zip(self.views, self.results, self.locals, strict=True)):
-            if len(views) == 1:
-                _remember_base(views[0], self.base)
+        for index, (spec, local) in enumerate(zip(self.results, self.locals, strict=True)):
             taken, copied = local.take(source)
             if self.copies and not copied:
                 taken = taken.clone()
@@ -122,7 +112,7 @@ def view_call(
     except PlacementError:  # too many elements to list: the rules gather, and say so
         return None
     several = not isinstance(func._schema.returns[0].type, torch._C.TensorType)
-    return ViewCall(tuple(chains), tuple(specs), tuple(locals_), layout, several, copies(func))
+    return ViewCall(tuple(specs), tuple(locals_), several, copies(func))
 
 
 def _chained(
@@ -210,20 +200,6 @@ _RESHAPES = frozenset({"aten::view", "aten::_unsafe_view"})
 # ------------------------------------------------------------------------------------------ gradients
 
 
-def _remember_base(view: View, base: Layout) -> None:
-    key = (base.mesh_shape, view)
-    known = _bases.get(key)
-    if known is None:
-        if len(_bases) >= _MANY:
-            _bases.popitem(last=False)
-        _bases[key] = [base]
-    elif known[0] is not base:
-        if base in known:
-            known.remove(base)
-        known.insert(0, base)
-        del known[8:]
-
-
 def put_back(
     func: torch._ops.OpOverload,
     call: Call,
@@ -285,15 +261,13 @@ def _base_in_graph(
 
 
 def _base_of(views: Sequence[View], parts: Sequence[DTensor], *, exact: bool) -> Layout | None:
-    """The layout of the tensor of which these views were taken: the one that has the parts nearest.
+    """The layout of a tensor of which these may be the views: of those that a part suggests, the nearest.
 
-    exact: only one that has them where they are; then none is guessed.
+    exact: only one that has all parts where they are.
     """
-    known: Sequence[Layout] = _bases.get((parts[0]._spec.layout.mesh_shape, views[0]), ())
-    bases: dict[Layout, None] = dict.fromkeys(_with_pending(base, parts) for base in known)
-    if not exact:
-        for layout in dict.fromkeys(part._spec.layout for part in parts):
-            bases.update(dict.fromkeys(_guesses(views, layout)))
+    bases: dict[Layout, None] = {}
+    for layout in dict.fromkeys(part._spec.layout for part in parts):
+        bases.update(dict.fromkeys(_guesses(views, layout)))
     best: tuple[int, Layout] | None = None
     for base in bases:
         away = sum(_away(base, view, part) for view, part in zip(views, parts, strict=True))
@@ -316,7 +290,7 @@ def _bytes_to(base: Layout, view: View, part: DTensor) -> int:
 
 
 def _guesses(views: Sequence[View], part: Layout) -> Iterator[Layout]:
-    """Bases of which a part may be a view, where none is known: as it is, or its dim cut in every part."""
+    """Bases of which a part may be a view: as it is, or its dim cut in every part."""
     shape = views[0].source
     for chunks in (None, len(views)):
         placements = []
@@ -392,8 +366,3 @@ def _there(
 @lru_cache(maxsize=8192)
 def _local_view(base: Layout, target: Layout, view: View, coords: tuple[int, ...]) -> LocalView:
     return local_view(base, target, view, coords)
-
-
-def forget() -> None:
-    """Forget the layouts that were viewed."""
-    _bases.clear()
