@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 import shardwright as sw
-from shardwright.rules.algorithm import Chosen
+from shardwright.rules.algorithms.algorithm import Chosen
 from shardwright.rules.registry import registry
 from shardwright.tensor.dispatch import call as dispatch
 from shardwright.tensor.dispatch import prepare

@@ -5,7 +5,7 @@ in `catalog`, the choice among them in `propagate`.
 """
 
 from shardwright.rules import catalog
-from shardwright.rules.algorithm import Algorithm, register_algorithm
+from shardwright.rules.algorithms.algorithm import Algorithm, register_algorithm
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.decision import Decision
 from shardwright.rules.formula import Formula, formula

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.plan.decide import plan_redistribution
-from shardwright.rules.algorithm import algorithm_for
+from shardwright.rules.algorithms.algorithm import algorithm_for
 from shardwright.rules.alternatives import alternatives
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.fix import operand_names
@@ -22,7 +22,7 @@ from shardwright.show.rehearsal import Rehearsal, rehearse
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardwright.rules.algorithm import Chosen
+    from shardwright.rules.algorithms.algorithm import Chosen
     from shardwright.rules.alternatives import Way
     from shardwright.rules.decision import Decision
 

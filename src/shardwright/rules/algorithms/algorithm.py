@@ -35,7 +35,7 @@ class Algorithm:
         function: `(op, *args, **kwargs)`, the op's value from other ops; each of them is dispatched again.
         cost: bytes that each rank sends, about; None: not for this call on these layouts.
         text: for people.
-        rows: the same as a program over rows (`rules.rows`), which one rank can run on its parts.
+        rows: the same as a program over rows (`rules.algorithms.rows`), which one rank can run on its parts.
     """
 
     op: str

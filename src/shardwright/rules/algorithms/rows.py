@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from shardwright.rules.algorithm import Cost, register_algorithm
-from shardwright.rules.ops import finish
+from shardwright.rules.algorithms.algorithm import Cost, register_algorithm
+from shardwright.rules.algorithms.ops import finish
 from shardwright.rules.registry import OpName
 
 Dims = int | tuple[int, ...]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwright.layout.layout import Layout
-from shardwright.rules.algorithm import cutting_axes, layout_of, pending_bytes, register_algorithm
+from shardwright.rules.algorithms.algorithm import cutting_axes, layout_of, pending_bytes, register_algorithm
+from shardwright.rules.algorithms.ops import finish
 from shardwright.rules.call import Call
 from shardwright.rules.formula import Formula, formula
-from shardwright.rules.ops import finish
 from shardwright.rules.rule import register_rule, rule
 
 _REDUCED = "torch_nn::_linear_cross_entropy_batch_chunked"

@@ -13,9 +13,15 @@ import torch
 from torch import Tensor
 
 from shardwright.layout.layout import Layout
-from shardwright.rules.algorithm import layout_of, over_rows, pending_bytes, register_algorithm, row_bytes
+from shardwright.rules.algorithms.algorithm import (
+    layout_of,
+    over_rows,
+    pending_bytes,
+    register_algorithm,
+    row_bytes,
+)
+from shardwright.rules.algorithms.ops import finish, positions
 from shardwright.rules.call import Call
-from shardwright.rules.ops import finish, positions
 
 _WHY = "an extreme over a cut dim"
 

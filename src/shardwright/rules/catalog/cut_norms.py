@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.layout.layout import Layout
-from shardwright.rules.algorithm import (
+from shardwright.rules.algorithms.algorithm import (
     Cost,
     layout_of,
     over_rows,
@@ -21,9 +21,9 @@ from shardwright.rules.algorithm import (
     register_algorithm,
     row_bytes,
 )
+from shardwright.rules.algorithms.ops import finish, indices, wide
 from shardwright.rules.call import Call
 from shardwright.rules.described import dims_of
-from shardwright.rules.ops import finish, indices, wide
 
 # ------------------------------------------------------------------------------------------ layer norm
 

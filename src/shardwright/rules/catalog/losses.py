@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from shardwright.layout.layout import Layout
-from shardwright.rules.algorithm import pending_bytes, register_algorithm
+from shardwright.rules.algorithms.algorithm import pending_bytes, register_algorithm
+from shardwright.rules.algorithms.ops import finish
 from shardwright.rules.call import Call
 from shardwright.rules.catalog.decomposing import take_apart
 from shardwright.rules.formula import Formula, formula
-from shardwright.rules.ops import finish
 from shardwright.rules.rule import register_rule
 
 _LOSSES = """

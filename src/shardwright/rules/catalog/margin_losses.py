@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.layout.layout import Layout
-from shardwright.rules.algorithm import cutting_axes, layout_of, pending_bytes, register_algorithm
+from shardwright.rules.algorithms.algorithm import cutting_axes, layout_of, pending_bytes, register_algorithm
 from shardwright.rules.call import Call
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule

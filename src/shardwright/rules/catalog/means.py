@@ -11,9 +11,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shardwright.rules.algorithm import over_rows, register_algorithm
+from shardwright.rules.algorithms.algorithm import over_rows, register_algorithm
+from shardwright.rules.algorithms.ops import finish
 from shardwright.rules.described import dims_of
-from shardwright.rules.ops import finish
 from shardwright.rules.registry import rewrite
 
 _LOW_PRECISION = {torch.float16, torch.bfloat16}

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwright.rules.algorithm import over_rows, register_algorithm
+from shardwright.rules.algorithms.algorithm import over_rows, register_algorithm
+from shardwright.rules.algorithms.ops import finish, wide
+from shardwright.rules.algorithms.rows import Rows, row_program
 from shardwright.rules.described import dims_of
-from shardwright.rules.ops import finish, wide
-from shardwright.rules.rows import Rows, row_program
 from shardwright.rules.rule import rule
 
 for _name in ("_softmax", "_log_softmax", "_safe_softmax"):

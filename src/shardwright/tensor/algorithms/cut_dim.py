@@ -16,7 +16,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.placement.shard import Shard
 from shardwright.plan.decide import plan_redistribution
-from shardwright.rules.algorithm import cutting_axes
+from shardwright.rules.algorithms.algorithm import cutting_axes
 from shardwright.rules.decision import LabelSize
 from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import wrap

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwright.comm.functional import reduce_over
 from shardwright.compat import axis_names
 from shardwright.layout.layout import Layout
-from shardwright.rules.algorithm import register_algorithm
+from shardwright.rules.algorithms.algorithm import register_algorithm
 from shardwright.rules.call import Call
 from shardwright.rules.catalog.attention import by_name, causal_mask
 from shardwright.rules.key_parts import KeyParts, plan_key_parts

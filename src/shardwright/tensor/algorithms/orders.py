@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwright.rules.algorithm import layout_of, pending_bytes, register_algorithm
+from shardwright.rules.algorithms.algorithm import layout_of, pending_bytes, register_algorithm
 from shardwright.tensor.algorithms.cut_dim import (
     CutDim,
     find_cut,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.layout.dtypes import HALF
-from shardwright.rules.algorithm import layout_of, pending_bytes, register_algorithm
+from shardwright.rules.algorithms.algorithm import layout_of, pending_bytes, register_algorithm
 from shardwright.tensor.algorithms.cut_dim import (
     CutDim,
     find_cut,
@@ -27,7 +27,7 @@ from shardwright.tensor.spec import coords_of
 
 if TYPE_CHECKING:
     from shardwright.layout.layout import Layout
-    from shardwright.rules.algorithm import Cost
+    from shardwright.rules.algorithms.algorithm import Cost
     from shardwright.rules.call import Call
     from shardwright.tensor.dtensor import DTensor
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwright.comm.functional import exchange_rows
 from shardwright.compat import axis_names
 from shardwright.layout.layout import Layout
-from shardwright.rules.algorithm import register_algorithm
+from shardwright.rules.algorithms.algorithm import register_algorithm
 from shardwright.rules.call import Call
 from shardwright.rules.window_ops import WINDOW_OPS, Piece
 from shardwright.rules.windows import Halo, Interval, WindowPlan, plan_windows

@@ -9,7 +9,7 @@ import torch
 
 from shardwright.comm.record import record_decision, recording
 from shardwright.errors import RuleError
-from shardwright.rules.ops import FINISH
+from shardwright.rules.algorithms.ops import FINISH
 from shardwright.tensor.conversions import replicated
 from shardwright.tensor.dispatch.ways.algorithm import finish
 from shardwright.tensor.dispatch.ways.lists import run_on_lists, takes_lists

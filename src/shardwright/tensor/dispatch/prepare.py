@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.rules import registry
-from shardwright.rules.algorithm import algorithm_for
+from shardwright.rules.algorithms.algorithm import algorithm_for
 from shardwright.rules.any_size import AnySize
 from shardwright.rules.call import Call
 from shardwright.rules.formula import LocalForm

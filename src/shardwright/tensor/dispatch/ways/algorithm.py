@@ -24,7 +24,7 @@ from shardwright.tensor.wrap import wrap
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardwright.rules.algorithm import Chosen
+    from shardwright.rules.algorithms.algorithm import Chosen
     from shardwright.rules.call import Call, TensorInfo
 
 

@@ -1,8 +1,8 @@
 """A program over rows on one rank's parts: plain kernels, and a redistribution per reduction of rows.
 
-The same text runs on logical tensors (`rules.rows`), op by op; here no op is dispatched or decided. It is the
-same where every axis cuts along one dim and all operands lie alike: then element by element stays so on the
-parts, and what a rank has of a row gives one term of what the row gives.
+The same text runs on logical tensors (`rules.algorithms.rows`), op by op; here nothing is dispatched or
+decided. It is the same where every axis cuts along one dim and all operands lie alike: then element by element
+stays so on the parts, and what a rank has of a row gives one term of what the row gives.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.index.stride import stride_order
 from shardwright.layout.layout import Layout
 from shardwright.placement.partial import Partial
+from shardwright.rules.algorithms.rows import Dims, Program
 from shardwright.rules.described import dims_of
 from shardwright.rules.identity import identity_of
-from shardwright.rules.rows import Dims, Program
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import wrap
