@@ -13,19 +13,77 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch._C import DispatchKey as DispatchKey
+from torch._C import TensorType as TensorType
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._C._functorch import get_unwrapped as get_unwrapped
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
 from torch._dynamo.types import FrameAction, FrameExecStrategy
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch.distributed import ProcessGroup, device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import ShardOrderEntry as ShardOrderEntry
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.utils import _python_dispatch
+from torch.utils._mode_utils import no_dispatch as no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+
+# Private names of torch, one line each, those above included: no other module says one.
+
+EnableTorchFunction = torch._C._EnableTorchFunction
+all_schemas = torch._C._jit_get_all_schemas
+assert_async = torch._assert_async
+current_autograd_node = torch._C._current_autograd_node
+current_graph_task_id = torch._C._current_graph_task_id  # -1: no backward is running in this thread
+exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+is_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+modes_on = torch._C._len_torch_dispatch_stack  # how many modes see each op
+mesh_resources = device_mesh._mesh_resources
+neg_view = torch._neg_view
+nn_functions = torch._C._nn
+pack_padded_rows = torch._pack_padded_sequence
+pad_packed_rows = torch._pad_packed_sequence
+pad_kernel = torch._C._nn.pad
+modes_stack = _python_dispatch._get_current_dispatch_mode_stack
+preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
+without_modes = _python_dispatch._disable_current_modes
+
+
+class TensorClass(torch._C._TensorMeta):
+    """What the class of tensors is an object of."""
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """torch's table of ops in terms of others; half a second to import, which few runs need."""
+    from torch._decomp import decomposition_table  # noqa: PLC0415
+
+    return decomposition_table
+
+
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Does torch compose it of other ops, gradients and all?"""
+    return bool(op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
 # The releases of torch that were tried, first and last; pyproject.toml asks for these.

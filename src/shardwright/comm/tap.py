@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.compat import before_each_call, group_of
+from shardwright.compat import before_each_call, group_of, tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class GroupCall:
     def tensors(self) -> list[Tensor]:
         """What this rank gives."""
         given = self.args[_KINDS[self.name].given]
-        return torch.utils._pytree.tree_leaves(given)
+        return tree_leaves(given)
 
     @property
     def bytes_sent(self) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from shardwright.compat import modes_on, modes_stack
 
 _said = False
 
@@ -16,9 +15,9 @@ def say_if_uncounted() -> None:
     Cost: none but one look at the number of active modes.
     """
     global _said  # noqa: PLW0603 - once per process
-    if _said or not torch._C._len_torch_dispatch_stack():
+    if _said or not modes_on():
         return
-    if any(type(mode).__name__ == "CommDebugMode" for mode in _get_current_dispatch_mode_stack()):
+    if any(type(mode).__name__ == "CommDebugMode" for mode in modes_stack()):
         _said = True
         warnings.warn(
             "CommDebugMode counts collectives only; this program also sends messages between pairs of ranks, "

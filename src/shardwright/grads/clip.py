@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
 from shardwright.comm.functional import reduce_over
+from shardwright.compat import foreach_mul_, foreach_norm
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.grads.parameters import Parameters, named_parameters
@@ -133,7 +134,7 @@ def _local_power(locals_: Sequence[Tensor], p: float, *, fused: bool) -> Tensor:
     if not filled:
         return torch.zeros((), dtype=torch.float64)
     if fused:
-        norms: Sequence[Tensor] = torch._foreach_norm(filled, p, dtype=torch.float64)
+        norms: Sequence[Tensor] = foreach_norm(filled, p, dtype=torch.float64)
     else:
         norms = [torch.linalg.vector_norm(local, p, dtype=torch.float64) for local in filled]
     device = norms[0].device
@@ -150,7 +151,7 @@ def _scale(locals_: Sequence[Tensor], max_norm: float, total: Tensor, *, fused: 
     for device, members in by_device.items():
         here = factor.to(device)
         if fused:
-            torch._foreach_mul_(members, here)
+            foreach_mul_(members, here)
         else:
             for local in members:
                 local.mul_(here)

@@ -12,7 +12,8 @@ from shardwright.layout.layout import Layout
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from shardwright.compat import DTensorSpec
 
 
 def layout_of(x: torch.Tensor) -> Layout:

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from shardwright.comm.record import Sending, recording
+from shardwright.compat import DefaultAllGather, DefaultReduceScatter
 
 
 class RecordedAllGather(DefaultAllGather):

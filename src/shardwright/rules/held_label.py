@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from shardwright.compat import assert_async
 from shardwright.index.runs import Runs, intervals, total
 
 
@@ -59,7 +60,7 @@ class Held:
         """Indices counted from the front. Raises: IndexError: one is outside the label."""
         outside = (index < -self.size) | (index >= self.size)
         if index.device.type != "cpu":
-            torch._assert_async(~outside.any())
+            assert_async(~outside.any())
         elif bool(outside.any()):
             wrong = int(index[outside].reshape(-1)[0])
             raise IndexError(f"index {wrong} is out of bounds for dimension with size {self.size}")

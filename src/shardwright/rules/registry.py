@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwright.compat import decompositions, is_composite
 from shardwright.errors import RuleError
 from shardwright.rules.call import Call, parameters_of
 from shardwright.rules.formula import Formula
@@ -267,11 +268,9 @@ def fallback_decomposition(op: torch._ops.OpOverload) -> Rewrite | None:
     name = op._schema.name.partition("::")[2]
     if torch.Tag.nondeterministic_seeded in op.tags or name.startswith(_MAKE_INDICES):
         return None
-    from torch._decomp import decomposition_table  # noqa: PLC0415  half a second that few runs need
-
-    found = decomposition_table.get(op)
+    found = decompositions().get(op)
     if found is not None:
         return found
-    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+    if is_composite(op):
         return op.decompose
     return None

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from shardwright.compat import all_schemas
 from shardwright.errors import RuleError
 from shardwright.rules.call import Parameter, parameters_of
 from shardwright.rules.formula import Formula, parse_hom
@@ -38,7 +39,7 @@ def overloads_of(key: str) -> tuple[Overload, ...]:
 
 
 def _unknown(name: str) -> str:
-    known = {schema.name for schema in torch._C._jit_get_all_schemas()}
+    known = {schema.name for schema in all_schemas()}
     namespace = name.partition("::")[0]
     if not any(other.startswith(f"{namespace}::") for other in known):
         spaces = {other.partition("::")[0] for other in known}

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
+from shardwright.compat import tree_flatten
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.plan.decide import plan_redistribution

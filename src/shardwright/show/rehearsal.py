@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwright.comm.record import Decision, Event, Recorder, only_to
+from shardwright.compat import TorchDispatchMode, tree_flatten, tree_map_only
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.tensor import DTensor

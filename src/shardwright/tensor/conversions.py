@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.record import because
+from shardwright.compat import mesh_resources
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Placement, Replicate
@@ -30,7 +31,7 @@ def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is not None:
         return mesh
     try:
-        return _mesh_resources.get_current_mesh()
+        return mesh_resources.get_current_mesh()
     except RuntimeError as error:
         raise LayoutError("no device mesh: pass one, or work inside `with mesh:`") from error
 
@@ -71,7 +72,7 @@ def _together(names: Sequence[str] | None, given: Any) -> PlacementsArgument | N
     return together
 
 
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]  # a graph holds the call as it is
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # a graph holds the call as it is
 def _from_local(
     local: torch.Tensor,
     mesh: DeviceMesh | None,

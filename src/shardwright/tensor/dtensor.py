@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import axis_names
+from shardwright.compat import TensorClass, axis_names
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.tensor.autograd import ToLocal, apply, finished
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class _StandsForTorchs(torch._C._TensorMeta):
+class _StandsForTorchs(TensorClass):
     """The class of our class, which is equal to torch's own by `==`.
 
     torch's debugging modes ask `type(x) == DTensor` whether a tensor is one that they must let run, to see

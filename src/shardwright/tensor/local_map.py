@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardwright.compat import tree_flatten, tree_unflatten
 from shardwright.errors import LayoutError
 from shardwright.index.stride import stride_like
 from shardwright.layout import layout_of

@@ -51,7 +51,7 @@ class LocalizedDTensor(DTensor):
         return DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
 
 
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def compute_view(x: DTensor) -> torch.Tensor:
     """What a computation sees of a localized parameter: its local tensor (a DTensor where axes are left)."""
     return apply(Localize, x)

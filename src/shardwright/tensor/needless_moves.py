@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwright.compat import DisableTorchFunctionSubclass
 from shardwright.placement.base import Placement
 from shardwright.placement.convert import as_placement
 from shardwright.tensor.autograd import Redistribute, apply
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from shardwright.layout.layout import Layout
     from shardwright.tensor.dtensor import DTensor
 
-_without_torch_function = torch._C.DisableTorchFunctionSubclass
+_without_torch_function = DisableTorchFunctionSubclass
 
 
 def is_own_layout(x: DTensor, mesh: DeviceMesh | None, given: Any) -> bool:

@@ -20,8 +20,8 @@ from torch.fx.experimental.proxy_tensor import (
     has_proxy_slot,
     track_tensor,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.tensor.plain.replicated import replicate_plain
 from shardwright.tensor.wrap import as_replicated
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
-from shardwright.compat import torch_shard_order
+from shardwright.compat import DTensorSpec, ShardOrderEntry, TensorMeta, torch_shard_order
 from shardwright.layout.layout import Layout
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwright.compat import DisableTorchFunctionSubclass, without_modes
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of_spec
 from shardwright.placement.base import Replicate
@@ -54,7 +54,7 @@ def _empty_at(
     offset: int, dtype: torch.dtype, device: torch.device, conjugate: bool, negative: bool
 ) -> torch.Tensor:
     """What gives a wrapper its storage offset; nothing is ever read from it."""
-    with _disable_current_modes():
+    with without_modes():
         made = torch.empty(0, dtype=dtype, device=device).as_strided((0,), (1,), offset)
         made = made.conj() if conjugate else made
         return made._neg_view() if negative else made
@@ -62,7 +62,7 @@ def _empty_at(
 
 def offset_of(x: torch.Tensor) -> int:
     """Where `x` begins in its storage, as torch's own code sees it: for a DTensor, on one device."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return cast("int", x.storage_offset())
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
+from shardwright.compat import tree_flatten, tree_leaves, tree_map, tree_map_only
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import Coords

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
+from shardwright.compat import decompositions
 from shardwright.errors import RuleError
 from shardwright.rules.registry import rewrite
 
 
 @lru_cache(maxsize=256)
 def _decomposition(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    from torch._decomp import decomposition_table  # noqa: PLC0415  half a second that few runs need
-
-    found = decomposition_table.get(op)
+    found = decompositions().get(op)
     if found is None:
         raise RuleError(f"{op.name()}: this version of torch has no decomposition for it")
     return found

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.utils._pytree import tree_map_only
 
+from shardwright.compat import modes_on, tree_leaves, tree_map_only
 from shardwright.rules import registry
 from shardwright.tensor import proxies
 from shardwright.tensor.algorithms import key_parts, orders, scans, windows  # noqa: F401  algorithms register themselves
@@ -41,7 +41,7 @@ _CACHE_SIZE = 65536
 _Decided = Prepared | NeedsDecomposition | ByAlgorithm | ViewCall
 # A spec: one local call on the operands as they are gives one tensor of this spec.
 _cache: dict[tuple[Any, ...], Spec | LocalReshape | _Decided] = {}
-_modes = torch._C._len_torch_dispatch_stack
+_modes = modes_on
 _routes: dict[torch._ops.OpOverload, handlers.Handler] = {}
 _cache_generation = -1
 
@@ -300,7 +300,7 @@ def _with_plain_tensors(
 
 def _writes_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Is a plain tensor left? Then the op writes into it: everything else was converted."""
-    leaves = torch.utils._pytree.tree_leaves((args, dict(kwargs)))
+    leaves = tree_leaves((args, dict(kwargs)))
     return any(isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in leaves)
 
 

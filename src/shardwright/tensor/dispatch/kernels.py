@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwright.compat import DispatchKey, exclude_key, is_key_excluded
 from shardwright.layout.dtypes import HALF
 from shardwright.tensor.dispatch.grouped_products import grouped_mm
 
@@ -36,13 +37,13 @@ def kernel_of(func: torch._ops.OpOverload, dtypes: set[torch.dtype]) -> Callable
 
 
 def _resolving_conjugates(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    key = torch._C.DispatchKey.Conjugate
-    before = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    key = DispatchKey.Conjugate
+    before = is_key_excluded(key)
+    exclude_key(key, False)
     try:
         return func(*args, **kwargs)
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, before)
+        exclude_key(key, before)
 
 
 def _of_wider_rows(

@@ -6,10 +6,14 @@ from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardwright.compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    tree_flatten,
+    tree_map_only,
+    without_modes,
+)
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.tensor.dispatch.grouped_products import grouped_product
 from shardwright.tensor.dispatch.ways.out import fits, functional_form, is_pointwise, out_names
@@ -63,7 +67,7 @@ def result_infos(
 
     Raises: DataDependentError; what the op itself raises for these shapes.
     """
-    with _disable_current_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         meta_args, meta_kwargs = tree_map_only(DTensor, _meta, (args, dict(kwargs)))
         if "device" in meta_kwargs:
             meta_kwargs["device"] = torch.device("meta")
@@ -141,7 +145,7 @@ def infos_of(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[TensorInfo | None, ...]:
     """As `result_infos`, of arguments that are described by `TensorInfo`."""
-    with _disable_current_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         meta_args, meta_kwargs = tree_map_only(TensorInfo, _meta, (args, dict(kwargs)))
         out = _without_data(func)(*meta_args, **meta_kwargs)
         return tuple(_info(value) for value in tree_flatten(out)[0])

@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
-from shardwright.compat import root_mesh
+from shardwright.compat import root_mesh, tree_map_only
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape

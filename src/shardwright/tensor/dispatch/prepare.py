@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
+from shardwright.compat import is_composite, tree_leaves
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.rules import registry
@@ -162,7 +162,7 @@ def _decomposition(func: torch._ops.OpOverload) -> NeedsDecomposition | None:
     """Simpler ops that an op without a rule consists of; of one that writes, the form that does not."""
     if registry.rules_of(func):
         return None
-    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+    if is_composite(func):
         return NeedsDecomposition(func.decompose)
     function = registry.fallback_decomposition(func)
     return _by_functional_form(func) if function is None else NeedsDecomposition(fresh(func, function))
@@ -200,7 +200,7 @@ def _is_known(func: torch._ops.OpOverload) -> bool:
         registry.rules_of(func)
         or registry.rewrite_of(func)
         or registry.fallback_decomposition(func)
-        or func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        or is_composite(func)
     )
 
 

@@ -6,9 +6,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwright.comm.record import record_decision, recording
+from shardwright.compat import tree_flatten, tree_unflatten
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.rules.identity import identity_of

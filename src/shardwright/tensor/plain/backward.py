@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.traced import is_traced
+from shardwright.compat import EnableTorchFunction
 from shardwright.tensor.plain import boundary
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _backward(
             tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
         )
     seeds, edges = _seeds(outputs, _sequence(grad_tensors)), _edges(outputs)
-    with torch._C._EnableTorchFunction():
+    with EnableTorchFunction():
         return torch.autograd.backward(edges, seeds, retain_graph, create_graph)
 
 
@@ -59,7 +60,7 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
         return torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
     seeds = _seeds(starts, _sequence(grad_outputs))
     begin, end = _edges(starts), _edges(ends)
-    with torch._C._EnableTorchFunction():
+    with EnableTorchFunction():
         return torch.autograd.grad(begin, end, seeds, *args, **kwargs)
 
 

@@ -14,10 +14,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import implicitly_replicated, never_compiled_alone
+from shardwright.compat import (
+    DisableTorchFunctionSubclass,
+    current_graph_task_id,
+    get_unwrapped,
+    implicitly_replicated,
+    is_functorch_wrapped_tensor,
+    never_compiled_alone,
+)
 from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
 from shardwright.tensor.autograd import Adopt, apply
@@ -62,7 +68,7 @@ def helpers_allowed(within: int = 0) -> bool:
     return bool(
         state.functions > within
         or state.blocks
-        or torch._C._current_graph_task_id() != -1
+        or current_graph_task_id() != -1
         or torch.compiler.is_compiling()
         or implicitly_replicated()
     )
@@ -91,7 +97,7 @@ def call(
     """
     kwargs = {} if kwargs is None else kwargs
     if torch.compiler.is_compiling():
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     depth = state.functions
     given = (*args, *kwargs.values()) if kwargs else args
@@ -105,7 +111,7 @@ def call(
         args, kwargs = with_host_values(func, args, kwargs)
     state.functions = depth + 1
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if kwargs and kwargs.get("out") is not None and not fills_itself(func):
                 return call_with_out(func, args, kwargs)
             own = OWN.get(func)
@@ -248,7 +254,7 @@ def _has_foreign(values: Iterable[Any]) -> bool:
 
 
 def _refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch._C._current_graph_task_id() != -1:
+    if current_graph_task_id() != -1:
         return  # what a backward recomputes was judged in its forward
     for value in tensors_in((*args, *kwargs.values())):
         if is_same_everywhere(value) or wraps_distributed(value) or _is_written(func, value, args, kwargs):

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.record import record_decision, recording
+from shardwright.compat import pack_padded_rows, pad_packed_rows
 from shardwright.tensor.explicit_mode import refuse_to_gather
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ _POINTS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
 # The lengths of a packed sequence, or how many rows each step has, are sizes written as a tensor: torch takes
 # them on the host alone, so they are the program's own numbers, as the sizes of `view` are.
 WITH_LENGTHS = frozenset(
-    {torch._pack_padded_sequence, torch._pad_packed_sequence}
-    | {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+    {pack_padded_rows, pad_packed_rows} | {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 )
 READING = _WHOLE | _POINTS | WITH_LENGTHS
 _READ = torch.ops.aten._local_scalar_dense.default

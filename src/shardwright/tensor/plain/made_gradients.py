@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from shardwright.compat import nn_functions, pad_kernel, preserve_version_counter, tree_map_only
 from shardwright.tensor.autograd import apply, finished
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_local
@@ -24,7 +24,7 @@ from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import as_replicated, wrap
 
 # Where a program finds a function of torch.
-_HOMES = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.ops.aten)
+_HOMES = (torch, torch.Tensor, torch.nn.functional, nn_functions, torch.ops.aten)
 
 
 class _LaidOut(torch.autograd.Function):
@@ -87,7 +87,7 @@ def _compared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In place, and the gradient of the value that is overwritten is made of a size too."""
     x = args[0]
     if isinstance(x, DTensor) and x.requires_grad and not x.is_leaf and torch.is_grad_enabled():
-        with torch.autograd._unsafe_preserve_version_counter(x):  # no value changes yet
+        with preserve_version_counter(x):  # no value changes yet
             apply(_LaidOutBefore, x)
     return _written(func, args, kwargs)
 
@@ -134,5 +134,5 @@ boundary.OWN.update(dict.fromkeys(_forms("copysign_ nextafter_ bernoulli_", *_HO
 boundary.OWN.update(
     dict.fromkeys(_forms(" ".join(f"{n}_" for n in _COMPARISONS.split()), *_HOMES), _compared)
 )
-boundary.OWN.update(dict.fromkeys((torch.nn.functional.pad, torch._C._nn.pad), _padded))
+boundary.OWN.update(dict.fromkeys((torch.nn.functional.pad, pad_kernel), _padded))
 boundary.OWN[torch.Tensor.sgn_] = _signed

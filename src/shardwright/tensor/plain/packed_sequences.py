@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.compat import pack_padded_rows, pad_packed_rows
 from shardwright.tensor.plain import boundary
 
 
@@ -21,7 +22,7 @@ def _pack(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Te
 
 def _packed(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:  # noqa: A002  torch's name
     numbers = torch.arange(input.shape[0] * input.shape[1]).view(input.shape[:2])
-    rows, sizes = torch._pack_padded_sequence(numbers, lengths, batch_first)
+    rows, sizes = pack_padded_rows(numbers, lengths, batch_first)
     return input.flatten(0, 1).index_select(0, rows), sizes
 
 
@@ -33,12 +34,12 @@ def _padded(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     numbers = torch.arange(data.shape[0])
-    rows, lengths = torch._pad_packed_sequence(numbers, batch_sizes, batch_first, -1, total_length)
+    rows, lengths = pad_packed_rows(numbers, batch_sizes, batch_first, -1, total_length)
     flat = rows.flatten()
     found = data.index_select(0, flat.clamp_min(0))
     absent = (flat < 0).view(-1, *[1] * (data.ndim - 1))
     return found.masked_fill(absent, padding_value).unflatten(0, rows.shape), lengths
 
 
-boundary.OWN[torch._pack_padded_sequence] = _pack
-boundary.OWN[torch._pad_packed_sequence] = _pad
+boundary.OWN[pack_padded_rows] = _pack
+boundary.OWN[pad_packed_rows] = _pad

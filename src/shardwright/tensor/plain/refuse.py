@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.utils._pytree import tree_map_only
 
+from shardwright.compat import tree_map_only
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of

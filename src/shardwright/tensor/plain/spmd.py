@@ -79,7 +79,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
             return type(value)(self._replicate(v) for v in value)
         return value
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]  # it ends on the host: a graph breaks here
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it ends on the host: a graph breaks here
     def _compare(self, value: torch.Tensor) -> None:
         """Raise if the ranks of the mesh hold different bytes here."""
         known = self._seen.get(id(value))

@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwright.comm.record import record_decision, recording
+from shardwright.compat import is_composite, tree_flatten, tree_unflatten
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
@@ -67,7 +67,7 @@ def is_random(func: torch._ops.OpOverload) -> bool:
     """Does the op draw numbers here (and is none that consists of others which do)?"""
     if torch.Tag.nondeterministic_seeded not in func.tags or func.namespace != "aten":
         return False
-    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+    if is_composite(func):
         return False
     return not any(word in func._schema.name for word in _NOT_DRAWN_HERE)
 

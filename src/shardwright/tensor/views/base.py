@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwright.compat import current_autograd_node, current_graph_task_id
 from shardwright.tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ def note(x: DTensor) -> None:
 
 def base_layout() -> Layout | None:
     """The layout of the only tensor for which the running node computes a gradient; None: not known."""
-    if torch._C._current_graph_task_id() == -1:
+    if current_graph_task_id() == -1:
         return None
-    node: Any = torch._C._current_autograd_node()
+    node: Any = current_autograd_node()
     if node is None or len(node.next_functions) != 1:
         return None
     following, output = node.next_functions[0]

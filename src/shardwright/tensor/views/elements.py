@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwright.compat import neg_view
 from shardwright.index.view import selected
 from shardwright.views.local import local_view
 from shardwright.views.through import through
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 # Each of them undoes itself or another one.
 _UNDO: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "aten::_conj": torch.conj,
-    "aten::_neg_view": torch._neg_view,
+    "aten::_neg_view": neg_view,
     "aten::view_as_complex": torch.view_as_real,
     "aten::view_as_real": lambda values: torch.view_as_complex(values.contiguous()),
 }

@@ -11,9 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwright.compat import DisableTorchFunctionSubclass, tree_leaves, tree_map_only, without_modes
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import offset_of, wrap
@@ -53,7 +52,7 @@ def as_on_one_device(
         with torch.inference_mode(False), torch.no_grad():
             return as_on_one_device(route, func, args, kwargs)
     out = route(func, args, kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         begin = base.storage_offset()
     if func._schema.name in _WHERE_IT_IS and func._schema.overload_name != "dtype":
         return out if not begin else _placed(out, begin, base)
@@ -82,7 +81,7 @@ def _placed(out: Any, offset: int, base: torch.Tensor) -> Any:
 def _offsets(func: torch._ops.OpOverload, base: Meta, rest: tuple[Any, ...], named: Any) -> tuple[int, ...]:
     """The offsets of the views of a tensor of this shape, stride, dtype and offset, as torch has it."""
     shape, stride, dtype, offset = base
-    with _disable_current_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         held = torch.empty(0, dtype=dtype, device="meta").as_strided(shape, stride, offset)
         rest, named = tree_map_only(torch.device, lambda _: held.device, (rest, dict(named)))
         return tuple(x.storage_offset() for x in tree_leaves(func(held, *rest, **named)))

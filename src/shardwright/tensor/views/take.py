@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwright.compat import TensorType, current_graph_task_id
 from shardwright.errors import LayoutError, PlacementError
 from shardwright.index.view import identity, reshaped
 from shardwright.layout.layout import Layout
@@ -111,7 +112,7 @@ def view_call(
             locals_.append(taken)
     except PlacementError:  # too many elements to list: the rules gather, and say so
         return None
-    several = not isinstance(func._schema.returns[0].type, torch._C.TensorType)
+    several = not isinstance(func._schema.returns[0].type, TensorType)
     return ViewCall(tuple(specs), tuple(locals_), several, copies(func))
 
 
@@ -227,7 +228,7 @@ def put_back(
         return None
     use = common_use(tensors)
     # Parameters that compute locally are no gradients: the forward is recomputed, and decides as it did.
-    backward = use is None and torch._C._current_graph_task_id() != -1
+    backward = use is None and current_graph_task_id() != -1
     summed = func._schema.name == "aten::sum"
     base = None
     if use is None:

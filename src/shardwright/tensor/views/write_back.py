@@ -16,9 +16,9 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwright.compat import tree_leaves
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.tensor.dispatch.overlapping import overlaps, refuse

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.comm.record import record_decision, recording
+from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.errors import ImplicitRedistributionError, LayoutError
 from shardwright.placement.base import Replicate
 from shardwright.rules.propagate import propagate

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from shardwright.compat import is_composite, tree_map_only
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain.boundary import tensors_in
 
@@ -19,7 +19,7 @@ def fresh(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Callable
     What torch composes of others (`reshape`, `contiguous`, ...) may be a view on one device too.
     """
     schema = func._schema
-    composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    composite = is_composite(func)
     if composite or schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
         return function
     return partial(_of_its_own, function)

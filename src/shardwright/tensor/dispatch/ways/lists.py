@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.rules import registry
 from shardwright.tensor.dispatch.prepare import Prepared, prepare
 from shardwright.tensor.dispatch.refuse import refuse_implicit

@@ -1,8 +1,8 @@
 """A program over rows on one rank's parts: plain kernels, and a redistribution per reduction of rows.
 
 The same text runs on logical tensors (`rules.algorithms.rows`), op by op; here nothing is dispatched or
-decided. It is the same where every axis cuts along one dim and all operands lie alike: then element by element
-stays so on the parts, and what a rank has of a row gives one term of what the row gives.
+decided. It is the same where every axis cuts along one dim and all operands lie alike: what goes element by
+element does so on the parts, and what a rank has of a row gives one term of what the row gives.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.index.stride import stride_order
 from shardwright.layout.layout import Layout
 from shardwright.placement.partial import Partial

@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from shardwright.compat import is_composite, tree_leaves
 
 # Composed of other functions, whose result torch copies into `out`: the copy passes its gradient on. Found by
 # giving `out=` to every operator of torch's database beside operands that require a gradient.
@@ -32,12 +33,9 @@ def fills_itself(func: Callable[..., Any]) -> bool:
     packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return True
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
     for name in packet.overloads():
         overload = getattr(packet, name)
-        if any(a.is_out for a in overload._schema.arguments) and overload.has_kernel_for_dispatch_key(
-            composite
-        ):
+        if any(a.is_out for a in overload._schema.arguments) and is_composite(overload):
             return False
     return True
 

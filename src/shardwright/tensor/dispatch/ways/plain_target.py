@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardwright.comm.record import record_decision, recording
+from shardwright.compat import tree_leaves, tree_map
 from shardwright.tensor.conversions import replicated
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import refuse_to_gather
@@ -33,7 +33,7 @@ def write_into_plain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
             pairs = zip(tree_leaves(given[argument.name]), tree_leaves(full[argument.name]), strict=True)
             owners |= {id(value): x for x, value in pairs if isinstance(x, DTensor)}
             _bring_back(owners, tree_leaves(full[argument.name]))
-    return torch.utils._pytree.tree_map(lambda value: owners.get(id(value), value), out)
+    return tree_map(lambda value: owners.get(id(value), value), out)
 
 
 def _whole(func: torch._ops.OpOverload, value: Any) -> Any:

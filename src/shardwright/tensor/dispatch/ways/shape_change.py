@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
+from shardwright.compat import no_dispatch
 from shardwright.errors import RuleError
 from shardwright.tensor.dtensor import DTensor
 
