@@ -269,14 +269,18 @@ def _base_of(views: Sequence[View], parts: Sequence[DTensor], *, exact: bool) ->
     bases: dict[Layout, None] = {}
     for layout in dict.fromkeys(part._spec.layout for part in parts):
         bases.update(dict.fromkeys(_guesses(views, layout)))
+    pairs = list(zip(views, parts, strict=True))
+    if exact:  # nothing is planned: a part may have no way there
+        there = (all(_seen(base, *pair) == pair[1]._spec.layout for pair in pairs) for base in bases)
+        return next((base for base, fits in zip(bases, there, strict=True) if fits), None)
     best: tuple[int, Layout] | None = None
     for base in bases:
-        away = sum(_away(base, view, part) for view, part in zip(views, parts, strict=True))
+        away = sum(_away(base, *pair) for pair in pairs)
         if not away:
             return base
         if best is None or away < best[0]:
             best = away, base
-    return None if exact or best is None else best[1]
+    return None if best is None else best[1]
 
 
 def _away(base: Layout, view: View, part: DTensor) -> int:
