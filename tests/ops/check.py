@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import shardwright as sw
 from shardwright.tensor.dispatch import call as dispatch
+from shardwright.tensor.dispatch.ways.algorithm import ByAlgorithm
 from tests.ops.cases import ERROR, LENIENT, OK, WRONG, Case, Record
 from tests.ops.compare import difference, whole
 from tests.ops.database import seed
@@ -251,7 +252,7 @@ def _weight(x: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
 @contextlib.contextmanager
 def _seen(rules: dict[str, str]) -> Iterator[None]:
     """Note the reason that each ATen operator's decision gave, and the algorithms."""
-    run, by_algorithm = dispatch.run, dispatch.ByAlgorithm.run
+    run, by_algorithm = dispatch.run, ByAlgorithm.run
 
     def noting(prepared: Any, func: Any, *rest: Any) -> Any:
         rules[func.name()] = f"fallback: {prepared.reason}" if prepared.fallback else prepared.reason
@@ -261,11 +262,11 @@ def _seen(rules: dict[str, str]) -> Iterator[None]:
         rules[self.call.op.name()] = f"algorithm: {self.chosen.reason}"
         return by_algorithm(self, *rest)
 
-    dispatch.run, dispatch.ByAlgorithm.run = noting, noting_algorithm
+    dispatch.run, ByAlgorithm.run = noting, noting_algorithm
     try:
         yield
     finally:
-        dispatch.run, dispatch.ByAlgorithm.run = run, by_algorithm
+        dispatch.run, ByAlgorithm.run = run, by_algorithm
 
 
 def _line(error: Exception) -> str:

@@ -16,7 +16,7 @@ import shardwright as sw
 from shardwright.rules.algorithms.algorithm import Chosen
 from shardwright.rules.registry import registry
 from shardwright.tensor.dispatch import call as dispatch
-from shardwright.tensor.dispatch import prepare
+from shardwright.tensor.dispatch.ways import algorithm as ways
 from shardwright.testing.meshes import rank_mesh
 
 ROWS, LONG = 5, 11
@@ -112,13 +112,13 @@ def algorithms_always():
         priced = [Chosen(a, a.cost(call, layouts)) for a in registry.algorithms_of(call.op)]
         return next((chosen for chosen in priced if chosen.bytes is not None), None)
 
-    priced = prepare.algorithm_for
-    prepare.algorithm_for = first
+    priced = ways.algorithm_for
+    ways.algorithm_for = first
     dispatch.clear_cache()
     try:
         yield
     finally:
-        prepare.algorithm_for = priced
+        ways.algorithm_for = priced
         dispatch.clear_cache()
 
 

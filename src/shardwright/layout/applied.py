@@ -107,7 +107,7 @@ def applied_placements(
             group = partition.flat_group()
             now = {dim: group[-1] if at in group else at for dim, at in now.items()}
         pending = placement if isinstance(placement, Pending) else None
-        own = tuple(sizes[axis] for axis in axes)
+        own = tuple([sizes[axis] for axis in axes])
         steps.append(Applied(axes, own, prod(own), placement, partition, pending, ndim))
     return tuple(steps)
 
@@ -129,7 +129,7 @@ def _steps(placements: Sequence[Placement], order: Sequence[int]) -> list[tuple[
 
 def complete(placements: tuple[Placement, ...], shape: Shape) -> tuple[Placement, ...]:
     """The placements; an axis of a group whose other axes are gone is what it means alone."""
-    if not any(isinstance(p, Joint) for p in placements):
+    if Joint not in map(type, placements):
         return placements
     grouped = {axis for group in joint_groups(placements) for axis in group}
     return tuple(
@@ -153,7 +153,7 @@ def by_own_names(
 
     It must say so of every shape that it is given here.
     """
-    if not any(isinstance(placement, Moved) for placement in placements):
+    if Moved not in map(type, placements):
         return placements
     steps = applied_placements(placements, sizes, order, len(shape))
     found = list(placements)

@@ -147,9 +147,6 @@ class Layout:
         put(self, "_shapes", {})
         put(self, "_regions", {})
 
-    def _key(self) -> tuple[Any, ...]:
-        return self.mesh_shape, self.placements, self.shape, self.stride, self.dtype, self.order
-
     # ------------------------------------------------------------------------------------ the facts
 
     @property
@@ -294,9 +291,13 @@ class Layout:
         """Equal: the same tensor, laid out in the same way on the same ranks."""
         if self is other:
             return True
-        if isinstance(other, Layout):
-            return self._hash == other._hash and self._key() == other._key()
-        return NotImplemented
+        if not isinstance(other, Layout):
+            return NotImplemented
+        if self._hash != other._hash or self.shape != other.shape or self.stride != other.stride:
+            return False
+        mine, theirs = self._arrangement, other._arrangement  # mostly one object, see `arranged`
+        alike = mine is theirs or (mine.placements == theirs.placements and mine.order == theirs.order)
+        return alike and self.dtype == other.dtype and self.mesh_shape == other.mesh_shape
 
     def __hash__(self) -> int:
         return self._hash

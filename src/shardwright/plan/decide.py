@@ -145,9 +145,8 @@ class _Decision:
         groups = groups_of((source, target))
         self.before, self.after = LayoutMap(source, groups), LayoutMap(target, groups)
         stated = current_network().slow_axes
-        self.slow = frozenset(
-            axis for axis, name in enumerate(source.axes) if name in stated and self.sizes[axis] > 1
-        )
+        slow = [axis for axis, name in enumerate(source.axes) if name in stated and self.sizes[axis] > 1]
+        self.slow = frozenset(slow if stated else ())
         self.padded = self._padded()
         self.arrival = self._arrival()
 

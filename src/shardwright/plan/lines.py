@@ -80,7 +80,7 @@ def groups_of(layouts: Iterable[Layout]) -> tuple[Group, ...]:
     if not ndim:
         return ((),)
     if not parents:
-        return tuple((dim,) for dim in range(ndim))
+        return tuple([(dim,) for dim in range(ndim)])
     grouped: dict[int, list[int]] = {}
     for dim in range(ndim):
         grouped.setdefault(_root(parents, dim), []).append(dim)

@@ -38,10 +38,10 @@ def pending_change(source: Layout, target: Layout) -> PendingChange:
     """
     before, after = _pendings(source), _pendings(target)
     kept = _kept(before, after)
-    made = tuple(item for item in after if item not in kept)
+    made = tuple([item for item in after if item not in kept])
     for axis, _ in made:
         refuse_target(target, axis)
-    return PendingChange(kept, tuple(item for item in before if item not in kept), made)
+    return PendingChange(kept, tuple([item for item in before if item not in kept]), made)
 
 
 def has_embed(placement: Pending) -> bool:
@@ -109,8 +109,5 @@ def _kept(before: tuple[AxisPending, ...], after: tuple[AxisPending, ...]) -> tu
 
 
 def _pendings(layout: Layout) -> tuple[AxisPending, ...]:
-    return tuple(
-        (axis, cast("Pending", layout.placements[axis]))
-        for axis in layout.order
-        if layout.placements[axis].is_pending
-    )
+    pending = [axis for axis in layout.order if layout.placements[axis].is_pending]
+    return tuple([(axis, cast("Pending", layout.placements[axis])) for axis in pending])

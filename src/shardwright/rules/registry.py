@@ -54,38 +54,39 @@ class Registry:
         # The catalog is checked by a test, over all releases of torch that are served, not at each import.
         self.open = False
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """What was decided before is not valid any more: caches that remember `generation` see it."""
         self.generation += 1
         self._found.clear()
 
     def add(self, rule: Rule) -> None:
         """Add a rule; it takes effect at once, also in caches that remember `generation`."""
         self._rules[rule.op].append(rule)
-        self._changed()
+        self.changed()
 
     def remove(self, rule: Rule) -> None:
         """Take a rule out again. Raises: RuleError: it is not there."""
         if rule not in self._rules[rule.op]:
             raise RuleError(f"{rule} is not registered")
         self._rules[rule.op].remove(rule)
-        self._changed()
+        self.changed()
 
     def add_rewrite(self, op: str, rewrite: Rewrite) -> None:
         """Have calls of `op` replaced by what `rewrite` does, before anything is sharded."""
         self._rewrites[op] = rewrite
-        self._changed()
+        self.changed()
 
     def add_algorithm(self, algorithm: Any) -> None:
         """Add an `Algorithm`; it takes effect at once."""
         self._algorithms[algorithm.op].append(algorithm)
-        self._changed()
+        self.changed()
 
     def remove_algorithm(self, algorithm: Any) -> None:
         """Take an algorithm out again. Raises: RuleError: it is not there."""
         if algorithm not in self._algorithms[algorithm.op]:
             raise RuleError(f"{algorithm} is not registered")
         self._algorithms[algorithm.op].remove(algorithm)
-        self._changed()
+        self.changed()
 
     def algorithms_of(self, op: torch._ops.OpOverload) -> tuple[Any, ...]:
         """The algorithms that serve an overload, found like its rules."""

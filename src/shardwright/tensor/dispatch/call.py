@@ -1,7 +1,7 @@
 """Dispatch of one ATen op on DTensors: look up the prepared call, move what must move, run on locals, wrap.
 
-Everything that can be decided from the op and the layouts is decided once and cached (`prepare`); the same
-call with the same layouts costs one look-up. Ops that are not one local call per rank have handlers.
+Everything that can be decided from the op and the layouts is decided once, by the first of the ways that
+answers (`ways.table`), and cached: the same call with the same layouts costs one look-up.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from shardwright.compat import modes_on, tree_leaves, tree_map_only
 from shardwright.rules import registry
 from shardwright.tensor import proxies
 from shardwright.tensor.algorithms import key_parts, orders, scans, windows  # noqa: F401  algorithms register themselves
-from shardwright.tensor.dispatch import handlers, other_sizes, torch_shardings, written_memory
-from shardwright.tensor.dispatch.prepare import NeedsDecomposition, Prepared, prepare, prepare_call
+from shardwright.tensor.dispatch import other_sizes, torch_shardings, written_memory
+from shardwright.tensor.dispatch.asked import Asked
+from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.run import check_simple, is_simple, run, run_simple
 from shardwright.tensor.dispatch.ways import local_reshape
-from shardwright.tensor.dispatch.ways.algorithm import ByAlgorithm
-from shardwright.tensor.dispatch.ways.fresh_results import fresh
 from shardwright.tensor.dispatch.ways.local_reshape import RESHAPES, LocalReshape
 from shardwright.tensor.dispatch.ways.plain_target import write_into_plain
+from shardwright.tensor.dispatch.ways.steps import Steps
+from shardwright.tensor.dispatch.ways.table import Handler, decide, handler_of
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain import made_gradients, set_data  # noqa: F401  algorithms register themselves
 from shardwright.tensor.plain.replicated import distributed, replicate_plain
 from shardwright.tensor.spec import Spec
 from shardwright.tensor.views import offsets, take, write_back
-from shardwright.tensor.views.take import ViewCall
 from shardwright.tensor.wrap import as_ours
 
 if TYPE_CHECKING:
@@ -38,11 +38,10 @@ if TYPE_CHECKING:
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 _CACHE_SIZE = 65536
-_Decided = Prepared | NeedsDecomposition | ByAlgorithm | ViewCall
 # A spec: one local call on the operands as they are gives one tensor of this spec.
-_cache: dict[tuple[Any, ...], Spec | LocalReshape | _Decided] = {}
+_cache: dict[tuple[Any, ...], Any] = {}
 _modes = modes_on
-_routes: dict[torch._ops.OpOverload, handlers.Handler] = {}
+_routes: dict[torch._ops.OpOverload, Handler] = {}
 _cache_generation = -1
 
 
@@ -72,7 +71,7 @@ def dispatch(
     return route(func, args, kwargs)
 
 
-def _whole_route_of(func: torch._ops.OpOverload) -> handlers.Handler:
+def _whole_route_of(func: torch._ops.OpOverload) -> Handler:
     """The route of an op, and what stands around it for views and for ops that write."""
     route = _route_of(func)
     if offsets.begins_as_its_operand(func):
@@ -82,29 +81,22 @@ def _whole_route_of(func: torch._ops.OpOverload) -> handlers.Handler:
     return partial(_where_it_may_write, route)
 
 
-def _route_of(func: torch._ops.OpOverload) -> handlers.Handler:
-    """A handler of the op's own, a rewriting as other ops, or the rules."""
+def _route_of(func: torch._ops.OpOverload) -> Handler:
+    """The way of the op, or of each of its calls."""
     torch_shardings.warn_of(func)
-    handler = handlers.find(func)
-    if handler is not None:
-        return handler
-    rewrite = registry.rewrite_of(func)
-    if rewrite is not None:
-        steps = fresh(func, partial(rewrite, func))
-        return lambda _, args, kwargs: steps(*args, **kwargs)
-    return dispatch_by_rule
+    return handler_of(func) or dispatch_call
 
 
 def _where_it_may_write(
-    route: handlers.Handler, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    route: Handler, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """The op, unless one device refuses it for the memory that it would write."""
     written_memory.refuse(func, args, kwargs)
     return route(func, args, kwargs)
 
 
-def dispatch_by_rule(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The common path: one local call per rank, as the rules decide."""
+def dispatch_call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The common path: what was decided for these layouts, or is now."""
     tensors: list[Any] = []
     key: list[Any] = [func]
     ours = _collect(args, tensors, key)
@@ -146,13 +138,13 @@ def _first(
         check_simple(known, func, out, tensors)
         _store(key, known)
         return out
-    decided = prepare(func, args, kwargs, tensors) if known is None else known
+    decided = decide(Asked(func, args, kwargs, tensors)) if known is None else known
     _store(key, decided)
     return _again(decided, key, func, args, kwargs, tensors)
 
 
 def _again(
-    known: _Decided,
+    known: Any,
     key: tuple[Any, ...],
     func: torch._ops.OpOverload,
     args: tuple[Any, ...],
@@ -160,15 +152,13 @@ def _again(
     tensors: list[Any],
 ) -> Any:
     """A call that was decided, in whatever way."""
-    if isinstance(known, NeedsDecomposition):
+    if isinstance(known, Steps):
         out = known.run(args, kwargs)
         if out is not NotImplemented:
             return tree_map_only(torch.Tensor, lambda x: distributed(x, tensors[0].device_mesh), out)
-        known = prepare_call(func, args, kwargs, tensors)  # no steps for these arguments
+        known = decide(Asked(func, args, kwargs, tensors), by_other_ops=False)
         _store(key, known)
-    if isinstance(known, ByAlgorithm):
-        return known.run(args, kwargs)
-    if isinstance(known, ViewCall):
+    if not isinstance(known, Prepared):
         return known.run(func, args, kwargs, tensors)
     first = not known.checked
     out = _run_prepared(known, func, args, kwargs, tensors)
@@ -266,7 +256,7 @@ def _forget() -> None:
     _cache_generation = registry.generation()
 
 
-def _store(key: tuple[Any, ...], prepared: Spec | LocalReshape | _Decided) -> None:
+def _store(key: tuple[Any, ...], prepared: Any) -> None:
     if len(_cache) >= _CACHE_SIZE:
         _cache.clear()
     _cache[key] = prepared

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardwright.tensor.dispatch.prepare import Move, Prepared
+from shardwright.tensor.dispatch.prepared import Move, Prepared
 from shardwright.tensor.spec import Spec, SpecKind, Token, coords_of, spec_kind
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardwright.layout.layout import Layout
-    from shardwright.tensor.dispatch.prepare import Prepared
+    from shardwright.tensor.dispatch.prepared import Prepared
     from shardwright.tensor.dtensor import DTensor
 
 

@@ -22,7 +22,7 @@ from shardwright.tensor.wrap import as_replicated, wrap
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shardwright.tensor.dispatch.prepare import Prepared
+    from shardwright.tensor.dispatch.prepared import Prepared
 
 # What one device takes in expanded tensors: all elements of one place get the same.
 _local_of = attrgetter("_local_tensor")

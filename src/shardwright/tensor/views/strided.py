@@ -218,3 +218,10 @@ def _windows(x: torch.Tensor, dim: int, base: int, steps: list[tuple[int, int]])
 _COPYING = frozenset({torch.as_strided_copy, aten.as_strided_copy, aten.as_strided_copy.default})
 _VIEWING = (torch.as_strided, torch.Tensor.as_strided, aten.as_strided, aten.as_strided.default)
 boundary.OWN.update(dict.fromkeys((*_VIEWING, *_COPYING), taken_apart))
+
+
+STRIDED = {
+    torch.ops.aten.as_strided.default: as_strided,
+    torch.ops.aten.as_strided_copy.default: as_strided,
+    torch.ops.aten.as_strided_scatter.default: as_strided_scatter,
+}

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardwright.index.region import Shape
     from shardwright.index.view import View
     from shardwright.rules.call import Call, TensorInfo
-    from shardwright.tensor.dispatch.prepare import Prepared
+    from shardwright.tensor.dispatch.prepared import Prepared
     from shardwright.tensor.dtensor import DTensor
 
 Taken = LocalView | ChainedView | ElementView | PairView

@@ -11,6 +11,7 @@ from shardwright.comm.record import record_decision, recording
 from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.errors import ImplicitRedistributionError, LayoutError
 from shardwright.placement.base import Replicate
+from shardwright.rules.algorithms.algorithm import algorithm_for
 from shardwright.rules.propagate import propagate
 from shardwright.rules.refusal import implicit_text
 from shardwright.rules.registry import functional_form
@@ -22,10 +23,11 @@ from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from shardwright.rules.algorithms.algorithm import Chosen
     from shardwright.rules.call import Call, TensorInfo
+    from shardwright.tensor.dispatch.asked import Asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,13 @@ class ByAlgorithm:
     chosen: Chosen
     instead: str
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(
+        self,
+        _func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        _tensors: Sequence[DTensor],
+    ) -> Any:
         """The op's results, as DTensors; operands that are written come back as the objects that were given.
 
         Raises: ImplicitRedistributionError: inside `explicit()`, if a step has to communicate.
@@ -103,6 +111,14 @@ class ByAlgorithm:
         for target, value in zip(written, self._fitted(out), strict=True):
             target.copy_(value)
         return written[0] if len(written) == 1 else tuple(written)
+
+
+def by_algorithm(asked: Asked) -> ByAlgorithm | None:
+    """The cheapest algorithm, where it sends no more than the rules would."""
+    if asked.needs_whole_operands or not may_write(asked.func):
+        return None
+    chosen = algorithm_for(asked.call, asked.layouts, asked.decision)
+    return None if chosen is None else ByAlgorithm(asked.call, chosen, asked.decision.reason)
 
 
 def _is_out(op: torch._ops.OpOverload, name: str) -> bool:

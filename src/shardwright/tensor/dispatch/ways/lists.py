@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.rules import registry
-from shardwright.tensor.dispatch.prepare import Prepared, prepare
+from shardwright.tensor.dispatch.asked import Asked
+from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.run import check_simple, run
 from shardwright.tensor.dispatch.ways.list_elements import ElementCall, element_calls, list_arguments
@@ -27,6 +28,8 @@ from shardwright.tensor.spec import Spec
 from shardwright.tensor.wrap import as_ours, wrap
 
 _MANY = 4096
+Decide = Callable[[Asked], Any]
+
 # Per call: the specs of the results, or None where the positions are run one after another.
 _known: dict[tuple[Any, ...], list[Spec | None] | None] = {}
 
@@ -36,9 +39,12 @@ def takes_lists(func: torch._ops.OpOverload) -> bool:
     return bool(list_arguments(func))
 
 
-def run_on_lists(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_on_lists(
+    decide: Decide, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """A list op on DTensors.
 
+    Args: decide: how the op for one element is run: the table of ways, in which lists are one.
     Raises: RuleError: what the op for one element raises for a position.
     Cost: what the op for one element costs at each position; nothing where each is one local call.
     """
@@ -48,13 +54,13 @@ def run_on_lists(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Map
     if first:
         if len(_known) >= _MANY:
             _known.clear()
-        _known[key] = _specs(func, args, kwargs)
+        _known[key] = _specs(decide, func, args, kwargs)
     specs = _known[key]
     if specs is None:
         calls = element_calls(func, args, kwargs)
         if is_explicit():
-            _refuse(calls)
-        out = [_run_alone(call) for call in calls]
+            _refuse(decide, calls)
+        out = [_run_alone(decide, call) for call in calls]
     else:
         out = _call(func, args, kwargs, specs)
         if first:
@@ -103,11 +109,11 @@ class _Alone:
 
 
 def _specs(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    decide: Decide, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Spec | None] | None:
     """The specs of the results if every position is the op on its local tensors; else None."""
     found: list[Spec | None] = []
-    positions = [_prepared(call) for call in element_calls(func, args, kwargs)]
+    positions = [_prepared(decide, call) for call in element_calls(func, args, kwargs)]
     if not all(alone is None or _is_local(alone.prepared) for alone in positions):
         return None
     for alone in positions:
@@ -123,7 +129,7 @@ def _is_local(prepared: Any) -> bool:
     return not (another or prepared.skip or prepared.gather_all)
 
 
-def _prepared(call: ElementCall) -> _Alone | None:
+def _prepared(decide: Decide, call: ElementCall) -> _Alone | None:
     """The decision for one position; None for plain tensors alone."""
     leaves = tree_leaves((call.args, call.kwargs))
     mesh = next((x.device_mesh for x in leaves if isinstance(x, DTensor)), None)
@@ -138,26 +144,26 @@ def _prepared(call: ElementCall) -> _Alone | None:
         (call.args, call.kwargs),
     )
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
-    return _Alone(ElementCall(func, args, kwargs), tensors, prepare(func, args, kwargs, tensors))
+    return _Alone(ElementCall(func, args, kwargs), tensors, decide(Asked(func, args, kwargs, tensors)))
 
 
 # --------------------------------------------------------------------------------------------- running
 
 
-def _refuse(calls: Sequence[ElementCall]) -> None:
+def _refuse(decide: Decide, calls: Sequence[ElementCall]) -> None:
     """Raise for what any position would move, before one of them has run."""
-    for alone in map(_prepared, calls):
+    for alone in [_prepared(decide, call) for call in calls]:
         if alone is not None and isinstance(alone.prepared, Prepared):
             op: Any = alone.call.op
             refuse_implicit(op, alone.call.args, alone.call.kwargs, alone.prepared, alone.tensors)
 
 
-def _run_alone(call: ElementCall) -> Any:
+def _run_alone(decide: Decide, call: ElementCall) -> Any:
     """One position: an ordinary call, but a fused step, which is no op of one tensor."""
     func: Any = call.op
     if not (isinstance(func, torch._ops.OpOverload) and takes_lists(func)):
         return call.run()
-    alone = _prepared(call)
+    alone = _prepared(decide, call)
     if alone is None:
         return call.run()
     return run(alone.prepared, func, alone.call.args, alone.call.kwargs, alone.tensors)

@@ -12,7 +12,7 @@ from shardwright.tensor.wrap import wrap
 from shardwright.views.any_size import ReshapeForm, reshape_form
 
 if TYPE_CHECKING:
-    from shardwright.tensor.dispatch.prepare import Prepared
+    from shardwright.tensor.dispatch.prepared import Prepared
     from shardwright.tensor.dtensor import DTensor
 
 RESHAPES = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})

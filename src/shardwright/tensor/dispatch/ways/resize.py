@@ -54,3 +54,6 @@ def _resized(
     x.data = made  # what torch knows of sizes and strides
     x._local_tensor, x._spec = made._local_tensor, made._spec
     return x
+
+
+RESIZES = {torch.ops.aten.resize_.default: resize, torch.ops.aten.resize_as_.default: resize_as}

@@ -19,26 +19,27 @@ from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
 from shardwright.placement.base import Replicate
 from shardwright.rules.refusal import meshes_text
 from shardwright.tensor.dispatch.metadata import described_call
+from shardwright.tensor.dispatch.ways.steps import Steps
 from shardwright.tensor.move import move_unasked
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import CLASSES, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from shardwright.tensor.dispatch.asked import Asked
     from shardwright.tensor.dtensor import DTensor
 
 
-def on_one_mesh(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
-) -> Callable[..., Any] | None:
+def on_one_mesh(asked: Asked) -> Steps | None:
     """The call with its numbers on the mesh of the others; None if they live on one mesh already.
 
     Raises: RuleError: operands of more than one element, or that are written, live on different meshes; it
-        names the way out. The function raises it for a number that wants a gradient.
+        names the way out. Running it raises that for a number that wants a gradient.
     """
+    func, args, kwargs, tensors = asked.func, asked.args, asked.kwargs, asked.tensors
     if _are_together(tensors):
         return None
     mesh = _home(func, args, kwargs, tensors)
@@ -55,7 +56,7 @@ def on_one_mesh(
 
         return func(*tree_map_only(CLASSES[0], bring, args), **tree_map_only(CLASSES[0], bring, kwargs))
 
-    return run
+    return Steps(run)
 
 
 def _are_together(tensors: Sequence[DTensor]) -> bool:

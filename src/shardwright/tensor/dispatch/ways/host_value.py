@@ -1,4 +1,4 @@
-"""Ops that are not one local call per rank: scalars read by the host, comparisons, lists, random numbers."""
+"""Ops that tell the host something: numbers, and whether tensors are equal or the same."""
 
 from __future__ import annotations
 
@@ -9,35 +9,12 @@ import torch
 
 from shardwright.comm.record import record_decision, recording
 from shardwright.errors import RuleError
-from shardwright.rules.algorithms.ops import FINISH
 from shardwright.tensor.conversions import replicated
-from shardwright.tensor.dispatch.ways.algorithm import finish
-from shardwright.tensor.dispatch.ways.lists import run_on_lists, takes_lists
-from shardwright.tensor.dispatch.ways.resize import resize, resize_as
-from shardwright.tensor.dispatch.ways.shape_change import changes_shape_in_place, reshape_in_place
 from shardwright.tensor.explicit_mode import refuse_to_gather
-from shardwright.tensor.random.full import draw, is_random
 from shardwright.tensor.spec import coords_of
-from shardwright.tensor.views.strided import as_strided, as_strided_scatter
 from shardwright.tensor.wrap import offset_of
 
-Handler = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
 aten = torch.ops.aten
-
-
-def find(func: torch._ops.OpOverload) -> Handler | None:
-    """The handler of an op, None when the op takes the common path."""
-    found = _HANDLERS.get(func)
-    if found is not None:
-        return found
-    if changes_shape_in_place(func):
-        return reshape_in_place
-    if is_random(func):
-        return draw
-    if takes_lists(func):
-        _HANDLERS[func] = run_on_lists
-        return run_on_lists
-    return None
 
 
 def item(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -78,15 +55,9 @@ def is_set_to(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, 
     )
 
 
-_HANDLERS: dict[torch._ops.OpOverload, Handler] = {
+READS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten._local_scalar_dense.default: item,
     aten.is_nonzero.default: item,
     aten.equal.default: equal,
     aten.is_set_to.default: is_set_to,
-    aten.resize_.default: resize,
-    aten.resize_as_.default: resize_as,
-    aten.as_strided.default: as_strided,
-    aten.as_strided_copy.default: as_strided,
-    aten.as_strided_scatter.default: as_strided_scatter,
-    FINISH: finish,
 }

@@ -1,0 +1,41 @@
+"""Every operand whole: the way of an op that no rule knows, and of results whose shape the data decide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
+from shardwright.tensor.dispatch.kernels import kernel_of
+from shardwright.tensor.dispatch.prepared import Move, Prepared, Return, written_operands
+
+if TYPE_CHECKING:
+    from shardwright.tensor.dispatch.asked import Asked
+
+
+def gathered(asked: Asked) -> Prepared | None:
+    """Right for any deterministic op, and what comes out says what its shape is."""
+    reason, call, tensors = asked.needs_whole_operands, asked.call, asked.tensors
+    if not reason:
+        return None
+    moves = tuple(Move(i, _whole(t._spec.layout)) for i, t in enumerate(tensors))
+    moves = tuple(m for m in moves if m.target != tensors[m.operand]._spec.layout)
+    mutated = tuple(i for i, o in enumerate(call.flat_operands) if o.mutated)
+    return Prepared(
+        moves=moves,
+        overrides=(),
+        results=(),
+        written=written_operands(call.op, call),
+        mutated=mutated,
+        brought_back=tuple(Return(m.operand, m.target) for m in moves if m.operand in mutated),
+        skip=False,
+        reason=reason,
+        fallback=True,
+        gather_all=True,
+        local=kernel_of(call.op, {t.dtype for t in tensors}),
+    )
+
+
+def _whole(layout: Layout) -> Layout:
+    """The same tensor, whole and finished on every rank."""
+    return layout.with_placements((Replicate(),) * len(layout.placements))

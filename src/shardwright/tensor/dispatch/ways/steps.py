@@ -1,0 +1,102 @@
+"""Ways that run other ops in place of a call: decompositions, functional forms, `out=` of another size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.compat import TensorType, is_composite, tree_leaves
+from shardwright.rules import registry
+from shardwright.tensor.dispatch.metadata import DataDependentError, result_infos
+from shardwright.tensor.dispatch.ways.fresh_results import fresh
+from shardwright.tensor.dispatch.ways.out import functional_form, out_names, resized_first, written_from
+from shardwright.tensor.plain.boundary import helpers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shardwright.tensor.dispatch.asked import Asked
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Other ops that give the value of a call."""
+
+    function: Callable[..., Any]
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The same value from other ops, each dispatched on its own; NotImplemented: not for these arguments.
+
+        Tensors that the steps make of their own are the same on every rank.
+        """
+        with helpers():
+            return self.function(*args, **kwargs)
+
+
+def of_an_undefined_gradient(asked: Asked) -> Steps | None:
+    """Autograd asks for the derivative of what nobody used; its functions without data do not know."""
+    first = asked.func._schema.arguments[0] if asked.args else None
+    if first is None or asked.args[0] is not None or not isinstance(first.type, TensorType):
+        return None
+    return Steps(partial(_undefined, asked.func))
+
+
+def _undefined(func: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> Any:
+    """What the kernels give then, on a rank without elements too."""
+    made = (None,) * len(func._schema.returns)
+    return made[0] if len(made) == 1 else made
+
+
+def decomposed(asked: Asked) -> Steps | None:
+    """Simpler ops that an op without a rule consists of; of one that writes, the form that does not."""
+    func = asked.func
+    if registry.rules_of(func):
+        return None
+    if is_composite(func):
+        return Steps(func.decompose)
+    function = registry.fallback_decomposition(func)
+    return _functional(func) if function is None else Steps(fresh(func, function))
+
+
+def into_another_size(asked: Asked) -> Steps | None:
+    """`out=` that has another size than the result gets that size first; where data decide it, after."""
+    func, kwargs = asked.func, asked.kwargs
+    names = out_names(func)
+    if not names:
+        return None
+    try:
+        infos = result_infos(func, asked.args, kwargs)
+    except DataDependentError:
+        functional = functional_form(func)
+        return None if functional is None else Steps(written_from(func, functional))
+    targets = tree_leaves([kwargs[name] for name in names])
+    sizes = [info.shape for info in infos if info is not None]
+    if len(sizes) != len(targets) or all(t.shape == s for t, s in zip(targets, sizes, strict=True)):
+        return None
+    return Steps(resized_first(func, sizes))
+
+
+def by_functional_form(asked: Asked) -> Steps | None:
+    """The form that writes nothing, where the op itself would need whole operands."""
+    falls_back = asked.needs_whole_operands or asked.decision.fallback
+    return _functional(asked.func) if falls_back else None
+
+
+def _functional(func: torch._ops.OpOverload) -> Steps | None:
+    functional = functional_form(func)
+    if functional is not None and _is_known(functional):
+        return Steps(written_from(func, functional))
+    return None
+
+
+def _is_known(func: torch._ops.OpOverload) -> bool:
+    """Is there something better for the op than to make its operands whole?"""
+    return bool(
+        registry.rules_of(func)
+        or registry.rewrite_of(func)
+        or registry.fallback_decomposition(func)
+        or is_composite(func)
+    )

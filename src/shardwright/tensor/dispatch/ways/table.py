@@ -1,0 +1,123 @@
+"""The ways to run an op on DTensors, in order: the first that answers does it.
+
+A way of an op answers for all its calls; a way of a call looks at the operands. A new way is a file beside
+this one and a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwright.errors import RuleError
+from shardwright.rules import registry
+from shardwright.rules.algorithms.ops import FINISH
+from shardwright.tensor.dispatch.asked import Asked
+from shardwright.tensor.dispatch.ways import steps, view
+from shardwright.tensor.dispatch.ways.algorithm import by_algorithm, finish
+from shardwright.tensor.dispatch.ways.fresh_results import fresh
+from shardwright.tensor.dispatch.ways.gather import gathered
+from shardwright.tensor.dispatch.ways.host_value import READS
+from shardwright.tensor.dispatch.ways.lists import run_on_lists, takes_lists
+from shardwright.tensor.dispatch.ways.one_mesh import on_one_mesh
+from shardwright.tensor.dispatch.ways.resize import RESIZES
+from shardwright.tensor.dispatch.ways.rule import by_rule
+from shardwright.tensor.dispatch.ways.shape_change import changes_shape_in_place, reshape_in_place
+from shardwright.tensor.random.full import draw, is_random
+from shardwright.tensor.views.strided import STRIDED
+
+Op = torch._ops.OpOverload
+Handler = Callable[[Op, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One row.
+
+    Args:
+        name: for people.
+        of_op: what runs every call of the op; None: another way does.
+        of_call: how this call is run (something with `run`); None: another way does.
+        by_other_ops: what it answers runs other ops, which may turn out not to take these arguments.
+    """
+
+    name: str
+    of_op: Callable[[Op], Handler | None] | None = None
+    of_call: Callable[[Asked], Any] | None = None
+    by_other_ops: bool = False
+
+
+def _rewritten(func: Op) -> Handler | None:
+    rewrite = registry.rewrite_of(func)
+    if rewrite is None:
+        return None
+    function = fresh(func, partial(rewrite, func))
+    return lambda _, args, kwargs: function(*args, **kwargs)
+
+
+WAYS: list[Way] = [
+    Way("host value", of_op=READS.get),
+    Way("resize", of_op=RESIZES.get),
+    Way("strided view", of_op=STRIDED.get),
+    Way("finish", of_op={FINISH: finish}.get),
+    Way("shape change", of_op=lambda op: reshape_in_place if changes_shape_in_place(op) else None),
+    Way("random numbers", of_op=lambda op: draw if is_random(op) else None),
+    Way("lists", of_op=lambda op: partial(run_on_lists, decide) if takes_lists(op) else None),
+    Way("rewriting", of_op=_rewritten),
+    Way("undefined gradient", of_call=steps.of_an_undefined_gradient, by_other_ops=True),
+    Way("one mesh", of_call=on_one_mesh, by_other_ops=True),
+    Way("decomposition", of_call=steps.decomposed, by_other_ops=True),
+    Way("out= of another size", of_call=steps.into_another_size, by_other_ops=True),
+    Way("view of a cut dim", of_call=view.of_a_cut_dim),
+    Way("view", of_call=view.instead_of_a_move),
+    Way("algorithm", of_call=by_algorithm),
+    Way("functional form", of_call=steps.by_functional_form, by_other_ops=True),
+    Way("gather", of_call=gathered),
+    Way("rule", of_call=by_rule),
+]
+
+
+def handler_of(func: Op) -> Handler | None:
+    """What runs every call of an op; None where its calls are decided one by one."""
+    for way in WAYS:
+        found = None if way.of_op is None else way.of_op(func)
+        if found is not None:
+            return found
+    return None
+
+
+def decide(asked: Asked, *, by_other_ops: bool = True) -> Any:
+    """How a call is run: something with `run`.
+
+    Args: by_other_ops: False: only ways that run this very op.
+    Raises: what one device raises for these shapes, or RuleError.
+    """
+    for way in WAYS:
+        if way.of_call is not None and (by_other_ops or not way.by_other_ops):
+            found = way.of_call(asked)
+            if found is not None:
+                return found
+    raise RuleError(f"{asked.func.name()}: there is no way to run it on DTensors")
+
+
+def add_way(way: Way, *, before: str) -> None:
+    """Add a way before the one of this name; it takes effect at once. Raises: RuleError: there is no such."""
+    WAYS.insert(_place(before), way)
+    registry.registry.changed()
+
+
+def remove_way(name: str) -> None:
+    """Take a way out again. Raises: RuleError: there is no such."""
+    del WAYS[_place(name)]
+    registry.registry.changed()
+
+
+def _place(name: str) -> int:
+    names = [way.name for way in WAYS]
+    if name not in names:
+        raise RuleError(f"there is no way {name!r}; the ways are {', '.join(names)}")
+    return names.index(name)
