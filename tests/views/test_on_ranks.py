@@ -107,3 +107,27 @@ def _stale():
 
 def test_a_view_that_had_to_copy_follows_its_base(ranks):
     ranks(2, _stale)
+
+
+def _into_expanded(name, *where):
+    """The copy of an expanded tensor has elements of its own: only those that are named change."""
+    full = torch.arange(24.0).view(1, 2, 4, 3)
+    seen = {
+        "slice_scatter": lambda x: x.narrow(where[0], where[1], 1),
+        "select_scatter": lambda x: x.select(*where),
+    }
+    values = -torch.ones(seen[name](full.expand(3, -1, -1, -1)).shape)
+    values[0] = 7
+    wanted = getattr(torch, name)(full.expand(3, -1, -1, -1), values, *where)
+    for cut in (sw.Shard(1), sw.Shard(2), sw.Owner(1), sw.Replicate()):
+        base = place(full, [cut], None).expand(3, -1, -1, -1)
+        got = getattr(torch, name)(base, place(values, [sw.Replicate()], None), *where)
+        assert torch.equal(got.full_tensor(), wanted), cut
+        assert got.stride() == wanted.stride(), cut
+
+
+@pytest.mark.parametrize(
+    "call", [("slice_scatter", 3, 2, 3), ("slice_scatter", 1, 0, 1), ("select_scatter", 2, 1)]
+)
+def test_what_is_scattered_into_an_expanded_tensor_is_not_repeated(ranks, call):
+    ranks(2, _into_expanded, *call)

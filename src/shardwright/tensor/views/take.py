@@ -222,7 +222,7 @@ def put_back(
         return None
     view = undone_by(call)
     if view is not None and len(tensors) == 2:
-        return _scattered(func, view, tensors[0], tensors[1])
+        return _scattered(func, view, tensors[0], tensors[1], info.stride)
     views = [view] if view is not None else joined_views(call)
     if views is None or len(views) != len(tensors):
         return None
@@ -345,17 +345,20 @@ def _embedded(
     return wrap(made, spec)
 
 
-def _scattered(func: torch._ops.OpOverload, view: View, base: DTensor, values: DTensor) -> DTensor | None:
-    """A copy of the base with the values where the view sees them."""
+def _scattered(
+    func: torch._ops.OpOverload, view: View, base: DTensor, values: DTensor, stride: Shape
+) -> DTensor | None:
+    """A copy of the base with the values where the view sees them; of an expanded one, each element alone."""
     layout = base._spec.layout
     if layout.pending_axes:
         return None
     coords = coords_of(base.device_mesh)
     moved, target = _there(func, layout, view, values)
+    copied = layout.with_shape(layout.shape, stride)
     local = base._local_tensor.clone()
     if coords is not None:
         _local_view(layout, target, view, coords).put(local, moved)
-    return wrap(local, base._spec)
+    return wrap(local, spec_of(copied, base.device_mesh, base._spec.use))
 
 
 def _there(
