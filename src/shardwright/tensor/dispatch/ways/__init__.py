@@ -1,1 +1,1 @@
-"""Ways to run a call that is not one local call per rank."""
+"""The ways to run a call: one file each, one row each in `table`."""

@@ -10,7 +10,6 @@ import torch
 
 from shardwright.compat import TensorType, is_composite, tree_leaves
 from shardwright.rules import registry
-from shardwright.tensor.dispatch.metadata import DataDependentError, result_infos
 from shardwright.tensor.dispatch.ways.fresh_results import fresh
 from shardwright.tensor.dispatch.ways.out import functional_form, out_names, resized_first, written_from
 from shardwright.tensor.plain.boundary import helpers
@@ -67,13 +66,11 @@ def into_another_size(asked: Asked) -> Steps | None:
     names = out_names(func)
     if not names:
         return None
-    try:
-        infos = result_infos(func, asked.args, kwargs)
-    except DataDependentError:
+    if asked.infos is None:
         functional = functional_form(func)
         return None if functional is None else Steps(written_from(func, functional))
     targets = tree_leaves([kwargs[name] for name in names])
-    sizes = [info.shape for info in infos if info is not None]
+    sizes = [info.shape for info in asked.infos if info is not None]
     if len(sizes) != len(targets) or all(t.shape == s for t, s in zip(targets, sizes, strict=True)):
         return None
     return Steps(resized_first(func, sizes))
