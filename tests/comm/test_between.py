@@ -14,7 +14,7 @@ from shardwright.plan import plan_redistribution
 from shardwright.plan.carry import Carry
 from shardwright.plan.plan_between import PlanBetween
 from shardwright.plan.steps_between import held_by
-from tests.comm.test_memory import LiveBytes
+from tests.comm.live_bytes import LiveBytes
 from tests.plan.lockstep import held_by_all
 from tests.plan.two_meshes import random_pairs
 
@@ -23,10 +23,10 @@ SHAPES = ((96, 40), (61, 33), (8, 300), (5, 3))
 
 def check_memory(plan: PlanBetween, local: torch.Tensor, allowed: int) -> None:
     execute(plan, local, None)  # makes the plan's tables
-    with LiveBytes(local) as live:
-        execute(plan, local, None)
     rank = dist.get_rank()
     said = held_by(plan.steps, rank) * local.element_size() if rank in plan.ranks else 0
+    with LiveBytes(local, allowed=said) as live:
+        execute(plan, local, None)
     assert live.most <= said <= plan.peak_bytes <= allowed, f"{live.most} B were held, {said} B said: {plan}"
 
 
