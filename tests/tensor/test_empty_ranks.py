@@ -33,6 +33,25 @@ def _no_images():
         assert not got.full_tensor().numel()
 
 
+def _broadcast_beside_elements():
+    """A part without elements is `(1, 0)` of elements cut in order, `(0, 1)` of rows: neither broadcasts."""
+    x, one = full(1, 7), full(1, 1, seed=1)
+    for placements in ([sw.Shard(0), sw.Ragged((1, 1), (0, 1))], [sw.Owner(0), sw.Ragged((1, 2), (0, 1))]):
+        for other in ([sw.Partial(), sw.Shard(0)], [sw.Shard(0), sw.Shard(1)], [sw.Replicate(), sw.Owner(1)]):
+            here, there = place(x, placements), place(one, other)
+            for got, wanted in (
+                (here * there, x * one),
+                (torch.where(there > 0, here, there), torch.where(one > 0, x, one)),
+                (torch._foreach_mul([here, here], [there, there])[1], x * one),
+                (here.clone().mul_(there), x * one),
+            ):
+                torch.testing.assert_close(got.full_tensor(), wanted)
+
+
+def test_one_element_broadcasts_beside_elements_cut_in_order(ranks):
+    ranks(4, _broadcast_beside_elements)
+
+
 def test_a_list_of_one_stays_a_list(ranks):
     ranks(2, _all_on_the_last_rank)
 
