@@ -190,15 +190,24 @@ class _Comparison:
         wrong = ~(((g - w).abs() <= unit * scale) | (g == w) | (torch.isnan(g) & torch.isnan(w)))
         if not bool(wrong.any()):
             return ""
-        found = [f.to(wide) for f in map(find, self.truth.noisy()) if f is not None and f.shape == w.shape]
-        moved = torch.stack([(f - w).abs() for f in found]).amax(0) if found else torch.zeros_like(w.abs())
-        if not bool(torch.isfinite(moved).all()) or not found:
-            self.unstable += 1
-            return ""
-        bound = SAFETY * float(moved.max()) + unit * scale
-        wrong &= ~((g - w).abs() <= bound)
-        text = f", {float((g - w).abs().nan_to_num(0, 0).max()):.2g} apart, bound {bound:.2g}"
-        return _first(got, wanted, wrong) + text if bool(wrong.any()) else ""
+        for inside in (False, True):
+            runs = (f for f in map(find, self.truth.noisy(inside=inside)) if f is not None)
+            found = [f.to(wide) for f in runs if f.shape == w.shape]
+            moved = (
+                torch.stack([(f - w).abs() for f in found]).amax(0) if found else torch.zeros_like(w.abs())
+            )
+            if not bool(torch.isfinite(moved).all()) or not found:
+                self.unstable += 1
+                return ""
+            bound = SAFETY * float(moved.max()) + unit * scale
+            wrong &= ~((g - w).abs() <= bound)
+            if not bool(wrong.any()):
+                return ""
+        return _first(got, wanted, wrong) + f", {_apart(g, w):.2g} apart, bound {bound:.2g}"
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().nan_to_num(0, 0).max())
 
 
 def _wants_grad(x: torch.Tensor) -> bool | None:

@@ -4,6 +4,7 @@ A sum in another order, and a value that a rank rounds before it is combined, mo
 the unit of its type. So the reference is run again with every leaf, gradient seed and intermediate moved by
 a random `eps` of itself: an answer that then moves by d is not known better than d. The terms of a
 reduction of N elements move one by one, which moves the sum by `sqrt(N) * eps`, as another order does.
+A step whose own rounding cancels (the cosine of a tensor and itself, taken from 1) is moved op by op inside.
 Bound: `SAFETY` times the largest such move in the tensor, and one `eps` of its largest element for each step
 and each rank. An integer or bool that moves at all is decided by rounding alone: it is not compared,
 but counted.
@@ -11,9 +12,12 @@ but counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.fuzz.program import Program
 from tests.fuzz.run import Env, Outcome, Plain, run
@@ -30,17 +34,33 @@ class Noisy(Plain):
 
     def after(self, env: Env, names: tuple[str, ...]) -> None:
         for name in names:
-            x = env[name]
-            if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
-                self._move(x)
+            self.move(env[name])
 
-    def _move(self, x: torch.Tensor) -> None:
+    def move(self, x: object) -> None:
+        """Move a tensor of floats in place, each element by a random part of its rounding."""
+        if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
+            return
         if not x.numel() or (x._base is not None and not x._version) or _overlaps(x):
             return
         data = x.data
         noise = torch.rand(x.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
         eps = torch.finfo(x.dtype).eps
         data.copy_(data.to(torch.complex128 if x.is_complex() else torch.float64) * (1 + eps * noise))
+
+
+class _Inside(TorchDispatchMode):
+    """What every op makes is moved, those of which a step consists and those of the backward too."""
+
+    def __init__(self, noise: Noisy) -> None:
+        super().__init__()
+        self._noise = noise
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not any(made.alias_info for made in func._schema.returns):
+            for x in tree_leaves(out):
+                self._noise.move(x)
+        return out
 
 
 def _overlaps(x: torch.Tensor) -> bool:
@@ -53,18 +73,22 @@ class Truth:
 
     program: Program
     wanted: Outcome
-    _noisy: list[Outcome] | None = None
+    _noisy: dict[bool, list[Outcome]] = field(default_factory=dict)
 
-    def noisy(self) -> list[Outcome]:
-        """The runs under noise that end as the reference does."""
-        if self._noisy is None:
-            runs = [run(self.program, Noisy(seed)) for seed in range(RUNS)]
-            self._noisy = [
+    def noisy(self, *, inside: bool = False) -> list[Outcome]:
+        """The runs under noise that end as the reference does; inside: noise in the ops of a step too."""
+        if inside not in self._noisy:
+            runs = [self._run(Noisy(seed), inside) for seed in range(RUNS)]
+            self._noisy[inside] = [
                 r
                 for r in runs
                 if r.step == self.wanted.step and (r.error is None) == (self.wanted.error is None)
             ]
-        return self._noisy
+        return self._noisy[inside]
+
+    def _run(self, noise: Noisy, inside: bool) -> Outcome:
+        with _Inside(noise) if inside else nullcontext():
+            return run(self.program, noise)
 
 
 def floor(steps: int, ranks: int, dtype: torch.dtype) -> float:
