@@ -162,3 +162,20 @@ def _not_a_number():
 
 def test_not_a_number_is_not_lost(ranks):
     ranks(2, _not_a_number)
+
+
+def _reads_of_written_views():
+    """A view written through another view derives its gradient anew when autograd meets it, not below."""
+    grid = rank_mesh((2,), ("tp",))
+    for read in (bool, int, lambda x: x.item(), lambda x: x.detach().tolist()):
+        number = sw.distribute_tensor(torch.tensor(5.0), grid, [sw.Replicate()]).requires_grad_()
+        total = sw.distribute_tensor(torch.ones(2, 2, 2), grid, [sw.Shard(0)]).sum((0, 1, 2), keepdim=True)
+        view = total.permute(2, 1, 0)
+        view[:, :, ::3] = number
+        read(view)
+        (view * 3).sum().backward()
+        assert number.grad.full_tensor().item() == 3.0
+
+
+def test_the_host_reads_a_view_of_a_pending_value_that_was_written(ranks):
+    ranks(2, _reads_of_written_views)

@@ -247,6 +247,10 @@ class Layout:
             self.mesh_shape, placements, self.shape, dtype=self.dtype, stride=self.stride, order=order
         )
 
+    def replicated(self) -> Layout:
+        """The same tensor whole and finished on every rank, in the same order of the axes."""
+        return self.with_placements((Replicate(),) * len(self.placements))
+
     def with_shape(
         self, shape: Sequence[int], stride: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> Layout:

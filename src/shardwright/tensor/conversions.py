@@ -246,7 +246,7 @@ class _CastGradient(torch.autograd.Function):
 
 def replicated(x: DTensor) -> DTensor:
     """The same tensor, whole and finished on every rank."""
-    target = x._spec.layout.with_placements((Replicate(),) * len(x._spec.layout.placements))
+    target = x._spec.layout.replicated()
     if target == x._spec.layout:
         return x
     return apply(Redistribute, x, target, x.device_mesh)

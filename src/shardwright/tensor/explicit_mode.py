@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardwright.errors import ImplicitRedistributionError
-from shardwright.placement.base import Replicate
 from shardwright.plan.decide import plan_redistribution
 
 if TYPE_CHECKING:
@@ -51,20 +50,6 @@ def implicit() -> Iterator[None]:
 def is_explicit() -> bool:
     """Is an implicit redistribution refused here?"""
     return _mode.explicit
-
-
-def refuse_to_gather(func: torch._ops.OpOverload, x: DTensor, why: str) -> None:
-    """Raise, while `explicit()` is active, for an op that needs the whole value of `x`."""
-    if not _mode.explicit:
-        return
-    whole = x._spec.layout.with_placements((Replicate(),) * len(x._spec.layout.placements))
-    cost = plan_redistribution(x._spec.layout, whole).total_bytes
-    if cost:
-        raise ImplicitRedistributionError(
-            f"{func.name()}: needs an implicit redistribution (explicit mode allows none): {why}\n"
-            f"  {func._schema.arguments[0].name}  {x._spec.layout}\n"
-            f"  fix (checked):  call full_tensor() on it first     {cost} B over all ranks"
-        )
 
 
 def refuse_to_finish(x: DTensor, target: Layout, why: str) -> None:

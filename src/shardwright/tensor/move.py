@@ -11,6 +11,7 @@ from shardwright.tensor.between import own_coords
 from shardwright.tensor.expanded import base_of, bases
 from shardwright.tensor.explicit_mode import refuse_moves
 from shardwright.tensor.spec import coords_of
+from shardwright.tensor.wrap import up_to_date
 
 if TYPE_CHECKING:
     import torch
@@ -54,3 +55,9 @@ def move_unasked(op: str, x: DTensor, target: Layout, why: str) -> torch.Tensor:
     """`move_local` that the op needs and the program did not write: refuse, record, move."""
     unasked(op, x, target, why)
     return move_local(x, target, reason=f"{op}: {why}")
+
+
+def whole_unasked(op: str, x: DTensor, why: str) -> torch.Tensor:
+    """All finished elements, which an op needs that the program did not write so: refuse, record, gather."""
+    up_to_date(x)
+    return move_unasked(op, x, x._spec.layout.replicated(), why)

@@ -6,17 +6,14 @@ from `x.item()`, with a record.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.comm.record import record_decision, recording
 from shardwright.compat import pack_padded_rows, pad_packed_rows
-from shardwright.tensor.explicit_mode import refuse_to_gather
-
-if TYPE_CHECKING:
-    from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.move import unasked
+from shardwright.tensor.wrap import as_ours
 
 _WHOLE = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 _POINTS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
@@ -60,11 +57,9 @@ def _listed(value: Any) -> Any:
 def _finished(value: Any) -> Any:
     if not isinstance(value, TorchDTensor):
         return value
-    why = "the host reads the finished value"
-    refuse_to_gather(_READ, cast("DTensor", value), why)
-    if recording() and any(not p.is_replicate() for p in value.placements):
-        record_decision(_READ.name(), f"redistribute: {why}", str(value.placements))
-    return value.full_tensor()
+    ours = as_ours(value)
+    unasked(_READ.name(), ours, ours._spec.layout.replicated(), "the host reads the finished value")
+    return ours.full_tensor()
 
 
 def _of_no_graph(value: Any) -> Any:

@@ -16,15 +16,14 @@ from typing import Any, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.comm.record import record_decision, recording
+from shardwright.comm.record import record_decision
 from shardwright.compat import is_composite, tree_flatten, tree_unflatten
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
-from shardwright.tensor.conversions import replicated
 from shardwright.tensor.distribute import own_part
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.explicit_mode import refuse_to_gather
+from shardwright.tensor.move import whole_unasked
 from shardwright.tensor.plain.replicated import replicate_plain
 from shardwright.tensor.random import counter as counter_draws
 from shardwright.tensor.random import mode
@@ -143,12 +142,8 @@ def _whole(func: torch._ops.OpOverload, name: str, value: Any, mesh: DeviceMesh)
 
 
 def _gathered(func: torch._ops.OpOverload, x: DTensor, *, copy: bool) -> torch.Tensor:
-    why = "its numbers depend on the values of the whole tensor"
-    refuse_to_gather(func, x, why)
-    found = replicated(x)
-    if found is not x and recording():
-        record_decision(func.name(), f"redistribute: {why}", str(x._spec.layout))
-    return found._local_tensor.clone() if copy else found._local_tensor
+    whole = whole_unasked(func.name(), x, "its numbers depend on the values of the whole tensor")
+    return whole.clone() if copy else whole
 
 
 def _written(

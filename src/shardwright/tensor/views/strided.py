@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.errors import RuleError
-from shardwright.placement.base import Replicate
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.tensor.dispatch.metadata import infos_of
 from shardwright.tensor.dispatch.ways.algorithm import finished
@@ -153,7 +152,7 @@ def _known(decided: ViewCall | None) -> ViewCall:
 
 
 def _gathered(func: torch._ops.OpOverload, x: DTensor) -> DTensor:
-    target = x._spec.layout.with_placements((Replicate(),) * len(x._spec.layout.placements))
+    target = x._spec.layout.replicated()
     whole = move_unasked(func.name(), x, target, "too many elements to list where each is")
     return wrap(whole, spec_of(target, x.device_mesh))
 

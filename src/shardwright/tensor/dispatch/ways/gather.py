@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwright.layout.layout import Layout
-from shardwright.placement.base import Replicate
 from shardwright.tensor.dispatch.kernels import kernel_of
 from shardwright.tensor.dispatch.prepared import Move, Prepared, Return, written_operands
 
@@ -38,4 +37,4 @@ def gathered(asked: Asked) -> Prepared | None:
 
 def _whole(layout: Layout) -> Layout:
     """The same tensor, whole and finished on every rank."""
-    return layout.with_placements((Replicate(),) * len(layout.placements))
+    return layout.replicated()

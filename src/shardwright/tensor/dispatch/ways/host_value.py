@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwright.comm.record import record_decision, recording
 from shardwright.errors import RuleError
-from shardwright.tensor.conversions import replicated
-from shardwright.tensor.explicit_mode import refuse_to_gather
+from shardwright.tensor.move import whole_unasked
 from shardwright.tensor.spec import coords_of
 from shardwright.tensor.wrap import offset_of
 
@@ -19,13 +17,8 @@ aten = torch.ops.aten
 
 def item(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`.item()` and friends read the finished logical value, never the local part."""
-    x = args[0]
-    why = "the host reads the finished value"
-    refuse_to_gather(func, x, why)
-    whole = replicated(x)
-    if whole is not x and recording():
-        record_decision(func.name(), f"redistribute: {why}", str(x._spec.layout))
-    return func(whole._local_tensor, *args[1:], **kwargs)
+    whole = whole_unasked(func.name(), args[0], "the host reads the finished value")
+    return func(whole, *args[1:], **kwargs)
 
 
 def equal(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, Any]) -> bool:

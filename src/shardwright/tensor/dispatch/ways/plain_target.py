@@ -9,9 +9,8 @@ import torch
 
 from shardwright.comm.record import record_decision, recording
 from shardwright.compat import tree_leaves, tree_map
-from shardwright.tensor.conversions import replicated
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.explicit_mode import refuse_to_gather
+from shardwright.tensor.move import whole_unasked
 from shardwright.tensor.spec import coords_of
 
 
@@ -38,8 +37,7 @@ def write_into_plain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
 
 def _whole(func: torch._ops.OpOverload, value: Any) -> Any:
     if isinstance(value, DTensor):
-        refuse_to_gather(func, value, "it meets a plain tensor that is written")
-        return replicated(value)._local_tensor
+        return whole_unasked(func.name(), value, "it meets a plain tensor that is written")
     if isinstance(value, list | tuple):
         return type(value)(_whole(func, v) for v in value)
     return value

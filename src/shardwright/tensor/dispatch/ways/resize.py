@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from shardwright.comm.record import record_decision, recording
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
-from shardwright.tensor.conversions import replicated
 from shardwright.tensor.distribute import own_part
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.explicit_mode import refuse_to_gather
+from shardwright.tensor.move import whole_unasked
 from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import offset_of, wrap
 
@@ -36,12 +34,8 @@ def _resized(
 ) -> DTensor:
     if tuple(x.shape) == tuple(size):
         return x
-    if x.numel():
-        why = "the elements of a resized tensor keep their order"
-        refuse_to_gather(func, x, why)
-        if recording():
-            record_decision(func.name(), f"gather: {why}", str(x._spec.layout))
-    whole = replicated(x)._local_tensor.detach().clone().resize_(size, **kwargs)
+    whole = whole_unasked(func.name(), x, "the elements of a resized tensor keep their order")
+    whole = whole.detach().clone().resize_(size, **kwargs)
     kept = x.dim() == len(size)
     placements = tuple(p if kept and not p.is_pending else Replicate() for p in x._spec.layout.placements)
     order = x._spec.layout.order_names if kept else None
