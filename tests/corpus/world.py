@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -64,6 +65,8 @@ def _answer_for_peers() -> None:
         warnings.simplefilter("ignore")  # torch warns of a kernel that is replaced
         library.impl("recv_", _receive, "CPU", allow_override=True)
         library.impl("alltoall_base_", _exchange, "CPU", allow_override=True)
+        library.impl("broadcast_", _broadcast, "CPU", allow_override=True)
+        library.impl("scatter_", _scatter, "CPU", allow_override=True)
     _kernels.append(library)
 
 
@@ -71,6 +74,23 @@ def _receive(tensors: Sequence[torch.Tensor], group: Any, source: int, tag: int)
     for x in tensors:
         _fill(x)
     return torch.ops.c10d.send(tensors, group, source, tag)
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], group: Any, root: int, *_: Any) -> Any:
+    if dist.ProcessGroup.unbox(group).rank() != root:
+        for x in tensors:
+            _fill(x)
+    return tensors, FakeWork().boxed()
+
+
+def _scatter(tensors: Sequence[torch.Tensor], parts: Any, group: Any, root: int, *_: Any) -> Any:
+    own = dist.ProcessGroup.unbox(group).rank()
+    for index, x in enumerate(tensors):
+        if own == root:
+            x.copy_(parts[index][own])
+        else:
+            _fill(x)
+    return tensors, FakeWork().boxed()
 
 
 def _exchange(
