@@ -72,8 +72,8 @@ def _meet(target: torch.Tensor, x: torch.Tensor, *, by_element: bool) -> bool:
             return True
         elsewhere = read[read != wrote]
     else:
-        elsewhere = read.flatten()
-    return bool(torch.isin(elsewhere, wrote).any())
+        elsewhere = read
+    return bool(torch.isin(elsewhere.flatten(), wrote.flatten()).any())
 
 
 def _places(x: torch.Tensor) -> torch.Tensor:
