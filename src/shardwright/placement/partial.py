@@ -72,12 +72,18 @@ def _is_float(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _is_length(x: Tensor) -> bool:
-    return x.is_floating_point() and not bool((x < 0).any())
+def _is_real(x: Tensor) -> bool:
+    return x.is_floating_point()
 
 
 def _is_integral(x: Tensor) -> bool:
     return not _is_float(x)
+
+
+def _length(one: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """The length of two terms; beside a term of 0 the other one as it is, for a value has a sign."""
+    sign = torch.where((one == 0) | (other == 0), one + other, 1)
+    return torch.copysign(torch.hypot(one, other, out=out), sign, out=out)
 
 
 def _constant(value: int | None) -> Callable[[torch.dtype], Any]:
@@ -85,8 +91,8 @@ def _constant(value: int | None) -> Callable[[torch.dtype], Any]:
 
 
 _DOMAINS = (
-    "sum and product are not for bool, max and min not for complex, avg is for floating point, norm2 for "
-    "non-negative floating point, band, bor and bxor for integers and bool"
+    "sum and product are not for bool, max and min not for complex, avg and norm2 are for floating "
+    "point (norm2 not for complex), band, bor and bxor for integers and bool"
 )
 _REDUCTIONS: dict[str, Reduction] = {
     "sum": Reduction(_Fold(torch.add), _constant(0), _is_number, linear=True),
@@ -94,7 +100,7 @@ _REDUCTIONS: dict[str, Reduction] = {
     "max": Reduction(_Fold(torch.maximum), _constant(None), _is_ordered),
     "min": Reduction(_Fold(torch.minimum), _constant(None), _is_ordered),
     "product": Reduction(_Fold(torch.mul), _constant(1), _is_number),
-    "norm2": Reduction(_Fold(torch.hypot), _constant(0), _is_length),
+    "norm2": Reduction(_Fold(_length), _constant(0), _is_real),
     "band": Reduction(_Fold(torch.bitwise_and), _constant(None), _is_integral),
     "bor": Reduction(_Fold(torch.bitwise_or), _constant(0), _is_integral),
     "bxor": Reduction(_Fold(torch.bitwise_xor), _constant(0), _is_integral),
@@ -106,8 +112,10 @@ class Partial(TorchPartial, Pending):
 
     `embed` puts the value on coord 0 and the identity elsewhere, or on every coord where the reduction is
     idempotent or an average: exact, except avg (2 units in the last place).
-    Domain: sum and product not on bool, max and min not on complex, avg on floating point, norm2 on
-    non-negative floating point, the bitwise ones on integers and bool.
+    Domain: sum and product not on bool, max and min not on complex, avg on floating point, norm2 on real
+    floating point, the bitwise ones on integers and bool.
+    norm2: the length of the terms. Where all but one are 0 it is that one, with its sign: terms of a length
+    are not negative, and a negative number that is written into one in place has a term of its own.
     Equal to, hashed like, and an instance of torch's `Partial`.
     """
 
