@@ -271,6 +271,12 @@ class RenumbersWrongly(Rows):
         return Shard(max(dims.values(), default=0))
 
 
+class NamedLikeAnother(Rows):
+    @classmethod
+    def names(cls, held, length, n):
+        return (Owner(0),)
+
+
 class FlattensInName(Rows):
     def flat_group(self):
         return (0, 1)
@@ -394,6 +400,7 @@ class FarTooExact(Partial):
 HOOK_FAULTS = [
     ("on_dim", ElsewhereAnotherCut(), r"on_dim\(1\)"),
     ("on_dim", TheOtherWay(), r"on_dim\(0\)"),
+    ("names", NamedLikeAnother(), r"names\(\) of what"),
     ("on_dims", RenumbersWrongly(), r"on_dims\("),
     ("flat_group", FlattensInName(), r"flat_group\(\) is \(0, 1\)|tuple index|list index"),
     ("undivided", HeldByNobody(), "says undivided"),

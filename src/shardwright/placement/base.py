@@ -16,11 +16,15 @@ from shardwright.index.assemble import derived_cut_dims, join_regions, take_regi
 from shardwright.index.compose import compose_regions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
     from shardwright.index.region import Region, Shape
+    from shardwright.index.runs import Runs
+
+    # The indices that each coord holds of a 1-d tensor, in local order.
+    HeldBy = Callable[[int], Runs]
 
 
 class Placement(TorchPlacement):
@@ -199,6 +203,16 @@ class Partition(Placement):
     def on_dims(self, dims: dict[int, int]) -> Partition:  # noqa: ARG002 - for classes that have dims
         """The same split with its dims renumbered (`old: new`; dims not named stay)."""
         return self
+
+    @classmethod
+    def names(cls, held: HeldBy, length: int, n: int) -> Iterable[Partition]:  # noqa: ARG003 - for subclasses
+        """Guesses at the instance of this class that cuts a 1-d tensor so that coord i holds `held(i)`.
+
+        The placement of a view's result is the first right guess: the library's own classes are asked, then
+        the class that cuts the source. A guess is compared on every coord before it is used, so it need not
+        be right; where none is, the result's placement is derived from the source's.
+        """
+        return ()
 
     def even(self, shape: Shape, n: int) -> bool:
         """Whether all coords hold a local tensor of the same shape."""

@@ -9,7 +9,10 @@ from shardwright.index.runs import Run, Runs, merged
 from shardwright.placement.along_dim import AlongDim
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardwright.index.region import Shape
+    from shardwright.placement.base import HeldBy
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,6 +32,12 @@ class BlockCyclic(AlongDim):
         start = coord * self.block
         tail = Run(rounds * n * self.block + start, last, last, 1)
         return merged((Run(start, self.block, n * self.block, rounds), tail))
+
+    @classmethod
+    def names(cls, held: HeldBy, length: int, n: int) -> Iterable[BlockCyclic]:  # noqa: ARG003 - the runs say it
+        """Blocks as long as the first one of coord 0."""
+        first = held(0)
+        return (cls(0, first[0].size),) if len(first) in {1, 2} else ()
 
     def even(self, shape: Shape, n: int) -> bool:
         """Whether the rounds are full."""

@@ -10,7 +10,10 @@ from shardwright.placement.along_dim import AlongDim
 from shardwright.placement.shard import chunk_bounds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardwright.index.region import Shape
+    from shardwright.placement.base import HeldBy
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,6 +40,12 @@ class Interleaved(AlongDim):
         low, high = chunk_bounds(rest, n, coord)
         last = Run(full * whole + low, high - low, high - low, 1)
         return merged((Run(start, stop - start, whole, full), last))
+
+    @classmethod
+    def names(cls, held: HeldBy, length: int, n: int) -> Iterable[Interleaved]:  # noqa: ARG003 - the runs say it
+        """As many chunks as the period of coord 0 fits in."""
+        first = held(0)[:1]
+        return tuple(cls(0, -(-length // run.stride)) for run in first if run.repeat > 1)
 
     def local_length(self, length: int, n: int, coord: int) -> int:
         """One piece of each full run and one of the last."""

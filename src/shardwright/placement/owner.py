@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
 from shardwright.index.region import Region
+from shardwright.index.runs import total
 from shardwright.placement.base import Partition, check_counts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardwright.index.region import Shape
+    from shardwright.placement.base import HeldBy
+
+# On longer axes nobody looks for a coord that holds everything.
+_FEW_COORDS = 4096
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,6 +47,13 @@ class Owner(Partition):
     def on_dim(self, dim: int) -> Owner:  # noqa: ARG002 - an owner has no dim
         """Itself."""
         return self
+
+    @classmethod
+    def names(cls, held: HeldBy, length: int, n: int) -> Iterable[Owner]:
+        """A coord that holds everything."""
+        if not length or n > _FEW_COORDS:
+            return ()
+        return (cls(coord) for coord in range(n) if total(held(coord)) == length)
 
     def even(self, shape: Shape, n: int) -> bool:
         """Only on an axis of size 1, or when dim 0 is empty."""

@@ -11,13 +11,17 @@ from shardwright.errors import PlacementError
 from shardwright.index.assemble import check_dim, unravel
 from shardwright.index.flat_region import FlatRegion
 from shardwright.index.region import Box, Region, flat_boxes
-from shardwright.index.runs import interval
+from shardwright.index.runs import interval, total
 from shardwright.placement.base import Partition
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shardwright.index.region import Shape
+    from shardwright.placement.base import HeldBy
+
+# A list of every coord's length is a name only on axes that are no longer than this.
+_SHORT_AXIS = 64
 
 
 @dataclass(frozen=True, repr=False, init=False)
@@ -39,6 +43,15 @@ class Ragged(Partition):
             raise PlacementError(f"{self.text()}: units must be integers, not negative and not all zero")
         if not self.dims:
             raise PlacementError(f"{self.text()}: name at least one dim")
+
+    @classmethod
+    def names(cls, held: HeldBy, length: int, n: int) -> Iterable[Ragged]:
+        """The lengths of the coords as units, on short axes."""
+        first = held(0)
+        if n > _SHORT_AXIS or len(first) > 1 or any(run.repeat > 1 for run in first):
+            return ()
+        lengths = tuple(total(held(coord)) for coord in range(n))
+        return (cls(lengths, (0,)),) if sum(lengths) == length > 0 else ()
 
     def bounds(self, length: int, coord: int) -> tuple[int, int]:
         """Start and stop of the share of `coord` in a flattening of this length."""

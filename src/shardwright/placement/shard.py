@@ -12,11 +12,12 @@ from shardwright.index.runs import Runs, interval
 from shardwright.placement.along_dim import AlongDim
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
     from shardwright.index.region import Shape
+    from shardwright.placement.base import HeldBy
 
 
 def chunk_bounds(length: int, n: int, coord: int) -> tuple[int, int]:
@@ -42,6 +43,11 @@ class Shard(TorchShard, AlongDim):
         """Length of the piece."""
         start, stop = chunk_bounds(length, n, coord)
         return stop - start
+
+    @classmethod
+    def names(cls, held: HeldBy, length: int, n: int) -> Iterable[Shard]:  # noqa: ARG003 - there is one
+        """The one of dim 0."""
+        return (cls(0),)
 
     def even(self, shape: Shape, n: int) -> bool:
         """Whether the axis divides the dim."""

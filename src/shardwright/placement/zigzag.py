@@ -10,7 +10,10 @@ from shardwright.placement.along_dim import AlongDim
 from shardwright.placement.shard import chunk_bounds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardwright.index.region import Shape
+    from shardwright.placement.base import HeldBy
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,6 +26,11 @@ class ZigZag(AlongDim):
         """Two intervals; one where they touch or the second is empty."""
         first = interval(*chunk_bounds(length, 2 * n, coord))
         return merged(first + interval(*chunk_bounds(length, 2 * n, 2 * n - 1 - coord)))
+
+    @classmethod
+    def names(cls, held: HeldBy, length: int, n: int) -> Iterable[ZigZag]:  # noqa: ARG003 - the runs say it
+        """The one of dim 0, for two intervals."""
+        return (cls(0),) if len(held(0)) in {1, 2} else ()
 
     def even(self, shape: Shape, n: int) -> bool:
         """Whether 2n divides the dim, or each coord has one index of it."""

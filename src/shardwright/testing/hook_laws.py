@@ -20,6 +20,7 @@ from shardwright.index.runs import total
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.along_dim import AlongDim
 from shardwright.placement.base import Partition, Pending, Placement
+from shardwright.placement.one_dim import held_along, same_runs
 from shardwright.placement.one_dim_form import one_dim_form, placed_on
 from shardwright.placement.owner import Owner
 from shardwright.placement.ragged import Ragged
@@ -42,6 +43,7 @@ HOOKS: dict[str, str] = {
     "touched_dims": "cut_dims_are_the_regions, untouched_dims_may_be_cut_first",
     "on_dim": "another_dim_is_the_same_split, on_dim_agrees_with_the_region",
     "on_dims": "renumbered_dims_are_the_same_split",
+    "names": "names_find_its_own_cut",
     "flat_group": "a_flat_group_is_one_dim",
     "undivided": "undivided_means_one_coord",
     "within": "within_is_the_composed_region",
@@ -129,6 +131,20 @@ def a_flat_group_is_one_dim(p: Partition, shape: Shape, n: int) -> str | None:
         if region.numel and any(region.local_shape[dim] != 1 for dim in group[:-1]):
             return f"flat_group() is {group}, but coord {coord} has local shape {region.local_shape}"
     return None
+
+
+def names_find_its_own_cut(p: Partition, shape: Shape, n: int) -> str | None:
+    """A class that offers names for the cut of a 1-d tensor offers one that it is, for its own."""
+    own = getattr(type(p).names, "__func__", None)
+    if len(shape) != 1 or own is Partition.names.__func__:  # type: ignore[attr-defined]
+        return None
+    held = [held_along(p.region(shape, n, coord), 0) for coord in range(n)]
+    offered = list(type(p).names(held.__getitem__, shape[0], n))
+    for name in offered:
+        regions = [name.region(shape, n, coord) for coord in range(n)]
+        if all(same_runs(held_along(there, 0), here) for there, here in zip(regions, held, strict=True)):
+            return None
+    return f"names() of what {p} holds are {offered}: none holds that" if offered else None
 
 
 def undivided_means_one_coord(p: Partition, shape: Shape, n: int) -> str | None:
@@ -262,6 +278,7 @@ def local_length_counts_the_runs(p: Partition, shape: Shape, n: int) -> str | No
 PARTITION_HOOKS: tuple[Callable[[Partition, Shape, int], str | None], ...] = (
     on_dim_agrees_with_the_region,
     renumbered_dims_are_the_same_split,
+    names_find_its_own_cut,
     a_flat_group_is_one_dim,
     undivided_means_one_coord,
     within_is_the_composed_region,

@@ -30,8 +30,8 @@ from shardwright.placement.zigzag import ZigZag
 
 HeldBy = Callable[[int], Runs]
 
-# A list of every coord's length is a name only on axes that are no longer than this.
-_SHORT_AXIS = 64
+# Whose names are tried, the simplest first; those that a view makes of are simpler than the last four.
+_SIMPLEST_FIRST: tuple[type[Partition], ...] = (Shard, Owner, Ragged, Interleaved, BlockCyclic, ZigZag)
 # What views make, and what anything else is simpler than.
 _MADE_BY_VIEWS = (Imaged, Nested, Sliced, Spread)
 # Axes of at most this many coords together are taken apart into one placement per axis.
@@ -50,46 +50,42 @@ def simplest(part: Partition, length: int, n: int) -> Partition:
 
 def _named(held_by: HeldBy, length: int, n: int, known: Partition | None = None) -> Partition | None:
     """The name of a cut, if it has one that is simpler than `known`."""
-    first = held_by(0)
-    for guess in _guesses(first, length, n, held_by, known):
-        if all(same_runs(held(guess, length, n, coord), held_by(coord)) for coord in range(n)):
+    for guess in _guesses(held_by, length, n, known):
+        if _holds(guess, held_by, length, n):
             return guess
     return None
 
 
-def _guesses(
-    first: Runs, length: int, n: int, held_by: HeldBy, known: Partition | None
-) -> Iterator[Partition]:
-    yield Shard(0)
-    yield from _owners(length, n, held_by)
+def _holds(guess: Partition, held_by: HeldBy, length: int, n: int) -> bool:
+    try:
+        return all(same_runs(held(guess, length, n, coord), held_by(coord)) for coord in range(n))
+    except PlacementError:
+        return False  # it has no meaning for this length
+
+
+def _guesses(held_by: HeldBy, length: int, n: int, known: Partition | None) -> Iterator[Partition]:
+    for kind in _SIMPLEST_FIRST[:2]:
+        yield from kind.names(held_by, length, n)
     if isinstance(known, Sliced):
         yield known.source
         if isinstance(known.source, Sliced):
             yield _one_slice(known, known.source)
     if isinstance(known, Spread):
         yield known.source
-    one_interval = len(first) == 1 and first[0].repeat == 1
-    if one_interval and n <= _SHORT_AXIS:
-        yield from _as_lengths(length, n, held_by)
-    for run in first[:1]:
-        if run.repeat > 1:
-            yield Interleaved(0, -(-length // run.stride))
-    if len(first) in {1, 2}:
-        yield BlockCyclic(0, first[0].size)
-        yield ZigZag(0)
-    if n <= _SHORT_AXIS:
-        yield from _as_lengths(length, n, held_by)
+    own = dict.fromkeys(map(type, _made_of(known)))
+    for kind in (*_SIMPLEST_FIRST[2:], *(kind for kind in own if kind not in _SIMPLEST_FIRST)):
+        yield from kind.names(held_by, length, n)
 
 
-def _owners(length: int, n: int, held_by: HeldBy) -> Iterator[Partition]:
-    if length and n <= _FEW_COORDS:
-        yield from (Owner(coord) for coord in range(n) if total(held_by(coord)) == length)
-
-
-def _as_lengths(length: int, n: int, held_by: HeldBy) -> Iterator[Partition]:
-    lengths = tuple(total(held_by(coord)) for coord in range(n))
-    if sum(lengths) == length > 0:
-        yield Ragged(lengths, dims=(0,))
+def _made_of(part: Partition | None) -> Iterator[Partition]:
+    """The cuts of which what views make consists."""
+    if isinstance(part, Nested):
+        for inner, _ in part.parts:
+            yield from _made_of(inner)
+    elif isinstance(part, _MADE_BY_VIEWS):
+        yield from _made_of(part.source)
+    elif part is not None:
+        yield part
 
 
 def _one_slice(outer: Sliced, inner: Sliced) -> Partition:
