@@ -38,7 +38,7 @@ def test_the_table_answers(question):
 
 def test_what_the_page_names_exists():
     text = _PAGE.read_text()
-    assert not missing_files(text, PACKAGE)
+    assert not missing_files(text, PACKAGE, ROOT)
     assert not missing_functions(text, files_in(text))
 
 
