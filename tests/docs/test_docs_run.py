@@ -50,7 +50,7 @@ def _trimmed(text):
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_block_of_python_is_passed_over(page):
-    """Each line that opens one is read as one: words behind the language would hide the block, and the next."""
+    """Each line that opens one is read as one: words behind the language would hide it, and the next."""
     lines = enumerate(page.read_text().splitlines(), start=1)
     opened = [number for number, line in lines if line.lstrip().startswith("```py")]
     assert opened == [block.line for run in sessions(page) for block in run]
