@@ -48,6 +48,14 @@ def _trimmed(text):
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_block_of_python_is_passed_over(page):
+    """Each line that opens one is read as one: words behind the language would hide it, and the next."""
+    lines = enumerate(page.read_text().splitlines(), start=1)
+    opened = [number for number, line in lines if line.lstrip().startswith("```py")]
+    assert opened == [block.line for run in sessions(page) for block in run]
+
+
 def test_a_wrong_line_in_a_document_would_be_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
