@@ -13,7 +13,7 @@ from shardwright.placement.base import Placement
 from shardwright.rules.any_size import for_any_size
 from shardwright.rules.binding import bind
 from shardwright.rules.call import Call, TensorInfo
-from shardwright.rules.candidates import REPLICATE, Candidate
+from shardwright.rules.candidates import REPLICATE
 from shardwright.rules.decision import (
     Decision,
     LabelSize,
@@ -135,26 +135,20 @@ def decide(
         for i, info in enumerate(call.results)
     )
     rewrites = rewritten_operands(equation, choice, _placements(layouts))
+    # Elementwise kernels give empty parts their shape, so nobody need ask which ranks have one; but not of
+    # elements that no label tells: (1, 0) of them beside (0, 1) of rows that are broadcast gives (0, 0).
+    shaped = equation.formula.elementwise and not any(one.alone or one.scattered for one in columns)
     return Decision(
         inputs=inputs,
         outputs=_aliased(equation, inputs, outputs),
         reason=_reason(layouts[0], equation, choice, rewrites),
         cost_bytes=choice.price.bytes,
         overrides=tuple(_overrides(equation, layouts[0].sizes, order, choice, outputs)),
-        runs_empty=_runs_empty(equation, columns),
+        runs_empty=shaped,
         rewrites=rewrites,
         local=_local_call(equation, layouts[0].sizes, order, choice),
         any_size=for_any_size(call, layouts, equation, choice, inputs, outputs),
     )
-
-
-def _runs_empty(equation: Equation, columns: Sequence[Candidate]) -> bool:
-    """Whether the kernel gives empty parts their shape, so that nobody need ask which ranks have one.
-
-    Of elements that no label tells it does not: `(1, 0)` of such a cut beside `(0, 1)` of a plain one that
-    is broadcast gives `(0, 0)`.
-    """
-    return equation.formula.elementwise and not any(one.alone or one.scattered for one in columns)
 
 
 def _moved(layout: Layout, wanted: tuple[Placement, ...], order: tuple[int, ...]) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -51,16 +52,10 @@ def simplest(part: Partition, length: int, n: int) -> Partition:
 def _named(held_by: HeldBy, length: int, n: int, known: Partition | None = None) -> Partition | None:
     """The name of a cut, if it has one that is simpler than `known`."""
     for guess in _guesses(held_by, length, n, known):
-        if _holds(guess, held_by, length, n):
-            return guess
+        with suppress(PlacementError):  # a guess may have no meaning for this length
+            if all(same_runs(held(guess, length, n, coord), held_by(coord)) for coord in range(n)):
+                return guess
     return None
-
-
-def _holds(guess: Partition, held_by: HeldBy, length: int, n: int) -> bool:
-    try:
-        return all(same_runs(held(guess, length, n, coord), held_by(coord)) for coord in range(n))
-    except PlacementError:
-        return False  # it has no meaning for this length
 
 
 def _guesses(held_by: HeldBy, length: int, n: int, known: Partition | None) -> Iterator[Partition]:
@@ -82,7 +77,7 @@ def _made_of(part: Partition | None) -> Iterator[Partition]:
     if isinstance(part, Nested):
         for inner, _ in part.parts:
             yield from _made_of(inner)
-    elif isinstance(part, _MADE_BY_VIEWS):
+    elif isinstance(part, Imaged | Sliced | Spread):
         yield from _made_of(part.source)
     elif part is not None:
         yield part
