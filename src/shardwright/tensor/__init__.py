@@ -1,6 +1,6 @@
 """The distributed tensor: class, dispatch, autograd, factories, single-device blocks."""
 
-from shardwright.tensor.dispatch.call import clear_cache
+from shardwright.tensor.dispatch import call as _call  # noqa: F401 - enters itself at the class
 from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import explicit
@@ -20,7 +20,6 @@ __all__ = [
     "ArrivingDTensor",
     "DTensor",
     "LocalizedDTensor",
-    "clear_cache",
     "distribute_module",
     "distribute_tensor",
     "empty",

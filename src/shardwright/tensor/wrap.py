@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,6 +10,7 @@ from shardwright.compat import DisableTorchFunctionSubclass, without_modes
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of_spec
 from shardwright.placement.base import Replicate
+from shardwright.remember import remembered
 from shardwright.tensor.spec import spec_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def wrap(local: torch.Tensor, spec: Spec, *, requires_grad: bool = False, offset
     return cast("DTensor", made)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _empty_at(
     offset: int, dtype: torch.dtype, device: torch.device, conjugate: bool, negative: bool
 ) -> torch.Tensor:

@@ -26,6 +26,7 @@ from shardwright.compat import (
 )
 from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
+from shardwright.remember import memo
 from shardwright.tensor.autograd import Adopt, apply
 from shardwright.tensor.dispatch.ways.out import call_with_out, fills_itself
 from shardwright.tensor.plain.host_reads import READING, WITH_LENGTHS, is_lengths, with_host_values
@@ -194,7 +195,7 @@ def _adopted(
 
 # Classes whose values are neither plain tensors, nor torch's own DTensors, nor lists of them, as met: asking
 # a class is slow.
-_harmless: set[type] = set()
+_harmless: set[type] = memo("classes that are no tensors", set())
 
 
 def _taken_as_replicated(

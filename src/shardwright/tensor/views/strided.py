@@ -9,12 +9,12 @@ one by one: torch's own gradient of `as_strided` scatters into a storage, and wo
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwright.errors import RuleError
+from shardwright.remember import remembered
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.tensor.dispatch.metadata import infos_of
 from shardwright.tensor.dispatch.ways.algorithm import finished
@@ -133,7 +133,7 @@ def _bound(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
     return [tuple(value) if isinstance(value, list | tuple) else value for value in values]
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def _decided(
     func: torch._ops.OpOverload, spec: Spec, size: Shape, stride: Shape, place: int
 ) -> ViewCall | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwright.compat import tree_leaves
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
+from shardwright.remember import remembered
 from shardwright.tensor.dispatch.overlapping import overlaps, refuse
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_local, unasked
@@ -63,7 +63,7 @@ Snapshots = dict[int, torch.Tensor]  # by the id of the view
 origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of views that are alive
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def is_view(func: torch._ops.OpOverload) -> bool:
     """Do the op's results alias its first argument, which it does not write?"""
     infos = [result.alias_info for result in func._schema.returns]
