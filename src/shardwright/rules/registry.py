@@ -50,6 +50,7 @@ class Registry:
         self._rewrites: dict[str, Rewrite] = {}
         self._algorithms: dict[str, list[Any]] = defaultdict(list)
         self.generation = 0
+        self._asked = False
         self._found: dict[torch._ops.OpOverload, tuple[Rule, ...]] = memo("rules of ops", {})
         # The catalog is checked by a test, over all releases of torch that are served, not at each import.
         self.open = False
@@ -57,9 +58,9 @@ class Registry:
     def changed(self) -> None:
         """What was decided before is not valid any more."""
         self.generation += 1
-        if self.open:  # before, nothing was decided
+        if self._asked:  # else nothing was decided by what stands here, as while the package is imported
+            self._asked = False
             forget()
-        self._found.clear()
 
     def add(self, rule: Rule) -> None:
         """Add a rule; it takes effect at once: what was decided without it is forgotten."""
@@ -92,6 +93,7 @@ class Registry:
 
     def algorithms_of(self, op: torch._ops.OpOverload) -> tuple[Any, ...]:
         """The algorithms that serve an overload, found like its rules."""
+        self._asked = True
         for names in spellings(op):
             found = tuple(entry for name in names for entry in self._algorithms.get(name, ()))
             if found:
@@ -102,6 +104,7 @@ class Registry:
         """The rules that serve an overload: its own, its name's, else those of the op it derives from."""
         known = self._found.get(op)
         if known is None:
+            self._asked = True
             by_names = (
                 tuple(r for name in names for r in self._rules.get(name, ())) for names in spellings(op)
             )
@@ -110,6 +113,7 @@ class Registry:
 
     def rewrite_of(self, op: torch._ops.OpOverload) -> Rewrite | None:
         """The rewriting of an overload, or None. In-place and out= forms have none of their own."""
+        self._asked = True
         exact, packet = spellings(op)[0]
         return self._rewrites[exact] if exact in self._rewrites else self._rewrites.get(packet)
 
