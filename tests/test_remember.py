@@ -27,8 +27,6 @@ STATE = {
     "tensor/plain/spmd.py:_checked_sites": "the ranks compared these lines together",
     "remember.py:_functions": "the list of the tables",
     "remember.py:_tables": "the list of the tables",
-    "tensor/wrap.py:REFRESHERS": "entered at import",
-    "tensor/wrap.py:STARTERS": "entered at import",
     "testing/meshes.py:rank_mesh": "process groups: made by all ranks together, and their number is limited",
 }
 WHO_DECIDES = (call, table)

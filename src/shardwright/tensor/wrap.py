@@ -14,24 +14,35 @@ from shardwright.remember import remembered
 from shardwright.tensor.spec import spec_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor as TorchDTensor
 
     from shardwright.tensor.dtensor import DTensor
     from shardwright.tensor.spec import Spec
 
-# The two classes of this package, entered where they are defined: [0] ordinary, [1] with a local use.
+# The two classes of this package, [0] ordinary, [1] with a local use: `tensor.install` puts them in.
 CLASSES: list[Any] = [None, None]
-# The function that starts a redistribution without waiting, entered by the module of the class it returns.
-STARTERS: list[Any] = []
-# What brings a view that had to copy up to date with its base, entered by the module that knows such views.
-REFRESHERS: list[Any] = []
+
+
+class _Knots:
+    """What stands above this module and is asked for below it: `tensor.install` puts it in.
+
+    refresh: brings a view that had to copy up to date with its base.
+    start:   starts a redistribution without waiting.
+    """
+
+    refresh: Callable[[Any], None]
+    start: Callable[[DTensor, Layout], DTensor]
+
+
+knots = _Knots()
 
 
 def up_to_date(x: TorchDTensor) -> None:
     """Derive the local tensor again if `x` is a copied view of a base that was written since."""
-    for refresh in REFRESHERS:
-        refresh(x)
+    knots.refresh(x)
 
 
 def wrap(local: torch.Tensor, spec: Spec, *, requires_grad: bool = False, offset: int = 0) -> DTensor:

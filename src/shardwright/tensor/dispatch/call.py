@@ -17,7 +17,6 @@ from shardwright.compat import modes_on, tree_leaves, tree_map_only
 from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.tensor import proxies
-from shardwright.tensor.algorithms import key_parts, orders, scans, windows  # noqa: F401  algorithms register themselves
 from shardwright.tensor.dispatch import other_sizes, torch_shardings, written_memory
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.prepared import Prepared
@@ -28,7 +27,6 @@ from shardwright.tensor.dispatch.ways.plain_target import write_into_plain
 from shardwright.tensor.dispatch.ways.steps import Steps
 from shardwright.tensor.dispatch.ways.table import Handler, decide, handler_of
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.plain import made_gradients, set_data  # noqa: F401  algorithms register themselves
 from shardwright.tensor.plain.replicated import distributed, replicate_plain
 from shardwright.tensor.spec import Spec
 from shardwright.tensor.views import offsets, take, write_back
@@ -285,6 +283,3 @@ def _writes_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Is a plain tensor left? Then the op writes into it: everything else was converted."""
     leaves = tree_leaves((args, dict(kwargs)))
     return any(isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in leaves)
-
-
-DTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[method-assign, assignment]

@@ -54,8 +54,10 @@ def _same_size(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return bool(first.shape == second.shape)
 
 
-# Functions that the library does in its own way above autograd: `(func, args, kwargs) -> result`.
-OWN: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = dict.fromkeys(OF_SIZES, _same_size)
+Own = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+# Functions that the library does in its own way above autograd: `(func, args, kwargs) -> result`. Those that
+# need what stands above this module are put in by `tensor.install`.
+OWN: dict[Any, Own] = dict.fromkeys(OF_SIZES, _same_size)
 
 
 def helpers_allowed(within: int = 0) -> bool:

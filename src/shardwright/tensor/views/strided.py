@@ -20,7 +20,7 @@ from shardwright.tensor.dispatch.metadata import infos_of
 from shardwright.tensor.dispatch.ways.algorithm import finished
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_unasked
-from shardwright.tensor.plain import boundary
+from shardwright.tensor.plain.boundary import Own
 from shardwright.tensor.spec import Spec, coords_of, spec_of
 from shardwright.tensor.views import write_back
 from shardwright.tensor.views.take import ViewCall, view_call
@@ -216,7 +216,7 @@ def _windows(x: torch.Tensor, dim: int, base: int, steps: list[tuple[int, int]])
 
 _COPYING = frozenset({torch.as_strided_copy, aten.as_strided_copy, aten.as_strided_copy.default})
 _VIEWING = (torch.as_strided, torch.Tensor.as_strided, aten.as_strided, aten.as_strided.default)
-boundary.OWN.update(dict.fromkeys((*_VIEWING, *_COPYING), taken_apart))
+OWN: dict[Any, Own] = dict.fromkeys((*_VIEWING, *_COPYING), taken_apart)
 
 
 STRIDED = {

@@ -25,7 +25,6 @@ from shardwright.tensor.dispatch.overlapping import overlaps, refuse
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_local, unasked
 from shardwright.tensor.spec import coords_of
-from shardwright.tensor.wrap import REFRESHERS
 from shardwright.views.aten import copies
 
 Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -126,12 +125,10 @@ def _version(x: torch.Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _refresh_if_any(view: DTensor) -> None:
+def refresh_if_any(view: DTensor) -> None:
+    """Derive the view again if it had to copy and its base was written since."""
     if origins.data:
         _refresh(view)
-
-
-REFRESHERS.append(_refresh_if_any)
 
 
 def _refresh(view: DTensor) -> None:
