@@ -15,9 +15,8 @@ from torch.nn import functional
 import shardwright as sw
 from shardwright.rules.algorithms.algorithm import Chosen
 from shardwright.rules.registry import registry
-from shardwright.tensor.dispatch import call as dispatch
 from shardwright.tensor.dispatch.ways import algorithm as ways
-from shardwright.testing.meshes import rank_mesh
+from shardwright.testing import forget, rank_mesh
 
 ROWS, LONG = 5, 11
 
@@ -114,12 +113,12 @@ def algorithms_always():
 
     priced = ways.algorithm_for
     ways.algorithm_for = first
-    dispatch.clear_cache()
+    forget()
     try:
         yield
     finally:
         ways.algorithm_for = priced
-        dispatch.clear_cache()
+        forget()
 
 
 def sweep(names, sizes, budget=None, seed=0, force=True):

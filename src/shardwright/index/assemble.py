@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,6 +9,7 @@ import torch
 
 from shardwright.errors import PlacementError
 from shardwright.index.runs import intervals
+from shardwright.remember import remembered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,7 +90,7 @@ def _is_prefix(runs: Runs) -> bool:
     return len(runs) == 1 and runs[0].offset == 0 and runs[0].repeat == 1
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def derived_cut_dims(placement: HasRegion, shape: Shape, n: int) -> tuple[int, ...]:
     """The dims on which some coord's local index is not the logical index. Asks every coord, once."""
     whole = set(range(len(shape)))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from shardwright.index.region import Shape
 from shardwright.index.reshape import neighbours
+from shardwright.remember import remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def identity(shape: Shape) -> View:
     return View(shape, shape, (0,) * len(shape), _unit_rows(len(shape)))
 
 
-@lru_cache(maxsize=64)
+@remembered(64)
 def _unit_rows(ndim: int) -> tuple[Shape, ...]:
     return tuple(tuple(int(e == d) for e in range(ndim)) for d in range(ndim))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shardwright.placement.base import Partition, Pending, Placement
 from shardwright.placement.made_by_views.joint import Joint, joint_groups
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardwright.index.region import Region, Shape
-    from shardwright.layout.layout import Layout
     from shardwright.layout.mesh_shape import Coords
 
 
@@ -170,7 +169,20 @@ def _own_name(moved: Moved, shape: Shape, n: int) -> Placement:
     return placed_on(line, moved.dim, shape, n) or moved
 
 
-def cut_form(layout: Layout, axis: int) -> tuple[int, Partition] | None:
+class _Laid(Protocol):
+    """What `cut_form` asks of a layout, whose class stands above this module."""
+
+    @property
+    def placements(self) -> tuple[Placement, ...]: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def applied(self) -> tuple[Applied, ...]: ...
+
+
+def cut_form(layout: _Laid, axis: int) -> tuple[int, Partition] | None:
     """The dim that an axis cuts and its cut as a 1-d partition; None if it is no cut of one dim.
 
     A class that is not the library's own must cut alike every shape that earlier axes leave it.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.layout.applied import applied_placements, by_own_names, complete
 from shardwright.layout.order import canonical, conflicts
 from shardwright.placement.one_dim import states_runs
+from shardwright.remember import remembered
 
 if TYPE_CHECKING:
     from shardwright.index.region import Shape
@@ -30,7 +30,7 @@ class Arrangement(NamedTuple):
     by_runs: bool
 
 
-@lru_cache(maxsize=16384)
+@remembered(16384)
 def arranged(
     placements: tuple[Placement, ...], sizes: tuple[int, ...], shape: Shape, order: Order
 ) -> Arrangement:

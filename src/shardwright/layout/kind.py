@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwright.index.stride import stride_order
+from shardwright.remember import memo
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,7 @@ class Kind:
 
 
 _MANY = 65536
-_known: dict[tuple[object, ...], Kind] = {}
+_known: dict[tuple[object, ...], Kind] = memo("kinds of layouts", {})
 
 
 def hash_without_sizes(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from shardwright.errors import MeshError
+from shardwright.remember import memo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -102,7 +103,7 @@ class MeshShape:
         return type(self), (self.axes, self.sizes, self.ranks)
 
 
-_OF_MESH: WeakKeyDictionary[Any, MeshShape] = WeakKeyDictionary()
+_OF_MESH: WeakKeyDictionary[Any, MeshShape] = memo("shapes of meshes", WeakKeyDictionary())
 
 
 def as_mesh_shape(mesh: Any) -> MeshShape:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, TypeGuard
 
 from shardwright.index.runs import Run, Runs, intervals, merged
 from shardwright.placement.along_dim import AlongDim
+from shardwright.remember import remembered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _FEW = 4096
 
 
-@lru_cache(maxsize=16384)
+@remembered(16384)
 def held(part: Partition, length: int, n: int, coord: int) -> Runs:
     """The indices that a coord holds of a 1-d tensor, in local order."""
     if states_runs(part):

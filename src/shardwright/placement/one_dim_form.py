@@ -7,7 +7,6 @@ the region is believed; where its `on_dim` says something else, that is refused.
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import PlacementError
@@ -17,6 +16,7 @@ from shardwright.placement.base import Partition
 from shardwright.placement.made_by_views.moved import Moved
 from shardwright.placement.made_by_views.nested import Nested
 from shardwright.placement.one_dim import held_along, same_runs
+from shardwright.remember import remembered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _HOME = __name__.rpartition(".")[0]
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def is_shipped(part: Partition) -> bool:
     """Whether its class is the library's own; of `Nested`, which says what its parts say, theirs too."""
     if not type(part).__module__.startswith(f"{_HOME}."):
@@ -66,7 +66,7 @@ def along(part: Partition, dim: int) -> Partition | None:
     return part.on_dim(dim) if is_shipped(part) else Moved(dim, part, 1, 0)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _found(part: Partition, shape: Shape, n: int) -> tuple[int, Partition] | None:
     cut = derived_cut_dims(part, shape, n)
     dim = cut[0] if len(cut) == 1 else _long_dim(part, len(shape), n) if not cut else None
@@ -83,7 +83,7 @@ def _found(part: Partition, shape: Shape, n: int) -> tuple[int, Partition] | Non
     return None
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _placed(part: Partition, dim: int, shape: Shape, n: int) -> Partition | None:
     line = (shape[dim],)
     wanted = [held_along(part.region(line, n, coord), 0) for coord in range(n)]
@@ -127,7 +127,7 @@ def _with_dim(part: Any, dim: int) -> Partition | None:
     return named if isinstance(named, Partition) else None
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _long_dim(part: Partition, ndim: int, n: int) -> int | None:
     """The one dim that is cut where it alone is long; None where there is none, or are several."""
     found = []

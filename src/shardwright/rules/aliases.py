@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
+from shardwright.remember import remembered
 from shardwright.rules.call import Call
 
 
@@ -20,7 +19,7 @@ def aliases_of(call: Call) -> tuple[int | None, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _alias_sets(op: torch._ops.OpOverload) -> tuple[str | None, ...]:
     writes = {
         frozenset(argument.alias_info.before_set): argument.name

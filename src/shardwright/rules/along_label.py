@@ -8,7 +8,6 @@ families and accepted only if its regions say exactly the same; nothing here kno
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 from shardwright.index.runs import Run, Runs, merged, total
 from shardwright.placement.base import Partition, Placement
@@ -16,6 +15,7 @@ from shardwright.placement.interleaved import Interleaved
 from shardwright.placement.one_dim_form import one_dim_form, placed_on
 from shardwright.placement.ragged import Ragged
 from shardwright.placement.shard import Shard
+from shardwright.remember import remembered
 from shardwright.rules.equation import Dim, Sizes, Slot
 
 # Scattered cuts inside this many outer repetitions are not worth comparing: no placement describes them.
@@ -60,7 +60,7 @@ def _labels_of(dim: Dim, flat: Partition, sizes: Sizes, n: int) -> Iterator[tupl
             return
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def lift(part: Partition, outer: int, size: int, inner: int, n: int) -> Partition | None:
     """The 1-d placement of `outer * size * inner` elements that cuts only the middle factor, like `part`."""
     if outer * inner == 0:
@@ -86,7 +86,7 @@ def _as_lengths(part: Partition, size: int, n: int) -> Iterator[Partition]:
         yield Ragged(lengths, dims=(0,))
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def lower(flat: Partition, outer: int, size: int, inner: int, n: int) -> Partition | None:
     """The cut of the middle factor that `flat` makes of `outer * size * inner` elements, if it is one."""
     held = [runs_held(flat, outer * size * inner, n, coord) for coord in range(n)]
@@ -126,7 +126,7 @@ def _scaled(part: Partition, outer: int, size: int, inner: int, n: int, coord: i
     return merged(tuple(r._replace(offset=r.offset + i * step) for i in range(outer) for r in wide))
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def part_lengths(part: Partition, size: int, n: int) -> tuple[int, ...]:
     """How long a label of this size is on each coord."""
     return tuple(part.local_shape((size,), n, coord)[0] for coord in range(n))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 
+from shardwright.remember import remembered
 from shardwright.rules.aliases import aliases_of
 from shardwright.rules.call import Call, TensorInfo, parameters_of
 from shardwright.rules.described import BindingError, Described, find_ellipsis, spell_out
@@ -14,7 +14,7 @@ from shardwright.rules.label_sizes import LabelSizes, solve_sizes
 from shardwright.rules.notation import Fixed, Group, Item, Label, Notation, Pattern, parse, parse_pattern
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def bind(formula: Formula, call: Call) -> Equation:
     """The equation that `formula` states for `call`.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from shardwright.errors import RuleError
+from shardwright.remember import remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Operand:
     out: bool
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def parameters_of(op: torch._ops.OpOverload) -> tuple[Parameter, ...]:
     """The arguments of `op`'s schema in order, positional ones first."""
     return tuple(_parameter(argument) for argument in op._schema.arguments)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from shardwright.errors import RuleError
+from shardwright.remember import remembered
 from shardwright.rules.monoid import pending_of
 
 Pairs = tuple[tuple[str, str], ...]
@@ -110,7 +110,7 @@ def formula(  # noqa: PLR0913  the facts of the notation, one keyword each
     )
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def parse_hom(text: str) -> tuple[Hom, ...]:
     """`"self+other: sum->sum, max->max"` as one `Hom` per map. `"self: sum"` means `sum->sum`.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from shardwright.compat import assert_async
 from shardwright.index.runs import Runs, intervals, total
+from shardwright.remember import remembered
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,13 @@ class Held:
         return torch.where(index < 0, index + self.size, index)
 
 
-@lru_cache(maxsize=256)
+@remembered(256)
 def _positions(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     ranges = [torch.arange(start, start + length, device=device) for start, length in pieces]
     return torch.cat(ranges)
 
 
-@lru_cache(maxsize=256)
+@remembered(256)
 def _ordered(pieces: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """The indices in ascending order, and where each stands locally."""
     found = torch.sort(_positions(pieces, device))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 
 from shardwright.errors import RuleError
 from shardwright.placement.base import Pending, Placement
 from shardwright.placement.partial import Partial
+from shardwright.remember import remembered
 
 _NAMES = {
     "sum": "sum",
@@ -34,20 +34,20 @@ def pending_of(name: str) -> Pending:
         raise RuleError(f"unknown reduction {name!r}; rules may use {', '.join(_NAMES)}") from None
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def has_meaning(placement: Pending, dtype: torch.dtype) -> bool:
     """Whether values of this dtype can be reduced so: no sum of bools, no average of integers."""
     return placement.in_domain(torch.zeros((), dtype=dtype))
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def holds_any(placement: Pending, dtype: torch.dtype) -> bool:
     """Whether terms can be made of every finished value of this dtype: a length is of no negative number."""
     blank = torch.ones((), dtype=dtype)
     return placement.in_domain(blank) and (not dtype.is_floating_point or placement.in_domain(-blank))
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def converts(placement: Pending, source: torch.dtype, target: torch.dtype) -> bool:
     """Whether the parts may be converted in place of the value: `to(combine(parts)) == combine(to(parts))`.
 

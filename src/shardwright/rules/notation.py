@@ -19,9 +19,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 from shardwright.errors import RuleError
+from shardwright.remember import remembered
 
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z][A-Za-z0-9]*|\d+|[()\[\]:;!?_])")
 
@@ -95,7 +95,7 @@ class Notation:
     results: tuple[Pattern, ...]
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def parse(text: str) -> Notation:
     """The patterns of a rule's text. Raises: RuleError: the text is not in the notation."""
     left, arrow, right = text.partition("->")
@@ -108,7 +108,7 @@ def parse(text: str) -> Notation:
     return Notation(text, operands, results)
 
 
-@lru_cache(maxsize=2048)
+@remembered(2048)
 def parse_pattern(text: str) -> Pattern:
     """The pattern of one operand."""
     return _pattern(text, text)

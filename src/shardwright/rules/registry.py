@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 
 from shardwright.compat import decompositions, is_composite
 from shardwright.errors import RuleError
+from shardwright.remember import forget, memo, remembered
 from shardwright.rules.call import Call, parameters_of
 from shardwright.rules.formula import Formula
 
@@ -50,17 +50,20 @@ class Registry:
         self._rewrites: dict[str, Rewrite] = {}
         self._algorithms: dict[str, list[Any]] = defaultdict(list)
         self.generation = 0
-        self._found: dict[torch._ops.OpOverload, tuple[Rule, ...]] = {}
+        self._asked = False
+        self._found: dict[torch._ops.OpOverload, tuple[Rule, ...]] = memo("rules of ops", {})
         # The catalog is checked by a test, over all releases of torch that are served, not at each import.
         self.open = False
 
     def changed(self) -> None:
-        """What was decided before is not valid any more: caches that remember `generation` see it."""
+        """What was decided before is not valid any more."""
         self.generation += 1
-        self._found.clear()
+        if self._asked:  # else nothing was decided by what stands here, as while the package is imported
+            self._asked = False
+            forget()
 
     def add(self, rule: Rule) -> None:
-        """Add a rule; it takes effect at once, also in caches that remember `generation`."""
+        """Add a rule; it takes effect at once: what was decided without it is forgotten."""
         self._rules[rule.op].append(rule)
         self.changed()
 
@@ -90,6 +93,7 @@ class Registry:
 
     def algorithms_of(self, op: torch._ops.OpOverload) -> tuple[Any, ...]:
         """The algorithms that serve an overload, found like its rules."""
+        self._asked = True
         for names in spellings(op):
             found = tuple(entry for name in names for entry in self._algorithms.get(name, ()))
             if found:
@@ -100,6 +104,7 @@ class Registry:
         """The rules that serve an overload: its own, its name's, else those of the op it derives from."""
         known = self._found.get(op)
         if known is None:
+            self._asked = True
             by_names = (
                 tuple(r for name in names for r in self._rules.get(name, ())) for names in spellings(op)
             )
@@ -108,6 +113,7 @@ class Registry:
 
     def rewrite_of(self, op: torch._ops.OpOverload) -> Rewrite | None:
         """The rewriting of an overload, or None. In-place and out= forms have none of their own."""
+        self._asked = True
         exact, packet = spellings(op)[0]
         return self._rewrites[exact] if exact in self._rewrites else self._rewrites.get(packet)
 
@@ -149,7 +155,7 @@ _RESHAPED_IN_PLACE = frozenset(
 )
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def spellings(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
     """Names under which rules for `op` may stand, nearest first, as (overload, all overloads) pairs.
 
@@ -178,7 +184,7 @@ def _bases(name: str) -> Iterator[str]:
         yield plain.removesuffix("_copy")
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def functional_form(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The overload that returns new tensors and takes the same arguments, of an in-place or `out=` form."""
     namespace, _, name = op._schema.name.partition("::")
@@ -195,7 +201,7 @@ def _named(argument: Any) -> tuple[str, str]:
     return argument.name, str(argument.type)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def is_per_element(op: torch._ops.OpOverload) -> bool:
     """Whether the op does one thing to each element of its tensor lists (foreach, fused optimizers)."""
     name = op._schema.name.partition("::")[2]
@@ -257,7 +263,7 @@ _MAKE_INDICES = (
 )
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def fallback_decomposition(op: torch._ops.OpOverload) -> Rewrite | None:
     """What an op without a rule does in terms of simpler ops, from torch's own tables; None: nothing known.
 

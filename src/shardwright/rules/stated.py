@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 
 import torch
 
 from shardwright.compat import all_schemas
 from shardwright.errors import RuleError
+from shardwright.remember import remembered
 from shardwright.rules.call import Parameter, parameters_of
 from shardwright.rules.formula import Formula, parse_hom
 from shardwright.rules.notation import Ellipsis_, Group, Item, Label, Pattern, parse, parse_pattern
@@ -63,7 +63,7 @@ def check_formula(key: str, stated: Formula, overloads: tuple[Overload, ...]) ->
         raise RuleError(f"rule for {key}, {stated.text!r}: {broken}\n{schemas}")
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def fits_op(key: str, stated: Formula, op: Overload) -> bool:
     """Whether a formula that was stated before its op was known speaks of it; raises RuleError if not."""
     check_formula(key, stated, (op,))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -19,6 +18,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Placement, Replicate
 from shardwright.placement.ragged import Ragged
 from shardwright.placement.shard import Shard
+from shardwright.remember import remembered
 from shardwright.rules.call import Call
 from shardwright.rules.monoid import pending_of
 from shardwright.rules.price import layout_bytes
@@ -171,7 +171,7 @@ def _halos(slides: tuple[Sliding, ...], image: Layout) -> tuple[Halo, ...] | Non
     return tuple(found)
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def held_intervals(
     placement: Partition, shape: tuple[int, ...], dim: int, n: int
 ) -> tuple[Interval, ...] | None:

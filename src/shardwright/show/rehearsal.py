@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from shardwright.comm.record import Decision, Event, Recorder, only_to
 from shardwright.compat import TorchDispatchMode, tree_flatten, tree_map_only
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
+from shardwright.remember import remembered
 from shardwright.tensor import DTensor
 from shardwright.tensor.explicit_mode import implicit
 from shardwright.tensor.spec import spec_of
@@ -119,7 +119,7 @@ class _Stage(DeviceMesh):
         return self is other
 
 
-@lru_cache(maxsize=256)
+@remembered(256)
 def _stage(shape: MeshShape, rank: int) -> _Stage:
     grid = torch.tensor(shape.ranks).view(shape.sizes)
     stage = _Stage("meta", grid, mesh_dim_names=shape.axes, _init_backend=False, _rank=rank)

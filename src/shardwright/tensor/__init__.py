@@ -1,26 +1,22 @@
 """The distributed tensor: class, dispatch, autograd, factories, single-device blocks."""
 
-from shardwright.tensor.dispatch.call import clear_cache
 from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import explicit
 from shardwright.tensor.factories import empty, full, ones, rand, randn, zeros
+from shardwright.tensor.install import install as _install
 from shardwright.tensor.local_map import local_map
 from shardwright.tensor.localized import LocalizedDTensor
 from shardwright.tensor.modules.distribute import distribute_module
 from shardwright.tensor.move_many import redistribute_many
-from shardwright.tensor.plain import backward as _backward  # noqa: F401 - enters itself at the boundary
-from shardwright.tensor.plain import packed_sequences as _packed  # noqa: F401 - enters itself at the boundary
 from shardwright.tensor.plain.spmd import spmd
 from shardwright.tensor.random.mode import random_mode
-from shardwright.tensor.safe_globals import allow_safe_loading
 from shardwright.tensor.under_way import ArrivingDTensor
 
 __all__ = [
     "ArrivingDTensor",
     "DTensor",
     "LocalizedDTensor",
-    "clear_cache",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -36,4 +32,4 @@ __all__ = [
     "zeros",
 ]
 
-allow_safe_loading()
+_install()

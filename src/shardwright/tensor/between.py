@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Pending
 from shardwright.plan.decide import plan_redistribution
+from shardwright.remember import remembered
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def layout_on(
     return Layout(mesh, resolved, old.shape, dtype=old.dtype, stride=old.stride, order=order)
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def _fault(home: DeviceMesh, mesh: DeviceMesh) -> str:
     """Why a tensor cannot go from one mesh to the other; empty if it can."""
     if home.device_type != mesh.device_type:

@@ -20,7 +20,7 @@ from shardwright.tensor.between import layout_on
 from shardwright.tensor.needless_moves import is_own_layout, known_target, unmoved
 from shardwright.tensor.placements import PlacementsArgument, mesh_and_placements, resolve_placements
 from shardwright.tensor.spec import coords_of
-from shardwright.tensor.wrap import STARTERS
+from shardwright.tensor.wrap import knots
 
 if TYPE_CHECKING:
     from shardwright.tensor.dtensor import DTensor
@@ -227,7 +227,7 @@ def redistribute(
     if target is None:
         target = layout_on(x, home, given, order)
     if async_op and home == x.device_mesh and x._spec.use is None and not torch.compiler.is_compiling():
-        return cast("DTensor", STARTERS[0](x, target))
+        return knots.start(x, target)
     return apply(Redistribute, x, target, home)
 
 

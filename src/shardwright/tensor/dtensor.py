@@ -18,7 +18,7 @@ from shardwright.tensor.conversions import from_local, redistribute, replicated
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.spec import Extra, Spec, coords_of, spec_of
-from shardwright.tensor.wrap import CLASSES, up_to_date, wrap
+from shardwright.tensor.wrap import up_to_date, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +49,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     _spec: Spec
     _local_tensor: torch.Tensor
     __slots__: list[str] = []
-    # `tensor.dispatch.call`, which needs this class, sets `__torch_dispatch__`: the only knot between them.
+    # `tensor.install` sets `__torch_dispatch__`: dispatch needs this class.
 
     # -- what it is -----------------------------------------------------------------------------------
 
@@ -252,6 +252,3 @@ def _names(mesh: DeviceMesh, extra: Any) -> tuple[str, ...] | None:
         return None
     names = axis_names(mesh)
     return tuple(names[axis] for axis in extra.order)
-
-
-CLASSES[False] = DTensor

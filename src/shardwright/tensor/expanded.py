@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Placement, Replicate
+from shardwright.remember import remembered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ def expanded_dims(layout: Layout) -> tuple[int, ...]:
     return tuple([dim for dim, (size, stride) in pairs if size > 1 and stride == 0])
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def bases(source: Layout, target: Layout) -> tuple[Layout, Layout] | None:
     """Both layouts of what was expanded, of size 1 where it repeats; None where the parts do not tell it."""
     dims = expanded_dims(source)

@@ -22,7 +22,6 @@ from shardwright.tensor.autograd import Localize, apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import unasked
 from shardwright.tensor.plain import boundary
-from shardwright.tensor.wrap import CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,6 +100,3 @@ def _without_pending(x: DTensor) -> DTensor:
     target = x._spec.layout.with_placements(pending)
     unasked("local use", x, target, "a pending value meets local tensors")
     return x.redistribute(pending)
-
-
-CLASSES[True] = LocalizedDTensor

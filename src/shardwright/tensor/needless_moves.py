@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from shardwright.compat import DisableTorchFunctionSubclass
 from shardwright.placement.base import Placement
 from shardwright.placement.convert import as_placement
+from shardwright.remember import remembered
 from shardwright.tensor.autograd import Redistribute, apply
 from shardwright.tensor.wrap import wrap
 
@@ -64,7 +64,7 @@ def known_target(x: DTensor, mesh: DeviceMesh, given: Any) -> Layout | None:
     return _target(spec.layout, tuple(map(as_placement, given)))
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _target(layout: Layout, placements: tuple[Placement, ...]) -> Layout:
     return layout.with_placements(placements)
 

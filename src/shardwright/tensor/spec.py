@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import DTensorSpec, ShardOrderEntry, TensorMeta, torch_shard_order
 from shardwright.layout.layout import Layout
+from shardwright.remember import memo, remembered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -77,7 +77,7 @@ class Token:
 
 
 _MANY_SPECS = 65536
-_tokens: dict[Spec, Token] = {}
+_tokens: dict[Spec, Token] = memo("tokens of specs", {})
 
 
 class Spec(DTensorSpec):
@@ -181,7 +181,7 @@ class SpecKind:
 
 _MANY_SHAPES = 4096
 _MANY_KINDS = 16384
-_kinds: dict[tuple[Kind, DeviceMesh, LocalUse | None], SpecKind] = {}
+_kinds: dict[tuple[Kind, DeviceMesh, LocalUse | None], SpecKind] = memo("kinds of specs", {})
 
 
 def common_use(tensors: Sequence[DTensor]) -> LocalUse | None:
@@ -209,7 +209,7 @@ def spec_kind(kind: Kind, mesh: DeviceMesh, use: LocalUse | None = None) -> Spec
     return known
 
 
-@lru_cache(maxsize=65536)
+@remembered(65536)
 def _spec_without_kind(layout: Layout, mesh: DeviceMesh, use: LocalUse | None) -> Spec:
     return Spec(layout, mesh, use)
 
@@ -221,7 +221,7 @@ def with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
     return layout.with_shape(layout.shape, layout.stride, dtype=dtype)
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def coords_of(mesh: DeviceMesh) -> tuple[int, ...] | None:
     """This rank's coordinates on the mesh, None when it is not part of it."""
     found = mesh.get_coordinate()

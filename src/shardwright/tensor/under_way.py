@@ -12,7 +12,7 @@ from shardwright.plan.decide import plan_redistribution
 from shardwright.tensor.autograd import Redistribute, apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import spec_of
-from shardwright.tensor.wrap import CLASSES, STARTERS, wrap
+from shardwright.tensor.wrap import CLASSES, wrap
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +86,3 @@ def _arriving(later: Later, empty: torch.Tensor, spec: Spec) -> DTensor:
     made = cast("ArrivingDTensor", ArrivingDTensor.__new__(ArrivingDTensor, empty, spec, requires_grad=False))
     made._local_tensor = later
     return made
-
-
-STARTERS.append(start_redistribution)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,27 +10,39 @@ from shardwright.compat import DisableTorchFunctionSubclass, without_modes
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of_spec
 from shardwright.placement.base import Replicate
+from shardwright.remember import remembered
 from shardwright.tensor.spec import spec_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor as TorchDTensor
 
     from shardwright.tensor.dtensor import DTensor
     from shardwright.tensor.spec import Spec
 
-# The two classes of this package, entered where they are defined: [0] ordinary, [1] with a local use.
+# The two classes of this package, [0] ordinary, [1] with a local use: `tensor.install` puts them in.
 CLASSES: list[Any] = [None, None]
-# The function that starts a redistribution without waiting, entered by the module of the class it returns.
-STARTERS: list[Any] = []
-# What brings a view that had to copy up to date with its base, entered by the module that knows such views.
-REFRESHERS: list[Any] = []
+
+
+class _Knots:
+    """What stands above this module and is asked for below it: `tensor.install` puts it in.
+
+    refresh: brings a view that had to copy up to date with its base.
+    start:   starts a redistribution without waiting.
+    """
+
+    refresh: Callable[[Any], None]
+    start: Callable[[DTensor, Layout], DTensor]
+
+
+knots = _Knots()
 
 
 def up_to_date(x: TorchDTensor) -> None:
     """Derive the local tensor again if `x` is a copied view of a base that was written since."""
-    for refresh in REFRESHERS:
-        refresh(x)
+    knots.refresh(x)
 
 
 def wrap(local: torch.Tensor, spec: Spec, *, requires_grad: bool = False, offset: int = 0) -> DTensor:
@@ -49,7 +60,7 @@ def wrap(local: torch.Tensor, spec: Spec, *, requires_grad: bool = False, offset
     return cast("DTensor", made)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _empty_at(
     offset: int, dtype: torch.dtype, device: torch.device, conjugate: bool, negative: bool
 ) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """For those who test what they add: ranks on one machine, and checks of placements and rules."""
 
+from shardwright.remember import forget
 from shardwright.testing.check_placement import BrokenLawError, PlacementLaws, check_placement
 from shardwright.testing.check_rule import RuleReport, check_rule
 from shardwright.testing.meshes import rank_mesh
@@ -18,5 +19,6 @@ __all__ = [
     "Sample",
     "check_placement",
     "check_rule",
+    "forget",
     "rank_mesh",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -17,6 +16,7 @@ from shardwright.placement.base import Partition, Pending, Placement
 from shardwright.placement.owner import Owner
 from shardwright.placement.ragged import Ragged
 from shardwright.placement.shard import Shard
+from shardwright.remember import remembered
 from shardwright.rules.call import Call
 from shardwright.rules.candidates import REPLICATE, AxisView, Candidate, candidates, cut
 from shardwright.rules.equation import BoundHom, Equation
@@ -71,7 +71,7 @@ class Scattered(Partition):
     __repr__ = text
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _dealt(size: int, n: int, seed: int) -> tuple[tuple[int, ...], ...]:
     generator = torch.Generator().manual_seed(seed * 1009 + size * 31 + n)
     owner = torch.randint(n, (size,), generator=generator).tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -22,6 +21,7 @@ from shardwright.index.view import (
     strided,
     unfolded,
 )
+from shardwright.remember import remembered
 from shardwright.rules.call import Call
 
 Chains = list[tuple[View, ...]]
@@ -43,7 +43,7 @@ def views_of(call: Call) -> Chains | None:
     return chains if _agree(chains, call) else None
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def is_described(op: torch._ops.OpOverload) -> bool:
     """Whether the op may be a view that `views_of` knows."""
     return _base(op) in _VIEWS
@@ -54,7 +54,7 @@ def is_described(op: torch._ops.OpOverload) -> bool:
 _VIEWS_UNSAID = frozenset({"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes"})
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def copies(op: torch._ops.OpOverload) -> bool:
     """Whether its results are new tensors: `view_copy`, `split_copy`, ..."""
     said = any(result.alias_info is not None for result in op._schema.returns)
@@ -222,7 +222,7 @@ _VIEWS: dict[str, Describe] = {
 ON_ELEMENTS = frozenset({"_conj", "_neg_view", "view_as_complex", "view_as_real"})
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def on_elements(op: torch._ops.OpOverload) -> bool:
     """Whether the local result of a view is the op itself on the local tensor."""
     return _base(op) in ON_ELEMENTS
@@ -284,7 +284,7 @@ _UNDONE: dict[str, Callable[[Call], View | None]] = {
 }
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def undoes(op: torch._ops.OpOverload) -> bool:
     """Whether the op puts what views see into a whole: `undone_by` or `joined_views` knows it."""
     name = op._schema.name.partition("::")[2]
@@ -292,7 +292,7 @@ def undoes(op: torch._ops.OpOverload) -> bool:
     return functional and (name in _UNDONE or name in {"cat", "stack"})
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def gives_back(op: torch._ops.OpOverload) -> bool:
     """Whether the op puts what one view sees into a whole of zeros: the gradient of a view."""
     return undoes(op) and op._schema.name.endswith("_backward")

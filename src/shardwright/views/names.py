@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -28,6 +27,7 @@ from shardwright.placement.owner import Owner
 from shardwright.placement.ragged import Ragged
 from shardwright.placement.shard import Shard
 from shardwright.placement.zigzag import ZigZag
+from shardwright.remember import remembered
 
 HeldBy = Callable[[int], Runs]
 
@@ -39,7 +39,7 @@ _MADE_BY_VIEWS = (Imaged, Nested, Sliced, Spread)
 _FEW_COORDS = 4096
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def simplest(part: Partition, length: int, n: int) -> Partition:
     """The simplest partition of a 1-d tensor that holds what `part` does."""
     if not isinstance(part, _MADE_BY_VIEWS):
@@ -92,7 +92,7 @@ def _one_slice(outer: Sliced, inner: Sliced) -> Partition:
 # ------------------------------------------------------------------------------------ several tensor dims
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def settled(part: Partition, sizes: Shape, n: int) -> tuple[tuple[int, ...], Partition]:
     """The fewest neighbouring dims of a tensor of these sizes that `part`, a cut of its flattening, cuts.
 

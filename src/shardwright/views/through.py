@@ -7,7 +7,7 @@ where each of them can say alone what it holds. Everything is decided once, for 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from shardwright.placement.made_by_views.sliced import Sliced
 from shardwright.placement.made_by_views.spread import Spread
 from shardwright.placement.one_dim_form import along, is_shipped, one_dim_form
 from shardwright.placement.owner import Owner
+from shardwright.remember import remembered
 from shardwright.views.names import coord_of, distributed, on_dims, owners, simplest
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Part:
         return parts[0][0] if len(parts) == 1 else Nested(parts)
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def through(layout: Layout, view: View, dtype: torch.dtype, stride: Shape | None) -> Layout:
     """The layout of what `view` sees of a tensor of this layout. No communication.
 
@@ -81,7 +82,7 @@ def through(layout: Layout, view: View, dtype: torch.dtype, stride: Shape | None
     return Layout(layout.mesh_shape, placements, view.target, dtype=dtype, stride=stride, order=names)
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def parts_of(layout: Layout, view: View) -> tuple[Part, ...]:
     """The cuts of a layout, those together that the view mixes."""
     parts: list[Part] = []
@@ -183,7 +184,7 @@ def _kept(part: Part, view: View) -> tuple[Placement, ...] | None:
     return tuple(placements[order.index(axis)] for axis in part.axes)
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def kept_dims(part: Part, view: View) -> Mapping[int, int] | None:
     """Each dim that a part cuts and the target dim that it is, if the view keeps them all as they are."""
     known: dict[int, int] = {}

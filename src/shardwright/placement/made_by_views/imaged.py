@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from shardwright.placement.along_dim import AlongDim
 from shardwright.placement.base import check_source
 from shardwright.placement.one_dim import held, runs_of_indices
 from shardwright.placement.shard import Shard
+from shardwright.remember import remembered
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -122,7 +122,7 @@ class Imaged(AlongDim):
         self.source.validate(self.shape, n)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _image(source: Partition, picks: Picks, n: int, coord: int) -> tuple[Runs, Indices]:
     seen = local_places(source.region(picks.source, n, coord), picks.source)[picks.flat()]
     found = np.flatnonzero(seen >= 0)

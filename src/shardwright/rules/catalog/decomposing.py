@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from shardwright.compat import decompositions
 from shardwright.errors import RuleError
+from shardwright.remember import remembered
 from shardwright.rules.registry import rewrite
 
 
-@lru_cache(maxsize=256)
+@remembered(256)
 def _decomposition(op: torch._ops.OpOverload) -> Callable[..., Any]:
     found = decompositions().get(op)
     if found is None:

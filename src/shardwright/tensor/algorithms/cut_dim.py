@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.placement.shard import Shard
 from shardwright.plan.decide import plan_redistribution
+from shardwright.remember import remembered
 from shardwright.rules.algorithms.algorithm import cutting_axes
 from shardwright.rules.decision import LabelSize
 from shardwright.tensor.spec import coords_of, spec_of
@@ -48,7 +48,7 @@ class CutDim:
         return index
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def find_cut(layout: Layout, dim: int) -> CutDim | None:
     """Who holds what along a dim; None where no axis cuts it, or one does so as no label can tell."""
     dim = dim % max(1, len(layout.shape))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from shardwright.comm.functional import reduce_over
 from shardwright.compat import axis_names
 from shardwright.layout.layout import Layout
+from shardwright.remember import remembered
 from shardwright.rules.algorithms.algorithm import register_algorithm
 from shardwright.rules.call import Call
 from shardwright.rules.catalog.attention import by_name, causal_mask
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _WHY = "attention to parts of the keys"
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _plan(call: Call, layouts: tuple[Layout, ...]) -> KeyParts | None:
     return plan_key_parts(call, layouts)
 

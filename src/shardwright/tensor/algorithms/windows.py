@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from shardwright.comm.functional import exchange_rows
 from shardwright.compat import axis_names
 from shardwright.layout.layout import Layout
+from shardwright.remember import remembered
 from shardwright.rules.algorithms.algorithm import register_algorithm
 from shardwright.rules.call import Call
 from shardwright.rules.window_ops import WINDOW_OPS, Piece
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _plan(call: Call, layouts: tuple[Layout, ...]) -> WindowPlan | None:
     return plan_windows(WINDOW_OPS[call.op._schema.name].sliding, call, layouts)
 

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import modes_on, tree_leaves, tree_map_only
+from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.tensor import proxies
-from shardwright.tensor.algorithms import key_parts, orders, scans, windows  # noqa: F401  algorithms register themselves
 from shardwright.tensor.dispatch import other_sizes, torch_shardings, written_memory
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.prepared import Prepared
@@ -27,7 +27,6 @@ from shardwright.tensor.dispatch.ways.plain_target import write_into_plain
 from shardwright.tensor.dispatch.ways.steps import Steps
 from shardwright.tensor.dispatch.ways.table import Handler, decide, handler_of
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.plain import made_gradients, set_data  # noqa: F401  algorithms register themselves
 from shardwright.tensor.plain.replicated import distributed, replicate_plain
 from shardwright.tensor.spec import Spec
 from shardwright.tensor.views import offsets, take, write_back
@@ -39,10 +38,9 @@ if TYPE_CHECKING:
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 _CACHE_SIZE = 65536
 # A spec: one local call on the operands as they are gives one tensor of this spec.
-_cache: dict[tuple[Any, ...], Any] = {}
+_cache: dict[tuple[Any, ...], Any] = memo("decided calls", {})
 _modes = modes_on
-_routes: dict[torch._ops.OpOverload, Handler] = {}
-_cache_generation = -1
+_routes: dict[torch._ops.OpOverload, Handler] = memo("routes of ops", {})
 
 
 def dispatch(
@@ -57,8 +55,6 @@ def dispatch(
     Raises: RuleError: the op has no meaning on these layouts; what the single-device op raises.
     Cost: the redistributions that `trace()` shows; none when a rule takes the layouts as they are.
     """
-    if registry.registry.generation != _cache_generation:
-        _forget()
     if torch.compiler.is_compiling():
         args, kwargs = tree_map_only(torch.SymInt, int, (args, dict(kwargs)))
     route = _routes.get(func)
@@ -132,6 +128,7 @@ def _first(
         if reshape is not None:
             _store(key, reshape)
             return reshape.run(func, args)
+    rules = registry.registry.generation
     known = other_sizes.adapt(func, key, args, kwargs, tensors)
     if isinstance(known, Spec):
         out = run_simple(known, func, args)
@@ -139,6 +136,8 @@ def _first(
         _store(key, known)
         return out
     decided = decide(Asked(func, args, kwargs, tensors)) if known is None else known
+    if registry.registry.generation != rules:  # a rule came meanwhile: it takes part
+        return dispatch_call(func, args, kwargs)
     _store(key, decided)
     return _again(decided, key, func, args, kwargs, tensors)
 
@@ -248,14 +247,6 @@ def _collect(values: Iterable[Any], tensors: list[Any], key: list[Any]) -> bool:
 _SCALARS = frozenset({bool, int, float, str, torch.dtype})
 
 
-def _forget() -> None:
-    """A rule came or went: what was decided before is not valid any more."""
-    global _cache_generation  # noqa: PLW0603 - the caches follow the open registry of rules
-    clear_cache()
-    _routes.clear()
-    _cache_generation = registry.generation()
-
-
 def _store(key: tuple[Any, ...], prepared: Any) -> None:
     if len(_cache) >= _CACHE_SIZE:
         _cache.clear()
@@ -292,13 +283,3 @@ def _writes_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Is a plain tensor left? Then the op writes into it: everything else was converted."""
     leaves = tree_leaves((args, dict(kwargs)))
     return any(isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in leaves)
-
-
-def clear_cache() -> None:
-    """Forget every prepared call (after a change of devices or process groups)."""
-    _cache.clear()
-    other_sizes.forget()
-    local_reshape.forget()
-
-
-DTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[method-assign, assignment]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from shardwright.compat import (
     tree_map_only,
     without_modes,
 )
+from shardwright.remember import remembered
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.tensor.dispatch.grouped_products import grouped_product
 from shardwright.tensor.dispatch.ways.out import fits, functional_form, is_pointwise, out_names
@@ -136,7 +137,7 @@ def called(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
     return _called(func, described(args), tuple(zip(kwargs, described(tuple(kwargs.values())), strict=True)))
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _called(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Call:
     return Call(func, args, kwargs, infos_of(func, args, dict(kwargs)))
 

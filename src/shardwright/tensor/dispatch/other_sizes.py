@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from shardwright.remember import memo
 from shardwright.tensor.dispatch.prepared import Move, Prepared
 from shardwright.tensor.spec import Spec, SpecKind, Token, coords_of, spec_kind
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from shardwright.tensor.dtensor import DTensor
 
 _MANY = 65536
-_known: dict[tuple[Any, ...], Known] = {}
+_known: dict[tuple[Any, ...], Known] = memo("calls of any size", {})
 # Ops with arguments that are a shape: their positions and names. Their values are no part of a key.
-_shape_arguments: dict[torch._ops.OpOverload, frozenset[int | str]] = {}
+_shape_arguments: dict[torch._ops.OpOverload, frozenset[int | str]] = memo("arguments that are a shape", {})
 
 
 class Known:
@@ -64,12 +65,6 @@ def remember(
         _known.clear()
     kinds = tuple([None if spec is None else spec.kind for spec in prepared.results])
     _known[_key(func, key, args, kwargs, [])] = Known(prepared, form, kinds)
-
-
-def forget() -> None:
-    """Forget them all: a rule came or went."""
-    _known.clear()
-    _shape_arguments.clear()
 
 
 def adapt(

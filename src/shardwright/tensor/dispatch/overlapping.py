@@ -10,7 +10,6 @@ Rejected: doing the op once per element. One device does not, and `mul_` would s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from itertools import combinations
 from math import lcm
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,6 +18,7 @@ import torch
 
 from shardwright.errors import RuleError
 from shardwright.placement.base import Partition
+from shardwright.remember import remembered
 
 if TYPE_CHECKING:
     from shardwright.layout.layout import Layout
@@ -36,7 +36,7 @@ def overlaps(layout: Layout) -> bool:
     return bool(_meeting(layout.shape, layout.stride)) or 0 in _strides(layout.shape, layout.stride)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def is_cut_there(layout: Layout) -> bool:
     """Is a dim cut along which elements repeat, in step with another dim?"""
     dims = _meeting(layout.shape, layout.stride)
@@ -53,7 +53,7 @@ def _strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
     return [] if 0 in shape else [s for s, n in zip(stride, shape, strict=True) if n > 1]
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _meeting(shape: tuple[int, ...], stride: tuple[int, ...]) -> frozenset[int]:
     """The dims of which two reach one place by different steps."""
     if 0 in shape:

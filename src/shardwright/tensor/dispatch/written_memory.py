@@ -10,12 +10,12 @@ Which ops ask what is torch's habit, not a law: the tables below are checked aga
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from shardwright.errors import RuleError
+from shardwright.remember import remembered
 from shardwright.tensor.dispatch import overlapping
 from shardwright.tensor.dispatch.overlapping import is_cut_there, writes_once
 from shardwright.tensor.dispatch.ways.out import is_pointwise
@@ -51,7 +51,7 @@ def asks(func: torch._ops.OpOverload) -> bool:
     return bool(func._schema.is_mutable) and torch.Tag.inplace_view not in func.tags
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _questions(func: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
     """Whether it refuses: places written twice, operands that lie partly in them, and wholly."""
     name = func._schema.name.removeprefix("aten::").rstrip("_")

@@ -100,6 +100,8 @@ def _is_real_scalar(output: torch.Tensor) -> bool:
     return isinstance(output, TorchDTensor) and output.numel() == 1 and output.is_floating_point()
 
 
-boundary.OWN[torch.Tensor.backward] = lambda _func, args, kwargs: _method(*args, **kwargs)
-boundary.OWN[torch.autograd.backward] = lambda _func, args, kwargs: _backward(*args, **kwargs)
-boundary.OWN[torch.autograd.grad] = lambda _func, args, kwargs: _grad(*args, **kwargs)
+OWN: dict[Any, boundary.Own] = {
+    torch.Tensor.backward: lambda _func, args, kwargs: _method(*args, **kwargs),
+    torch.autograd.backward: lambda _func, args, kwargs: _backward(*args, **kwargs),
+    torch.autograd.grad: lambda _func, args, kwargs: _grad(*args, **kwargs),
+}

@@ -26,6 +26,7 @@ from shardwright.compat import (
 )
 from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
+from shardwright.remember import memo
 from shardwright.tensor.autograd import Adopt, apply
 from shardwright.tensor.dispatch.ways.out import call_with_out, fills_itself
 from shardwright.tensor.plain.host_reads import READING, WITH_LENGTHS, is_lengths, with_host_values
@@ -53,8 +54,10 @@ def _same_size(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return bool(first.shape == second.shape)
 
 
-# Functions that the library does in its own way above autograd: `(func, args, kwargs) -> result`.
-OWN: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = dict.fromkeys(OF_SIZES, _same_size)
+Own = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+# Functions that the library does in its own way above autograd: `(func, args, kwargs) -> result`. Those that
+# need what stands above this module are put in by `tensor.install`.
+OWN: dict[Any, Own] = dict.fromkeys(OF_SIZES, _same_size)
 
 
 def helpers_allowed(within: int = 0) -> bool:
@@ -194,7 +197,7 @@ def _adopted(
 
 # Classes whose values are neither plain tensors, nor torch's own DTensors, nor lists of them, as met: asking
 # a class is slow.
-_harmless: set[type] = set()
+_harmless: set[type] = memo("classes that are no tensors", set())
 
 
 def _taken_as_replicated(

@@ -126,13 +126,11 @@ _PLAIN = _forms(
 )
 _COMPARISONS = "eq ne lt le gt ge less less_equal greater greater_equal not_equal"
 
-boundary.OWN.update(dict.fromkeys(_PLAIN, _called))
-boundary.OWN.update(
-    dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.vstack), _joined)
-)
-boundary.OWN.update(dict.fromkeys(_forms("copysign_ nextafter_ bernoulli_", *_HOMES), _written))
-boundary.OWN.update(
-    dict.fromkeys(_forms(" ".join(f"{n}_" for n in _COMPARISONS.split()), *_HOMES), _compared)
-)
-boundary.OWN.update(dict.fromkeys((torch.nn.functional.pad, pad_kernel), _padded))
-boundary.OWN[torch.Tensor.sgn_] = _signed
+OWN: dict[Any, boundary.Own] = {
+    **dict.fromkeys(_PLAIN, _called),
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.vstack), _joined),
+    **dict.fromkeys(_forms("copysign_ nextafter_ bernoulli_", *_HOMES), _written),
+    **dict.fromkeys(_forms(" ".join(f"{n}_" for n in _COMPARISONS.split()), *_HOMES), _compared),
+    **dict.fromkeys((torch.nn.functional.pad, pad_kernel), _padded),
+    torch.Tensor.sgn_: _signed,
+}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.compat import pack_padded_rows, pad_packed_rows
-from shardwright.tensor.plain import boundary
+from shardwright.tensor.plain.boundary import Own
 
 
 def _pack(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -41,5 +41,4 @@ def _padded(
     return found.masked_fill(absent, padding_value).unflatten(0, rows.shape), lengths
 
 
-boundary.OWN[pack_padded_rows] = _pack
-boundary.OWN[pad_packed_rows] = _pad
+OWN: dict[Any, Own] = {pack_padded_rows: _pack, pad_packed_rows: _pad}

@@ -89,4 +89,4 @@ def _target(x: DTensor, value: DTensor) -> Layout:
     return new.with_placements(old.placements, order=old.order_names)
 
 
-boundary.OWN[torch.Tensor.data.__set__] = set_data  # type: ignore[attr-defined]
+OWN: dict[Any, boundary.Own] = {torch.Tensor.data.__set__: set_data}  # type: ignore[attr-defined]

@@ -7,12 +7,12 @@ places from there. Every op that returns views passes here, so that no way of ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from shardwright.compat import DisableTorchFunctionSubclass, tree_leaves, tree_map_only, without_modes
+from shardwright.remember import remembered
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import offset_of, wrap
@@ -77,7 +77,7 @@ def _placed(out: Any, offset: int, base: torch.Tensor) -> Any:
     return made
 
 
-@lru_cache(maxsize=16384)
+@remembered(16384)
 def _offsets(func: torch._ops.OpOverload, base: Meta, rest: tuple[Any, ...], named: Any) -> tuple[int, ...]:
     """The offsets of the views of a tensor of this shape, stride, dtype and offset, as torch has it."""
     shape, stride, dtype, offset = base

@@ -9,18 +9,18 @@ one by one: torch's own gradient of `as_strided` scatters into a storage, and wo
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwright.errors import RuleError
+from shardwright.remember import remembered
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.tensor.dispatch.metadata import infos_of
 from shardwright.tensor.dispatch.ways.algorithm import finished
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_unasked
-from shardwright.tensor.plain import boundary
+from shardwright.tensor.plain.boundary import Own
 from shardwright.tensor.spec import Spec, coords_of, spec_of
 from shardwright.tensor.views import write_back
 from shardwright.tensor.views.take import ViewCall, view_call
@@ -133,7 +133,7 @@ def _bound(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
     return [tuple(value) if isinstance(value, list | tuple) else value for value in values]
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def _decided(
     func: torch._ops.OpOverload, spec: Spec, size: Shape, stride: Shape, place: int
 ) -> ViewCall | None:
@@ -216,7 +216,7 @@ def _windows(x: torch.Tensor, dim: int, base: int, steps: list[tuple[int, int]])
 
 _COPYING = frozenset({torch.as_strided_copy, aten.as_strided_copy, aten.as_strided_copy.default})
 _VIEWING = (torch.as_strided, torch.Tensor.as_strided, aten.as_strided, aten.as_strided.default)
-boundary.OWN.update(dict.fromkeys((*_VIEWING, *_COPYING), taken_apart))
+OWN: dict[Any, Own] = dict.fromkeys((*_VIEWING, *_COPYING), taken_apart)
 
 
 STRIDED = {

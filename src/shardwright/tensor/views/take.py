@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Pending, Replicate
 from shardwright.placement.interleaved import Interleaved
 from shardwright.plan.decide import plan_redistribution
+from shardwright.remember import remembered
 from shardwright.tensor.move import move_unasked
 from shardwright.tensor.spec import LocalUse, Spec, common_use, coords_of, spec_of
 from shardwright.tensor.views import base as graph_bases
@@ -371,6 +371,6 @@ def _there(
     return move_unasked(func.name(), part, target, "put where the base has it"), target
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def _local_view(base: Layout, target: Layout, view: View, coords: tuple[int, ...]) -> LocalView:
     return local_view(base, target, view, coords)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +20,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwright.compat import tree_leaves
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
+from shardwright.remember import remembered
 from shardwright.tensor.dispatch.overlapping import overlaps, refuse
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_local, unasked
 from shardwright.tensor.spec import coords_of
-from shardwright.tensor.wrap import REFRESHERS
 from shardwright.views.aten import copies
 
 Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -63,7 +62,7 @@ Snapshots = dict[int, torch.Tensor]  # by the id of the view
 origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of views that are alive
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def is_view(func: torch._ops.OpOverload) -> bool:
     """Do the op's results alias its first argument, which it does not write?"""
     infos = [result.alias_info for result in func._schema.returns]
@@ -126,12 +125,10 @@ def _version(x: torch.Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _refresh_if_any(view: DTensor) -> None:
+def refresh_if_any(view: DTensor) -> None:
+    """Derive the view again if it had to copy and its base was written since."""
     if origins.data:
         _refresh(view)
-
-
-REFRESHERS.append(_refresh_if_any)
 
 
 def _refresh(view: DTensor) -> None:

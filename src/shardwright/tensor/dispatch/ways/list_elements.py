@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from shardwright.compat import overload_for
 from shardwright.errors import RuleError
+from shardwright.remember import memo, remembered
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ class ElementCall:
         return self.op(*self.args, **self.kwargs)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def list_arguments(func: torch._ops.OpOverload) -> tuple[str, ...]:
     """The arguments of the op that are lists of tensors; empty: it does not do one thing per position."""
     name = func._schema.name
@@ -97,7 +97,9 @@ def _at(name: str, value: Any, index: int, lists: tuple[str, ...]) -> Any:
 _NAMES = {"norm": "linalg_vector_norm"}
 # The ops of two tensors have no in-place form and take no number; a bound does the same.
 _BOUNDS = {"maximum": "clamp_min", "minimum": "clamp_max"}
-_overloads: dict[tuple[torch._ops.OpOverload, frozenset[str]], torch._ops.OpOverload] = {}
+_overloads: dict[tuple[torch._ops.OpOverload, frozenset[str]], torch._ops.OpOverload] = memo(
+    "ops of one element", {}
+)
 
 
 def _op_of_one(

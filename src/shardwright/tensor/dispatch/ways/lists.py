@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import tree_leaves, tree_map_only
+from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.prepared import Prepared
@@ -31,7 +32,7 @@ _MANY = 4096
 Decide = Callable[[Asked], Any]
 
 # Per call: the specs of the results, or None where the positions are run one after another.
-_known: dict[tuple[Any, ...], list[Spec | None] | None] = {}
+_known: dict[tuple[Any, ...], list[Spec | None] | None] = memo("calls on lists", {})
 
 
 def takes_lists(func: torch._ops.OpOverload) -> bool:
@@ -49,13 +50,15 @@ def run_on_lists(
     Cost: what the op for one element costs at each position; nothing where each is one local call.
     """
     args, kwargs = _each(args, as_ours), {name: _each(value, as_ours) for name, value in kwargs.items()}
-    key = (registry.generation(), helpers_allowed(), func, *_described((*args, *kwargs.items())))
+    key = (helpers_allowed(), func, *_described((*args, *kwargs.items())))
     first = key not in _known
     if first:
+        specs = _specs(decide, func, args, kwargs)
         if len(_known) >= _MANY:
             _known.clear()
-        _known[key] = _specs(decide, func, args, kwargs)
-    specs = _known[key]
+        _known[key] = specs
+    else:
+        specs = _known[key]
     if specs is None:
         calls = element_calls(func, args, kwargs)
         if is_explicit():

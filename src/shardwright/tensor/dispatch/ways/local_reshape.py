@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwright.remember import memo
 from shardwright.tensor.spec import Spec, SpecKind
 from shardwright.tensor.views.take import copied_reshape
 from shardwright.tensor.wrap import wrap
@@ -19,7 +20,7 @@ RESHAPES = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.d
 
 _MANY = 16384
 _FORMS = 8  # of one kind and count of sizes: other blocks
-_forms: dict[tuple[Any, ...], list[tuple[ReshapeForm, SpecKind]]] = {}
+_forms: dict[tuple[Any, ...], list[tuple[ReshapeForm, SpecKind]]] = memo("local reshapes", {})
 
 
 class LocalReshape:
@@ -77,8 +78,3 @@ def adapt(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> LocalReshape | 
                 return None
             return LocalReshape(kind.spec(target), form.local_sizes(local, target))
     return None
-
-
-def forget() -> None:
-    """Forget them all: a rule came or went."""
-    _forms.clear()

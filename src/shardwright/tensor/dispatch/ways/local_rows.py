@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.index.stride import stride_order
 from shardwright.layout.layout import Layout
 from shardwright.placement.partial import Partial
+from shardwright.remember import remembered
 from shardwright.rules.algorithms.rows import Dims, Program
 from shardwright.rules.described import dims_of
 from shardwright.rules.identity import identity_of
@@ -59,7 +59,7 @@ class LocalRows:
         return self.finish(wrap(term, spec_of(rows, self.mesh)), why)._local_tensor
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _rows(layout: Layout, dims: tuple[int, ...], op: str, dtype: torch.dtype) -> Layout:
     """The layout of one number per row, a term of it where an axis cuts the row."""
     placements: list[Placement] = list(layout.placements)
@@ -110,6 +110,6 @@ def _lies_alike(x: torch.Tensor, first: DTensor, order: Shape) -> bool:
     return same and _order_in_memory(mine) == order
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _dense(layout: Layout, dtype: torch.dtype) -> Layout:
     return layout.with_shape(layout.shape, layout.stride, dtype=dtype)

@@ -9,12 +9,12 @@ rule for its kernel is not taken apart: the kernel writes into the local tensors
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from shardwright.compat import is_composite, tree_leaves
+from shardwright.remember import remembered
 
 # Composed of other functions, whose result torch copies into `out`: the copy passes its gradient on. Found by
 # giving `out=` to every operator of torch's database beside operands that require a gradient.
@@ -27,7 +27,7 @@ _DIFFERENTIATES = frozenset({
 })  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def fills_itself(func: Callable[..., Any]) -> bool:
     """Does the function have a kernel that writes into `out`, rather than being composed of others?"""
     packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
@@ -79,7 +79,7 @@ def _write(target: torch.Tensor, value: torch.Tensor) -> None:
     target.copy_(value)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def functional_form(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The overload that computes what `func` writes in place or into `out`, from the same arguments."""
     namespace, _, name = func._schema.name.partition("::")
@@ -102,7 +102,7 @@ def functional_form(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None
 _UNTAGGED = frozenset({"aten::floor_divide_", "aten::floor_divide"})
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def is_pointwise(func: torch._ops.OpOverload) -> bool:
     """Does the op go element by element? Of many in-place forms torch tags only the plain form."""
     plain = functional_form(func)
@@ -124,7 +124,7 @@ def fits(func: torch._ops.OpOverload, made: torch.Tensor, shape: tuple[int, ...]
         )
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def out_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
     """The arguments that the op only writes."""
     return tuple(a.name for a in func._schema.arguments if a.is_out)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shardwright.errors import RuleError
+from shardwright.remember import forget
 from shardwright.rules import registry
 from shardwright.rules.algorithms.ops import FINISH
 from shardwright.tensor.dispatch.asked import Asked
@@ -107,13 +108,13 @@ def decide(asked: Asked, *, by_other_ops: bool = True) -> Any:
 def add_way(way: Way, *, before: str) -> None:
     """Add a way before the one of this name; it takes effect at once. Raises: RuleError: there is no such."""
     WAYS.insert(_place(before), way)
-    registry.registry.changed()
+    forget()
 
 
 def remove_way(name: str) -> None:
     """Take a way out again. Raises: RuleError: there is no such."""
     del WAYS[_place(name)]
-    registry.registry.changed()
+    forget()
 
 
 def _place(name: str) -> int:

@@ -1,0 +1,41 @@
+"""What ties the modules of this package together: each knot stands here, and nothing is entered by an import.
+
+A low module that needs a higher one (making a tensor needs its class, the class needs its dispatch) has an
+open place; here it gets what belongs there, once, when the package is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.tensor.algorithms import key_parts, orders, scans, windows
+from shardwright.tensor.dispatch.call import dispatch
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.localized import LocalizedDTensor
+from shardwright.tensor.plain import backward, boundary, made_gradients, packed_sequences, set_data
+from shardwright.tensor.safe_globals import allow_safe_loading
+from shardwright.tensor.under_way import start_redistribution
+from shardwright.tensor.views import strided, write_back
+from shardwright.tensor.wrap import CLASSES, knots
+
+# Functions of torch that are done in a way of our own above autograd; none stands in two of the tables.
+OWN: tuple[dict[Any, boundary.Own], ...] = (
+    strided.OWN,
+    made_gradients.OWN,
+    set_data.OWN,
+    backward.OWN,
+    packed_sequences.OWN,
+)
+# Their algorithms are in the registry of rules, which is open: it is filled as they are imported.
+ALGORITHMS = (key_parts, orders, scans, windows)
+
+
+def install() -> None:
+    """Tie every knot."""
+    CLASSES[:] = [DTensor, LocalizedDTensor]
+    knots.refresh = write_back.refresh_if_any
+    knots.start = start_redistribution
+    for table in OWN:
+        boundary.OWN.update(table)
+    DTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[method-assign, assignment]
+    allow_safe_loading()
