@@ -29,6 +29,7 @@ def test_the_code_in_the_documents_runs(blocks, ranks, tmp_path, monkeypatch):
             assert _trimmed(text) == _trimmed(block.output), f"{block.file}:{block.line}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("command", "output"), [pair for page in pages() for pair in commands(page)])
 def test_the_commands_in_the_documents_print_what_stands_below_them(command, output):
     program, *arguments = shlex.split(command)

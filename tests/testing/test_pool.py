@@ -233,6 +233,7 @@ def test_a_small_call_on_warm_ranks_takes_milliseconds(ranks):
     assert min(times) < 0.05
 
 
+@pytest.mark.processes
 def test_nothing_is_left_after_close():
     pool = RankPool()
     children = pool.run(2, pid)
@@ -244,6 +245,7 @@ def test_nothing_is_left_after_close():
     assert not any(psutil.pid_exists(child) for child in children)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path, how):
     script = tmp_path / "owner.py"
@@ -289,6 +291,7 @@ def wait_until(condition):
         time.sleep(0.05)
 
 
+@pytest.mark.processes
 def test_a_preloaded_module_that_starts_a_thread_is_refused(tmp_path, monkeypatch):
     """A fork copies one thread only: what the others hold locked stays locked in every rank."""
     (tmp_path / "starts_a_thread.py").write_text(
@@ -299,6 +302,7 @@ def test_a_preloaded_module_that_starts_a_thread_is_refused(tmp_path, monkeypatc
         pool.run(1, pid)
 
 
+@pytest.mark.processes
 def test_a_preloaded_module_that_fails_is_the_business_of_ranks_that_need_it():
     with RankPool(preload=["no_such_module"]) as pool:
         assert pool.run(1, add_up, 1.0)[0].rank == 0
