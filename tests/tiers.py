@@ -7,13 +7,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import pytest
 
 _STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"}
+_PLANTED = re.compile(r"planted|goes?_red|is_caught")
 _RANKS = "rank_pool"
 _running: list[str] = []  # the unit test that runs now
 
@@ -28,10 +30,13 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts nothing, before `-m` chooses."""
+    """Mark what starts nothing, before `-m` chooses; refuse a planted fault that is slow."""
     for item in items:
         if _RANKS not in getattr(item, "fixturenames", ()) and item.get_closest_marker("processes") is None:
             item.add_marker(pytest.mark.unit)
+    hidden = [item.nodeid for item in items if _PLANTED.search(item.name) and item.get_closest_marker("slow")]
+    if hidden:
+        raise pytest.UsageError(f"a planted fault shows what `make test` sees, so it is not slow: {hidden}")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -56,16 +61,28 @@ def one_in(step: int, cases: Iterable[Any], *, first: int = 0) -> list[Any]:
     return [_case(case, slow=at % step != first) for at, case in enumerate(cases)]
 
 
-def all_but(slow: Sequence[Any], cases: Iterable[Any]) -> list[Any]:
-    """Parameters of which those named are slow."""
-    return [_case(case, slow=case in slow) for case in cases]
+def all_but(slow: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Parameters of which those named are slow. Raises: ValueError: a name is of no case."""
+    every = _named(slow, cases)
+    return [_case(case, slow=case in slow) for case in every]
 
 
-def only(kept: Sequence[Any], cases: Iterable[Any]) -> list[Any]:
-    """Parameters of which those named are in `make test`; the others are slow."""
-    return [_case(case, slow=case not in kept) for case in cases]
+def only(kept: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Parameters of which those named are in `make test`. Raises: ValueError: a name is of no case."""
+    every = _named(kept, cases)
+    return [_case(case, slow=case not in kept) for case in every]
+
+
+def _named(names: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases, after a look for a name that a change of the cases has left behind."""
+    every = list(cases)
+    unknown = [name for name in names if name not in every]
+    if unknown:
+        raise ValueError(f"{unknown} are not among the cases {every}")
+    return every
 
 
 def _case(case: Any, *, slow: bool) -> Any:
+    """A tuple is one value for each argument."""
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=[pytest.mark.slow] if slow else [])

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from shardwright.testing.meshes import rank_mesh
 from shardwright.testing.pool import RankPool
 from shardwright.testing.rank_errors import RankError, RankTimeoutError
+from tests.tiers import only
 
 
 @dataclass
@@ -246,7 +247,7 @@ def test_nothing_is_left_after_close():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", only([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT]))
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path, how):
     script = tmp_path / "owner.py"
     script.write_text(
