@@ -1,6 +1,8 @@
 # Everything runs from .venv, which is built on first use and rebuilt when its recipe changes.
 #   make train    train a mixture-of-experts language model on 4 local processes
-#   make test     the whole test suite        make lint     ruff, mypy, import-linter
+#   make test     what must be green before a change lands: minutes (tests/README.md)
+#   make test-unit   what starts no process: seconds     make test-all   the whole suite
+#   make lint     ruff, mypy, import-linter
 #   make bench    time beside torch's DTensor make docs     the manual, in docs/_build/html
 #   make laws     the laws of placements and redistribution, a hundred thousand times
 #   make ops      every operator of torch's database on distributed tensors beside one device
@@ -38,10 +40,10 @@ MODELS_FLAGS ?=
 WALKS_FLAGS ?= --check
 FUZZ_FLAGS ?= --programs 20000
 
-.PHONY: help install train test laws ops fuzz rules models witness explain compositions corpus walks verify lint bench docs clean
+.PHONY: help install train test test-unit test-all laws ops fuzz rules models witness explain compositions corpus walks verify lint bench docs clean
 
 help:
-	@sed -n '2,15s/^# *//p' Makefile
+	@sed -n '2,17s/^# *//p' Makefile
 
 # torch comes first and alone: no range of another package can then choose a different build of it.
 $(VENV)/.torch: constraints.txt
@@ -69,6 +71,12 @@ train: $(VENV)/.run
 	$(BIN)/shardwright train --world 4 --dp-replicate 2 --dp-shard 2 --ep 2 --out $(RUN) $(TRAIN_FLAGS)
 
 test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
+
+test-unit: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "unit and not slow"
+
+test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 laws: $(VENV)/.dev

@@ -10,6 +10,8 @@ import pytest
 
 from shardwright.testing.pool import RankPool
 
+pytest_plugins = ["tests.tiers"]
+
 # What rank functions and their test modules import; a rank that is forked has it already.
 _PRELOAD = ("hypothesis", "pytest", "shardwright.checkpoint", "shardwright.parallel")
 _POOL = pytest.StashKey[RankPool]()

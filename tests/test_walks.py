@@ -33,6 +33,7 @@ def twice(values):
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not COUNTED_WITH, reason="the ceilings were counted with torch 2.13 and Python 3.11")
 def test_no_walk_is_above_its_ceiling_and_every_run_counts_the_same():
     """Two runs side by side: strings hash otherwise in each, and addresses differ."""

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import all_but
+
+pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).with_name("crash_program.py")
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -29,7 +32,7 @@ def attempts(folder: Path, verb: str, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(("rank", "operations"), [(0, 12), (1, 2)])
+@pytest.mark.parametrize(("rank", "operations"), all_but([(1, 2)], [(0, 12), (1, 2)]))
 def test_a_save_that_dies_commits_the_whole_or_nothing_and_can_be_repeated(
     tmp_path: Path, rank: int, operations: int
 ) -> None:
@@ -42,6 +45,7 @@ def test_a_save_that_dies_commits_the_whole_or_nothing_and_can_be_repeated(
     assert all(one["afterwards"] == ["step-00000003"] for one in (*died, lived))
 
 
+@pytest.mark.slow
 def test_a_replacement_that_dies_leaves_the_old_one_the_new_one_or_the_one_before(tmp_path: Path) -> None:
     found = attempts(tmp_path, "replace", 0)
     assert len(found) > 14
@@ -50,6 +54,7 @@ def test_a_replacement_that_dies_leaves_the_old_one_the_new_one_or_the_one_befor
     assert all(one["afterwards"] == ["step-00000002"] for one in found)
 
 
+@pytest.mark.slow
 def test_a_pruning_that_dies_leaves_nothing_that_looks_complete_and_is_not(tmp_path: Path) -> None:
     found = attempts(tmp_path, "prune", 0)
     assert len(found) > 5

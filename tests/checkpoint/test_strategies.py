@@ -76,16 +76,23 @@ def everything(model: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, to
     return found
 
 
-@pytest.mark.parametrize("source", ["hsdp and experts", "tp, then fsdp, uneven"])
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [
+        ("tp and experts", ["one device", "three shards"]),
+        pytest.param("hsdp and experts", list(DEGREES), marks=pytest.mark.slow),
+        pytest.param("tp, then fsdp, uneven", list(DEGREES), marks=pytest.mark.slow),
+    ],
+)
 def test_what_one_strategy_saved_every_other_loads_and_goes_on_from(
-    ranks: Ranks, tmp_path: Path, source: str
+    ranks: Ranks, tmp_path: Path, source: str, targets: list[str]
 ) -> None:
     data = tmp_path / "text"
     write_text(data)
     saved = ranks(world_of(source, data), train_and_save, tmp_path / "c", source, data)[0]
     assert any(name.endswith("/exp_avg_sq") for name in saved)
     losses = []
-    for target in DEGREES:
+    for target in targets:
         for found, loss in ranks(world_of(target, data), load_all, tmp_path / "c", target, data):
             assert same(found, saved), target
             losses.append(loss)

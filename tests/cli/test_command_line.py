@@ -47,6 +47,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return said.err
 
 
+@pytest.mark.processes
 def test_help_comes_in_less_than_a_third_of_a_second_of_work_and_without_torch() -> None:
     """Processor time, so that a busy machine does not matter."""
     program = (
@@ -65,6 +66,7 @@ def test_help_comes_in_less_than_a_third_of_a_second_of_work_and_without_torch()
     assert all(command in found.stdout for command in ("train", "plan", "explain", "doctor"))
 
 
+@pytest.mark.processes
 def test_python_dash_m_is_the_command() -> None:
     found = shell("plan", "f32[8@dp, 16]", "f32[8, 16@dp]", "--mesh", "dp=2,tp=4")
     assert found.returncode == 0
@@ -139,6 +141,7 @@ def test_resume_without_a_finished_checkpoint_is_refused_and_says_what_it_skippe
     )
 
 
+@pytest.mark.processes
 def test_a_refusal_comes_before_torch_is_imported() -> None:
     """So it comes before any process is started."""
     program = (
@@ -218,6 +221,8 @@ class TestPlanAndExplain:
         assert said in refused(capsys, *words)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_doctor_finds_two_ranks_that_talk_and_leaves_nothing_running(tmp_path: Path) -> None:
     began = time.monotonic()
     found = shell("doctor", "--save", str(tmp_path / "network.json"), RANK="0", WORLD_SIZE="1")

@@ -49,10 +49,11 @@ def random_caps(count: int) -> int:
     return in_pieces
 
 
-def test_a_cap_on_memory_is_kept_between_meshes(ranks):
-    counts = ranks(6, random_caps, 16)
+@pytest.mark.parametrize(("count", "least"), [(5, 1), pytest.param(16, 5, marks=pytest.mark.slow)])
+def test_a_cap_on_memory_is_kept_between_meshes(ranks, count, least):
+    counts = ranks(6, random_caps, count)
     assert len(set(counts)) == 1
-    assert counts[0] > 4
+    assert counts[0] >= least
 
 
 def lying() -> None:

@@ -72,7 +72,7 @@ def redistribute_at_random(sizes, count, seed):
 
 
 @pytest.mark.parametrize(("one_round", "straight"), [(0, 0), (65536, 2**40)])
-@pytest.mark.parametrize("sizes", [(4,), (2, 2), (2, 3)])
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), pytest.param((2, 3), marks=pytest.mark.slow)])
 def test_random_redistributions_on_real_ranks(ranks, sizes, one_round, straight):
     ranks(prod(sizes), random_redistributions, sizes, 25, one_round, straight, singly=True)
 
@@ -157,7 +157,7 @@ def traced(sizes):
         assert torch.equal(graph(x), execute(plan, x, mesh)), str(plan)
 
 
-@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+@pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_plans_can_be_traced_into_a_graph(ranks, sizes):
     ranks(4 if len(sizes) == 2 else 2, traced, sizes)
 

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from . import guarded_programs as programs
 
 _SOON = 2.0
@@ -50,6 +52,7 @@ def test_a_rank_that_says_nothing_is_given_up_after_the_patience(ranks):
     assert "are about to run different calls" in silent
 
 
+@pytest.mark.processes
 def test_the_environment_guards_a_whole_program_and_its_end(tmp_path):
     environment = {**os.environ, "SHARDWRIGHT_GUARD": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, programs.__file__, str(tmp_path / "store")]

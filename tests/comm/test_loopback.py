@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAIRS = ("S0 -> S1", "P -> R", "Owner -> R", "P S0 -> S0 R", "Ragged S1 -> ZigZag Owner")
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_the_interface_counts_what_the_plans_state():
     """In a namespace of their own 4 ranks send 4 MiB tensors; `python -m bench.loopback` does all pairs."""
     refusal = namespace_refused()

@@ -9,6 +9,9 @@ from tests.compositions.page import PAGE, written
 from tests.compositions.report import sets_of
 from tests.compositions.sweep import BAD, PRELOAD, WRONG, attempt
 from tests.compositions.table import composition
+from tests.tiers import one_in
+
+pytestmark = pytest.mark.processes
 
 # On at most four ranks; each strategy alone, every pair and some triples.
 SAMPLE = [
@@ -43,7 +46,7 @@ def pool():
         yield made
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", one_in(3, CASES), ids=str)
 def test_every_gradient_loss_norm_and_parameter_is_that_of_one_device(pool, case):
     record = attempt(pool, case)
     assert record.verdict not in BAD, record.text

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
-import sys
 
 import pytest
 
+from shardwright.cli.app import main
 from tests.docs.pages import ROOT, commands, pages, run_session, sessions
 
 _SESSIONS = [
@@ -30,13 +29,12 @@ def test_the_code_in_the_documents_runs(blocks, ranks, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "output"), [pair for page in pages() for pair in commands(page)])
-def test_the_commands_in_the_documents_print_what_stands_below_them(command, output):
+def test_the_commands_in_the_documents_print_what_stands_below_them(command, output, capsys):
+    """In this process: that `python -m shardwright` is the command is tested once, in tests/cli."""
     program, *arguments = shlex.split(command)
     assert program == "shardwright"
-    result = subprocess.run(
-        [sys.executable, "-m", "shardwright", *arguments], capture_output=True, text=True, check=True
-    )
-    assert _trimmed(result.stdout) == _trimmed(output)
+    assert main(arguments) == 0
+    assert _trimmed(capsys.readouterr().out) == _trimmed(output)
 
 
 def run_session_in(folder, blocks):

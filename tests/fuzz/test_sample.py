@@ -17,9 +17,13 @@ from tests.fuzz.run import Plain, run
 from tests.fuzz.shrink import shrink
 from tests.fuzz.sweep import Worlds
 from tests.fuzz.verdicts import OK, WRONG, worst
+from tests.tiers import all_but
 
+pytestmark = pytest.mark.processes
 # A few programs of each mesh: the seeds are the first ones, no choice was made among them.
 SAMPLE = {(2,): range(200), (3,): range(200, 260), (2, 2): range(260, 300)}
+_OFTEN = 5  # of each mesh, one in so many is tried by `make test`
+PARTS = [(mesh, often) for often in (True, False) for mesh in SAMPLE]
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +33,9 @@ def worlds():
 
 
 @pytest.mark.timeout(900)  # 20 s; a machine that is shared may take long
-@pytest.mark.parametrize("mesh", SAMPLE)
-def test_a_sample_of_programs_does_what_one_device_does(worlds, mesh):
-    programs = [draw(seed, mesh) for seed in SAMPLE[mesh]]
+@pytest.mark.parametrize(("mesh", "often"), all_but([part for part in PARTS if not part[1]], PARTS))
+def test_a_sample_of_programs_does_what_one_device_does(worlds, mesh, often):
+    programs = [draw(seed, mesh) for seed in SAMPLE[mesh] if (seed % _OFTEN == 0) == often]
     failed = [(p, v) for p, v in worlds.check(programs) if v.kind != OK]
     if failed:
         small = [shrink(*pair, worlds) for pair in failed[:3]]

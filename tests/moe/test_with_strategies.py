@@ -12,6 +12,7 @@ from shardwright.parallel.expert import parallelize_expert_parallel
 from shardwright.parallel.fsdp import parallelize_fsdp
 from shardwright.parallel.hsdp import parallelize_hsdp
 from shardwright.parallel.replicate import parallelize_replicate
+from tests.tiers import only
 
 DEGREES = {
     "replicate": {"data_parallel_replicate": 4},
@@ -72,7 +73,7 @@ def _one_device(counts, dim, passes):
     return loss.detach(), norm, {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("strategy", list(DEGREES))
+@pytest.mark.parametrize("strategy", only(["replicate", "context replicate and fsdp"], DEGREES))
 @pytest.mark.parametrize(
     ("counts", "ep", "dim", "passes", "mode"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
 from tests.ops.__main__ import main
@@ -14,7 +15,10 @@ from tests.ops.excluded import EXCLUDED
 from tests.ops.sample import OF_NETWORKS, chosen
 from tests.ops.sweep import sweep
 from tests.ops.table import MOST_FALLBACKS, PAGE, Row, page, read, rows, stale
+from tests.tiers import all_but
 from tests.torch_samples import op_db
+
+_PARTS = 5
 
 
 def test_fewer_than_two_percent_of_the_operators_are_excluded_each_for_a_reason():
@@ -23,12 +27,14 @@ def test_fewer_than_two_percent_of_the_operators_are_excluded_each_for_a_reason(
     assert len(EXCLUDED) < 0.02 * len(op_db)
 
 
-def test_a_sample_of_operators_gives_the_single_device_answer(capsys, tmp_path):
+@pytest.mark.processes
+@pytest.mark.parametrize("part", all_but(range(1, _PARTS), range(_PARTS)))
+def test_a_sample_of_operators_gives_the_single_device_answer(capsys, tmp_path, part):
     """Every placement on the inputs, one input of each dtype, forward and backward, two ranks.
 
     What ran under Shard(0) is what the page about operators says.
     """
-    names, report = ",".join(chosen(operators())), tmp_path / "report.jsonl"
+    names, report = ",".join(chosen(operators())[part::_PARTS]), tmp_path / "report.jsonl"
     status = main(["--ops", names, "--samples", "1", "--mesh", "2", "--jobs", "1", "--report", str(report)])
     assert status == 0, capsys.readouterr().out
     records = [Record.from_dict(json.loads(line)) for line in report.read_text().splitlines()]
@@ -63,6 +69,7 @@ def test_results_that_differ_are_told_apart():
 PLANTED = {"nn.functional.relu": WRONG, "cos": ERROR, "sin": ERROR, "tan": CRASH}
 
 
+@pytest.mark.processes
 def test_planted_faults_are_found_and_cost_one_case_each():
     """A wrong value, an error on all ranks, on one rank only, a dead rank: named, and the rest goes on."""
     options = Options(kinds=("Shard(0)", "Replicate"), dtypes=("float32",), samples=1, backward=False)

@@ -1,12 +1,14 @@
 """A gradient is labelled truthfully: pending until it is summed, right at any moment, never averaged."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwright as sw
+from tests.tiers import one_in
 
 from . import naive
 from .models import (
@@ -205,8 +207,16 @@ def _train(name, kind, steps=3):
         )
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw foreach", "adamw fused", "adamw loop"])
-@pytest.mark.parametrize("name", ["replicate", "fsdp 2-D", "replicate, then fsdp"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    one_in(
+        3,
+        itertools.product(
+            ["replicate", "fsdp 2-D", "replicate, then fsdp"],
+            ["sgd", "adamw foreach", "adamw fused", "adamw loop"],
+        ),
+    ),
+)
 def test_a_few_steps_are_those_of_one_device(ranks, name, kind):
     ranks(STRATEGIES[name].world, _train, name, kind)
 

@@ -1,6 +1,7 @@
 """A block cut over tp inside a model that is replicated or sharded over data axes, against one device."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer, clip_grad_norm_, global_mean
 from shardwright.parallel import parallelize_fsdp, parallelize_replicate, parallelize_tensor
 from shardwright.testing.meshes import rank_mesh
+from tests.tiers import one_in
 
 from .models import check_full_gradients, finish
 
@@ -117,8 +119,7 @@ def _step(tp, data, sizes, mode="plain"):
     return {n: str(sw.layout_of(p)) for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("data", ["replicate", "fsdp"])
-@pytest.mark.parametrize("tp", TP)
+@pytest.mark.parametrize(("tp", "data"), one_in(3, itertools.product(TP, ["replicate", "fsdp"])))
 def test_gradients_and_a_step_are_those_of_one_device(ranks, tp, data):
     ranks(4, _step, tp, data, (2, 2))
 

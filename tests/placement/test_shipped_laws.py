@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
+from shardwright.errors import PlacementError
 from shardwright.placement import (
     BlockCyclic,
     Flat,
@@ -22,7 +25,7 @@ from shardwright.placement import (
     Spread,
     ZigZag,
 )
-from shardwright.testing.check_placement import check_placement
+from shardwright.testing.check_placement import check_placement, shapes
 
 SHIPPED: tuple[Placement, ...] = (
     Replicate(),
@@ -61,6 +64,22 @@ SHIPPED: tuple[Placement, ...] = (
 )
 
 
+@pytest.mark.parametrize("placement", SHIPPED, ids=lambda placement: placement.text())
+def test_a_shipped_placement_fulfils_every_law_on_one_axis(placement: Placement) -> None:
+    """Of size 3, which divides few of the shapes, or the one that the placement needs."""
+    accepted = next(n for n in (3, *range(1, 33)) if _accepts(placement, n))
+    check_placement(placement, axis_sizes=(accepted,))
+
+
+def _accepts(placement: Placement, n: int) -> bool:
+    for shape in shapes():
+        with contextlib.suppress(PlacementError):
+            placement.resolved(len(shape)).validate(shape, n)
+            return True
+    return False
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", SHIPPED, ids=lambda placement: placement.text())
 def test_a_shipped_placement_fulfils_every_law(placement: Placement) -> None:
     check_placement(placement)

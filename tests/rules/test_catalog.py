@@ -18,6 +18,15 @@ from tests.rules.samples import SAMPLES, samples_of
 @pytest.mark.parametrize("op", SAMPLES, ids=lambda op: op.name())
 def test_the_rules_of_a_transformer_are_true(op: torch._ops.OpOverload) -> None:
     """`map(op, in(x)) == out(op(x))` for even, uneven, empty and scattered cuts, in two profiles of sizes."""
+    report = check_rule(op, samples_of(op), worlds=(2,))
+    assert report.cut > 0
+    assert report.without_formula == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", SAMPLES, ids=lambda op: op.name())
+def test_the_rules_of_a_transformer_are_true_in_three_parts_too(op: torch._ops.OpOverload) -> None:
+    """The same, and on three ranks, where more is uneven and empty."""
     report = check_rule(op, samples_of(op), worlds=(2, 3))
     assert report.cut > 0
     assert report.without_formula == 0

@@ -12,6 +12,7 @@ from shardwright.placement.base import Placement, Replicate
 from shardwright.rules import TensorInfo, propagate
 from shardwright.testing.simulate import Sample, in_double, run_whole, simulate
 from tests.generators import meshes, partitions, pendings
+from tests.tiers import one_in
 
 aten = torch.ops.aten
 
@@ -53,7 +54,7 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", one_in(3, SAMPLES))
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_a_decision_gives_the_single_device_answer(name: str, data: st.DataObject) -> None:

@@ -41,7 +41,7 @@ def _as_if_waited_for(sizes):
         assert torch.equal(d.grad.full_tensor(), weight), (source, target)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 3)])
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((2, 3), marks=pytest.mark.slow)])
 def test_values_and_gradients_are_those_of_a_redistribution_that_waits(ranks, sizes):
     ranks(sizes[0] * sizes[1], _as_if_waited_for, sizes)
 

@@ -14,7 +14,7 @@ from .along_cut_dims import CASES, sweep
 FLOAT = 4
 
 
-@pytest.mark.parametrize("sizes", [(3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(3,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_a_sample_of_the_table_equals_one_device(ranks, sizes):
     """The whole table: `python -m tests.tensor.along_cut_dims`."""
     world = 2 * len(sizes) if len(sizes) > 1 else sizes[0]

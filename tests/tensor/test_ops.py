@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shardwright as sw
+from tests.tiers import one_in
 
 from .cases import check_op, full, layouts_of, mesh
 from .ops import TABLES
@@ -48,7 +49,7 @@ def test_on_two_ranks(ranks, family, name):
         assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize(("family", "name"), CALLS)
+@pytest.mark.parametrize(("family", "name"), one_in(4, CALLS))
 def test_on_a_mesh_of_two_axes(ranks, family, name):
     for failures in ranks(4, _check, family, name):
         assert not failures, "\n".join(failures)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from shardwright.testing.meshes import rank_mesh
 from shardwright.testing.pool import RankPool
 from shardwright.testing.rank_errors import RankError, RankTimeoutError
+from tests.tiers import only
 
 
 @dataclass
@@ -233,6 +234,7 @@ def test_a_small_call_on_warm_ranks_takes_milliseconds(ranks):
     assert min(times) < 0.05
 
 
+@pytest.mark.processes
 def test_nothing_is_left_after_close():
     pool = RankPool()
     children = pool.run(2, pid)
@@ -244,7 +246,8 @@ def test_nothing_is_left_after_close():
     assert not any(psutil.pid_exists(child) for child in children)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.processes
+@pytest.mark.parametrize("how", only([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT]))
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path, how):
     script = tmp_path / "owner.py"
     script.write_text(
@@ -289,6 +292,7 @@ def wait_until(condition):
         time.sleep(0.05)
 
 
+@pytest.mark.processes
 def test_a_preloaded_module_that_starts_a_thread_is_refused(tmp_path, monkeypatch):
     """A fork copies one thread only: what the others hold locked stays locked in every rank."""
     (tmp_path / "starts_a_thread.py").write_text(
@@ -299,6 +303,7 @@ def test_a_preloaded_module_that_starts_a_thread_is_refused(tmp_path, monkeypatc
         pool.run(1, pid)
 
 
+@pytest.mark.processes
 def test_a_preloaded_module_that_fails_is_the_business_of_ranks_that_need_it():
     with RankPool(preload=["no_such_module"]) as pool:
         assert pool.run(1, add_up, 1.0)[0].rank == 0

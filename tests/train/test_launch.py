@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).with_name("launch_program.py")
 SOURCE = Path(__file__).parents[2] / "src"
 

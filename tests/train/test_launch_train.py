@@ -16,6 +16,7 @@ import pytest
 
 from shardwright.checkpoint import list_checkpoints, step_of
 
+pytestmark = pytest.mark.processes
 SOURCE = Path(__file__).parents[2] / "src"
 SMALL = ["--batch-size", "4", "--seq-len", "16", "--experts", "4", "--checkpoint-every", "2"]
 
@@ -86,6 +87,7 @@ def test_after_a_killed_rank_another_mesh_goes_on_without_a_gap(train: Callable[
     assert run.newest() == steps
 
 
+@pytest.mark.slow
 def test_an_interrupt_finishes_the_step_and_saves_it(train: Callable[..., Training]) -> None:
     run = train("--world", "2", "--tp", "2", "--steps", "100000")
     run.wait_for_checkpoint()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.tiers import only
 from tests.train.worlds import tiny, write_text
 
 MESHES = {
@@ -29,6 +31,17 @@ MESHES = {
     "one device": {"world": 1},
 }
 BATCHES = {"even": 4, "uneven": 5, "fewer than ranks": 1}
+# Each strategy alone, all of them at once, and each size of batch.
+OFTEN = [
+    ("replicate", "even"),
+    ("fsdp", "uneven"),
+    ("hsdp", "fewer than ranks"),
+    ("cp_replicate", "uneven"),
+    ("ep 2", "fewer than ranks"),
+    ("tp 2", "even"),
+    ("tp + fsdp + ep", "uneven"),
+    ("one device", "even"),
+]
 LAST_LINE = re.compile(
     r"verify: max loss difference (\S+), max gradient difference (\S+), max parameter difference (\S+)"
 )
@@ -83,8 +96,7 @@ def settings(tmp_path) -> dict[str, Any]:
     return {"data": tmp_path / "text", "out": tmp_path / "out"}
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("mesh", "batch"), only(OFTEN, itertools.product(MESHES, BATCHES)))
 def test_every_mesh_trains_like_one_device(ranks, settings, mesh, batch):
     """Loss and weights within 1e-4, gradients and their norm within 1e-5, under AdamW and SGD."""
     settings |= {**MESHES[mesh], "batch_size": BATCHES[batch]}
