@@ -20,7 +20,6 @@ _ROWS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(900)  # 20 s; a machine that is shared may take long
 def test_a_sample_of_the_corpus_is_as_stored():
