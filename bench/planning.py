@@ -23,8 +23,7 @@ from shardwright.placement import (
     ZigZag,
 )
 from shardwright.plan import Plan, plan_redistribution
-from shardwright.plan.steps import Exchange
-from shardwright.plan.transfer import members_of, transfer
+from shardwright.plan.work import Transfer
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 Placements = Sequence[Placement]
@@ -88,10 +87,9 @@ def _tables(plan: Plan) -> int:
     coords = tuple(size // 2 for size in plan.source.sizes)
     most = 0
     for step in plan.steps:
-        if isinstance(step, Exchange):
-            members = members_of(step, coords)
-            transfer(step, coords, members)
-            most = max(most, len(members) - 1)
+        work = step.work(coords)
+        if isinstance(work, Transfer):
+            most = max(most, len(work.shares) - 1)
     return most
 
 

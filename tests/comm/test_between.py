@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardwright.comm.execute import execute
 from shardwright.errors import PlanError
-from shardwright.plan import plan_redistribution
+from shardwright.plan import Plan, plan_redistribution
 from shardwright.plan.carry import Carry
-from shardwright.plan.plan_between import PlanBetween
-from shardwright.plan.steps_between import held_by
+from shardwright.plan.step import Holds, most_held
 from tests.comm.live_bytes import LiveBytes
 from tests.plan.lockstep import held_by_all
 from tests.plan.two_meshes import random_pairs
@@ -21,10 +21,12 @@ from tests.plan.two_meshes import random_pairs
 SHAPES = ((96, 40), (61, 33), (8, 300), (5, 3))
 
 
-def check_memory(plan: PlanBetween, local: torch.Tensor, allowed: int) -> None:
+def check_memory(plan: Plan, local: torch.Tensor, allowed: int) -> None:
     execute(plan, local, None)  # makes the plan's tables
     rank = dist.get_rank()
-    said = held_by(plan.steps, rank) * local.element_size() if rank in plan.ranks else 0
+    most, _ = most_held(plan.steps, local.dtype)
+    of_rank = dict(zip(plan.ranks, np.broadcast_to(most, len(plan.ranks)).tolist(), strict=True))
+    said = of_rank.get(rank, 0) * local.element_size()
     with LiveBytes(local, allowed=said) as live:
         execute(plan, local, None)
     assert live.most <= said <= plan.peak_bytes <= allowed, f"{live.most} B were held, {said} B said: {plan}"
@@ -57,7 +59,7 @@ def test_a_cap_on_memory_is_kept_between_meshes(ranks, count, least):
 
 
 def lying() -> None:
-    Carry.held = lambda self, rank: self.target.memory(rank).numel
+    Carry.holds = lambda self, term, dtype: Holds(*[self.target.counts] * 3)
     random_caps(8)
 
 

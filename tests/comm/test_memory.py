@@ -21,7 +21,9 @@ from shardwright.placement import (
     Shard,
     ZigZag,
 )
-from shardwright.plan import Plan, decide, memory, plan_redistribution
+from shardwright.plan import Plan, decide, plan_redistribution
+from shardwright.plan.exchange import Exchange
+from shardwright.plan.step import Holds
 from shardwright.testing import rank_mesh
 from tests.comm.live_bytes import LiveBytes
 from tests.tiers import all_but
@@ -130,7 +132,7 @@ def test_large_tensors_need_no_more_than_is_said(ranks):
 
 
 def lying() -> int:
-    memory._Held._exchange = lambda self, step: (0 * step.target.counts, *[step.target.counts] * 2)
+    Exchange.holds = lambda self, term, dtype: Holds(0 * self.target.counts, *[self.target.counts] * 2)
     random_caps((4,), 10, 0, 0)
     return 0
 

@@ -1,4 +1,4 @@
-"""Runs a plan for all ranks of a mesh in one process: the steps of all ranks in turn, messages as slices."""
+"""Runs a plan for all ranks in one process: the works of all ranks in turn, messages as slices."""
 
 from __future__ import annotations
 
@@ -7,83 +7,99 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwright.comm.local_steps import embed, place, take
-from shardwright.comm.pack import in_memory, move, new_tensor, pack, pack_once, unpack
-from shardwright.comm.terms import stacked
+from shardwright.comm.pack import copy_in, in_memory, joined, move, new_tensor
+from shardwright.comm.task import Applying, Moving, filled, room
 from shardwright.layout.layout import Layout
-from shardwright.plan.holders import Coords, every_coords
+from shardwright.plan.holders import every_coords
 from shardwright.plan.plan import Plan
-from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Step
-from shardwright.plan.transfer import Memory, local_move, members_of, memory_of, transfer
+from shardwright.plan.terms import Terms
+from shardwright.plan.work import Apply, Held, InPieces, Memory, Move, Reduction, Seat, Transfer, Work
 
 
 class Lockstep:
-    """One run of a plan over all ranks; `bytes_sent` counts what crossed between them."""
+    """One run of a plan over all ranks; `sent` and `received` count the bytes that crossed, by rank."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.coords = every_coords(plan.source.sizes)
-        self.bytes_sent = 0
+        self.seats: list[Seat] = list(plan.ranks if plan.is_between else every_coords(plan.source.sizes))
+        self.sent = dict.fromkeys(plan.ranks, 0)
+        self.received = dict.fromkeys(plan.ranks, 0)
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(self.sent.values())
 
     def run(self, locals_of: Sequence[Tensor]) -> list[Tensor]:
-        held = self._steps(self.plan.steps, dict(zip(self.coords, locals_of, strict=True)))
-        return [held[coords] for coords in self.coords]
+        """The locals of the target's ranks from those of the source's, each in row-major order."""
+        given = dict(zip(self.plan.source.ranks, locals_of, strict=True))
+        empty = torch.empty(0, dtype=self.plan.source.dtype)
+        held = {seat: given.get(self.plan.rank_at(seat), empty) for seat in self.seats}
+        for step in self.plan.steps:
+            held = self._step({seat: step.work(seat) for seat in self.seats}, held)
+        of_rank = {self.plan.rank_at(seat): x for seat, x in held.items()}
+        outside = set(self.plan.ranks) - set(self.plan.target.ranks)
+        assert all(tuple(of_rank[rank].shape) == (0,) for rank in outside if self.plan.steps)
+        return [of_rank[rank] for rank in self.plan.target.ranks]
 
-    def _steps(self, steps: Sequence[Step], held: dict[Coords, Tensor]) -> dict[Coords, Tensor]:
-        for step in steps:
-            held = self._step(step, held)
-        return held
+    def _step(self, works: dict[Seat, Work], held: dict[Seat, Held]) -> dict[Seat, Held]:
+        kind = type(next(iter(works.values())))
+        if kind is Move:
+            return {seat: Moving(work).run(held[seat], "") for seat, work in works.items()}
+        if kind is Apply:
+            return {seat: Applying(work).run(held[seat], "") for seat, work in works.items()}
+        run = {Transfer: self._transfer, Reduction: self._reduce, InPieces: self._pieces}[kind]
+        return run(works, held)
 
-    def _pieces(self, step: Pieces, held: dict[Coords, Tensor]) -> dict[Coords, Tensor]:
-        out = {coords: new_tensor(x, memory_of(step.target, coords)) for coords, x in held.items()}
-        for steps, slab in zip(step.parts, step.slabs, strict=True):
-            for coords, done in self._steps(steps, dict(held)).items():
-                move(done, out[coords], local_move(LocalMove(slab, step.target), coords).views)
+    def _pieces(self, works: dict[Seat, InPieces], held: dict[Seat, Held]) -> dict[Seat, Held]:
+        out = {seat: new_tensor(x, works[seat].target) for seat, x in held.items()}
+        for piece in range(len(next(iter(works.values())).pieces)):
+            mine = {seat: work.pieces[piece] for seat, work in works.items()}
+            done = held
+            for step in range(len(next(iter(mine.values()))[0])):
+                done = self._step({seat: steps[step] for seat, (steps, _) in mine.items()}, done)
+            for seat, x in done.items():
+                move(x, out[seat], mine[seat][1].views)
         return out
 
-    def _step(self, step: Step, held: dict[Coords, Tensor]) -> dict[Coords, Tensor]:
-        sizes = self.plan.source.sizes
-        if isinstance(step, Exchange):
-            return self._exchange(step, held)
-        if isinstance(step, Pieces):
-            return self._pieces(step, held)
-        if isinstance(step, AllReduce):
-            return self._all_reduce(step, held)
-        if isinstance(step, LocalMove):
-            return {coords: take(x, local_move(step, coords)) for coords, x in held.items()}
-        if isinstance(step, Combine):
-            return {coords: stacked(x).combined(step, sizes) for coords, x in held.items()}
-        if isinstance(step, Embed):
-            return {coords: embed(x, step, coords, sizes) for coords, x in held.items()}
-        return {coords: place(x, step, local_move(step, coords), sizes) for coords, x in held.items()}
+    def _transfer(self, works: dict[Seat, Transfer], held: dict[Seat, Held]) -> dict[Seat, Held]:
+        mail: dict[tuple[Seat, Seat], Tensor] = {}
+        for seat, work in works.items():
+            x = held[seat] = in_memory(held[seat], work.kept.source)
+            assert x.shape == work.kept.source.shape
+            for share in work.shares:
+                if share.member != seat and share.send:
+                    mail[seat, share.member] = joined(x, share.send).clone()
+        results = {seat: self._result(work, held[seat], mail) for seat, work in works.items()}
+        assert not mail, "sent, but never received"
+        return results
 
-    def _exchange(self, step: Exchange, held: dict[Coords, Tensor]) -> dict[Coords, Tensor]:
-        mail: dict[tuple[Coords, Coords], Tensor] = {}
-        tables = {coords: transfer(step, coords, members_of(step, coords)) for coords in self.coords}
-        for coords, table in tables.items():
-            x = held[coords] = in_memory(held[coords], table.source)
-            assert x.shape == table.source.shape
-            if step.gather:
-                pieces = [pack_once(x, table, table.members.index(coords))] * len(table.members)
-            else:
-                pieces = list(pack(x, table).split(table.send_counts))
-            for peer, piece in zip(table.members, pieces, strict=True):
-                mail[coords, peer] = piece.clone()
-                self.bytes_sent += piece.nbytes if peer != coords else 0
-        return {coords: self._receive(coords, table, mail, held) for coords, table in tables.items()}
+    def _result(self, work: Transfer, x: Tensor, mail: dict[tuple[Seat, Seat], Tensor]) -> Held:
+        if work.kept.nothing:
+            assert not any(share.receive for share in work.shares)
+            return x
+        slots = [room(x, work.kept.target, work.kept.filling) for _ in range(max(work.terms, 1))]
+        move(x, slots[work.own_term], work.kept.views)
+        for share in work.shares:
+            if share.member != work.own and share.receive:
+                message = mail.pop((share.member, work.own))
+                assert message.numel() == sum(view.numel for view in share.receive)
+                self._count(share.member, work.own, message.nbytes)
+                copy_in(message, slots[share.term], share.receive)
+        if work.terms:
+            return Terms(slots, [False] * work.terms)
+        return filled(slots[0], work.kept.filling)
 
-    def _receive(self, coords, table, mail, held) -> Tensor:
-        arrived = [mail[peer, coords] for peer in table.members]
-        assert [piece.numel() for piece in arrived] == table.receive_counts
-        return unpack(torch.cat(arrived), held[coords], table)
+    def _count(self, sender: Seat, receiver: Seat, nbytes: int) -> None:
+        self.sent[self.plan.rank_at(sender)] += nbytes
+        self.received[self.plan.rank_at(receiver)] += nbytes
 
-    def _all_reduce(self, step: AllReduce, held: dict[Coords, Tensor]) -> dict[Coords, Tensor]:
-        n = self.plan.source.sizes[step.axis]
+    def _reduce(self, works: dict[Seat, Reduction], held: dict[Seat, Held]) -> dict[Seat, Held]:
         out = {}
-        for coords in held:
-            peers = [(*coords[: step.axis], i, *coords[step.axis + 1 :]) for i in range(n)]
-            out[coords] = self.plan.source.placements[step.axis].combine([held[peer] for peer in peers])
-        self.bytes_sent += sum(2 * (n - 1) * x.nbytes for x in held.values()) // n
+        for coords, work in works.items():
+            n = self.plan.source.sizes[work.axis]
+            peers = [(*coords[: work.axis], i, *coords[work.axis + 1 :]) for i in range(n)]
+            out[coords] = self.plan.source.placements[work.axis].combine([held[peer] for peer in peers])
+        self.sent[self.plan.ranks[0]] += sum(2 * (n - 1) * x.nbytes for x in held.values()) // n
         return out
 
 

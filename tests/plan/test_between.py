@@ -17,9 +17,8 @@ from shardwright.plan.bound_between import messages
 from shardwright.plan.carry import Carry
 from shardwright.plan.rank_map import Part
 from tests.plan.kinds import all_kinds, small_integers
-from tests.plan.lockstep import held_by_all
+from tests.plan.lockstep import Lockstep, held_by_all
 from tests.plan.two_meshes import (
-    World,
     fewest_messages,
     least_elements,
     least_for_terms,
@@ -36,9 +35,9 @@ def on(mesh, *placements, shape=(8, 6), dtype=torch.float64) -> Layout:
     return Layout(mesh, placements, shape, dtype=dtype)
 
 
-def check_run(source: Layout, target: Layout, plan, seed: int = 0) -> World:
+def check_run(source: Layout, target: Layout, plan, seed: int = 0) -> Lockstep:
     full = small_integers(source.shape, source.dtype, seed).sign() * 6
-    world = World(plan)
+    world = Lockstep(plan)
     results = world.run(spread_terms(source, full))
     assert torch.equal(target.join(results), full), f"{plan}"
     for rank, result in zip(target.ranks, results, strict=True):
@@ -169,14 +168,15 @@ def test_holders_of_the_same_elements_send_equal_shares():
 def test_a_small_piece_is_not_cut_to_share_it_out():
     source, target = on(MeshShape(("r",), (2,)), R), on(MeshShape(("o",), (3,), (3, 4, 5)), S0)
     plan = plan_redistribution(source, target)
-    assert sorted(len(plan.steps[0].side(rank).sends) for rank in (0, 1)) == [1, 2]
+    shares = [plan.steps[0].work(rank).shares for rank in (0, 1)]
+    assert sorted(sum(1 for share in of_rank if share.send) for of_rank in shares) == [1, 2]
 
 
 def test_a_rank_that_stays_takes_its_own_elements_and_what_does_not_change_is_not_copied():
     source, target = on(TRAINER, S0), on(MeshShape(("x", "y"), (2, 2)), S0, S0)
     plan = plan_redistribution(source, target)
     held = held_by_all(source, small_integers(source.shape, source.dtype))
-    assert all(a is b for a, b in zip(World(plan).run(held), held, strict=True))
+    assert all(a is b for a, b in zip(Lockstep(plan).run(held), held, strict=True))
 
 
 def test_a_plan_is_cached_and_reads_well():
@@ -266,9 +266,9 @@ def test_terms_that_users_defined_go_from_mesh_to_mesh_as_they_are(kind):
     source, target = on(TRAINER, kind), on(mesh, kind)
     plan = plan_redistribution(source, target)
     held = [torch.full((8, 6), float(i), dtype=torch.float64) for i in range(4)]
-    assert all(torch.equal(a, b) for a, b in zip(World(plan).run(held), held, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(Lockstep(plan).run(held), held, strict=True))
     for other in (on(INFERENCE, R), on(INFERENCE, S1)):
-        world = World(plan_redistribution(source, other))
+        world = Lockstep(plan_redistribution(source, other))
         assert torch.equal(other.join(world.run(held)), torch.full((8, 6), 6.0, dtype=torch.float64))
 
 
@@ -280,7 +280,7 @@ def test_a_pending_without_an_identity_is_embedded_from_the_value():
 # ---------------------------------------------------------------------------------- faults that are planted
 
 
-@pytest.mark.parametrize("fault", ["_keeps", "_wants_in", "_shift"])
+@pytest.mark.parametrize("fault", ["_keeps", "_wants_in", "_term"])
 def test_a_planted_fault_is_found(monkeypatch, fault):
     """What a rank holds is forgotten; what one rank wants is; terms arrive in each other's place."""
     mesh = MeshShape(("x",), (3,), (1, 2, 3))
@@ -289,7 +289,7 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
     wrong = {
         "_keeps": lambda *_: False,
         "_wants_in": lambda *arguments: right(*arguments)[:-1],
-        "_shift": lambda *_: 0,
+        "_term": lambda *_: 0,
     }
     monkeypatch.setattr(Carry, fault, wrong[fault])
     with pytest.raises(AssertionError):

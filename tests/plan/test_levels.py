@@ -11,7 +11,6 @@ from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement import Interleaved, Partial, Replicate, Shard
 from shardwright.plan import Plan, plan_redistribution
-from shardwright.plan import slow_axes as levels
 from shardwright.plan.network import Network, current_network, set_network
 from tests.plan.all_pairs import _seen
 from tests.plan.kinds import mesh_shape, random_pairs, small_integers
@@ -68,7 +67,7 @@ def test_without_slow_axes_more_crosses_them():
     set_network(Network(slow_axes=("a0",)))
     two = made((2, 4), [S0, S0], [R, R], (1024, 1024))
     set_network(before)
-    direct = sum(levels.slow_elements(step, frozenset({0})) for step in plan.steps) * 4
+    direct = sum(step.crossing(frozenset({0})) for step in plan.steps) * 4
     assert direct == 4 * two.slow_bytes == 4 * two.slow_bound
     assert two.total_bytes == plan.total_bytes
     assert "B over the slow a0 (at least" in str(two)

@@ -14,12 +14,11 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement import ZigZag
 from shardwright.plan import lines
-from shardwright.plan.cost import shared_counts, traffic
+from shardwright.plan.cost import shared_counts
+from shardwright.plan.exchange import Exchange
 from shardwright.plan.holders import LayoutMap, MixedMap, SlabMap, every_coords
 from shardwright.plan.lines import groups_of
 from shardwright.plan.peers import shared_with_peers
-from shardwright.plan.steps import Exchange
-from shardwright.plan.transfer import members_of
 from tests.generators import LAW
 from tests.plan.test_redistribution_laws import layout_pairs
 
@@ -108,7 +107,7 @@ def test_counts_are_those_of_a_walk_over_all_ranks(pair):
     before, after = maps_of(pair)
     sizes = before.sizes
     step = Exchange(before, after, tuple(range(len(sizes))))
-    own, (sent, got) = shared_counts(before, after), traffic(step)
+    own, (sent, got) = shared_counts(before, after), step.traffic()
     coords = every_coords(sizes)
     for me in coords:
         mine, wanted = before.cell(me), after.cell(me)
@@ -125,8 +124,9 @@ def test_what_peers_share_is_what_their_cells_share(pair):
     sizes = before.sizes
     step = Exchange(before, after, tuple(range(len(sizes))))
     me = tuple(size // 2 for size in sizes)
-    members = members_of(step, me)
-    for peer, (arriving, leaving) in zip(members, shared_with_peers(step, me, members), strict=True):
+    members = step.members(me)
+    shared = shared_with_peers(before, after, step.axes, me, members)
+    for peer, (arriving, leaving) in zip(members, shared, strict=True):
         assert target_views(arriving) == target_views(overlaps(before.cell(peer), after.cell(me)))
         assert source_views(leaving) == source_views(overlaps(before.cell(me), after.cell(peer)))
 

@@ -8,9 +8,10 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement import Box, Interleaved, Partial, Partition, Pending, Region, Replicate, Shard
-from shardwright.plan import cost, decide, peers, plan_redistribution
+from shardwright.plan import decide, exchange, peers, plan_redistribution
+from shardwright.plan.exchange import Exchange
 from shardwright.plan.holders import every_coords
-from shardwright.plan.steps import AllReduce, Exchange
+from shardwright.plan.steps import AllReduce
 from tests.plan.kinds import MESHES, mesh_shape, random_pairs, small_integers
 from tests.plan.lockstep import Lockstep, scattered_terms
 
@@ -130,7 +131,7 @@ def test_elements_taken_from_the_wrong_place_are_noticed(monkeypatch):
 
 
 def test_bytes_that_are_not_those_of_the_messages_are_noticed(monkeypatch, fresh_plans):
-    monkeypatch.setattr(cost, "matching", lambda source, target: 1)
+    monkeypatch.setattr(exchange, "matching", lambda source, target: 1)
     with pytest.raises(AssertionError):
         run_and_check(layout((4,), [S0], (16, 8)), layout((4,), [S1], (16, 8)), torch.ones(16, 8))
 

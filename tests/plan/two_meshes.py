@@ -1,4 +1,4 @@
-"""Two meshes of one world: pairs of layouts to try, a run of their plan in one process, a count by hand."""
+"""Two meshes of one world: pairs of layouts to try, and a count by hand."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from shardwright.comm.move_between import combined, embedded, fitted, flat_views, keep_own, room_for
-from shardwright.comm.pack import in_memory, move, new_tensor
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
-from shardwright.plan.carry import Carry
 from shardwright.plan.holders import every_coords
-from shardwright.plan.plan_between import PlanBetween
-from shardwright.plan.steps_between import Finish, Slabs
 from tests.plan.kinds import SHAPES, all_kinds
 from tests.plan.lockstep import held_by_all
 
@@ -54,69 +49,6 @@ def random_pairs(
         yield tuple(
             random_layout(draw, random_mesh(draw, name, sizes, world), shape, stride, kind) for name in "ab"
         )
-
-
-class World:
-    """One run of a plan over all ranks of both meshes; `received` counts the bytes that crossed, by rank."""
-
-    def __init__(self, plan: PlanBetween) -> None:
-        self.plan = plan
-        self.received = dict.fromkeys(plan.ranks, 0)
-        self.sent = dict.fromkeys(plan.ranks, 0)
-        self.largest = dict.fromkeys(plan.ranks, 0)
-
-    def run(self, locals_of: Sequence[Tensor]) -> list[Tensor]:
-        """The locals of the target mesh's ranks from those of the source mesh's, each in row-major order."""
-        given = dict(zip(self.plan.source.ranks, locals_of, strict=True))
-        empty = torch.empty(0, dtype=self.plan.source.dtype)
-        held = self._steps(self.plan.steps, {rank: given.get(rank, empty) for rank in self.plan.ranks})
-        outside = set(self.plan.ranks) - set(self.plan.target.ranks)
-        assert all(tuple(held[rank].shape) == (0,) for rank in outside)
-        return [held[rank] for rank in self.plan.target.ranks]
-
-    def _steps(self, steps, held):
-        for step in steps:
-            held = self._step(step, held)
-        return held
-
-    def _step(self, step, held):
-        if isinstance(step, Carry):
-            return self._carry(step, held)
-        if isinstance(step, Slabs):
-            return self._pieces(step, held)
-        alone = combined if isinstance(step, Finish) else embedded
-        return {rank: alone(x, step, rank) for rank, x in held.items()}
-
-    def _pieces(self, step: Slabs, held):
-        out = {rank: new_tensor(x, step.target.memory(rank)) for rank, x in held.items()}
-        for piece, steps in enumerate(step.parts):
-            for rank, done in self._steps(steps, dict(held)).items():
-                move(done, out[rank], step.views(piece, rank))
-        return out
-
-    def _carry(self, step: Carry, held):
-        sides = {rank: step.side(rank) for rank in held}
-        held = {rank: in_memory(x, sides[rank].source) for rank, x in held.items()}
-        results = {rank: room_for(x, sides[rank], step) for rank, x in held.items()}
-        for rank, x in held.items():
-            keep_own(x, results[rank], sides[rank])
-        mail = {}
-        for rank, side in sides.items():
-            for peer, views in flat_views([held[rank]], [side.sends]).items():
-                mail[rank, peer] = torch.cat([view.reshape(-1) for view in views])
-        for rank, side in sides.items():
-            for peer, views in flat_views([results[rank]], [side.receives]).items():
-                self._deliver(peer, rank, mail.pop((peer, rank)), views)
-        assert not mail, "sent, but never received"
-        return {rank: fitted(x, step, rank) for rank, x in results.items()}
-
-    def _deliver(self, peer: int, rank: int, message: Tensor, views: Sequence[Tensor]) -> None:
-        assert peer != rank
-        assert message.numel() == sum(view.numel() for view in views)
-        self.received[rank] += message.nbytes
-        self.sent[peer] += message.nbytes
-        for view, piece in zip(views, message.split([view.numel() for view in views]), strict=True):
-            view.copy_(piece.view(view.shape))
 
 
 def spread_terms(layout: Layout, full: Tensor) -> list[Tensor]:

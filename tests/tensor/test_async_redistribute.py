@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.comm import runner
+from shardwright.comm import program
 from shardwright.show import trace
 from shardwright.testing.meshes import rank_mesh
 
@@ -127,7 +127,7 @@ def _thrown_away():
     several = [d.redistribute(mesh, target, async_op=True) for target in ([S1], [R], [S1])]
     for one in reversed(several):  # in another order than they were posted
         assert torch.equal(one.full_tensor(), x)
-    assert x.nbytes < runner.STRAIGHT_BYTES  # small ones travel as messages too
+    assert x.nbytes < program.STRAIGHT_BYTES  # small ones travel as messages too
 
 
 def test_results_may_be_dropped_and_looked_at_in_any_order(ranks):

@@ -10,17 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm import guard
 from shardwright.comm.async_result import Later
-from shardwright.comm.execute_between import run_between
-from shardwright.comm.runner import Runner
+from shardwright.comm.program import Program, program_of, seat_of
 from shardwright.comm.traced import is_traced, refuse_between
-from shardwright.errors import PlanError
 from shardwright.plan.by_axis import plans_by_axis
-from shardwright.plan.holders import Coords
 from shardwright.plan.plan import Plan
-from shardwright.plan.plan_between import PlanBetween
+from shardwright.plan.work import Held
 
 
-def execute(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = "") -> Tensor:
+def execute(plan: Plan, local: Tensor, mesh: DeviceMesh | None, *, reason: str = "") -> Tensor:
     """The local tensor in the plan's target layout, from the one in its source layout. No autograd.
 
     Every rank of the mesh calls it (between two meshes: of both); a rank outside does nothing and gets
@@ -39,10 +36,19 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = "") ->
     if guard.on and guard.must_compare(local):
         with guard.compared((plan,), reason):
             return execute(plan, local, mesh, reason=reason)
-    return _together((plan,), (local,), mesh, reason)[0]
+    seat = seat_of(plan, mesh)
+    if seat is None:
+        return local
+    traced = is_traced(local)
+    if traced and (plan.is_between or plan.crosses_several_axes):
+        return _traced(plan, local, mesh, reason)
+    if local.is_conj() or local.is_neg():
+        local = _materialised(local)
+    program = program_of(plan, mesh, seat, in_groups=traced or local.device.type != "cpu")
+    return program.run(local, f"{reason}: {plan.reason}" if reason else plan.reason)
 
 
-def execute_later(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = "") -> Tensor | Later:
+def execute_later(plan: Plan, local: Tensor, mesh: DeviceMesh | None, *, reason: str = "") -> Tensor | Later:
     """As `execute`, but return once the last step that communicates has been posted; then `Later.wait()`.
 
     All ranks call it for the same plans in the same order. `local` may be written to at once. A plan
@@ -52,19 +58,17 @@ def execute_later(plan: Plan, local: Tensor, mesh: DeviceMesh, *, reason: str = 
     if guard.on and guard.must_compare(local):
         with guard.compared((plan,), reason):
             return execute_later(plan, local, mesh, reason=reason)
-    position = mesh.get_coordinate() if plan.steps else None
-    if position is None:
+    seat = seat_of(plan, mesh)
+    if seat is None:
         return local
-    local = _materialised(local)
-    _check(plan, local, tuple(position))
     if is_traced(local):
         return execute(plan, local, mesh, reason=reason)
-    why = f"{reason}: {plan.reason}" if reason else plan.reason
-    return Runner((plan,), mesh, tuple(position), why).start(local)
+    program = program_of(plan, mesh, seat, in_groups=local.device.type != "cpu")
+    return program.start(_materialised(local), f"{reason}: {plan.reason}" if reason else plan.reason)
 
 
 def execute_many(
-    plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh, *, reason: str = ""
+    plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh | None, *, reason: str = ""
 ) -> list[Tensor]:
     """Run one plan per tensor, with one collective for all tensors whose plans have the same form.
 
@@ -87,52 +91,39 @@ def execute_many(
 
 
 def _together(
-    plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh, reason: str
+    plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh | None, reason: str
 ) -> list[Tensor]:
     """Run plans of one form and dtype step by step, each collective once for all of them."""
-    locals_ = [_materialised(local) for local in locals_]
     first = plans[0]
-    if isinstance(first, PlanBetween):
-        return _between(plans, locals_, reason)
-    position = mesh.get_coordinate() if first.steps else None
-    if position is None:
+    several = first.is_between or first.crosses_several_axes
+    if len(plans) == 1 or (several and is_traced(locals_[0])):
+        pairs = zip(plans, locals_, strict=True)
+        return [execute(plan, local, mesh, reason=reason) for plan, local in pairs]
+    seat = seat_of(first, mesh)
+    if seat is None:
         return list(locals_)
-    coords = tuple(position)
-    for plan, local in zip(plans, locals_, strict=True):
-        _check(plan, local, coords)
-    if first.crosses_several_axes and is_traced(locals_[0]):
-        return _by_axis(plans, locals_, mesh, reason)
+    programs = [program_of(plan, mesh, seat, in_groups=True) for plan in plans]
+    held: list[Held] = [_given(program, local) for program, local in zip(programs, locals_, strict=True)]
     why = f"{reason}: {first.reason}" if reason else first.reason
-    return Runner(plans, mesh, coords, why).run(locals_)
+    for tasks in zip(*(program.tasks for program in programs), strict=True):
+        held = tasks[0].together(tasks, held, why)
+    return cast("list[Tensor]", held)
 
 
-def _between(plans: Sequence[Plan], locals_: Sequence[Tensor], reason: str) -> list[Tensor]:
-    first = plans[0]
-    for local in locals_:
-        refuse_between(f"{first.source!r} -> {first.target!r}", local)
-    why = f"{reason}: {first.reason}" if reason else first.reason
-    return run_between(cast("Sequence[PlanBetween]", plans), locals_, why)
+def _given(program: Program, local: Tensor) -> Tensor:
+    program.refuse(local)
+    return _materialised(local)
 
 
-def _by_axis(plans: Sequence[Plan], locals_: Sequence[Tensor], mesh: DeviceMesh, reason: str) -> list[Tensor]:
-    results: list[Tensor] = []
-    for plan, given in zip(plans, locals_, strict=True):
-        local = given
-        for single in plans_by_axis(plan):
-            local = execute(single, local, mesh, reason=f"{reason}: one axis at a time, in a traced graph")
-        results.append(local)
-    return results
+def _traced(plan: Plan, local: Tensor, mesh: DeviceMesh | None, reason: str) -> Tensor:
+    """One axis after the other: a traced graph cannot hold messages between pairs of ranks."""
+    if plan.is_between:
+        refuse_between(f"{plan.source!r} -> {plan.target!r}", local)
+    for single in plans_by_axis(plan):
+        local = execute(single, local, mesh, reason=f"{reason}: one axis at a time, in a traced graph")
+    return local
 
 
 def _materialised(x: Tensor) -> Tensor:
     """What is sent is memory: a conjugation or a sign that is only noted is carried out first."""
-    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
-
-
-def _check(plan: Plan, local: Tensor, coords: Coords) -> None:
-    layout = plan.source
-    if local.dtype != layout.dtype or tuple(local.shape) != layout.local_shape(coords):
-        raise PlanError(
-            f"a local tensor of {local.dtype} {tuple(local.shape)} is not that of {layout} at {coords}: "
-            f"expected {layout.dtype} {layout.local_shape(coords)}"
-        )
+    return x.resolve_conj().resolve_neg()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.index.overlap import Strided
-from shardwright.plan.transfer import Memory, Transfer
+from shardwright.plan.work import Memory
 
 
 def in_memory(x: Tensor, memory: Memory) -> Tensor:
@@ -49,20 +49,6 @@ def view_of(x: Tensor, view: Strided) -> Tensor:
     return x.as_strided(view.size, view.stride, x.storage_offset() + view.start)
 
 
-def pack(x: Tensor, table: Transfer) -> Tensor:
-    """The elements to send, member by member, flat; no copy when they are all of `x` in order."""
-    if table.send_whole:
-        return flat_memory(x, table.source)
-    return joined(x, [view for views in table.send for view in views])
-
-
-def pack_once(x: Tensor, table: Transfer, member: int) -> Tensor:
-    """As `pack`, for one member only."""
-    if table.send_whole:
-        return flat_memory(x, table.source)
-    return joined(x, table.send[member])
-
-
 def joined(x: Tensor, views: Sequence[Strided]) -> Tensor:
     """The elements of some views, one after the other, flat; each is copied once."""
     if len(views) == 1:
@@ -75,16 +61,6 @@ def joined(x: Tensor, views: Sequence[Strided]) -> Tensor:
         piece.copy_(x.as_strided(view.size, view.stride, start + view.start))
         position += count
     return pieces
-
-
-def unpack(received: Tensor, x: Tensor, table: Transfer) -> Tensor:
-    """The result from what arrived, member by member in one flat buffer, and from what `x` holds already."""
-    if table.receive_whole:
-        return shaped(received, table.target)
-    out = new_tensor(x, table.target)
-    move(x, out, table.keep)
-    copy_in(received, out, [view for views in table.receive for view in views])
-    return out
 
 
 def copy_in(flat: Tensor, out: Tensor, views: Sequence[Strided]) -> None:

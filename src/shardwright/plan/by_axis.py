@@ -13,7 +13,6 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.plan.decide import plan_redistribution
 from shardwright.plan.plan import Plan
-from shardwright.plan.steps import Exchange
 
 
 def plans_by_axis(plan: Plan) -> tuple[Plan, ...]:
@@ -21,7 +20,7 @@ def plans_by_axis(plan: Plan) -> tuple[Plan, ...]:
 
     Raises: PlanError: Pendings that do not commute must be reduced together.
     """
-    crossed = {axis for step in plan.steps if isinstance(step, Exchange) for axis in step.axes}
+    crossed = {axis for step in plan.steps for axis in step.axes}
     layouts: list[Layout] = [plan.source]
     for axis in reversed(plan.source.order):
         if axis in crossed:

@@ -7,19 +7,20 @@ same cell send equal shares of what is missing elsewhere: no rank of them sends 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
+import torch
 
 from shardwright.index.grid import Overlap, overlaps
 from shardwright.index.overlap import Strided, paired_views, source_views, target_views
 from shardwright.index.shares import Counts, cut_overlaps, shared_counts
-from shardwright.placement.base import Pending
 from shardwright.plan.rank_map import Part, Place, RankMap
-from shardwright.plan.transfer import Memory
+from shardwright.plan.step import Holds, Step
+from shardwright.plan.work import Filling, Move, Seat, Share, Transfer
 
 # Smaller pieces are not cut: a message more costs more than these bytes.
 _CUT_BYTES = 64 * 1024
@@ -47,27 +48,11 @@ class Delivery(NamedTuple):
     high: int
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One rank's side: views to send and to fill, per peer, in rank order; and (from, to) views of its own.
-
-    nothing: the result is the source as it is.
-    """
-
-    source: Memory
-    target: Memory
-    sends: tuple[tuple[int, tuple[Strided, ...]], ...]
-    receives: tuple[tuple[int, tuple[Strided, ...]], ...]
-    keep: tuple[tuple[Strided, Strided], ...]
-    nothing: bool
-
-
 @dataclass(frozen=True, eq=False)
-class Carry:
+class Carry(Step):
     """Bring elements, or terms of them, from the ranks of one map to those of another.
 
-    stacked: the result has a leading dim with one entry per term. fill: the Pending whose identity is in the
-    result wherever nothing arrives. scale: what elements are multiplied with on arrival.
+    stacked: the result is one tensor per term. filling: what it holds where nothing arrives.
     """
 
     source: RankMap
@@ -75,27 +60,20 @@ class Carry:
     itemsize: int
     wanted: Wanted = Wanted.EVERY
     stacked: bool = False
-    fill: Pending | None = None
-    scale: int = 1
+    filling: Filling | None = None
     _deliveries: dict[tuple[int, int], list[Delivery]] = field(default_factory=dict, repr=False)
 
     @property
-    def rounds(self) -> int:
+    def rounds(self) -> int:  # type: ignore[override]
         """One, unless nothing crosses."""
         return 1 if self.moved else 0
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """Steps of equal form can share messages."""
-        return (type(self),)
 
     def describe(self, axes: tuple[str, ...]) -> str:  # noqa: ARG002 - ranks take part, not axes
         """One line for `str(plan)`."""
         what = "the terms" if self.stacked else "the missing elements"
         if not self.moved:
             return f"local: place {what.replace('missing ', '')} that each rank holds"
-        senders = sum(1 for sent, _ in self.traffic.values() if sent)
-        receivers = sum(1 for _, got in self.traffic.values() if got)
+        senders, receivers = (int(np.count_nonzero(counts)) for counts in self.traffic())
         return f"{what} from {senders} to {receivers} ranks, in messages between pairs"
 
     # ----------------------------------------------------------------------------------------- counts
@@ -108,7 +86,7 @@ class Carry:
         )
 
     @cached_property
-    def moved(self) -> int:
+    def moved(self) -> int:  # type: ignore[override]
         """How many elements cross between ranks."""
         return sum(int(self._missing(part, term).sum()) for part, term in self._sources())
 
@@ -137,20 +115,21 @@ class Carry:
             [len(part.ranks if every else part.groups) for part in self.target.parts], dtype=np.int64
         )
 
-    @cached_property
-    def traffic(self) -> dict[int, tuple[int, int]]:
+    def traffic(self) -> tuple[Counts, Counts]:
         """Elements that each rank sends and receives."""
-        sent = dict.fromkeys(sorted({*self.source.place_of, *self.target.place_of}), 0)
-        got = dict(sent)
+        return self._traffic
+
+    @cached_property
+    def _traffic(self) -> tuple[Counts, Counts]:
+        sent = dict.fromkeys(self.source.ranks, 0)
         for part, term in self._sources():
             holders = self.source.parts[part].holders(term)
             if len(holders) == 1:
                 sent[holders[0]] += int(self._missing(part, term).sum())
             for delivery in self.deliveries(part, term) if len(holders) > 1 else ():
                 sent[delivery.sender] += self._amount(part, delivery)
-        for rank in self.target.place_of:
-            got[rank] = self._received(rank)
-        return {rank: (sent[rank], got[rank]) for rank in sent}
+        got = [self._received(rank) if rank in self.target.place_of else 0 for rank in self.source.ranks]
+        return np.array(list(sent.values()), dtype=np.int64), np.array(got, dtype=np.int64)
 
     def _received(self, rank: int) -> int:
         """Elements that come to a rank."""
@@ -165,21 +144,19 @@ class Carry:
             if want.receiver == rank
         )
 
-    def held(self, rank: int) -> int:
-        """Elements that a rank holds in this step beside its source: the result, and the messages.
+    def holds(self, term: Counts, dtype: torch.dtype) -> Holds:  # noqa: ARG002 - as many of any
+        """The result and the messages; where it is filled, before anything arrives, the identity.
 
         Where terms are made, the domain of the values is asked, which may take a truth value for each.
         """
-        buffers = sum(self.traffic.get(rank, (0, 0)))
-        size = self.target.memory(rank).numel
-        if self.fill is not None and not self.stacked:
-            buffers = max(buffers, -(-size // self.itemsize))
-        return self.copies * size + buffers
-
-    @property
-    def copies(self) -> int:
-        """How many entries the leading dim of the result has."""
-        return self.source.terms if self.stacked else 1
+        sent, got = self.traffic()
+        buffers, wanted = sent + got, self.target.counts
+        made = wanted * (self.source.terms if self.stacked else 1)
+        beside = buffers
+        if self.filling is not None:
+            truths = 0 * wanted if self.stacked else -(-wanted // self.itemsize)
+            beside = np.maximum.reduce([buffers, truths, 2 * np.minimum(wanted, 1)])
+        return Holds(made + beside, made, wanted, buffers)
 
     def _amount(self, part: int, delivery: Delivery) -> int:
         whole = int(self.counts[part, delivery.target_part])
@@ -279,50 +256,51 @@ class Carry:
 
     # ----------------------------------------------------------------------------------- one rank's side
 
-    def side(self, rank: int) -> Side:
-        """What one rank does."""
-        place = self.source.place_of.get(rank)
-        goal = self.target.place_of.get(rank)
-        memory = self.target.memory(rank)
-        keep = self._kept(rank, place, goal)
-        held = self.source.memory(rank)
-        result = (
-            Memory((self.copies, *memory.shape), (memory.numel, *memory.stride)) if self.stacked else memory
-        )
-        receives = self._receives(rank, goal) if goal is not None else ()
-        same = self.fill is None and held == result and all(a == b for a, b in keep)
-        return Side(
-            source=held,
-            target=result,
-            sends=self._sends(rank, place) if place is not None else (),
-            receives=receives,
-            keep=keep,
-            nothing=same and not receives and sum(a.numel for a, _ in keep) == result.numel,
+    def work(self, seat: Seat) -> Transfer:
+        """What one rank keeps, sends and receives."""
+        rank = cast("int", seat)
+        place, goal = self.source.place_of.get(rank), self.target.place_of.get(rank)
+        kept = self._kept(rank, place, goal)
+        sends = self._sends(rank, place) if place is not None else {}
+        receives = self._receives(rank, goal) if goal is not None else {}
+        return Transfer(
+            kept=kept if not receives else replace(kept, nothing=False),
+            own=rank,
+            shares=tuple(
+                Share(peer, sends.get(peer, ()), receives.get(peer, ()), self._term(peer))
+                for peer in sorted({*sends, *receives})
+            ),
+            terms=self.source.terms if self.stacked else 0,
+            own_term=self._term(rank),
         )
 
-    def _kept(
-        self, rank: int, place: Place | None, goal: Place | None
-    ) -> tuple[tuple[Strided, Strided], ...]:
-        if place is None or goal is None or not self._keeps(rank, place, goal):
-            return ()
-        found = overlaps(self.source.parts[place.part].cell, self.target.parts[goal.part].cell)
-        shift = self._shift(rank, place.term)
-        return tuple((a, b._replace(start=b.start + shift)) for a, b in paired_views(found))
+    def _kept(self, rank: int, place: Place | None, goal: Place | None) -> Move:
+        """What a rank puts into its result itself; nothing to do if that is all of it and is its source."""
+        source, target = self.source.memory(rank), self.target.memory(rank)
+        views: tuple[tuple[Strided, Strided], ...] = ()
+        if place is not None and goal is not None and self._keeps(rank, place, goal):
+            found = overlaps(self.source.parts[place.part].cell, self.target.parts[goal.part].cell)
+            views = tuple(paired_views(found))
+        same = source == target and all(a == b for a, b in views)
+        whole = sum(a.numel for a, _ in views) == target.numel
+        nothing = same and whole and self.filling is None and not self.stacked
+        return Move(source, target, views, nothing, self.filling)
 
-    def _sends(self, rank: int, place: Place) -> tuple[tuple[int, tuple[Strided, ...]], ...]:
+    def _sends(self, rank: int, place: Place) -> dict[int, tuple[Strided, ...]]:
         mine = [d for d in self.deliveries(place.part, place.term) if d.sender == rank]
         views = {d.receiver: tuple(source_views(self._overlaps(place.part, d))) for d in mine}
-        return tuple((peer, views[peer]) for peer in sorted(views) if views[peer])
+        return {peer: found for peer, found in views.items() if found}
 
-    def _receives(self, rank: int, goal: Place) -> tuple[tuple[int, tuple[Strided, ...]], ...]:
+    def _receives(self, rank: int, goal: Place) -> dict[int, tuple[Strided, ...]]:
         views: dict[int, tuple[Strided, ...]] = {}
         for part in np.flatnonzero(self.counts[:, goal.part]).tolist():
             for term in range(self.source.terms):
                 for delivery in self._for(part, term, goal.part):
                     if delivery.receiver == rank:
-                        found = self._overlaps(part, delivery)
-                        views[delivery.sender] = tuple(target_views(found, self._shift(rank, term)))
-        return tuple((peer, views[peer]) for peer in sorted(views) if views[peer])
+                        views[delivery.sender] = tuple(target_views(self._overlaps(part, delivery)))
+        return {peer: found for peer, found in views.items() if found}
 
-    def _shift(self, rank: int, term: int) -> int:
-        return term * self.target.memory(rank).numel if self.stacked else 0
+    def _term(self, rank: int) -> int:
+        """Which of the result's terms those of a rank are."""
+        place = self.source.place_of.get(rank)
+        return place.term if self.stacked and place is not None else 0

@@ -1,4 +1,4 @@
-"""What a plan moves and the least that any could move, in elements.
+"""What two maps share, and the least that any plan between them could move, in elements.
 
 Notation: E elements; phi, psi: an element's coordinates in the source and in the target; C: the axes that
 cut in both. M: the elements with phi == psi on every axis of C. t: the product of the sizes of the axes that
@@ -17,7 +17,6 @@ import numpy as np
 from shardwright.plan.holders import Map
 from shardwright.plan.lines import Ints
 from shardwright.plan.shared import meet
-from shardwright.plan.steps import AllReduce, Exchange
 
 
 def shared_counts(source: Map, target: Map, tied: frozenset[int] | None = None) -> Ints:
@@ -50,42 +49,20 @@ def lower_bound(source: Map, target: Map, reduced: Iterable[int], kept: Iterable
     kept_axes = frozenset(kept)
     copies = prod([sizes[axis] for axis in kept_axes])
     terms = prod([sizes[axis] for axis in reduced])
-    wanting = _product(sizes, target.cut | kept_axes)
+    wanting = without(sizes, target.cut | kept_axes)
     common = matching(source, target)
     if terms == 1:
         return copies * (
-            target.elements * wanting - _product(sizes, source.cut | target.cut | kept_axes) * common
+            target.elements * wanting - without(sizes, source.cut | target.cut | kept_axes) * common
         )
     return copies * (target.elements * (terms - 1 + wanting) - common)
 
 
-def _product(sizes: tuple[int, ...], without: frozenset[int]) -> int:
-    return prod([size for axis, size in enumerate(sizes) if axis not in without])
+def without(sizes: tuple[int, ...], axes: frozenset[int]) -> int:
+    """How many ranks differ on the axes that are not among these."""
+    return prod([size for axis, size in enumerate(sizes) if axis not in axes])
 
 
-def exchanged(step: Exchange) -> int:
-    """How many elements cross between ranks in an exchange, over all ranks."""
-    source, target, sizes = step.source, step.target, step.source.sizes
-    own = matching(source, target) * _product(sizes, source.cut | target.cut)
-    return step.term_count * target.elements * _product(sizes, target.cut) - own
-
-
-def all_reduced(step: AllReduce) -> int:
-    """How many elements cross between ranks in a native all-reduce, over all ranks."""
-    moved = step.map
-    n = moved.sizes[step.axis]
-    return 2 * (n - 1) * moved.elements * _product(moved.sizes, moved.cut | {step.axis})
-
-
-def traffic(step: AllReduce | Exchange) -> tuple[Ints, Ints]:
-    """Elements that each rank sends and receives: one dim per axis, 1 long where all are alike."""
-    if isinstance(step, AllReduce):
-        n = step.map.sizes[step.axis]
-        moved = -(-2 * (n - 1) * step.map.counts // n)
-        return moved, moved
-    source, target, sizes = step.source, step.target, step.source.sizes
-    own = shared_counts(source, target)
-    every_peer = prod(sizes[axis] for axis in step.axes if axis not in target.cut)
-    tied = frozenset(range(len(sizes))) - frozenset(step.axes)
-    sent = every_peer * shared_counts(source, target, tied) - own
-    return sent, step.term_count * target.counts - own
+def over_all_ranks(counts: Ints, sizes: tuple[int, ...]) -> int:
+    """The sum over all ranks of counts with dims 1 long where an axis makes no difference."""
+    return int(counts.sum()) * (prod(sizes) // counts.size)

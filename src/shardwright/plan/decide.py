@@ -17,15 +17,18 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
-from shardwright.plan.cost import all_reduced, exchanged, lower_bound, matching
+from shardwright.plan.cost import lower_bound, matching
 from shardwright.plan.decide_between import plan_between, plan_between_in_pieces
+from shardwright.plan.exchange import Exchange
 from shardwright.plan.holders import LayoutMap, Map, MixedMap, SlabMap, unchanged_axes
 from shardwright.plan.lines import groups_of
 from shardwright.plan.network import current_network, network_version
 from shardwright.plan.pending import AxisPending, check_domains, commute, pending_change, takes_padding
 from shardwright.plan.plan import Plan
 from shardwright.plan.slow_axes import by_level, slow_bound
-from shardwright.plan.steps import AllReduce, Combine, Embed, Exchange, LocalMove, Pieces, Place, Step
+from shardwright.plan.step import Step
+from shardwright.plan.steps import AllReduce, Combine, Embed, LocalMove, Pieces, Place
+from shardwright.plan.terms import TermsOf
 
 # Below this many bytes per rank one round with more bytes beats two rounds with fewer (gloo and NCCL alike:
 # a round costs tens of microseconds to milliseconds, these bytes a few microseconds).
@@ -170,7 +173,8 @@ class _Decision:
             slab = SlabMap(self.before, self.arrival, count, index)
             return tuple(self._moves(slab, None, in_one_round=in_one_round)[0]), slab
 
-        pieces = Pieces(tuple(whole), count, part, self.arrival)
+        # No rank has more in another part than in the last.
+        pieces = Pieces(tuple(whole), count, part, self.arrival, larger=(count - 1,))
         return self._plan((pieces, *self._finish()), f"in {count} pieces to save memory: {reason}")
 
     def _plan(self, steps: tuple[Step, ...], reason: str) -> Plan:
@@ -180,6 +184,9 @@ class _Decision:
             return Plan(self.source, self.target, steps, reason, bound)
         least = slow_bound(self.before, self.arrival, self.reduced, self.kept, self.slow) * size
         return Plan(self.source, self.target, steps, reason, bound, self.slow, least)
+
+    def _terms(self, pendings: Iterable[AxisPending]) -> tuple[TermsOf, ...]:
+        return tuple([TermsOf(axis, pending, self.sizes[axis]) for axis, pending in pendings])
 
     def _bound(self, arrival: Map) -> int:
         return lower_bound(self.before, arrival, self.reduced, self.kept)
@@ -208,10 +215,10 @@ class _Decision:
     def _finish(self) -> list[Step]:
         steps: list[Step] = []
         if self.padded:
-            steps.append(Place(self.arrival, self.after, self.padded))
+            steps.append(Place(self.arrival, self.after, self._terms(self.padded)))
         embedded = tuple(item for item in self.change.made if item not in self.padded)
         if embedded:
-            steps.append(Embed(embedded))
+            steps.append(Embed(self._terms(embedded), self.after))
         return steps
 
     # ------------------------------------------------------------------------------ elements that move
@@ -221,14 +228,14 @@ class _Decision:
         steps, reason = self._flat_moves(arrival, native, in_one_round)
         if not self.slow or reason == _SMALL:
             return steps, reason
-        levels = by_level(steps, self.slow, _exchange, self.change.reduced)
+        levels = by_level(steps, self.slow, _exchange, self._terms(self.change.reduced))
         return levels, reason if len(levels) == len(steps) else f"{reason}; {_LEVELS}"
 
     def _flat_moves(self, arrival: Map, native: AllReduce | None, in_one_round: bool | None) -> Moves:
         if self.reduced and arrival.elements:
             return self._reductions(arrival, native, in_one_round)
         exchange = _exchange(self.before, arrival)
-        if arrival.elements == 0 or exchanged(exchange) == 0:
+        if arrival.elements == 0 or exchange.moved == 0:
             return [LocalMove(self.before, arrival)], _LOCAL
         if self._is_even_gather(exchange):
             return [replace(exchange, gather=True)], _GATHER
@@ -245,14 +252,14 @@ class _Decision:
     # -------------------------------------------------------------------------- terms that are combined
 
     def _reductions(self, arrival: Map, native: AllReduce | None, in_one_round: bool | None) -> Moves:
-        combine = Combine(self.change.reduced)
+        combine = Combine(self._terms(self.change.reduced))
         direct = _exchange(self.before, arrival, self.reduced)
-        moved, bound = exchanged(direct), self._bound(arrival)
+        moved, bound = direct.moved, self._bound(arrival)
         if in_one_round is None:
             in_one_round = moved * self.source.itemsize <= one_round_bytes() * prod(self.sizes)
         if native is not None and not in_one_round:
             # Also where one exchange moves as little (two terms): it needs a buffer for the other's term.
-            more = all_reduced(native) / bound
+            more = native.moved / bound
             return [native], _NATIVE if more == 1 else f"{_NATIVE}, with {more:.2f} times the fewest bytes"
         if moved <= bound:
             return [direct, combine], _TERMS

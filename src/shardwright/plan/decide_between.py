@@ -21,9 +21,12 @@ from shardwright.placement.partial import Partial
 from shardwright.plan.bound_between import least
 from shardwright.plan.carry import Carry, Wanted
 from shardwright.plan.pending import commute, has_embed, refuse_target, takes_padding
-from shardwright.plan.plan_between import PlanBetween
+from shardwright.plan.plan import Plan
 from shardwright.plan.rank_map import RankMap, homes, rank_map, slab_of
-from shardwright.plan.steps_between import Finish, InSlab, Sized, Slabs, Term
+from shardwright.plan.step import Step
+from shardwright.plan.steps import Combine, Embed, Pieces, filling_of
+from shardwright.plan.terms import TermsOf
+from shardwright.plan.work import Filling
 
 _LOCAL = "every rank holds what it needs"
 _DIRECT = "each rank receives exactly what it misses"
@@ -38,18 +41,18 @@ _HOMES = "two rounds: the terms are combined at one rank per element, the values
 class Choice:
     """One way to bring everything to the target. finished: it ends in values, of which terms may be made."""
 
-    steps: tuple[InSlab, ...]
+    steps: tuple[Step, ...]
     reason: str
     finished: bool = True
 
     @property
     def moved(self) -> int:
         """How many elements cross between ranks."""
-        return sum(step.moved for step in self.steps if isinstance(step, Carry))
+        return sum(step.moved for step in self.steps)
 
 
 @lru_cache(maxsize=4096)
-def plan_between(source: Layout, target: Layout) -> PlanBetween:
+def plan_between(source: Layout, target: Layout) -> Plan:
     """The plan between two meshes; see `plan_redistribution`.
 
     Raises: PlanError: a Pending of the target cannot be made.
@@ -58,7 +61,7 @@ def plan_between(source: Layout, target: Layout) -> PlanBetween:
 
 
 @lru_cache(maxsize=1024)
-def plan_between_in_pieces(source: Layout, target: Layout, max_extra_bytes: int) -> PlanBetween:
+def plan_between_in_pieces(source: Layout, target: Layout, max_extra_bytes: int) -> Plan:
     """The plan in so many pieces that no rank holds more than this beside its source.
 
     Raises: PlanError: even the smallest pieces need more.
@@ -80,43 +83,45 @@ class _Decision:
 
     def __init__(self, source: Layout, target: Layout) -> None:
         self.source, self.target = source, target
-        self.before, self.after = rank_map(source), rank_map(target)
+        everybody = tuple(sorted({*source.ranks, *target.ranks}))
+        self.before, self.after = rank_map(source, everybody), rank_map(target, everybody)
         self.terms, self.made = _pendings(source), _pendings(target)
-        self.same_terms = bool(self.terms) and self.terms == self.made
-        self.makes = all(has_embed(pending) for pending, _ in self.made)
+        self.same_terms = bool(self.terms) and _kinds(self.terms) == _kinds(self.made)
+        self.makes = all(has_embed(of.pending) for of in self.made)
         if not self.same_terms:
             self._check_made()
         self.padded = self.makes and self._can_be_padded()
         self.merged = self._merged()
 
-    def plan(self) -> PlanBetween:
+    def plan(self) -> Plan:
         """All elements at once."""
-        choice = self._best([self.after])[0]
+        choice = min(self._choices(self.after), key=lambda choice: choice.moved)  # of equal ones the first
         return self._plan(choice.steps, choice.reason, finished=choice.finished)
 
-    def plan_in_pieces(self, count: int) -> PlanBetween:
+    def plan_in_pieces(self, count: int) -> Plan:
         """One slab of the longest dim after the other: smaller messages, the same bytes in all."""
         slabs = tuple(slab_of(self.after, slab) for slab in slabs_of(self.source.shape, count))
-        choices = self._best(slabs)
-        pieces = Slabs(tuple(choice.steps for choice in choices), slabs, self.after)
+        choices, whole = self._best(slabs)
+        every = range(len(slabs))
+        pieces = Pieces(whole.steps, len(slabs), lambda i: (choices[i].steps, slabs[i]), self.after, every)
         reason = f"in {len(slabs)} pieces to save memory: {choices[0].reason}"
         return self._plan((pieces,), reason, finished=choices[0].finished)
 
-    def _plan(self, steps: tuple[InSlab | Slabs, ...], reason: str, *, finished: bool) -> PlanBetween:
+    def _plan(self, steps: tuple[Step, ...], reason: str, *, finished: bool) -> Plan:
         embeds = bool(self.made) and finished and not self.padded
-        last = (Term(self.made, self.after),) if embeds else ()
+        last = (Embed(self.made, self.after),) if embeds else ()
         by_term = self.same_terms or self.merged is not None
         bound = least(self.before, self.after, padded=self.padded, by_term=by_term)
-        return PlanBetween(self.source, self.target, (*steps, *last), reason, bound * self.source.itemsize)
+        return Plan(self.source, self.target, (*steps, *last), reason, bound * self.source.itemsize)
 
     # ------------------------------------------------------------------------------------- decisions
 
-    def _best(self, arrivals: Sequence[RankMap]) -> list[Choice]:
-        """For every slab the same choice, that which moves least; ties go to the first, which is simplest."""
+    def _best(self, arrivals: Sequence[RankMap]) -> tuple[list[Choice], Choice]:
+        """For every slab, and the whole, the choice that moves least; ties go to the first, the simplest."""
         of_slabs = [self._choices(arrival) for arrival in arrivals]
         totals = [sum(choice.moved for choice in alike) for alike in zip(*of_slabs, strict=True)]
         best = totals.index(min(totals))
-        return [choices[best] for choices in of_slabs]
+        return [choices[best] for choices in of_slabs], self._choices(self.after)[best]
 
     def _choices(self, arrival: RankMap) -> list[Choice]:
         if not self.terms:
@@ -128,8 +133,9 @@ class _Decision:
             step = self._carry(self.before, arrival, Wanted.SAME)
             choices.append(Choice((step,), _SAME, finished=False))
         if self.merged is not None:
-            joined = self._carry(self.before, arrival, Wanted.ONE, stacked=True, fill=self.merged)
-            fold = Finish(((self.merged, self.before.terms),), arrival)
+            filled = Filling(self.merged)
+            joined = self._carry(self.before, arrival, Wanted.ONE, stacked=True, filling=filled)
+            fold = Combine((TermsOf(0, self.merged, self.before.terms),))
             choices.append(Choice((joined, fold), _MERGE, finished=False))
         return choices + self._reductions(arrival) if self.makes else choices
 
@@ -137,19 +143,17 @@ class _Decision:
         """Finish the value, then bring it to the target."""
         home = homes(self.before, arrival)
         gather = self._carry(self.before, home, Wanted.EVERY, stacked=True)
-        two = Choice((gather, Finish(self.terms, home), self._last(home, arrival)), _HOMES)
+        two = Choice((gather, Combine(self.terms), self._last(home, arrival)), _HOMES)
         if self.padded:
             return [two]
         direct = self._carry(self.before, arrival, Wanted.EVERY, stacked=True)
-        return [Choice((direct, Finish(self.terms, arrival)), _TERMS), two]
+        return [Choice((direct, Combine(self.terms)), _TERMS), two]
 
     def _last(self, source: RankMap, arrival: RankMap) -> Carry:
         """Finished values to where they belong."""
         if not self.padded:
             return self._carry(source, arrival, Wanted.EVERY)
-        # An average divides by the size of its axis, whatever the other ranks hold.
-        scale = prod(n for pending, n in self.made if pending.reduce_op == "avg")
-        return self._carry(source, arrival, Wanted.ONE, fill=self.made[0][0], scale=scale)
+        return self._carry(source, arrival, Wanted.ONE, filling=filling_of(self.made))
 
     def _carry(
         self,
@@ -158,10 +162,9 @@ class _Decision:
         wanted: Wanted,
         *,
         stacked: bool = False,
-        fill: Pending | None = None,
-        scale: int = 1,
+        filling: Filling | None = None,
     ) -> Carry:
-        return Carry(source, target, self.source.itemsize, wanted, stacked, fill, scale)
+        return Carry(source, target, self.source.itemsize, wanted, stacked, filling)
 
     # ------------------------------------------------------------------- Pendings that the target asks for
 
@@ -171,26 +174,30 @@ class _Decision:
 
     def _can_be_padded(self) -> bool:
         """Whether the target's terms can be made from a value that one rank of each group has."""
-        if not self.made or not commute(tuple((axis, p) for axis, (p, _) in enumerate(self.made))):
+        if not self.made or not commute([(of.axis, of.pending) for of in self.made]):
             return False
-        return all(takes_padding(pending, self.source.dtype) for pending, _ in self.made)
+        return all(takes_padding(of.pending, self.source.dtype) for of in self.made)
 
     def _merged(self) -> Pending | None:
         """The reduction that joins terms of the source to terms of the target, if there is one."""
-        every = {pending for pending, _ in (*self.terms, *self.made)}
+        every = {of.pending for of in (*self.terms, *self.made)}
         if not self.terms or not self.padded or len(every) != 1:
             return None
         (pending,) = every
         if pending.reduce_op == "avg":
-            same = prod(n for _, n in self.terms) == prod(n for _, n in self.made)
+            same = prod(of.n for of in self.terms) == prod(of.n for of in self.made)
             return Partial("sum") if same else None
         return pending if pending.reduce_op else None
 
 
-def _pendings(layout: Layout) -> tuple[Sized, ...]:
-    """The Pendings in their order of application, with the sizes of their axes."""
+def _kinds(pendings: Sequence[TermsOf]) -> list[tuple[Pending, int]]:
+    return [(of.pending, of.n) for of in pendings]
+
+
+def _pendings(layout: Layout) -> tuple[TermsOf, ...]:
+    """The Pendings in their order of application."""
     return tuple(
-        (cast("Pending", layout.placements[axis]), layout.sizes[axis])
+        TermsOf(axis, cast("Pending", layout.placements[axis]), layout.sizes[axis])
         for axis in layout.order
         if layout.placements[axis].is_pending
     )

@@ -26,6 +26,7 @@ from shardwright.layout.layout import Layout
 from shardwright.plan.lines import Group, Ints, Line, groups_of, line_of
 from shardwright.plan.parts import cut_evenly, mixed, part_of_shared, shared
 from shardwright.plan.shared import meet
+from shardwright.plan.work import Memory, Seat
 
 Coords = tuple[int, ...]
 
@@ -35,6 +36,23 @@ class _Lines:
 
     sizes: tuple[int, ...]
     lines: tuple[Line, ...]
+
+    def coords(self, seat: Seat) -> Coords:
+        """Where a rank is on the mesh: its seat itself."""
+        return cast("Coords", seat)
+
+    def memory(self, seat: Seat) -> Memory:
+        """The memory of the local tensor at these coordinates."""
+        coords = self.coords(seat)
+        return Memory(self.local_shape(coords), self.local_stride(coords))
+
+    def local_shape(self, coords: Coords) -> tuple[int, ...]:
+        """Shape of the local tensor."""
+        raise NotImplementedError
+
+    def local_stride(self, coords: Coords) -> tuple[int, ...]:
+        """Stride of the local tensor."""
+        raise NotImplementedError
 
     @cached_property
     def is_product(self) -> bool:
@@ -88,9 +106,9 @@ class LayoutMap(_Lines):
         """True only if all ranks hold equally many elements: every placement is even on what it is given."""
         return self.layout.is_even
 
-    def cell(self, coords: Coords) -> Cell:
+    def cell(self, seat: Seat) -> Cell:
         """The layout's region at these coordinates."""
-        key = _only(coords, self.cut)
+        key = _only(self.coords(seat), self.cut)
         cell = self._cells.get(key)
         if cell is None:
             cell = self._cells[key] = cell_of(self.layout.region(key), self.local_stride(key))
@@ -113,9 +131,9 @@ class _OwnMemory(_Lines):
     cut: frozenset[int]  # the axes that make a difference
     _cells: dict[Coords, Cell]
 
-    def cell(self, coords: Coords) -> Cell:
+    def cell(self, seat: Seat) -> Cell:
         """What these coordinates hold."""
-        key = _only(coords, self.cut)
+        key = _only(self.coords(seat), self.cut)
         cell = self._cells.get(key)
         if cell is None:
             cell = self._cells[key] = self._product(key) if self.is_product else flat_cell(self._boxes(key))

@@ -12,7 +12,6 @@ from shardwright.index.grid import Grid, Overlap, Stretch, overlaps, stretches
 from shardwright.plan.holders import Coords, Map
 from shardwright.plan.lines import Ints
 from shardwright.plan.shared import Meeting, meet
-from shardwright.plan.steps import Exchange
 
 Overlaps = tuple[Overlap, ...]
 # Per dim: the axes that tell a peer's part of it, and for each of their coordinates what is shared.
@@ -20,20 +19,19 @@ _Side = tuple[tuple[int, ...], dict[Coords, tuple[Stretch, ...]]]
 
 
 def shared_with_peers(
-    step: Exchange, coords: Coords, members: Sequence[Coords]
+    source: Map, target: Map, axes: Sequence[int], coords: Coords, members: Sequence[Coords]
 ) -> Iterator[tuple[Overlaps, Overlaps]]:
     """For each member: what it has of what this rank wants, and what it wants of what this rank has.
 
-    Members differ from this rank on axes of the step only. Only this rank's side of an overlap has the memory
+    Members differ from this rank on these axes only. Only this rank's side of an overlap has the memory
     of its tensor.
     """
-    source, target = step.source, step.target
     if not (source.is_product and target.is_product):
         mine, wanted = source.cell(coords), target.cell(coords)
         for peer in members:
             yield overlaps(source.cell(peer), wanted), overlaps(mine, target.cell(peer))
         return
-    crossed = frozenset(step.axes)
+    crossed = frozenset(axes)
     incoming, outgoing = [], []
     for meeting in _meetings(source, target):
         incoming.append(_side(meeting, coords, crossed, of_peer=meeting.source.axes))

@@ -6,6 +6,7 @@ reduction to its left only where the two commute (both linear, or the same reduc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -90,7 +91,7 @@ def check_domains(layout: Layout, pendings: tuple[AxisPending, ...]) -> None:
             )
 
 
-def commute(pendings: tuple[AxisPending, ...]) -> bool:
+def commute(pendings: Sequence[AxisPending]) -> bool:
     """True when these may be combined in any order: all linear, or all the same named reduction."""
     if all(placement.linear for _, placement in pendings):
         return True

@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+import numpy as np
 
 from shardwright.index.grid import Cell, flat_cell, numel, shared_boxes
 from shardwright.index.region import Box
 from shardwright.layout.layout import Layout
 from shardwright.plan.holders import LayoutMap, every_coords
-from shardwright.plan.transfer import Memory
+from shardwright.plan.lines import Ints
+from shardwright.plan.work import Memory, Seat
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,12 @@ class Place(NamedTuple):
 class RankMap:
     """Disjoint parts that cover the elements; every rank is in one part, or in none and holds nothing.
 
-    layout: whose local tensors these are. None: local tensors are flat, boxes one after the other.
+    ranks: everybody in either of the two meshes. layout: whose local tensors these are. None: local tensors
+    are flat, boxes one after the other.
     """
 
     parts: tuple[Part, ...]
+    ranks: tuple[int, ...]
     layout: Layout | None = None
     _memories: dict[int, Memory] = field(default_factory=dict, repr=False)
 
@@ -73,13 +78,24 @@ class RankMap:
             for term, rank in enumerate(group)
         }
 
-    def cell(self, rank: int) -> Cell:
+    @cached_property
+    def counts(self) -> Ints:
+        """How many elements each of `ranks` holds."""
+        return np.array([self.memory(rank).numel for rank in self.ranks], dtype=np.int64)
+
+    def coords(self, seat: Seat) -> tuple[int, ...]:
+        """Where a rank is on the layout's mesh; () for a rank that is not on it."""
+        rank = cast("int", seat)
+        return self.layout.coords_of(rank) if self.layout is not None and rank in self.place_of else ()
+
+    def cell(self, seat: Seat) -> Cell:
         """What a rank holds."""
-        place = self.place_of.get(rank)
+        place = self.place_of.get(cast("int", seat))
         return () if place is None else self.parts[place.part].cell
 
-    def memory(self, rank: int) -> Memory:
+    def memory(self, seat: Seat) -> Memory:
         """Shape and stride of a rank's local tensor; (0,) for a rank that is not part of it."""
+        rank = cast("int", seat)
         known = self._memories.get(rank)
         if known is None:
             known = self._memories[rank] = self._memory(rank)
@@ -88,30 +104,28 @@ class RankMap:
     def _memory(self, rank: int) -> Memory:
         if self.layout is None or rank not in self.place_of:
             return Memory((numel(self.cell(rank)),), (1,))
-        holding = LayoutMap(self.layout)
-        coords = self.layout.coords_of(rank)
-        return Memory(holding.local_shape(coords), holding.local_stride(coords))
+        return LayoutMap(self.layout).memory(self.coords(rank))
 
 
-def rank_map(layout: Layout) -> RankMap:
+def rank_map(layout: Layout, everybody: tuple[int, ...]) -> RankMap:
     """The map of a layout: its Pending axes number the terms, its replicated axes the replicas."""
     holding = LayoutMap(layout)
     pending = [axis for axis in layout.order if layout.placements[axis].is_pending]
     free = [axis for axis in range(len(layout.sizes)) if axis not in holding.cut and axis not in pending]
     cells: dict[tuple[int, ...], Cell] = {}
-    ranks: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+    groups_of: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for coords in every_coords(layout.sizes):
         cut = tuple(coords[axis] for axis in sorted(holding.cut))
         if cut not in cells:
             cells[cut] = holding.cell(coords)
         replica = tuple(coords[axis] for axis in free)
-        ranks.setdefault(cut, {}).setdefault(replica, []).append(layout.mesh_shape.rank_at(coords))
+        groups_of.setdefault(cut, {}).setdefault(replica, []).append(layout.mesh_shape.rank_at(coords))
     by_term = _TermOrder(layout, pending)
     parts = (
         Part(cells[cut], tuple(by_term.sort(group) for group in groups.values()))
-        for cut, groups in ranks.items()
+        for cut, groups in groups_of.items()
     )
-    return RankMap(tuple(parts), layout)
+    return RankMap(tuple(parts), everybody, layout)
 
 
 class _TermOrder:
@@ -132,7 +146,8 @@ def slab_of(whole: RankMap, slab: Box) -> RankMap:
     """The same ranks with those elements only that are inside a box."""
     inside = flat_cell((slab,))
     return RankMap(
-        tuple(Part(flat_cell(tuple(shared_boxes(part.cell, inside))), part.groups) for part in whole.parts)
+        tuple(Part(flat_cell(tuple(shared_boxes(part.cell, inside))), part.groups) for part in whole.parts),
+        whole.ranks,
     )
 
 
@@ -151,7 +166,8 @@ def homes(source: RankMap, target: RankMap) -> RankMap:
             ranks = _candidates(set(mine.ranks), set(theirs.ranks))
             for rank, share in zip(ranks, divided(common, len(ranks)), strict=True):
                 boxes.setdefault(rank, []).extend(share)
-    return RankMap(tuple(Part(flat_cell(tuple(boxes[rank])), ((rank,),)) for rank in sorted(boxes)))
+    parts = tuple(Part(flat_cell(tuple(boxes[rank])), ((rank,),)) for rank in sorted(boxes))
+    return RankMap(parts, source.ranks)
 
 
 def _candidates(holders: set[int], wanting: set[int]) -> list[int]:

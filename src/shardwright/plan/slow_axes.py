@@ -12,30 +12,15 @@ from math import prod
 
 import numpy as np
 
-from shardwright.plan.cost import exchanged, shared_counts
+from shardwright.plan.exchange import Exchange
 from shardwright.plan.holders import Map, MixedMap
-from shardwright.plan.pending import AxisPending, commute
+from shardwright.plan.pending import commute
 from shardwright.plan.shared import meet
-from shardwright.plan.steps import AllReduce, Combine, Exchange, Step
+from shardwright.plan.step import Step
+from shardwright.plan.steps import Combine
+from shardwright.plan.terms import TermsOf
 
 MakeExchange = Callable[..., Exchange]
-
-
-def slow_elements(step: Exchange | AllReduce, slow: frozenset[int]) -> int:
-    """How many elements cross between ranks that differ on a slow axis."""
-    if isinstance(step, AllReduce):
-        n, crosses = step.map.sizes[step.axis], step.axis in slow
-        return 2 * (n - 1) * _over_all_ranks(step.map.counts, step.map.sizes) // n if crosses else 0
-    source, target, sizes = step.source, step.target, step.source.sizes
-    near = frozenset(step.axes) - slow
-    tied = frozenset(range(len(sizes))) - near
-    every_peer = prod(sizes[axis] for axis in near if axis not in target.cut)
-    within = every_peer * _over_all_ranks(shared_counts(source, target, tied), sizes)
-    return step.term_count * _over_all_ranks(target.counts, sizes) - within
-
-
-def _over_all_ranks(counts: np.ndarray, sizes: tuple[int, ...]) -> int:
-    return int(counts.sum()) * (prod(sizes) // counts.size)
 
 
 def slow_bound(
@@ -58,7 +43,7 @@ def slow_bound(
 
 
 def by_level(
-    steps: Sequence[Step], slow: frozenset[int], make: MakeExchange, reduced: tuple[AxisPending, ...]
+    steps: Sequence[Step], slow: frozenset[int], make: MakeExchange, reduced: tuple[TermsOf, ...]
 ) -> list[Step]:
     """The same steps, an exchange in two where less crosses the slow axes then and no more in all."""
     out: list[Step] = []
@@ -89,18 +74,18 @@ def _gathered_by_level(step: Exchange, slow: frozenset[int], make: MakeExchange)
 
 
 def _reduced_by_level(
-    step: Exchange, slow: frozenset[int], make: MakeExchange, reduced: tuple[AxisPending, ...]
+    step: Exchange, slow: frozenset[int], make: MakeExchange, reduced: tuple[TermsOf, ...]
 ) -> list[Step]:
     """Fast axes first: a node combines its own terms, and one of each goes to other nodes."""
-    near = tuple(item for item in reduced if item[0] not in slow)
-    far = tuple(item for item in reduced if item[0] in slow)
-    if not near or not far or not commute(reduced):
+    near = tuple(item for item in reduced if item.axis not in slow)
+    far = tuple(item for item in reduced if item.axis in slow)
+    if not near or not far or not commute([(of.axis, of.pending) for of in reduced]):
         return []
     source, target = step.source, step.target
     middle = MixedMap(source, target, source.cut & slow, (), target.cut - slow)
     halves = [
-        make(source, middle, [axis for axis, _ in near]),
-        make(middle, target, [axis for axis, _ in far]),
+        make(source, middle, [of.axis for of in near]),
+        make(middle, target, [of.axis for of in far]),
     ]
     if not _better(halves, step, slow):
         return []
@@ -108,6 +93,6 @@ def _reduced_by_level(
 
 
 def _better(halves: Sequence[Exchange], whole: Exchange, slow: frozenset[int]) -> bool:
-    if sum(map(exchanged, halves)) > exchanged(whole):
+    if sum(half.moved for half in halves) > whole.moved:
         return False
-    return sum(slow_elements(half, slow) for half in halves) < slow_elements(whole, slow)
+    return sum(half.crossing(slow) for half in halves) < whole.crossing(slow)

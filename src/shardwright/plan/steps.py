@@ -1,73 +1,133 @@
-"""The steps of a plan: what every rank does, as data. None names a rank; `transfer` makes a rank's part."""
+"""The steps in which every rank of one mesh does the same: local ones, the backend's all-reduce, pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import cast
 
-from shardwright.plan.holders import Map, SlabMap
-from shardwright.plan.pending import AxisPending
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.index.grid import overlaps
+from shardwright.index.overlap import paired_views
+from shardwright.layout.dtypes import HALF
+from shardwright.plan.cost import over_all_ranks, without
+from shardwright.plan.holders import Map
+from shardwright.plan.lines import Ints
+from shardwright.plan.rank_map import RankMap
+from shardwright.plan.step import NONE, Holds, Step, most_held
+from shardwright.plan.terms import Terms, TermsOf, stacked
+from shardwright.plan.work import Apply, Filling, Held, InPieces, Move, Reduction, Seat
+
+# Dtypes that the backends reduce themselves; the others are carried by one of 4 bytes.
+_REDUCED = HALF | {torch.int8, torch.uint8}
 
 
 @dataclass(frozen=True, eq=False)
-class LocalMove:
+class LocalMove(Step):
     """Take from the own local tensor what the target map wants; nothing travels."""
 
     source: Map
     target: Map
 
-    rounds = 0
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """Steps of equal form can share a collective."""
-        return (type(self),)
-
     def describe(self, axes: tuple[str, ...]) -> str:  # noqa: ARG002 - no axis takes part
         """One line for `str(plan)`."""
         return "local: take the part that stays"
 
+    def work(self, seat: Seat) -> Move:
+        """What one rank copies."""
+        return local_move(self.source, self.target, seat)
+
+    def holds(self, term: Ints, dtype: torch.dtype) -> Holds:  # noqa: ARG002 - a copy of any
+        """What it makes."""
+        made = self.target.counts
+        return Holds(made, made, made)
+
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
-    """Ranks that differ on `axes` send each other exactly the missing elements.
-
-    terms: the reduced axes, in order; the result then has a leading dim with one term per coordinate of them.
-    gather: all members send their whole local tensor, of one size, to all: the native all-gather serves.
-    """
+class Place(Step):
+    """Put the elements that a rank has into a tensor filled with the identity of a Pending."""
 
     source: Map
     target: Map
-    axes: tuple[int, ...]
-    terms: tuple[int, ...] = ()
-    gather: bool = False
-
-    @property
-    def rounds(self) -> int:
-        """One, unless every rank is alone."""
-        return 1 if self.axes else 0
-
-    @cached_property
-    def term_count(self) -> int:
-        """How many terms of each element arrive."""
-        return prod([self.source.sizes[axis] for axis in self.terms])
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """Steps of equal form can share a collective."""
-        return (type(self), self.axes, self.terms, self.gather)
+    pendings: tuple[TermsOf, ...]
 
     def describe(self, axes: tuple[str, ...]) -> str:
         """One line for `str(plan)`."""
-        what = "all-gather" if self.gather else "exchange"
-        kept = " of the terms" if self.terms else " of the missing elements"
-        return f"{what}{kept} over {_names(self.axes, axes)}"
+        return "local: pad with the identity of " + ", ".join(p.text(axes) for p in self.pendings)
+
+    def work(self, seat: Seat) -> Move:
+        """What one rank copies."""
+        return local_move(self.source, self.target, seat, filling_of(self.pendings))
+
+    def holds(self, term: Ints, dtype: torch.dtype) -> Holds:  # noqa: ARG002 - as many of any
+        """What it makes, and what asking for the domain of the values may."""
+        made = self.target.counts
+        return Holds(2 * made + self.source.counts, made, made)
 
 
 @dataclass(frozen=True, eq=False)
-class AllReduce:
+class Combine(Step):
+    """Combine the terms that arrived, the last of `pendings` first."""
+
+    pendings: tuple[TermsOf, ...]
+
+    def describe(self, axes: tuple[str, ...]) -> str:
+        """One line for `str(plan)`."""
+        return "local: combine " + ", then ".join(p.text(axes) for p in reversed(self.pendings))
+
+    def work(self, seat: Seat) -> Apply:  # noqa: ARG002 - the same everywhere
+        """The same on every rank."""
+        return Apply(self._combined)
+
+    def _combined(self, held: Held) -> Tensor:
+        return (held if isinstance(held, Terms) else stacked(held)).combined(self.pendings)
+
+    def holds(self, term: Ints, dtype: torch.dtype) -> Holds:
+        """All results of one Pending before the next one is combined, and totals under way."""
+        left = prod(p.n for p in self.pendings)
+        made = 0
+        for of in reversed(self.pendings):
+            left //= of.n
+            made += left
+        total = 4 if dtype in HALF else 1  # two float32 totals, or one more of the dtype
+        return Holds((made + total) * term, term, term)
+
+
+@dataclass(frozen=True, eq=False)
+class Embed(Step):
+    """Make each rank's term of the target's Pendings from the finished value, the first one first."""
+
+    pendings: tuple[TermsOf, ...]
+    target: Map | RankMap
+
+    def describe(self, axes: tuple[str, ...]) -> str:
+        """One line for `str(plan)`."""
+        one = "" if axes else "one of "
+        return "local: embed as " + ", ".join(one + p.text(axes) for p in self.pendings)
+
+    def work(self, seat: Seat) -> Apply:
+        """Each rank makes its own."""
+        coords = self.target.coords(seat)
+        return Apply(lambda held: self._embedded(cast("Tensor", held), coords))
+
+    def _embedded(self, x: Tensor, coords: tuple[int, ...]) -> Tensor:
+        for axis, pending, n in self.pendings if coords else ():
+            x = pending.embed(x, n, coords[axis])
+        return x
+
+    def holds(self, term: Ints, dtype: torch.dtype) -> Holds:  # noqa: ARG002 - tensors of the target only
+        """A term, and the one that the next is made of."""
+        made = self.target.counts
+        return Holds(min(len(self.pendings), 2) * made, made, made)
+
+
+@dataclass(frozen=True, eq=False)
+class AllReduce(Step):
     """The backend's all-reduce of the local tensors of a map, over one axis."""
 
     map: Map
@@ -77,133 +137,141 @@ class AllReduce:
     rounds = 1
 
     @property
+    def axes(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The one axis."""
+        return (self.axis,)
+
+    @cached_property
+    def moved(self) -> int:  # type: ignore[override]
+        """How many elements cross between ranks."""
+        cut = self.map.cut | {self.axis}
+        return 2 * (self.map.sizes[self.axis] - 1) * self.map.elements * without(self.map.sizes, cut)
+
+    @property
     def form(self) -> tuple[object, ...]:
-        """Steps of equal form can share a collective."""
+        """Over the same axis, of the same kind."""
         return (type(self), self.axis, self.op)
 
     def describe(self, axes: tuple[str, ...]) -> str:
         """One line for `str(plan)`."""
         return f"all-reduce ({self.op}) over {axes[self.axis]}"
 
+    def work(self, seat: Seat) -> Reduction:
+        """What one rank gives."""
+        return Reduction(self.map.memory(seat), self.axis, self.op)
 
-@dataclass(frozen=True, eq=False)
-class Combine:
-    """Combine the terms in the leading dim, the last of `pendings` first."""
+    def holds(self, term: Ints, dtype: torch.dtype) -> Holds:  # noqa: ARG002 - the whole is reduced
+        """The result; of a dtype that the backends do not reduce, a wider one of it and its result too."""
+        made = self.map.counts
+        reduced = dtype.itemsize >= 4 or dtype in _REDUCED
+        return Holds(made * (1 if reduced else 1 + 2 * (4 // dtype.itemsize)), made, made)
 
-    pendings: tuple[AxisPending, ...]
+    def traffic(self) -> tuple[Ints, Ints]:
+        """Elements that each rank sends and receives."""
+        n = self.map.sizes[self.axis]
+        moved = -(-2 * (n - 1) * self.map.counts // n)
+        return moved, moved
 
-    rounds = 0
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """Steps of equal form can share a collective."""
-        return (type(self), self.pendings)
-
-    def describe(self, axes: tuple[str, ...]) -> str:
-        """One line for `str(plan)`."""
-        return "local: combine " + ", then ".join(f"{p} of {axes[a]}" for a, p in reversed(self.pendings))
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Put the elements that a rank has into a tensor filled with the identity of a Pending."""
-
-    source: Map
-    target: Map
-    pendings: tuple[AxisPending, ...]
-
-    rounds = 0
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """Steps of equal form can share a collective."""
-        return (type(self), self.pendings)
-
-    def describe(self, axes: tuple[str, ...]) -> str:
-        """One line for `str(plan)`."""
-        return "local: pad with the identity of " + ", ".join(f"{p} of {axes[a]}" for a, p in self.pendings)
+    def crossing(self, slow: frozenset[int]) -> int:
+        """All of it, or nothing."""
+        n = self.map.sizes[self.axis]
+        crosses = self.axis in slow
+        return 2 * (n - 1) * over_all_ranks(self.map.counts, self.map.sizes) // n if crosses else 0
 
 
 @dataclass(frozen=True, eq=False)
-class Embed:
-    """Make each rank's term of a Pending from the finished value."""
-
-    pendings: tuple[AxisPending, ...]
-
-    rounds = 0
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """Steps of equal form can share a collective."""
-        return (type(self), self.pendings)
-
-    def describe(self, axes: tuple[str, ...]) -> str:
-        """One line for `str(plan)`."""
-        return "local: embed as " + ", ".join(f"{p} of {axes[a]}" for a, p in self.pendings)
-
-
-@dataclass(frozen=True, eq=False)
-class Pieces:
+class Pieces(Step):
     """The same steps for one part of the tensor after the other, so that only one part's buffers are held.
 
     whole: the steps as they would be for all elements at once. count: how many parts. make: the steps of a
-    part, which end in the map of this part. target: where all parts together belong.
+    part, which end in the map of this part. target: where all parts together belong. larger: the parts of
+    which one is the largest, for every rank.
     """
 
     whole: tuple[Step, ...]
     count: int
-    make: Callable[[int], tuple[tuple[Step, ...], SlabMap]]
-    target: Map
+    make: Callable[[int], tuple[tuple[Step, ...], Map | RankMap]]
+    target: Map | RankMap
+    larger: Iterable[int]
 
     @cached_property
-    def _made(self) -> list[tuple[tuple[Step, ...], SlabMap]]:
+    def _made(self) -> list[tuple[tuple[Step, ...], Map | RankMap]]:
+        """Made when first asked for: to decide on a count, the largest will do."""
         return [self.make(part) for part in range(self.count)]
 
-    @property
-    def parts(self) -> tuple[tuple[Step, ...], ...]:
-        """The steps of each part. Made when first asked for: to decide on a count, the largest will do."""
-        return tuple(steps for steps, _ in self._made)
-
-    @property
-    def slabs(self) -> tuple[SlabMap, ...]:
-        """Where the elements of each part belong."""
-        return tuple(slab for _, slab in self._made)
-
     @cached_property
-    def largest(self) -> tuple[Step, ...]:
-        """The steps of the last part: for no rank is another one larger."""
-        return self.make(self.count - 1)[0]
-
-    @property
-    def rounds(self) -> int:
+    def rounds(self) -> int:  # type: ignore[override]
         """Those of one part: pieces are no rounds."""
         return sum(step.rounds for step in self.whole)
 
-    def describe(self, axes: tuple[str, ...]) -> str:
-        """One line for `str(plan)`."""
-        return f"in {self.count} pieces: " + "; ".join(step.describe(axes) for step in self.whole)
+    @cached_property
+    def moved(self) -> int:  # type: ignore[override]
+        """What the whole would."""
+        return sum(step.moved for step in self.whole)
+
+    @cached_property
+    def axes(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Those of the step that crosses most."""
+        return max((step.axes for step in self.whole), key=len)
 
     @property
     def form(self) -> tuple[object, ...]:
         """Its own: a tensor that is moved in pieces to save memory is not packed with others."""
         return (type(self), id(self))
 
+    def describe(self, axes: tuple[str, ...]) -> str:
+        """One line for `str(plan)`."""
+        return f"in {self.count} pieces: " + "; ".join(step.describe(axes) for step in self.whole)
 
-Step = LocalMove | Exchange | AllReduce | Combine | Place | Embed | Pieces
+    def work(self, seat: Seat) -> InPieces:
+        """The works of all pieces."""
+        pieces = tuple(
+            (tuple([step.work(seat) for step in steps]), local_move(slab, self.target, seat))
+            for steps, slab in self._made
+        )
+        return InPieces(self.target.memory(seat), pieces)
+
+    def holds(self, term: Ints, dtype: torch.dtype) -> Holds:  # noqa: ARG002 - all pieces start from the source
+        """The result, with the parts done so far, and what a part needs."""
+        inside = late = NONE
+        for part in self.larger:
+            most, after = most_held(self.make(part)[0], dtype)
+            inside, late = np.maximum(inside, most), np.maximum(late, after)
+        made = self.target.counts
+        return Holds(made + inside + late, made, made, late)
+
+    def traffic(self) -> tuple[Ints, Ints]:
+        """That of all parts."""
+        of_parts = [step.traffic() for steps, _ in self._made for step in steps]
+        return total(of_parts)
+
+    def crossing(self, slow: frozenset[int]) -> int:
+        """What the whole would."""
+        return sum(step.crossing(slow) for step in self.whole)
 
 
-def moves_of(steps: tuple[Step, ...], *, in_pieces: bool = True) -> list[Exchange | AllReduce]:
-    """The steps in which elements cross between ranks: of every piece, or as if all went at once."""
-    moves: list[Exchange | AllReduce] = []
-    for step in steps:
-        if isinstance(step, Pieces):
-            for part in step.parts if in_pieces else (step.whole,):
-                moves += moves_of(part)
-        elif isinstance(step, Exchange | AllReduce):
-            moves.append(step)
-    return moves
+def total(traffics: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+    """What ranks send, and what they receive, in all."""
+    sent, received = NONE, NONE
+    for mine, theirs in traffics:
+        sent, received = sent + mine, received + theirs
+    return sent, received
 
 
-def _names(which: tuple[int, ...], axes: tuple[str, ...]) -> str:
-    names = [axes[axis] for axis in which]
-    return names[0] if len(names) == 1 else f"({', '.join(names)})"
+def filling_of(pendings: Sequence[TermsOf]) -> Filling:
+    """How a value is padded to be a term of all these, which have one identity.
+
+    An average divides by the size of its axis, whatever the other ranks hold.
+    """
+    scale = prod(of.n for of in pendings if of.pending.reduce_op == "avg")
+    return Filling(pendings[0].pending, scale)
+
+
+def local_move(
+    source: Map | RankMap, target: Map | RankMap, seat: Seat, filling: Filling | None = None
+) -> Move:
+    """What one rank has of what it wants, as a copy inside itself."""
+    views = tuple(paired_views(overlaps(source.cell(seat), target.cell(seat))))
+    held, wanted = source.memory(seat), target.memory(seat)
+    nothing = filling is None and held == wanted and all(a == b for a, b in views)
+    return Move(held, wanted, views, nothing, filling)

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-from shardwright.plan.steps import Combine
+from shardwright.placement.base import Pending
+
+
+class TermsOf(NamedTuple):
+    """The `n` terms of a Pending on an axis of a mesh."""
+
+    axis: int
+    pending: Pending
+    n: int
+
+    def text(self, axes: tuple[str, ...]) -> str:
+        """How a plan names them: by the axis, or between two meshes, where none is meant, by their number."""
+        return f"{self.pending} of {axes[self.axis]}" if axes else f"{self.n} terms of {self.pending}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +30,15 @@ class Terms:
     parts: Sequence[Tensor]
     free: Sequence[bool]
 
-    def combined(self, step: Combine, sizes: tuple[int, ...]) -> Tensor:
-        """The finished value, the last Pending first:  q1 * q2 .. tensors [...] -> [...]."""
+    def combined(self, pendings: Sequence[TermsOf]) -> Tensor:
+        """The finished value, the last Pending first:  q1 * q2 .. tensors [...] -> [...].
+
+        A rank that holds nothing calls no kernel.
+        """
         parts, free = list(self.parts), list(self.free)
-        for axis, pending in reversed(step.pendings):
-            n = sizes[axis]
+        if not parts[0].numel():
+            return parts[0]
+        for _, pending, n in reversed(pendings):
             groups = range(0, len(parts), n)
             parts = [pending.combine_in_place(parts[i : i + n], free[i : i + n]) for i in groups]
             free = [True] * len(parts)
