@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import cast
 
 import torch
@@ -47,7 +48,7 @@ class Packing:
 def packing(work: Transfer, result: Memory, ranked: Sequence[Share], own: int) -> Packing:
     """The packing for members in the order of the group, of which this rank is number `own`."""
     slot = work.kept.target.numel
-    fills = [tuple(_shifted(view, share.term * slot) for view in share.receive) for share in ranked]
+    fills = [_shifted(share.receive, share.term * slot) for share in ranked]
     whole = covers_in_order([view for views in fills for view in views], result.numel)
     sends = [share.send for share in ranked]
     if work.gather:
@@ -58,15 +59,27 @@ def packing(work: Transfer, result: Memory, ranked: Sequence[Share], own: int) -
     return Packing(
         to_send,
         to_fill,
-        [sum([view.numel for view in views]) for views in sends],
-        [sum([view.numel for view in views]) for views in fills],
+        _counts(sends),
+        _counts(fills),
         covers_in_order(to_send, work.kept.source.numel),
         whole,
     )
 
 
-def _shifted(view: Strided, shift: int) -> Strided:
-    return view._replace(start=view.start + shift)
+def _counts(of_members: Sequence[Views]) -> list[int]:
+    counts = []
+    for views in of_members:
+        count = 0
+        for view in views:
+            count += prod(view.size)
+        counts.append(count)
+    return counts
+
+
+def _shifted(views: Views, shift: int) -> Views:
+    if not shift:
+        return views
+    return tuple([view._replace(start=view.start + shift) for view in views])
 
 
 class Exchanging(Task):
@@ -85,11 +98,12 @@ class Exchanging(Task):
         self.packing = packing(work, self.result, ranked, ranks.index(plan.rank_at(work.own)))
         shift = work.own_term * slot.numel
         whole = self.packing.whole_filled or work.gather
-        self.keep = () if whole else tuple((a, _shifted(b, shift)) for a, b in work.kept.views)
+        moved = tuple([(a, b._replace(start=b.start + shift)) for a, b in work.kept.views])
+        self.keep = () if whole else moved
 
     def run(self, held: Held, why: str) -> Tensor:
         """The result; terms along a leading dim."""
-        x = in_memory(tensor(held), self.work.kept.source)
+        x = in_memory(cast("Tensor", held), self.work.kept.source)
         return self._unpacked(self._arrived(self._packed(x), why), x)
 
     def start(self, held: Held, why: str) -> Callable[[], Held]:

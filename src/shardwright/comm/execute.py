@@ -39,12 +39,11 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh | None, *, reason: str =
     seat = seat_of(plan, mesh)
     if seat is None:
         return local
-    traced = is_traced(local)
-    if traced and (plan.is_between or plan.crosses_several_axes):
+    if (plan.is_between or plan.crosses_several_axes) and is_traced(local):
         return _traced(plan, local, mesh, reason)
     if local.is_conj() or local.is_neg():
         local = _materialised(local)
-    program = program_of(plan, mesh, seat, in_groups=traced or local.device.type != "cpu")
+    program = program_of(plan, mesh, seat, local)
     return program.run(local, f"{reason}: {plan.reason}" if reason else plan.reason)
 
 
@@ -63,7 +62,7 @@ def execute_later(plan: Plan, local: Tensor, mesh: DeviceMesh | None, *, reason:
         return local
     if is_traced(local):
         return execute(plan, local, mesh, reason=reason)
-    program = program_of(plan, mesh, seat, in_groups=local.device.type != "cpu")
+    program = program_of(plan, mesh, seat, local)
     return program.start(_materialised(local), f"{reason}: {plan.reason}" if reason else plan.reason)
 
 
@@ -102,7 +101,7 @@ def _together(
     seat = seat_of(first, mesh)
     if seat is None:
         return list(locals_)
-    programs = [program_of(plan, mesh, seat, in_groups=True) for plan in plans]
+    programs = [program_of(plan, mesh, seat, locals_[0], packed=True) for plan in plans]
     held: list[Held] = [_given(program, local) for program, local in zip(programs, locals_, strict=True)]
     why = f"{reason}: {first.reason}" if reason else first.reason
     for tasks in zip(*(program.tasks for program in programs), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,10 @@ from shardwright.comm.async_result import Later
 from shardwright.comm.collective import Exchanging, Reducing
 from shardwright.comm.mailbox import Mailing
 from shardwright.comm.task import Applying, Moving, Piecewise, Task, run_all
+from shardwright.comm.traced import is_traced
 from shardwright.errors import PlanError
 from shardwright.plan.plan import Plan
-from shardwright.plan.work import Apply, InPieces, Move, Reduction, Seat, Transfer, Work
+from shardwright.plan.work import Apply, Held, InPieces, Move, Reduction, Seat, Transfer, Work
 
 # From this many bytes per rank on, messages between pairs of ranks are faster on gloo than its collectives:
 # where several ranks want the same or terms are combined, for a collective needs that repeated, and packed
@@ -42,7 +43,10 @@ class Program:
         """All tasks on one local tensor."""
         if local.shape != self.shape or local.dtype != self.dtype:
             self.refuse(local)
-        return run_all(self.tasks, local, why)
+        held: Held = local
+        for task in self.tasks:
+            held = task.run(held, why)
+        return cast("Tensor", held)
 
     def start(self, local: Tensor, why: str) -> Tensor | Later:
         """As `run`, but return once the last task that sends has posted what it sends.
@@ -112,12 +116,19 @@ _TASKS: dict[type, Callable[[Program, Any], Task]] = {
 }
 
 
-def program_of(plan: Plan, mesh: DeviceMesh | None, seat: Seat, *, in_groups: bool) -> Program:
-    """The program of this rank, made once per plan and mesh: two meshes may have one shape."""
-    known = plan.for_rank.get((seat, in_groups))
+def program_of(
+    plan: Plan, mesh: DeviceMesh | None, seat: Seat, like: Tensor, *, packed: bool = False
+) -> Program:
+    """The program of this rank for tensors like this one, or for several that are packed together.
+
+    Made once per plan and mesh: two meshes may have one shape.
+    """
+    key = seat, type(like), like.device.type, packed
+    known = plan.for_rank.get(key)
     if isinstance(known, Program) and known.mesh is mesh:
         return known
-    made = plan.for_rank[seat, in_groups] = Program(plan, mesh, seat, in_groups=in_groups)
+    in_groups = packed or is_traced(like) or like.device.type != "cpu"
+    made = plan.for_rank[key] = Program(plan, mesh, seat, in_groups=in_groups)
     return made
 
 

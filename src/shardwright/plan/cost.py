@@ -60,7 +60,11 @@ def lower_bound(source: Map, target: Map, reduced: Iterable[int], kept: Iterable
 
 def without(sizes: tuple[int, ...], axes: frozenset[int]) -> int:
     """How many ranks differ on the axes that are not among these."""
-    return prod([size for axis, size in enumerate(sizes) if axis not in axes])
+    ranks = 1
+    for axis, size in enumerate(sizes):
+        if axis not in axes:
+            ranks *= size
+    return ranks
 
 
 def over_all_ranks(counts: Ints, sizes: tuple[int, ...]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -104,9 +103,11 @@ class Exchange(Step):
         coords = cast("Coords", seat)
         shares: dict[Coords, Share] = {}
         own: Overlaps = ()
-        for peer, incoming, outgoing in self._shared(coords):
+        members = self.members(coords)
+        shared = shared_with_peers(self.source, self.target, self.axes, coords, members)
+        for peer, (incoming, outgoing) in zip(members, shared, strict=True):
             to, of = tuple(source_views(outgoing)), tuple(target_views(incoming))
-            shares[peer] = Share(peer, to, of, self._term(peer))
+            shares[peer] = Share(peer, to, of, self._term(peer) if self.terms else 0)
             own = incoming if peer == coords else own
         if self.gather:
             whole = shares[coords].send
@@ -117,18 +118,12 @@ class Exchange(Step):
             own=coords,
             shares=tuple(shares.values()),
             terms=self.term_count if self.terms else 0,
-            own_term=self._term(coords),
+            own_term=self._term(coords) if self.terms else 0,
             axes=self.axes,
             gather=self.gather,
             moved=self.moved,
             repeated=bool(self.terms) or not self.target.cut.issuperset(self.axes),
         )
-
-    def _shared(self, coords: Coords) -> Iterator[tuple[Coords, Overlaps, Overlaps]]:
-        members = self.members(coords)
-        shared = shared_with_peers(self.source, self.target, self.axes, coords, members)
-        for peer, (incoming, outgoing) in zip(members, shared, strict=True):
-            yield peer, incoming, outgoing
 
     def _term(self, peer: Coords) -> int:
         term = 0

@@ -18,13 +18,14 @@ class Holds(NamedTuple):
     """Elements that ranks hold around a step: arrays that broadcast over the ranks of the plan.
 
     beside: while it runs, beside what it is given. made: what it leaves. term: one term of that.
-    late: buffers that the backend's thread may let go a moment after the step.
+    late: buffers that the backend's thread may let go a moment after the step; None: it has none of its own,
+    and those of the step before may still be there.
     """
 
     beside: Ints
     made: Ints
     term: Ints
-    late: Ints = NONE
+    late: Ints | None = None
 
 
 class Step:
@@ -76,5 +77,6 @@ def most_held(steps: Sequence[Step], dtype: torch.dtype) -> tuple[Ints, Ints]:
     for step in steps:
         holds = step.holds(term, dtype)
         most = np.maximum(most, given + holds.beside + late)
-        given, term, late = holds.made, holds.term, holds.late
+        given, term = holds.made, holds.term
+        late = late if holds.late is None else holds.late
     return most, late
