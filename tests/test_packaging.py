@@ -40,6 +40,7 @@ def test_another_release_is_named(version):
         warn_if_untried(version)
 
 
+@pytest.mark.processes
 def test_the_import_says_it_once():
     run = subprocess.run(
         [sys.executable, "-c", UNTRIED], capture_output=True, text=True, timeout=120, check=True

@@ -17,8 +17,6 @@ from shardwright.tensor.dispatch.ways import table
 from shardwright.testing import forget
 
 ROOT = Path(remember.__file__).parent
-# Rooms that are still to be changed.
-LATER = ("plan/", "comm/")
 # Tables that nothing else could fill again: state, no cache.
 STATE = {
     "compat.py:_managed": "what torch's fully_shard made of a parameter, while that lives",
@@ -64,12 +62,7 @@ def _is_cache_or_empty(node: ast.expr | None) -> bool:
 
 def _own_caches_of_the_package() -> set[str]:
     paths = {str(path.relative_to(ROOT)): path for path in ROOT.rglob("*.py")}
-    return {
-        f"{name}:{found}"
-        for name, path in paths.items()
-        if not name.startswith(LATER)
-        for found in own_caches(path.read_text())
-    }
+    return {f"{name}:{found}" for name, path in paths.items() for found in own_caches(path.read_text())}
 
 
 def test_every_cache_is_one_that_forget_empties():

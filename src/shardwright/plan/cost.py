@@ -9,7 +9,6 @@ do not cut in the target (ranks that need an element). q: the same for the Pendi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from shardwright.plan.holders import Map
 from shardwright.plan.lines import Ints
 from shardwright.plan.shared import meet
+from shardwright.remember import remembered
 
 
 def shared_counts(source: Map, target: Map, tied: frozenset[int] | None = None) -> Ints:
@@ -32,7 +32,7 @@ def shared_counts(source: Map, target: Map, tied: frozenset[int] | None = None) 
     return counts
 
 
-@lru_cache(maxsize=256)  # one plan asks several times
+@remembered(256)  # one plan asks several times
 def matching(source: Map, target: Map) -> int:
     """M: how many elements are at the same coordinates of all axes that cut in both."""
     return int(shared_counts(source, target).sum())

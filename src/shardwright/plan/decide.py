@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -29,6 +28,7 @@ from shardwright.plan.slow_axes import by_level, slow_bound
 from shardwright.plan.step import Step
 from shardwright.plan.steps import AllReduce, Combine, Embed, LocalMove, Pieces, Place
 from shardwright.plan.terms import TermsOf
+from shardwright.remember import remembered
 
 # Below this many bytes per rank one round with more bytes beats two rounds with fewer (gloo and NCCL alike:
 # a round costs tens of microseconds to milliseconds, these bytes a few microseconds).
@@ -92,7 +92,7 @@ def plan_together(pairs: Iterable[tuple[Layout, Layout]]) -> list[Plan]:
     return plans
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _planned(
     source: Layout,
     target: Layout,
@@ -107,7 +107,7 @@ def _planned(
     return _Decision(source, target).plan(in_one_round)
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def _planned_in_pieces(source: Layout, target: Layout, max_extra_bytes: int, version: int) -> Plan:
     if source.mesh_shape != target.mesh_shape:
         return plan_between_in_pieces(source, target, max_extra_bytes)

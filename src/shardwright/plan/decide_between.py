@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import cast
 
@@ -27,6 +26,7 @@ from shardwright.plan.step import Step
 from shardwright.plan.steps import Combine, Embed, Pieces, filling_of
 from shardwright.plan.terms import TermsOf
 from shardwright.plan.work import Filling
+from shardwright.remember import remembered
 
 _LOCAL = "every rank holds what it needs"
 _DIRECT = "each rank receives exactly what it misses"
@@ -51,7 +51,7 @@ class Choice:
         return sum(step.moved for step in self.steps)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def plan_between(source: Layout, target: Layout) -> Plan:
     """The plan between two meshes; see `plan_redistribution`.
 
@@ -60,7 +60,7 @@ def plan_between(source: Layout, target: Layout) -> Plan:
     return _Decision(source, target).plan()
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def plan_between_in_pieces(source: Layout, target: Layout, max_extra_bytes: int) -> Plan:
     """The plan in so many pieces that no rank holds more than this beside its source.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
@@ -23,6 +23,7 @@ from shardwright.index.runs import Run, Runs, intervals
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Replicate
 from shardwright.placement.one_dim import states_runs
+from shardwright.remember import remembered
 
 Ints = npt.NDArray[np.int64]
 Group = tuple[int, ...]
@@ -87,7 +88,7 @@ def groups_of(layouts: Iterable[Layout]) -> tuple[Group, ...]:
     return tuple(sorted(tuple(dims) for dims in grouped.values()))
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def _tied(layout: Layout) -> tuple[Group, ...]:
     """The dims of every placement that acts on several."""
     acting = (
@@ -104,7 +105,7 @@ def _root(parents: Mapping[int, int], dim: int) -> int:
     return dim
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def line_of(layout: Layout, group: Group) -> Line:
     """The line of a group of dims of a layout."""
     cuts = tuple(
@@ -126,7 +127,7 @@ def _belongs(partition: Partition, layout: Layout, n: int, group: Group) -> bool
 # --------------------------------------------------------------------------------------------- one dim
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def _dim_line(length: int, dim: int, ndim: int, cuts: tuple[Cut, ...]) -> Line:
     """The line of one dim after these cuts, the first one first."""
     if not cuts:
@@ -136,7 +137,7 @@ def _dim_line(length: int, dim: int, ndim: int, cuts: tuple[Cut, ...]) -> Line:
     return _refined(_dim_line(length, dim, ndim, cuts[:-1]), dim, ndim, cuts[-1])
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _shares(partition: Partition, dim: int, ndim: int, length: int, n: int) -> Ints:
     """Who holds which local indices of a dim: rows (start, size, coord, position), by start."""
     shape = tuple([length if d == dim else 1 for d in range(ndim)])

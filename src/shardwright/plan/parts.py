@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 
 import numpy as np
 
 from shardwright.plan.lines import Group, Ints, Line, joined_pieces
 from shardwright.plan.shared import Meeting
+from shardwright.remember import remembered
 
 
 def mixed(meeting: Meeting, from_source: frozenset[int], from_target: frozenset[int]) -> Line:
@@ -32,7 +32,7 @@ def cut_evenly(line: Line, axis: int, parts: int) -> Line:
     return _ordered(line.group, low, size, at)
 
 
-@lru_cache(maxsize=256)
+@remembered(256)
 def shared(meeting: Meeting) -> Line:
     """What each pair of a rank of the source and a rank of the target share, as a line of pairs.
 

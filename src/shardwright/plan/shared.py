@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 
 import numpy as np
 
 from shardwright.plan.lines import Ints, Line
+from shardwright.remember import remembered
 
 _SMALL = 1024  # counts of at most this many coordinates are remembered
 
@@ -75,7 +76,7 @@ class Meeting:
         return None
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def meet(source: Line, target: Line) -> Meeting:
     """What two lines of one group share."""
     if len(source.group) != 1:
