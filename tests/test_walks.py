@@ -90,6 +90,7 @@ def test_the_source_is_measured_by_lines_and_files(tmp_path):
     }
 
 
+@pytest.mark.processes
 def test_a_child_leaves_no_memory_behind():
     known: list[int] = []
     assert [in_a_child(lambda: known.append(1) or len(known)) for _ in range(2)] == [1, 1]

@@ -135,9 +135,12 @@ def decide(
         for i, info in enumerate(call.results)
     )
     rewrites = rewritten_operands(equation, choice, _placements(layouts))
-    # Elementwise kernels give empty parts their shape, so nobody need ask which ranks have one; but not of
-    # elements that no label tells: (1, 0) of them beside (0, 1) of rows that are broadcast gives (0, 0).
-    shaped = equation.formula.elementwise and not any(one.alone or one.scattered for one in columns)
+    # Elementwise kernels give empty parts their shape, so nobody need ask which ranks have one; but not
+    # where something is broadcast beside elements that no label tells: (1, 0) and (0, 1) give (0, 0).
+    broadcast = len({layout.shape for layout in layouts}) > 1
+    shaped = equation.formula.elementwise and not any(
+        one.alone or (broadcast and one.scattered) for one in columns
+    )
     return Decision(
         inputs=inputs,
         outputs=_aliased(equation, inputs, outputs),
