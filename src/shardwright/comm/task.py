@@ -5,6 +5,7 @@ A task is bound to its rank once and then run on any number of local tensors. Th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -18,14 +19,14 @@ from shardwright.plan.terms import Terms
 from shardwright.plan.work import Apply, Filling, Held, Memory, Move
 
 
-class Task:
+class Task(ABC):
     """One step on this rank. sends: it waits for other ranks."""
 
     sends = False
 
+    @abstractmethod
     def run(self, held: Held, why: str) -> Held:
         """What the rank holds after the step. why: what the record says about what is sent."""
-        raise NotImplementedError
 
     def start(self, held: Held, why: str) -> Callable[[], Held]:
         """As `run`, only posted: the function that it returns waits. `held` may be written to meanwhile."""

@@ -11,6 +11,7 @@ The two sides of a redistribution have the same groups.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +32,7 @@ from shardwright.plan.work import Memory, Seat
 Coords = tuple[int, ...]
 
 
-class _Lines:
+class _Lines(ABC):
     """What follows from the lines of a map."""
 
     sizes: tuple[int, ...]
@@ -46,13 +47,13 @@ class _Lines:
         coords = self.coords(seat)
         return Memory(self.local_shape(coords), self.local_stride(coords))
 
+    @abstractmethod
     def local_shape(self, coords: Coords) -> tuple[int, ...]:
         """Shape of the local tensor."""
-        raise NotImplementedError
 
+    @abstractmethod
     def local_stride(self, coords: Coords) -> tuple[int, ...]:
         """Stride of the local tensor."""
-        raise NotImplementedError
 
     @cached_property
     def is_product(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ class Holds(NamedTuple):
     late: Ints | None = None
 
 
-class Step:
+class Step(ABC):
     """One step of a plan, for all ranks at once; no data and no process group.
 
     rounds: how often it waits for another rank. moved: elements that cross between ranks, over all ranks.
@@ -44,17 +45,17 @@ class Step:
         """Steps of equal form, of plans that run together, can share a collective."""
         return (type(self),)
 
+    @abstractmethod
     def describe(self, axes: tuple[str, ...]) -> str:
         """One line for `str(plan)`. axes: the names of the mesh's axes; none between two meshes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def work(self, seat: Seat) -> Work:
         """What one rank does."""
-        raise NotImplementedError
 
+    @abstractmethod
     def holds(self, term: Ints, dtype: torch.dtype) -> Holds:
         """What ranks hold around it. term: one term of what it is given."""
-        raise NotImplementedError
 
     def traffic(self) -> tuple[Ints, Ints]:
         """Elements that each rank sends and receives: arrays that broadcast over the ranks of the plan."""
