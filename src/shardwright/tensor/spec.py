@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.compat import DTensorSpec, ShardOrderEntry, TensorMeta, torch_shard_order
+from shardwright.compat import DTensorSpec, ShardOrderEntry, TensorMeta, root_mesh, torch_shard_order
 from shardwright.layout.layout import Layout
 from shardwright.remember import memo, remembered
 
@@ -127,13 +127,20 @@ class Spec(DTensorSpec):
             return True
         if not isinstance(other, Spec):
             return NotImplemented
-        return self.layout == other.layout and self.use == other.use and self.mesh == other.mesh
+        if self.mesh is not other.mesh and not _lead_to_one(self.mesh, other.mesh):
+            return False
+        return self.layout == other.layout and self.use == other.use
 
     def __copy__(self) -> Spec:
         return Spec(self.layout, self.mesh, self.use)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Spec, (self.layout, self.mesh, self.use)
+
+
+def _lead_to_one(one: DeviceMesh, two: DeviceMesh) -> bool:
+    """Equal, and slices of equal meshes? torch calls slices of two meshes equal if ranks and names are."""
+    return one == two and root_mesh(one) == root_mesh(two)
 
 
 def _without_sizes(
@@ -194,23 +201,38 @@ def spec_of(layout: Layout, mesh: DeviceMesh, use: LocalUse | None = None) -> Sp
     """The one spec object of a layout on a mesh: remembered, so that dispatch compares by identity."""
     kind = layout.kind
     if kind is None:
-        return _spec_without_kind(layout, mesh, use)
+        return _spec_without_kind(layout, mesh, root_mesh(mesh), use)
     return spec_kind(kind, mesh, use).spec(layout.shape, layout)
 
 
 def spec_kind(kind: Kind, mesh: DeviceMesh, use: LocalUse | None = None) -> SpecKind:
-    """The one object of a kind of layouts on a mesh."""
+    """The one object of a kind of layouts on a mesh, which is known by its root too."""
     key = kind, mesh, use
     known = _kinds.get(key)
-    if known is None:
+    if known is None or known.fields["mesh"] is not mesh:
         if len(_kinds) >= _MANY_KINDS:
             _kinds.clear()
-        known = _kinds[key] = SpecKind(kind, mesh, use)
+        known = _kinds[key] = _kind_of_root(kind, mesh, root_mesh(mesh), use)
     return known
 
 
+@remembered(_MANY_KINDS)
+def _kind_of_root(
+    kind: Kind,
+    mesh: DeviceMesh,
+    root: DeviceMesh,  # noqa: ARG001 - a part of what the kind is remembered by
+    use: LocalUse | None,
+) -> SpecKind:
+    return SpecKind(kind, mesh, use)
+
+
 @remembered(65536)
-def _spec_without_kind(layout: Layout, mesh: DeviceMesh, use: LocalUse | None) -> Spec:
+def _spec_without_kind(
+    layout: Layout,
+    mesh: DeviceMesh,
+    root: DeviceMesh,  # noqa: ARG001 - a part of what the spec is remembered by
+    use: LocalUse | None,
+) -> Spec:
     return Spec(layout, mesh, use)
 
 

@@ -73,15 +73,15 @@ def _home(
     fixed = [x for x, o in zip(tensors, operands, strict=True) if o.mutated or not _is_number(x)]
     if fixed and not _are_together(fixed):
         return None
-    for mesh in [fixed[0].device_mesh] if fixed else _and_root([x.device_mesh for x in tensors]):
+    for mesh in [fixed[0].device_mesh] if fixed else _and_roots([x.device_mesh for x in tensors]):
         if all(_are_relatives(as_mesh_shape(x.device_mesh), as_mesh_shape(mesh)) for x in tensors):
             return mesh
     return None
 
 
-def _and_root(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:
-    largest = sorted(meshes, key=lambda mesh: -mesh.ndim)
-    return [largest[0], root_mesh(largest[0])]
+def _and_roots(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:
+    """The largest, then what each is a slice of: slices of two meshes may both belong to one of these."""
+    return [max(meshes, key=lambda mesh: mesh.ndim), *map(root_mesh, meshes)]
 
 
 def _is_number(x: DTensor) -> bool:
