@@ -59,11 +59,12 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # nothing stays nothing, as of a move
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.clone()
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        return None if grad is None else grad.clone()
 
 
 class OnMesh:

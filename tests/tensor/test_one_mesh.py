@@ -70,26 +70,3 @@ def test_numbers_of_another_slice_go_along(ranks):
 
 def test_what_is_larger_or_wants_a_gradient_is_refused(ranks):
     ranks(4, _refused)
-
-
-def _of_two_roots():
-    other = rank_mesh((2, 2), ("pp", "tp"))
-    home = rank_mesh((2, 2), ("dp", "tp"))
-    assert other["tp"] == home["tp"], "torch calls them equal, or there is nothing to see here"
-    for root in (other, home, other):
-        x = sw.distribute_tensor(_VALUES["a"], root["tp"], [sw.Shard(0)])
-        largest = sw.distribute_tensor(_VALUES["a"], root["tp"], [sw.Ragged((1, 1))]).amax()
-        for made in (x, x * 2, x.sum(), x[1:3], x.redistribute(placements=[sw.Replicate()]), largest):
-            assert made.device_mesh._get_root_mesh() is root
-        close(
-            torch.stack(
-                [x.sum(), sw.distribute_tensor(_VALUES["b"], root, [sw.Shard(0), sw.Shard(1)]).sum()]
-            ),
-            torch.stack([_VALUES["a"].sum(), _VALUES["b"].sum()]),
-        )
-
-
-def test_a_slice_stays_one_of_its_own_mesh(ranks):
-    """Two meshes with an axis of one name and size have equal slices; each leads back to its own mesh."""
-    ranks(4, _of_two_roots)
-    ranks(4, _clipped, None)

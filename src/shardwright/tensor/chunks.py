@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from shardwright.errors import LayoutError
 from shardwright.index.boxes import Chunk, chunks_of
-from shardwright.tensor.spec import coords_of
 
 if TYPE_CHECKING:
     from shardwright.tensor.dtensor import DTensor
@@ -22,7 +21,7 @@ def _chunks(x: DTensor) -> tuple[Chunk, ...]:
     Raises: LayoutError: x is not finished.
     """
     x._raise_if_contains_partial_placements()
-    coords = coords_of(x.device_mesh)
+    coords = x._spec.coords
     return () if coords is None else chunks_of(x._spec.layout.region(coords))
 
 

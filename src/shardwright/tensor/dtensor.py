@@ -17,7 +17,7 @@ from shardwright.tensor.chunks import chunk_list, shard_of, write_items
 from shardwright.tensor.conversions import from_local, redistribute, replicated
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.plain import boundary
-from shardwright.tensor.spec import Extra, Spec, coords_of, spec_of
+from shardwright.tensor.spec import Extra, Spec, spec_of
 from shardwright.tensor.wrap import up_to_date, wrap
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
 
     def _stable_hash_for_caching(self) -> str:
         """What a compiled program is found by: a traced program is that of one rank's coordinates."""
-        return f"{super()._stable_hash_for_caching()} at {coords_of(self.device_mesh)}"
+        return f"{super()._stable_hash_for_caching()} at {self._spec.coords}"
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """A compiled backward expects finished gradients of finished values."""

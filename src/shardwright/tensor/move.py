@@ -10,7 +10,6 @@ from shardwright.plan.decide import plan_redistribution
 from shardwright.tensor.between import own_coords
 from shardwright.tensor.expanded import base_of, bases
 from shardwright.tensor.explicit_mode import refuse_moves
-from shardwright.tensor.spec import coords_of
 from shardwright.tensor.wrap import up_to_date
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def move_local(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
     base, why = base_of(local, source), f"{reason}: what it was expanded from"
     moved = execute(plan_redistribution(*small), base, x.device_mesh, reason=why)
     same = target.mesh_shape == source.mesh_shape
-    coords = coords_of(x.device_mesh) if same else own_coords(target)
+    coords = x._spec.coords if same else own_coords(target)
     return moved if coords is None else moved.expand(target.local_shape(coords))
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import DTensorSpec, ShardOrderEntry, TensorMeta, root_mesh, torch_shard_order
 from shardwright.layout.layout import Layout
-from shardwright.remember import memo, remembered
+from shardwright.remember import memo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -77,16 +77,19 @@ class Token:
 
 
 _MANY_SPECS = 65536
-_tokens: dict[Spec, Token] = memo("tokens of specs", {})
+_tokens: dict[tuple[Layout, int, LocalUse | None], Token] = memo("tokens of specs", {})
 
 
 class Spec(DTensorSpec):
     """torch's spec as a view of a layout: nothing in it can disagree with the layout.
 
     Not a dataclass of its own: torch reads `mesh`, `placements`, `tensor_meta` and `shard_order`.
+
+    coords: this rank's coordinates on the mesh, None when it is not part of it.
     """
 
     layout: Layout
+    coords: tuple[int, ...] | None
     use: LocalUse | None
     kind: SpecKind | None
     token: Token
@@ -110,7 +113,7 @@ class Spec(DTensorSpec):
         fields["_hash"] = hash((layout, fields["use"]))
         if len(_tokens) >= _MANY_SPECS:
             _tokens.clear()
-        fields["token"] = _tokens.setdefault(self, Token(self))
+        fields["token"] = _tokens.setdefault((layout, id(fields["mesh"]), fields["use"]), Token(self))
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -154,6 +157,7 @@ def _without_sizes(
         "kind": kind,
         "use": use,
         "mesh": mesh,
+        "coords": coords_of(mesh),
         "placements": placements,
         "shard_order": Extra(torch_shard_order(placements, order), order, use),
         "use_strided_shard_as_shard_order": False,
@@ -188,7 +192,8 @@ class SpecKind:
 
 _MANY_SHAPES = 4096
 _MANY_KINDS = 16384
-_kinds: dict[tuple[Kind, DeviceMesh, LocalUse | None], SpecKind] = memo("kinds of specs", {})
+_kinds: dict[tuple[Kind, int, LocalUse | None], SpecKind] = memo("kinds of specs", {})
+_meshes: dict[tuple[DeviceMesh, int], tuple[DeviceMesh, DeviceMesh]] = memo("slices of meshes", {})
 
 
 def common_use(tensors: Sequence[DTensor]) -> LocalUse | None:
@@ -201,39 +206,35 @@ def spec_of(layout: Layout, mesh: DeviceMesh, use: LocalUse | None = None) -> Sp
     """The one spec object of a layout on a mesh: remembered, so that dispatch compares by identity."""
     kind = layout.kind
     if kind is None:
-        return _spec_without_kind(layout, mesh, root_mesh(mesh), use)
+        home = one_object(mesh)
+        made = _tokens.get((layout, id(home), use))
+        return Spec(layout, home, use) if made is None else made.spec
     return spec_kind(kind, mesh, use).spec(layout.shape, layout)
 
 
 def spec_kind(kind: Kind, mesh: DeviceMesh, use: LocalUse | None = None) -> SpecKind:
-    """The one object of a kind of layouts on a mesh, which is known by its root too."""
-    key = kind, mesh, use
+    """The one object of a kind of layouts on a mesh."""
+    key = kind, id(mesh), use  # what is found holds its mesh, so that no other one has this id
     known = _kinds.get(key)
-    if known is None or known.fields["mesh"] is not mesh:
+    if known is None:
+        home = one_object(mesh)
+        if home is not mesh:
+            return spec_kind(kind, home, use)
         if len(_kinds) >= _MANY_KINDS:
             _kinds.clear()
-        known = _kinds[key] = _kind_of_root(kind, mesh, root_mesh(mesh), use)
+        known = _kinds[key] = SpecKind(kind, mesh, use)
     return known
 
 
-@remembered(_MANY_KINDS)
-def _kind_of_root(
-    kind: Kind,
-    mesh: DeviceMesh,
-    root: DeviceMesh,  # noqa: ARG001 - a part of what the kind is remembered by
-    use: LocalUse | None,
-) -> SpecKind:
-    return SpecKind(kind, mesh, use)
+def one_object(mesh: DeviceMesh) -> DeviceMesh:
+    """What stands for all slices of one mesh that are equal: `mesh["tp"]` is a new object at every call.
 
-
-@remembered(65536)
-def _spec_without_kind(
-    layout: Layout,
-    mesh: DeviceMesh,
-    root: DeviceMesh,  # noqa: ARG001 - a part of what the spec is remembered by
-    use: LocalUse | None,
-) -> Spec:
-    return Spec(layout, mesh, use)
+    Not for equal slices of two meshes: those lead back to other meshes, and have other process groups.
+    """
+    root = root_mesh(mesh)
+    if len(_meshes) >= _MANY_SPECS:
+        _meshes.clear()
+    return _meshes.setdefault((mesh, id(root)), (mesh, root))[0]
 
 
 def with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
@@ -243,7 +244,6 @@ def with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
     return layout.with_shape(layout.shape, layout.stride, dtype=dtype)
 
 
-@remembered(1024)
 def coords_of(mesh: DeviceMesh) -> tuple[int, ...] | None:
     """This rank's coordinates on the mesh, None when it is not part of it."""
     found = mesh.get_coordinate()

@@ -18,7 +18,7 @@ from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import remembered
 from shardwright.rules.algorithms.algorithm import cutting_axes
 from shardwright.rules.decision import LabelSize
-from shardwright.tensor.spec import coords_of, spec_of
+from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import wrap
 
 if TYPE_CHECKING:
@@ -116,4 +116,4 @@ def gather_bytes(layout: Layout, dim: int, each: int, itemsize: int) -> int | No
 
 def is_outside(x: DTensor) -> bool:
     """Whether this rank is no part of the tensor's mesh."""
-    return coords_of(x.device_mesh) is None
+    return x._spec.coords is None

@@ -20,7 +20,6 @@ from shardwright.tensor.algorithms.cut_dim import (
     is_outside,
     whole_along,
 )
-from shardwright.tensor.spec import coords_of
 
 if TYPE_CHECKING:
     from shardwright.layout.layout import Layout
@@ -80,7 +79,7 @@ def _first(x: DTensor, k: int, dim: int, *, largest: bool) -> tuple[DTensor, DTe
 
 def _candidates(x: DTensor, cut: CutDim, k: int, *, largest: bool) -> tuple[Tensor, Tensor]:
     """Each rank's first k (or all that it has), with their logical indices, on every rank."""
-    local, coords = x._local_tensor, coords_of(x.device_mesh)
+    local, coords = x._local_tensor, x._spec.coords
     held = cut.held[cut.own(x._spec.layout, coords or ())]
     counts = [min(k, other.length) for other in cut.held]
     values, at = local.topk(min(k, held.length), cut.dim, largest)

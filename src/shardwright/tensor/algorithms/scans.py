@@ -23,7 +23,6 @@ from shardwright.tensor.algorithms.cut_dim import (
     is_outside,
     like_cut,
 )
-from shardwright.tensor.spec import coords_of
 
 if TYPE_CHECKING:
     from shardwright.layout.layout import Layout
@@ -73,7 +72,7 @@ def run_scan(x: DTensor, dim: int, scan: Scan, dtypes: Sequence[torch.dtype]) ->
     local = x._local_tensor
     if is_outside(x):
         return tuple(like_cut(x, local.to(dtype)) for dtype in dtypes)
-    own = cut.own(x._spec.layout, coords_of(x.device_mesh) or ())
+    own = cut.own(x._spec.layout, x._spec.coords or ())
     pieces = cut.held[own].pieces
     parts = local.split([length for _, length in pieces], cut.dim) if pieces else ()
     states = [scan.along(part, cut.dim, start) for part, (start, _) in zip(parts, pieces, strict=True)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.remember import memo
 from shardwright.tensor.dispatch.prepared import Move, Prepared
-from shardwright.tensor.spec import Spec, SpecKind, Token, coords_of, spec_kind
+from shardwright.tensor.spec import Spec, SpecKind, Token, spec_kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -124,7 +124,7 @@ def _key(
 def _describe(value: Any, found: list[Any]) -> None:
     spec = getattr(value, "_spec", None)
     if spec is not None:
-        found.append(spec.kind or spec)
+        found.append(spec.kind or spec.token)
     elif isinstance(value, list | tuple):
         found.append(len(value))
         for part in value:
@@ -150,7 +150,7 @@ def _moves(form: AnySize, tensors: list[DTensor]) -> tuple[Move, ...] | None:
         else:
             spec = tensor._spec
             target = spec_kind(kind, spec.mesh, spec.use).spec(spec.layout.shape).layout
-            coords = coords_of(spec.mesh)
+            coords = spec.coords
             if coords is None:
                 return None
             local = target.local_shape(coords)

@@ -16,7 +16,7 @@ from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.written_memory import keep_apart
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_local
-from shardwright.tensor.spec import Spec, coords_of, spec_of
+from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.wrap import as_replicated, wrap
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _check(prepared: Prepared, func: torch._ops.OpOverload, out: Any) -> None:
 
 
 def _check_shape(spec: Spec, func: torch._ops.OpOverload, local: torch.Tensor, reason: str) -> None:
-    coords = coords_of(spec.mesh)
+    coords = spec.coords
     if coords is None:
         return
     expected = tuple(spec.layout.local_shape(coords))
@@ -241,7 +241,7 @@ def _fill_outs(prepared: Prepared, made: Any, locals_: list[torch.Tensor]) -> No
 def _identity(spec: Spec | None, like: DTensor) -> torch.Tensor | None:
     if spec is None:
         return None
-    coords = coords_of(spec.mesh)
+    coords = spec.coords
     layout: Layout = spec.layout
     shape = layout.local_shape(coords) if coords is not None else (0,)
     local = torch.empty(tuple(shape), dtype=layout.dtype, device=like._local_tensor.device)

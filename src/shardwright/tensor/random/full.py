@@ -164,7 +164,7 @@ def _write_back(func: torch._ops.OpOverload, given: torch.Tensor, whole: torch.T
             f"{func.name()}: out= is {layout}, the result has shape {tuple(whole.shape)}\n"
             "  fix: give an out= of that shape"
         )
-    coords = coords_of(given.device_mesh)
+    coords = given._spec.coords
     if coords is not None:
         given._local_tensor.copy_(layout.split(whole, coords))
 

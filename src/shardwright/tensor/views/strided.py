@@ -21,7 +21,7 @@ from shardwright.tensor.dispatch.ways.algorithm import finished
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_unasked
 from shardwright.tensor.plain.boundary import Own
-from shardwright.tensor.spec import Spec, coords_of, spec_of
+from shardwright.tensor.spec import Token, spec_of
 from shardwright.tensor.views import write_back
 from shardwright.tensor.views.take import ViewCall, view_call
 from shardwright.tensor.wrap import offset_of, wrap
@@ -91,14 +91,14 @@ def as_strided(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mappi
     given, size, stride, offset = _bound(func, args, kwargs)
     x, place, first = _placed(given, size, stride, offset)
     called = (x, size, stride, first)
-    decided = _decided(func, x._spec, size, stride, place)
+    decided = _decided(func, x._spec.token, size, stride, place)
     if decided is not None:
         out = decided.run(func, called, {}, [x])
         if x is not given and not copies(func):  # a view of the base, and not of its view that was given
             write_back.remember(out, func, called, {}, copied=False)
         return out
     whole = _gathered(func, x)
-    out = _known(_decided(func, whole._spec, size, stride, place)).run(func, called, {}, [whole])
+    out = _known(_decided(func, whole._spec.token, size, stride, place)).run(func, called, {}, [whole])
     if not copies(func):
         write_back.remember(out, func, called, {}, copied=True)
     return out
@@ -115,13 +115,13 @@ def as_strided_scatter(func: torch._ops.OpOverload, args: tuple[Any, ...], kwarg
     place = _inside(given, size, stride, offset)
     if place is None:
         raise RuleError(_leaves(given, size, stride, offset))
-    decided = _decided(aten.as_strided.default, x._spec, size, stride, place)
+    decided = _decided(aten.as_strided.default, x._spec.token, size, stride, place)
     if decided is None:
         x = _gathered(func, x)
-        decided = _known(_decided(aten.as_strided.default, x._spec, size, stride, place))
+        decided = _known(_decided(aten.as_strided.default, x._spec.token, size, stride, place))
     local, target = x._local_tensor.clone(), decided.results[0].layout.with_shape(size, dtype=values.dtype)
     moved = move_unasked(func.name(), values, target, "put where the tensor has it")
-    if coords_of(x.device_mesh) is not None:
+    if x._spec.coords is not None:
         decided.locals[0].put(local, moved)
     return wrap(local, x._spec)
 
@@ -135,8 +135,9 @@ def _bound(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
 
 @remembered(8192)
 def _decided(
-    func: torch._ops.OpOverload, spec: Spec, size: Shape, stride: Shape, place: int
+    func: torch._ops.OpOverload, token: Token, size: Shape, stride: Shape, place: int
 ) -> ViewCall | None:
+    spec = token.spec
     layout = spec.layout
     info = TensorInfo(tuple(layout.shape), tuple(layout.stride), layout.dtype)
     args = (info, size, stride, place)

@@ -184,7 +184,7 @@ def copied_reshape(
     """A reshape to this spec, the elements of the local tensor in their order; None for other ops."""
     if func._schema.name not in _RESHAPES:
         return None
-    coords = coords_of(spec.mesh)
+    coords = spec.coords
     if coords is None or "size" not in (a.name for a in func._schema.arguments):
         return None
     local = LocalView(spec.layout.local_shape(coords), None, None, overlaps=False)
@@ -329,7 +329,7 @@ def _seen(base: Layout, view: View, part: DTensor) -> Layout:
 def _embedded(
     func: torch._ops.OpOverload, spec: Spec, views: Sequence[View], parts: Sequence[DTensor]
 ) -> DTensor:
-    base, coords = spec.layout, coords_of(spec.mesh)
+    base, coords = spec.layout, spec.coords
     made: torch.Tensor | None = None
     for view, part in zip(views, parts, strict=True):
         values, target = _there(func, base, view, part)
@@ -352,7 +352,7 @@ def _scattered(
     layout = base._spec.layout
     if layout.pending_axes:
         return None
-    coords = coords_of(base.device_mesh)
+    coords = base._spec.coords
     moved, target = _there(func, layout, view, values)
     copied = layout.with_shape(layout.shape, stride)
     local = base._local_tensor.clone()

@@ -24,7 +24,6 @@ from shardwright.remember import remembered
 from shardwright.tensor.dispatch.overlapping import overlaps, refuse
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_local, unasked
-from shardwright.tensor.spec import coords_of
 from shardwright.views.aten import copies
 
 Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -232,7 +231,7 @@ def _root(x: DTensor) -> DTensor:
 def _overlay(view: DTensor, origin: _Origin) -> None:
     base = origin.base
     whole = move_local(view, _finished(view._spec.layout, everywhere=True), reason="write through a view")
-    coords = coords_of(base.device_mesh)
+    coords = base._spec.coords
     if coords is None:
         return
     values, touched = _blank(base), _blank(base)

@@ -9,7 +9,6 @@ import torch
 
 from shardwright.errors import RuleError
 from shardwright.tensor.move import whole_unasked
-from shardwright.tensor.spec import coords_of
 from shardwright.tensor.wrap import offset_of
 
 aten = torch.ops.aten
@@ -31,7 +30,7 @@ def equal(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, Any]
     left, right = args
     if tuple(left.shape) != tuple(right.shape):
         return False
-    if coords_of(left.device_mesh) is None:
+    if left._spec.coords is None:
         raise RuleError(
             "equal: this rank is no part of the tensors' mesh: only its ranks compare them\n"
             "  fix: ask on its ranks and broadcast the answer, or redistribute to a mesh of all ranks"

@@ -87,7 +87,7 @@ def _described(values: Sequence[Any]) -> Iterator[Any]:
     """What the decision depends on, flat; `1`, `1.0` and `True` must not look alike."""
     for value in values:
         if isinstance(value, DTensor):
-            yield value._spec
+            yield value._spec.token
         elif isinstance(value, torch.Tensor):
             yield value.shape
             yield value.dtype

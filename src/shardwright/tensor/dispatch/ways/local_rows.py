@@ -83,7 +83,7 @@ def run_on_parts(
     """
     tensors = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
     first = tensors[0]
-    if not isinstance(first, DTensor) or coords_of(first.device_mesh) is None:
+    if not isinstance(first, DTensor) or first._spec.coords is None:
         return NotImplemented
     layout, mesh = first._spec.layout, first.device_mesh
     order = _order_in_memory(layout)

@@ -11,7 +11,6 @@ from shardwright.comm.record import record_decision, recording
 from shardwright.compat import tree_leaves, tree_map
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import whole_unasked
-from shardwright.tensor.spec import coords_of
 
 
 def write_into_plain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -47,6 +46,6 @@ def _bring_back(owners: dict[int, DTensor], values: list[torch.Tensor]) -> None:
     """Each rank takes its part of what was written; where it holds the whole there is nothing to do."""
     for value in values:
         owner = owners.get(id(value))
-        coords = None if owner is None else coords_of(owner.device_mesh)
+        coords = None if owner is None else owner._spec.coords
         if owner is not None and coords is not None and owner._local_tensor is not value:
             owner._local_tensor.copy_(owner._spec.layout.split(value, coords))

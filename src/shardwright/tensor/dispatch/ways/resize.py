@@ -15,7 +15,7 @@ from shardwright.placement.base import Replicate
 from shardwright.tensor.distribute import own_part
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import whole_unasked
-from shardwright.tensor.spec import coords_of, spec_of
+from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import offset_of, wrap
 
 
@@ -42,7 +42,7 @@ def _resized(
     layout = Layout(
         x.device_mesh, placements, tuple(size), dtype=x.dtype, stride=tuple(whole.stride()), order=order
     )
-    coords = coords_of(x.device_mesh)
+    coords = x._spec.coords
     local = whole.new_empty(0) if coords is None else own_part(whole, layout, coords)
     made = wrap(local, spec_of(layout, x.device_mesh, x._spec.use), offset=offset_of(x))
     x.data = made  # what torch knows of sizes and strides
