@@ -22,6 +22,24 @@ _REDUCE = ("sum", "mean", "prod", "amax", "amin", "max", "min", "all", "any", "a
 _ONE_VALUE = ("fill_", "zero_", "fill_diagonal_", "requires_grad_")
 
 
+_COMPARISONS = frozenset(f".{name}_" for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+
+
+def slips(step: Step, env: Env) -> bool:
+    """Does one device take or refuse the step by a slip?
+
+    A comparison in place of a view whose base was written takes the view for a leaf, until someone looks at
+    its `grad_fn`. A contraction of small integers mixes types that its kernels refuse, unless it is empty.
+    """
+    given = [env[value.name] for value in values_in(step.args) if isinstance(value, Ref)]
+    if step.call in _COMPARISONS:
+        return given[0]._is_view() and given[0].requires_grad
+    small = [
+        x for x in given if isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())
+    ]
+    return step.call == "torch.einsum" and any(x.dtype != torch.int64 for x in small)
+
+
 def collides(step: Step, env: Env) -> bool:
     """Does the step read places that it writes, for another element?"""
     target = _target(step, env)

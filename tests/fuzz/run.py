@@ -145,7 +145,22 @@ def _call(step: Step, env: Env, device: Device) -> Any:
         return _BUILTINS[call](*args)
     if call.startswith("."):
         return getattr(args[0], call[1:])(*args[1:], **kwargs)
+    if call == "torch.autograd.grad":
+        return [
+            _own(grad, kwargs.get("create_graph", False)) for grad in torch.autograd.grad(*args, **kwargs)
+        ]
     return function_of(call)(*args, **kwargs)
+
+
+def _own(grad: torch.Tensor | None, in_graph: bool) -> torch.Tensor | None:
+    """In memory of its own: whether a gradient is a view of the one that was given, no promise of torch says.
+
+    On one device it depends on whether a view was written meanwhile: then torch copies, where it repeats the
+    views for any other tensor.
+    """
+    if grad is None:
+        return None
+    return grad.clone() if in_graph else grad.detach().clone()
 
 
 def _hooked(x: torch.Tensor, text: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.hazards import collides
+from tests.fuzz.hazards import collides, slips
 from tests.fuzz.placing import draw_placements
 from tests.fuzz.program import Leaf, Program, Ref, Step
 from tests.fuzz.run import Env, Plain, execute, resolved, versions
@@ -171,11 +171,12 @@ class Scope:
                 execute(step, self.env, Plain())
         except Exception as error:
             self.env.pop("?", None)
-            if self.chance(_KEPT_ERRORS[_kind_of_call(call, form)]) and _is_refusal(error):
+            kept = self.chance(_KEPT_ERRORS[_kind_of_call(call, form)]) and _is_refusal(error)
+            if kept and not slips(step, self.env):
                 self.steps.append(replace(step, outs=(self.name(),) if result else ()))
                 raise Ends from error
             raise Nope from error
-        if collides(step, self.env):
+        if collides(step, self.env) or slips(step, self.env):
             raise Nope
         value = self.env.pop("?", None)
         outs = self._named(value) if result else {}

@@ -27,16 +27,17 @@ SAFETY = 8.0
 
 
 class Noisy(Plain):
-    """One device whose every intermediate is moved by about its rounding."""
+    """One device whose every intermediate is moved by about its rounding, or by so many times that."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, times: float = 1.0) -> None:
         self._generator = torch.Generator().manual_seed(seed)
+        self._times = times
 
     def after(self, env: Env, names: tuple[str, ...]) -> None:
         for name in names:
-            self.move(env[name])
+            self.shake(env[name])
 
-    def move(self, x: object) -> None:
+    def shake(self, x: object) -> None:
         """Move a tensor of floats in place, each element by a random part of its rounding."""
         if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
             return
@@ -44,7 +45,7 @@ class Noisy(Plain):
             return
         data = x.data
         noise = torch.rand(x.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
-        eps = torch.finfo(x.dtype).eps
+        eps = self._times * torch.finfo(x.dtype).eps
         data.copy_(data.to(torch.complex128 if x.is_complex() else torch.float64) * (1 + eps * noise))
 
 
@@ -59,7 +60,7 @@ class _Inside(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not any(made.alias_info for made in func._schema.returns):
             for x in tree_leaves(out):
-                self._noise.move(x)
+                self._noise.shake(x)
         return out
 
 
@@ -73,21 +74,29 @@ class Truth:
 
     program: Program
     wanted: Outcome
-    _noisy: dict[bool, list[Outcome]] = field(default_factory=dict)
+    _noisy: dict[tuple[bool, float], list[Outcome]] = field(default_factory=dict)
 
-    def noisy(self, *, inside: bool = False) -> list[Outcome]:
-        """The runs under noise that end as the reference does; inside: noise in the ops of a step too."""
-        if inside not in self._noisy:
-            runs = [self._run(Noisy(seed), inside) for seed in range(RUNS)]
-            self._noisy[inside] = [
+    def noisy(self, *, inside: bool = False, times: float = 1.0) -> list[Outcome]:
+        """The runs under noise that end as the reference does.
+
+        inside: noise in the ops of a step too. times: so many times the rounding.
+        """
+        key = inside, times
+        if key not in self._noisy:
+            runs = [self._run(Noisy(seed, times), inside) for seed in range(RUNS)]
+            self._noisy[key] = [
                 r
                 for r in runs
                 if r.step == self.wanted.step and (r.error is None) == (self.wanted.error is None)
             ]
-        return self._noisy[inside]
+        return self._noisy[key]
+
+    def decided_by_rounding(self) -> list[Outcome]:
+        """Runs under as much noise as floats may differ by: an integer that moves is rounding's."""
+        return [o for inside in (False, True) for o in self.noisy(inside=inside, times=SAFETY)]
 
     def _run(self, noise: Noisy, inside: bool) -> Outcome:
-        with _Inside(noise) if inside else nullcontext():
+        with torch.enable_grad(), _Inside(noise) if inside else nullcontext():
             return run(self.program, noise)
 
 

@@ -6,6 +6,7 @@ with `out=`, in lists and through views; each of these decides and writes on a w
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -152,9 +153,11 @@ def has_facts(op: Overload) -> bool:
 
 
 def op_named(name: str) -> Overload:
-    """The overload that `op.name()` names."""
-    packet, _, overload = name.removeprefix("aten::").partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    """The overload that `op.name()` names; some are made when their module is imported."""
+    importlib.import_module("torch.nn.modules.linear_cross_entropy")
+    home, _, form = name.partition("::")
+    packet, _, overload = form.partition(".")
+    return getattr(getattr(getattr(torch.ops, home), packet), overload or "default")
 
 
 def smallest(samples: Sequence[Sample], count: int) -> list[Sample]:

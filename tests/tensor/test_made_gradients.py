@@ -60,6 +60,12 @@ TWICE = {
     "reflected": (torch.nn.ReflectionPad2d(1), 2),
     "replicated": (lambda x: functional.pad(x, (1, 1), mode="replicate"), 1),
     "prelu": (lambda x: torch.prelu(x, x.detach().flatten()[:1]), 1),
+    "average over areas": (lambda x: functional.interpolate(x, 2, mode="area"), 1),
+    "abs": (torch.abs, 1),
+    "abs in place": (lambda x: x.clone().abs_(), 1),
+    "l1_loss": (lambda x: functional.l1_loss(x, x.detach() * 2), 1),
+    "sum of magnitudes": (lambda x: torch.linalg.vector_norm(x, 1), 1),
+    "largest magnitude": (lambda x: torch.linalg.vector_norm(x, float("inf"), dim=1), 1),
 }
 
 
@@ -68,10 +74,16 @@ def _lie_twice():
         for cut in (sw.Shard(0), sw.Shard(1), sw.Replicate()):
             plain = full(2, 3, *(4,) * dims).requires_grad_()
             ours = place(plain.detach(), (cut,), requires_grad=True)
+            found = []
             for x in (plain, ours):
                 (first,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+                first.sum().backward(retain_graph=True)
+                (alone,) = torch.autograd.grad(first.sum(), x, retain_graph=True)
                 first.pow(2).sum().backward()
+                found.append(alone)
             assert isinstance(ours.grad, sw.DTensor), (name, cut)
+            assert isinstance(found[1], sw.DTensor), (name, cut)
+            close(found[1], found[0] + 0, name)
             close(ours.grad, plain.grad, name)
 
 

@@ -17,7 +17,7 @@ from shardwright.compat import modes_on, tree_leaves, tree_map_only
 from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.tensor import proxies
-from shardwright.tensor.dispatch import other_sizes, torch_shardings, written_memory
+from shardwright.tensor.dispatch import memory_order, other_sizes, torch_shardings, written_memory
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.run import check_simple, is_simple, run, run_simple
@@ -27,6 +27,7 @@ from shardwright.tensor.dispatch.ways.plain_target import write_into_plain
 from shardwright.tensor.dispatch.ways.steps import Steps
 from shardwright.tensor.dispatch.ways.table import Handler, decide, handler_of
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.plain import made_gradients
 from shardwright.tensor.plain.replicated import distributed, replicate_plain
 from shardwright.tensor.spec import Spec
 from shardwright.tensor.views import offsets, take, write_back
@@ -72,6 +73,10 @@ def _whole_route_of(func: torch._ops.OpOverload) -> Handler:
     route = _route_of(func)
     if offsets.begins_as_its_operand(func):
         route = partial(offsets.as_on_one_device, route)
+    if memory_order.asks(func):
+        route = partial(memory_order.as_described, route)
+    if made_gradients.asks(func):
+        route = partial(made_gradients.awaited, route)
     if write_back.is_view(func) or not written_memory.asks(func):
         return route
     return partial(_where_it_may_write, route)

@@ -12,6 +12,7 @@ from shardwright.compat import tree_flatten, tree_unflatten
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.rules.identity import identity_of
+from shardwright.tensor.dispatch.memory_order import as_made
 from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.written_memory import keep_apart
 from shardwright.tensor.dtensor import DTensor
@@ -194,11 +195,19 @@ def _wrap(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
 def _check(prepared: Prepared, func: torch._ops.OpOverload, out: Any) -> None:
     """The law that a rule promised: local results have the shapes that the layouts give this rank.
 
+    New results get the strides that the kernel gave them.
+
     Raises: LayoutError: a rule is wrong. Never a wrong value in silence.
     """
-    for local, spec in zip(tree_flatten(out)[0], prepared.results, strict=False):
+    results = list(prepared.results)
+    flat = tree_flatten(out)[0]
+    is_new = [returned.alias_info is None for returned in func._schema.returns]
+    for place, (local, spec) in enumerate(zip(flat, prepared.results, strict=False)):
         if spec is not None and isinstance(local, torch.Tensor):
             _check_shape(spec, func, local, prepared.reason)
+            if local.stride() != spec.layout.stride and len(is_new) == len(flat) and is_new[place]:
+                results[place] = as_made(spec, local)
+    prepared.results = tuple(results)
     prepared.checked = True
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.comm.traced import is_traced
 from shardwright.compat import EnableTorchFunction
 from shardwright.tensor.plain import boundary
+from shardwright.tensor.plain.made_gradients import laid_out
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,11 +58,12 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
     starts, ends = _sequence(outputs), _sequence(inputs)
     asks_more = kwargs.get("materialize_grads") or kwargs.get("is_grads_batched") or args[4:]
     if asks_more or not _as_edges((*starts, *ends)):
-        return torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
+        found = torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
+        return laid_out(found, ends)
     seeds = _seeds(starts, _sequence(grad_outputs))
     begin, end = _edges(starts), _edges(ends)
     with EnableTorchFunction():
-        return torch.autograd.grad(begin, end, seeds, *args, **kwargs)
+        return laid_out(torch.autograd.grad(begin, end, seeds, *args, **kwargs), ends)
 
 
 def _sequence(given: Any) -> tuple[Any, ...]:

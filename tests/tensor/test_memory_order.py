@@ -1,0 +1,77 @@
+"""Derivatives that look at a tensor's strides see how it lies, and strides are what kernels gave."""
+
+import torch
+
+import shardwright as sw
+from shardwright.testing.meshes import rank_mesh
+
+from .cases import close, full, place
+
+_PRE = {
+    "as it is": lambda x: x,
+    "transposed": lambda x: x.mT,
+    "of a decomposition": lambda x: torch.linalg.svd(x)[2] + 2 * torch.linalg.svd(x)[2].triu(),
+    "columns of one": lambda x: torch.linalg.qr(x)[0] + 2 * torch.linalg.qr(x)[0].triu(),
+    "inverse": torch.linalg.inv,
+}
+_CALLS = {
+    "det": torch.linalg.det,
+    "slogdet": lambda x: torch.linalg.slogdet(x)[1],
+    "solve": lambda x: torch.linalg.solve(x, x[0]),
+}
+
+
+def _derivatives(x, call):
+    (first,) = torch.autograd.grad(call(x).exp().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.abs().sum(), x)
+    return first, second
+
+
+def _determinants():
+    for dtype in (torch.float64, torch.complex128):
+        value = full(4, 4).to(dtype) + torch.eye(4)
+        for cut in (sw.Replicate(), sw.Shard(0), sw.Shard(1)):
+            for prepared, before in _PRE.items():
+                for name, call in _CALLS.items():
+                    plain, ours = (before(x).detach().requires_grad_() for x in (value, place(value, (cut,))))
+                    found = [_derivatives(x, lambda x, call=call: call(x).abs()) for x in (plain, ours)]
+                    for wanted, got in zip(*found, strict=True):
+                        close(got, wanted, f"{name} {prepared} {cut}")
+
+
+def _of_strides_that_are_said():
+    value = full(4, 4).double() + torch.eye(4)
+    mesh = rank_mesh((2,))
+    for local, stride in ((value.mT, (4, 1)), (value, (1, 4))):
+        ours = sw.DTensor.from_local(
+            local, mesh, [sw.Replicate()], shape=torch.Size((4, 4)), stride=stride
+        ).requires_grad_()
+        plain = local.clone().requires_grad_()
+        for x in (ours, plain):
+            torch.linalg.det(x).backward()
+        close(ours.grad, plain.grad, str(stride))
+
+
+def _as_the_kernels_have_it():
+    value = full(2, 4, 6)
+    calls = {
+        "svd": lambda x: torch.linalg.svd(x)[2],
+        "rfftn": torch.fft.rfftn,
+        "hfft2": lambda x: torch.fft.hfft2(x.to(torch.complex64)),
+        "floor_divide": lambda x: torch.floor_divide(x.mT, x.mT + 9),
+    }
+    for name, call in calls.items():
+        ours, plain = call(place(value, (sw.Replicate(),))), call(value)
+        assert ours.stride() == plain.stride() == ours.to_local().stride(), name
+
+
+def test_determinants_have_their_derivatives_however_they_lie(ranks):
+    ranks(2, _determinants)
+
+
+def test_a_stride_that_is_said_is_no_stride_that_is(ranks):
+    ranks(2, _of_strides_that_are_said)
+
+
+def test_results_lie_as_kernels_put_them(ranks):
+    ranks(2, _as_the_kernels_have_it)
