@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from tests.compositions.models import MODELS, build
 
 STEPS = 2
 RATE, LIMIT = 0.3, 1.0  # of SGD; of the gradients' norm
+_ALONE = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class StepFacts:
 
 
 def one_device(case: Case) -> tuple[StepFacts, ...]:
-    """The steps of the case's model on one device."""
-    return _run(case.model, case.variant, case.composition.data_ranks)
+    """The steps of the case's model on one device; by one thread at a time, for all draw from one generator."""
+    with _ALONE:
+        return _run(case.model, case.variant, case.composition.data_ranks)
 
 
 @functools.lru_cache(maxsize=64)
