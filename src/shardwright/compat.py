@@ -22,6 +22,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrap
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
@@ -68,6 +69,22 @@ pad_kernel = torch._C._nn.pad
 modes_stack = _python_dispatch._get_current_dispatch_mode_stack
 preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
 without_modes = _python_dispatch._disable_current_modes
+
+
+class WithoutTangents:
+    """Forward-mode derivatives are off inside.
+
+    What torch registers for tensors without data calls overload packets, and a packet writes the arguments
+    down for each overload that does not take them: a tensor's text asks for its tangent, which below
+    autograd nobody can give. The error leaves the process without autograd.
+    """
+
+    def __enter__(self) -> None:
+        self._level = forward_ad._current_level
+        forward_ad._current_level = -1
+
+    def __exit__(self, *error: object) -> None:
+        forward_ad._current_level = self._level
 
 
 class TensorClass(torch._C._TensorMeta):

@@ -35,7 +35,7 @@ class StepFacts:
 
 
 def one_device(case: Case) -> tuple[StepFacts, ...]:
-    """The steps of the case's model on one device; by one thread at a time, for all draw from one generator."""
+    """The steps of the case's model on one device: one thread at a time, for all draw from one generator."""
     with _ALONE:
         return _run(case.model, case.variant, case.composition.data_ranks)
 

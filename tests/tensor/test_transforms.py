@@ -90,6 +90,31 @@ def test_a_transformed_function_is_that_of_one_device(ranks, name):
     ranks(2, _transformed, name, timeout=150)
 
 
+def _written_in_forward_mode():
+    """Ops that torch describes with an overload packet: it writes its arguments down, tangents and all."""
+    shapes = (4, 6), (4, 6), (4, 6)
+    calls = {
+        "lerp_": lambda x, y, z: (x * 2).lerp_(y, z),
+        "quantile": lambda x, y, z: (x * y + z).quantile(0.3, dim=1),
+        "hypot_": lambda x, y, z: (x + z).hypot_(y),
+    }
+    for name, call in calls.items():
+        for cut in (sw.Shard(0), sw.Shard(1), sw.Replicate()):
+            values = [full(*shape, seed=seed).double() for seed, shape in enumerate(shapes)]
+            found = []
+            for made in (lambda x: x.clone(), lambda x, cut=cut: place(x, (cut,))):
+                x, y, z = (made(value) for value in values)
+                with forward_ad.dual_level():
+                    out = call(forward_ad.make_dual(x, z), forward_ad.make_dual(y, x), z)
+                    found.append(forward_ad.unpack_dual(out))
+            for got, wanted in zip(found[1], found[0], strict=True):
+                close(got, wanted, f"{name} {cut}")
+
+
+def test_what_is_written_has_its_tangent(ranks):
+    ranks(2, _written_in_forward_mode)
+
+
 def _models():
     """Law: per-sample gradients, a gradient of `functional_call` and a Hessian are those of one device."""
     layer, rows = torch.nn.Linear(4, 4, dtype=torch.float64), full(5, 4, dtype=torch.float64)

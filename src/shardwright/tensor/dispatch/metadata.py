@@ -10,6 +10,7 @@ import torch
 from shardwright.compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    WithoutTangents,
     tree_flatten,
     tree_map_only,
     without_modes,
@@ -68,7 +69,7 @@ def result_infos(
 
     Raises: DataDependentError; what the op itself raises for these shapes.
     """
-    with without_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad(), WithoutTangents():
         meta_args, meta_kwargs = tree_map_only(DTensor, _meta, (args, dict(kwargs)))
         if "device" in meta_kwargs:
             meta_kwargs["device"] = torch.device("meta")
@@ -146,7 +147,7 @@ def infos_of(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[TensorInfo | None, ...]:
     """As `result_infos`, of arguments that are described by `TensorInfo`."""
-    with without_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad(), WithoutTangents():
         meta_args, meta_kwargs = tree_map_only(TensorInfo, _meta, (args, dict(kwargs)))
         out = _without_data(func)(*meta_args, **meta_kwargs)
         return tuple(_info(value) for value in tree_flatten(out)[0])
