@@ -10,7 +10,7 @@
 #   make rules    every rule checked, its facts in every form of its op, and every planted wrong one caught
 #   make models   twenty architectures of transformers in three shardings beside one device
 #   make witness  what the process groups were asked to do beside what `sw.trace()` lists
-#   make explain  what `sw.explain` says of the operators of a sample beside a trace of them
+#   make explain  what `sw.explain` and `sw.explicit` say of operators beside a trace of them
 #   make compositions  strategies together on whole models, beside one device
 #   make walks    how many functions and files a call walks through, torch beside it; none above its ceiling
 #   make corpus   what the library decides in tens of thousands of cases beside what is stored

@@ -1,4 +1,4 @@
-"""What `explain` says of the ops that the sample of the operator sweep runs, beside what they sent."""
+"""What `explain` and `explicit` say of the ops of the operator sweep's sample, beside what they sent."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import shardwright as sw
-from shardwright.errors import RuleError
+from shardwright.errors import ImplicitRedistributionError, RuleError
 from shardwright.show.op import overload_of
 from shardwright.testing import rank_mesh
-from tests.ops.database import operators, samples_of, seed
+from tests.ops.database import dtypes_of, operators, samples_of, seed
 from tests.ops.placing import copied, placed
 from tests.ops.sample import chosen
 
@@ -76,8 +76,12 @@ class Compare(TorchDispatchMode):
             told = sw.explain(func, *given, rank=dist.get_rank(), **named)
         except RuleError:
             told = None
+        refused, sent = in_explicit(func, args, kwargs)
         with sw.trace() as t:
             out = func(*args, **kwargs)
+        if refused != bool(t.collectives) or sent:
+            said = f"inside explicit() it is {'' if refused else 'not '}refused and sends {sent}"
+            self.differing.append(f"{key}: ran {events(t)}; {said}")
         if told is None or told.rehearsal is None:
             self.untold.add(func.name())
         else:
@@ -85,26 +89,58 @@ class Compare(TorchDispatchMode):
         return out
 
     def _note(self, key, told, t):
-        ran = sorted((e.op, e.axis, e.bytes_sent) for e in t.collectives)
-        said = sorted((e.op, e.axis, e.bytes_sent) for e in told.rehearsal.collectives)
+        ran, said = events(t), events(told.rehearsal)
         whole = any(d.reason.startswith("fallback") for d in t.decisions)
         if ran != said or whole != told.fallback or (not ran and any(told.moves)):
             self.differing.append(f"{key}: ran {ran}, {whole}; said {said}, {told.fallback}, {told.moves}")
 
 
+def in_explicit(func, args, kwargs):
+    """Whether the op is refused inside `explicit()`, and what it sent there; what it writes are copies."""
+    if func._schema.is_mutable:
+        args, kwargs = tree_map_only(sw.DTensor, lambda x: x.detach().clone(), (args, kwargs))
+    with sw.trace() as t, sw.explicit():
+        try:
+            func(*args, **kwargs)
+        except ImplicitRedistributionError:
+            return True, events(t)
+    return False, events(t)
+
+
+def events(t):
+    """What a trace lists, in an order of its own."""
+    return sorted((e.op, e.axis, e.bytes_sent) for e in t.collectives)
+
+
 def sample(kinds, names=None, sizes=(2,)):
-    """All ops of the sample under these kinds of placements, forward, one input each."""
+    """The ops of the sample, or of these operators, under these kinds, forward, one input each."""
     warnings.simplefilter("ignore")
     mesh, known, comparing = rank_mesh(sizes, ("dp", "tp")[: len(sizes)]), operators(), Compare()
     for name in names or chosen(known):
         info = known[name]
-        for _, one in samples_of(info, torch.float32, 1, "sample"):
-            for kind in kinds:
-                x, args, kwargs = placed(copied((one.input, one.args, one.kwargs)), kind, mesh, mixed=False)
-                seed()
-                with torch.no_grad(), comparing:
-                    info(x, *args, **kwargs)
+        for dtype in dtypes_of(info, (torch.float32, torch.int64))[:1]:
+            for _, one in samples_of(info, dtype, 1, "sample"):
+                for kind in kinds:
+                    with torch.no_grad():
+                        run_sample(info, one, kind, mesh, comparing)
     return Said(tuple(comparing.differing), len(comparing.seen), tuple(sorted(comparing.untold)))
+
+
+def run_sample(info, one, kind, mesh, comparing):
+    """One operator on one sample; what one device refuses is nobody's."""
+    try:
+        seed()
+        x, args, kwargs = copied((one.input, one.args, one.kwargs))
+        info(x, *args, **kwargs)
+    except Exception:  # noqa: BLE001  whatever it is, one device raises it too
+        return
+    x, args, kwargs = placed(copied((one.input, one.args, one.kwargs)), kind, mesh, mixed=False)
+    seed()
+    with comparing:
+        try:
+            info(x, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001  it is reported
+            comparing.differing.append(f"{info.full_name} under {kind}: {error!r}")
 
 
 def composite():

@@ -127,9 +127,14 @@ def program_of(
     known = plan.for_rank.get(key)
     if isinstance(known, Program) and known.mesh is mesh:
         return known
-    in_groups = packed or is_traced(like) or like.device.type != "cpu"
+    in_groups = packed or is_traced(like) or _on_accelerator(like)
     made = plan.for_rank[key] = Program(plan, mesh, seat, in_groups=in_groups)
     return made
+
+
+def _on_accelerator(like: Tensor) -> bool:
+    """Where it lies; without data, in a rehearsal, where a tensor of this machine would."""
+    return torch.accelerator.is_available() if like.is_meta else like.device.type != "cpu"
 
 
 def seat_of(plan: Plan, mesh: DeviceMesh | None) -> Seat | None:

@@ -113,6 +113,8 @@ def explain(
     Cost: none.
     """
     overload = overload_of(op)
+    if "device" in named:  # what goes where is the same on any
+        named["device"] = torch.device("meta")
     layouts = tuple(value for value in tree_flatten((operands, named))[0] if isinstance(value, Layout))
     keywords = tuple((name, _described(value)) for name, value in named.items())
     call = Call(overload, tuple(map(_described, operands)), keywords, _results(overload, operands, named))
@@ -208,4 +210,4 @@ def _meta(value: Any) -> Any:
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
     if isinstance(value, list | tuple):
         return [_meta(v) for v in value]
-    return value
+    return torch.device("meta") if isinstance(value, torch.device) else value

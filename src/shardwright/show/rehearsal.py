@@ -72,6 +72,7 @@ def rehearse(
             torch.random.fork_rng(devices=[]),
         ):
             args, kwargs = tree_map_only(Layout, lambda x: _prop(x, mesh), (tuple(operands), dict(named)))
+            args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
             with parts:
                 results = op(*args, **kwargs)
     except (RuntimeError, NotImplementedError):  # what asks for values, or for a kernel that there is not

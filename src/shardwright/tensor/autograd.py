@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.placement.base import Pending
 from shardwright.tensor.between import acceptable_between
 from shardwright.tensor.local_use import kept_spec, restore_axes
-from shardwright.tensor.move import move_local
+from shardwright.tensor.move import move_asked
 from shardwright.tensor.spec import spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours, up_to_date, wrap
 
@@ -73,7 +73,7 @@ class FromLocal(torch.autograd.Function):
         if differentiated(grad):
             moved = apply(Redistribute, grad, target, grad.device_mesh)
             return apply(ToLocal, moved, finished(target)), None, None, None
-        local = move_local(grad, target, reason="gradient of from_local")
+        local = move_asked(grad, target, reason="gradient of from_local")
         return local, None, None, None
 
 
@@ -106,7 +106,7 @@ class Redistribute(torch.autograd.Function):
         ctx.source, ctx.mesh = x._spec.layout, x.device_mesh
         ctx.set_materialize_grads(False)
         up_to_date(x)
-        local = move_local(x, target, reason="redistribute")
+        local = move_asked(x, target, reason="redistribute")
         if local is x._local_tensor:
             local = local.view_as(local)
         return wrap(local, spec_of(target, mesh, x._spec.use if mesh == x.device_mesh else None))
@@ -118,7 +118,7 @@ class Redistribute(torch.autograd.Function):
         target = acceptable_gradient(ctx.source, grad._spec.layout)
         if differentiated(grad):
             return apply(Redistribute, grad, target, ctx.mesh), None, None
-        local = move_local(grad, target, reason="gradient of redistribute")
+        local = move_asked(grad, target, reason="gradient of redistribute")
         return wrap(local, spec_of(target, ctx.mesh)), None, None
 
 
@@ -180,7 +180,7 @@ class Localize(torch.autograd.Function):
 def _brought_to(inner: Spec, grad: DTensor) -> DTensor:
     """A gradient in the layout that the computation saw the parameter in, finished."""
     target = with_dtype(finished(inner.layout), grad.dtype)
-    return wrap(move_local(grad, target, reason="gradient of a parameter"), spec_of(target, inner.mesh))
+    return wrap(move_asked(grad, target, reason="gradient of a parameter"), spec_of(target, inner.mesh))
 
 
 def _own_copy(local: torch.Tensor, parameter: DTensor | None) -> torch.Tensor:
@@ -210,7 +210,7 @@ class RestoreAxes(torch.autograd.Function):
         if grad is None:
             return None, None
         target = with_dtype(finished(ctx.layout), grad.dtype)
-        local = move_local(grad, target, reason="second gradient of a parameter")
+        local = move_asked(grad, target, reason="second gradient of a parameter")
         if ctx.inner is None:
             return local, None
         left = dict(zip(target.axes, target.placements, strict=True))

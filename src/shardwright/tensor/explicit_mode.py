@@ -12,8 +12,6 @@ from shardwright.plan.decide import plan_redistribution
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
-
     from shardwright.layout.layout import Layout
     from shardwright.tensor.dtensor import DTensor
 
@@ -52,28 +50,14 @@ def is_explicit() -> bool:
     return _mode.explicit
 
 
-def refuse_to_finish(x: DTensor, target: Layout, why: str) -> None:
-    """Raise, while `explicit()` is active, for a step that reduces a pending value."""
-    if not _mode.explicit:
-        return
-    cost = plan_redistribution(x._spec.layout, target).total_bytes
-    if cost:
+def refuse_exchange(op: str, sent: int, what: str) -> None:
+    """Raise, while `explicit()` is active, for an op whose ranks exchange what they made while it runs."""
+    if _mode.explicit and sent:
         raise ImplicitRedistributionError(
-            f"{why}: needs an implicit redistribution (explicit mode allows none): it finishes terms\n"
-            f"  {x._spec.layout} -> {target}     {cost} B over all ranks\n"
-            "  fix:  redistribute the operand of the op so that the dim it works along is whole"
+            f"{op}: would {what}, about {sent} B sent by each rank (explicit mode allows no implicit "
+            "communication)\n"
+            "  fix:  redistribute the operands so that the dim along which the op works is whole"
         )
-
-
-def refuse_exchange(op: torch._ops.OpOverload, sent: int, tensors: list[DTensor], what: str) -> None:
-    """Raise, while `explicit()` is active, for an op that would communicate while it runs."""
-    if not _mode.explicit or not sent:
-        return
-    lines = [f"{op.name()}: would {what} (explicit mode allows no implicit communication)"]
-    lines += [f"  operand {index}  {x._spec.layout}" for index, x in enumerate(tensors)]
-    lines.append(f"  about {sent} B sent by each rank")
-    lines.append("  fix:  redistribute the operands so that the dim along which the op works is whole")
-    raise ImplicitRedistributionError("\n".join(lines))
 
 
 def refuse_moves(op: str, x: DTensor, target: Layout, why: str) -> None:

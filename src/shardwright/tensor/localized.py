@@ -20,7 +20,7 @@ import torch
 from shardwright.placement.base import Replicate
 from shardwright.tensor.autograd import Localize, apply
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.move import unasked
+from shardwright.tensor.move import announce
 from shardwright.tensor.plain import boundary
 
 if TYPE_CHECKING:
@@ -98,5 +98,5 @@ def _without_pending(x: DTensor) -> DTensor:
     if not pending:
         return x
     target = x._spec.layout.with_placements(pending)
-    unasked("local use", x, target, "a pending value meets local tensors")
+    announce("local use", x, target, "a pending value meets local tensors")
     return x.redistribute(pending)

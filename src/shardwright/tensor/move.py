@@ -1,4 +1,8 @@
-"""Moving the local tensor of a DTensor to another layout: the one place that plans and executes."""
+"""The one door through which elements move: refused where nobody asked for it, recorded, sent.
+
+Nothing else in this layer plans and executes, but for lists (`move_many.py`) and what is sent while the
+program goes on (`under_way.py`), both of which the program wrote. `lint-imports` says so.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,19 @@ from shardwright.tensor.explicit_mode import refuse_moves
 from shardwright.tensor.wrap import up_to_date
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
     from shardwright.layout.layout import Layout
     from shardwright.tensor.dtensor import DTensor
 
 
-def move_local(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
-    """The local tensor that this rank holds once `x` has the layout `target` (the same object if it has it).
+def move_asked(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
+    """What this rank holds once `x` has the layout `target`, as the program wrote or `announce` said before.
 
-    Not differentiable: autograd lies above. Cost: what `plan_redistribution(sw.layout_of(x), target)` states.
+    The local tensor of `x` itself if it has that layout. Not differentiable: autograd lies above. Cost: what
+    `plan_redistribution(sw.layout_of(x), target)` states.
     """
     source = x._spec.layout
     if source is target or source == target:
@@ -38,8 +45,51 @@ def move_local(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
     return moved if coords is None else moved.expand(target.local_shape(coords))
 
 
-def unasked(op: str, x: DTensor, target: Layout, why: str) -> None:
-    """What the program did not write is said before it happens: refused inside `explicit()`, else recorded.
+def move_operands(
+    op: str,
+    wanted: Sequence[tuple[DTensor, Layout]],
+    why: str,
+    *,
+    refuse: Callable[[], None] | None = None,
+    kind: str = "redistribute",
+) -> list[torch.Tensor]:
+    """The local tensors of an op's operands in the layouts that it needs: refuse, record, move.
+
+    Args:
+        op: its name.
+        wanted: operands and their layouts.
+        why: for people.
+        refuse: raises in the op's own words inside `explicit()`, for all operands at once; without it each
+            operand is refused alone.
+        kind: what the record calls it.
+    Raises: ImplicitRedistributionError: inside `explicit()`, before anything is sent.
+    """
+    if refuse is not None:
+        refuse()
+    else:
+        for x, target in wanted:
+            refuse_moves(op, x, target, why)
+    moved = []
+    for x, target in wanted:
+        if recording() and x._spec.layout != target:
+            record_decision(op, f"{kind}: {why}", f"{x._spec.layout} -> {target}")
+        moved.append(move_asked(x, target, reason=f"{op}: {why}"))
+    return moved
+
+
+def move_unasked(op: str, x: DTensor, target: Layout, why: str) -> torch.Tensor:
+    """`move_operands` of one operand."""
+    return move_operands(op, [(x, target)], why)[0]
+
+
+def whole_unasked(op: str, x: DTensor, why: str) -> torch.Tensor:
+    """All finished elements, which an op needs that the program did not write so: refuse, record, gather."""
+    up_to_date(x)
+    return move_unasked(op, x, x._spec.layout.replicated(), why)
+
+
+def announce(op: str, x: DTensor, target: Layout, why: str) -> None:
+    """Refuse and record a move that comes later, before anything is changed.
 
     Raises: ImplicitRedistributionError: inside `explicit()`, where the move would send something.
     """
@@ -48,15 +98,3 @@ def unasked(op: str, x: DTensor, target: Layout, why: str) -> None:
     refuse_moves(op, x, target, why)
     if recording():
         record_decision(op, f"redistribute: {why}", f"{x._spec.layout} -> {target}")
-
-
-def move_unasked(op: str, x: DTensor, target: Layout, why: str) -> torch.Tensor:
-    """`move_local` that the op needs and the program did not write: refuse, record, move."""
-    unasked(op, x, target, why)
-    return move_local(x, target, reason=f"{op}: {why}")
-
-
-def whole_unasked(op: str, x: DTensor, why: str) -> torch.Tensor:
-    """All finished elements, which an op needs that the program did not write so: refuse, record, gather."""
-    up_to_date(x)
-    return move_unasked(op, x, x._spec.layout.replicated(), why)

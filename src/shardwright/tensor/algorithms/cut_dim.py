@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwright.comm.execute import execute
 from shardwright.layout.applied import cut_form
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.placement.shard import Shard
-from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import remembered
 from shardwright.rules.algorithms.algorithm import cutting_axes
 from shardwright.rules.decision import LabelSize
+from shardwright.tensor.move import announce, move_asked
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import wrap
 
@@ -75,6 +74,7 @@ def find_cut(layout: Layout, dim: int) -> CutDim | None:
 def gather_along(x: DTensor, cut: CutDim, local: torch.Tensor, why: str) -> torch.Tensor:
     """Every combination's `local`, one after the other along the dim; all have the same length there.
 
+    Raises: ImplicitRedistributionError: inside `explicit()`.
     Cost: an all-gather of `local` over the axes that cut the dim.
     """
     layout = x._spec.layout
@@ -84,7 +84,9 @@ def gather_along(x: DTensor, cut: CutDim, local: torch.Tensor, why: str) -> torc
     source = Layout(layout.mesh_shape, placements, shape, dtype=local.dtype, order=layout.order_names)
     whole = [Replicate() if axis in cut.axes else p for axis, p in enumerate(layout.placements)]
     target = source.with_placements(whole, order=layout.order_names)
-    return execute(plan_redistribution(source, target), local.contiguous(), x.device_mesh, reason=why)
+    made = wrap(local.contiguous(), spec_of(source, x.device_mesh))
+    announce(why, made, target, "what an algorithm made of each part is gathered")
+    return move_asked(made, target, reason=why)
 
 
 def like_cut(x: DTensor, local: torch.Tensor) -> DTensor:

@@ -19,7 +19,7 @@ from shardwright.rules.key_parts import KeyParts, plan_key_parts
 from shardwright.tensor.dispatch.metadata import called
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import refuse_exchange
-from shardwright.tensor.move import move_local
+from shardwright.tensor.move import move_operands
 from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import wrap
 
@@ -48,9 +48,8 @@ def on_key_parts(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     if plan is None:
         return op(*args, **kwargs)
     mesh = tensors[0].device_mesh
-    refuse_exchange(op, plan.bytes, tensors, "combine attention to parts of the keys")
-    pairs = zip(tensors, plan.inputs, strict=True)
-    moved = iter([move_local(x, layout, reason=_WHY) for x, layout in pairs])
+    refuse_exchange(op.name(), plan.bytes, "combine attention to parts of the keys")
+    moved = iter(move_operands(op.name(), list(zip(tensors, plan.inputs, strict=True)), _WHY))
     local = {name: next(moved) if isinstance(value, DTensor) else value for name, value in given.items()}
     coords = coords_of(mesh)
     if coords is None:

@@ -19,7 +19,7 @@ from shardwright.rules.windows import Halo, Interval, WindowPlan, plan_windows
 from shardwright.tensor.dispatch.metadata import called
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import refuse_exchange
-from shardwright.tensor.move import move_local
+from shardwright.tensor.move import move_operands
 from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import wrap
 
@@ -58,9 +58,8 @@ def _run(
 ) -> list[Any]:
     mesh = tensors[0].device_mesh
     coords = coords_of(mesh)
-    refuse_exchange(op, plan.bytes, tensors, "exchange the borders of its windows")
-    pairs = zip(tensors, plan.inputs, strict=True)
-    moved = iter([move_local(x, layout, reason=f"{op.name()}: windows") for x, layout in pairs])
+    refuse_exchange(op.name(), plan.bytes, "exchange the borders of its windows")
+    moved = iter(move_operands(op.name(), list(zip(tensors, plan.inputs, strict=True)), "windows"))
     local = {name: next(moved) if isinstance(value, DTensor) else value for name, value in given.items()}
     if coords is None:
         nothing = tensors[0]._local_tensor.new_empty(0)

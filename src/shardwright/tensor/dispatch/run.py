@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.comm.record import record_decision, recording
 from shardwright.compat import tree_flatten, tree_unflatten
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
@@ -16,7 +16,7 @@ from shardwright.tensor.dispatch.memory_order import as_made
 from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.written_memory import keep_apart
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.move import move_local
+from shardwright.tensor.move import move_operands, move_unasked
 from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.wrap import as_replicated, wrap
 
@@ -105,24 +105,20 @@ def _move(
     tensors: list[DTensor],
     locals_: list[torch.Tensor],
 ) -> None:
-    refuse_implicit(func, args, kwargs, prepared, tensors)
+    wanted = []
     for move in prepared.moves:
-        source = tensors[move.operand]
-        if recording():
-            kind = "fallback" if prepared.fallback else "redistribute"
-            record_decision(
-                func.name(), f"{kind}: {prepared.reason}", f"{source._spec.layout} -> {move.target}"
-            )
-        locals_[move.operand] = move_local(source, move.target, reason=f"{func.name()}: {prepared.reason}")
+        wanted.append((tensors[move.operand], move.target))  # noqa: PERF401  a comprehension is a call more
+    refuse = partial(refuse_implicit, func, args, kwargs, prepared, tensors)
+    kind = "fallback" if prepared.fallback else "redistribute"
+    moved = move_operands(func.name(), wanted, prepared.reason, refuse=refuse, kind=kind)
+    for move, local in zip(prepared.moves, moved, strict=True):
+        locals_[move.operand] = local
 
 
 def _bring_back(func: torch._ops.OpOverload, written: DTensor, held: Layout, local: torch.Tensor) -> None:
     """The call left what it wrote in another layout: the tensor that was given gets the values."""
     changed = wrap(local, spec_of(held, written.device_mesh))
-    why = "written in place"
-    if recording():
-        record_decision(func.name(), f"redistribute: {why}", f"{held} -> {written._spec.layout}")
-    back = move_local(changed, written._spec.layout, reason=f"{func.name()}: {why}")
+    back = move_unasked(func.name(), changed, written._spec.layout, "written in place")
     _fill(written._local_tensor, back, func)
 
 

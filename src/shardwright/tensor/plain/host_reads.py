@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import pack_padded_rows, pad_packed_rows
-from shardwright.tensor.move import unasked
+from shardwright.tensor.move import announce
 from shardwright.tensor.wrap import as_ours
 
 _WHOLE = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
@@ -58,7 +58,7 @@ def _finished(value: Any) -> Any:
     if not isinstance(value, TorchDTensor):
         return value
     ours = as_ours(value)
-    unasked(_READ.name(), ours, ours._spec.layout.replicated(), "the host reads the finished value")
+    announce(_READ.name(), ours, ours._spec.layout.replicated(), "the host reads the finished value")
     return ours.full_tensor()
 
 

@@ -32,7 +32,7 @@ from shardwright.compat import (
 from shardwright.layout.layout import Layout
 from shardwright.tensor.autograd import apply, finished
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.move import move_local
+from shardwright.tensor.move import move_asked
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import as_replicated, wrap
@@ -114,7 +114,7 @@ def _laid_out(grad: torch.Tensor, mesh: DeviceMesh, like: Layout) -> DTensor:
     whole = torch.zeros(grad.shape, dtype=grad.dtype) if grad._is_zerotensor() else grad
     placed = as_replicated(whole, mesh)
     target = placed._spec.layout.with_placements(like.placements, order=like.order_names)
-    local = move_local(placed, target, reason="a gradient that torch makes of a size")
+    local = move_asked(placed, target, reason="a gradient that torch makes of a size")
     return wrap(local, spec_of(target, mesh))
 
 

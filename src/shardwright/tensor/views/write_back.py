@@ -23,7 +23,7 @@ from shardwright.placement.base import Replicate
 from shardwright.remember import remembered
 from shardwright.tensor.dispatch.overlapping import overlaps, refuse
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.move import move_local, unasked
+from shardwright.tensor.move import announce, move_asked
 from shardwright.views.aten import copies
 
 Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -166,7 +166,7 @@ def _say_write_back(view: torch.Tensor) -> None:
         if overlaps(view._spec.layout):
             refuse(origin.func)
         why = "a view of a cut dim is written"
-        unasked(origin.func.name(), view, _finished(view._spec.layout, everywhere=True), why)
+        announce(origin.func.name(), view, _finished(view._spec.layout, everywhere=True), why)
     _say_write_back(origin.base)
 
 
@@ -230,7 +230,7 @@ def _root(x: DTensor) -> DTensor:
 
 def _overlay(view: DTensor, origin: _Origin) -> None:
     base = origin.base
-    whole = move_local(view, _finished(view._spec.layout, everywhere=True), reason="write through a view")
+    whole = move_asked(view, _finished(view._spec.layout, everywhere=True), reason="write through a view")
     coords = base._spec.coords
     if coords is None:
         return

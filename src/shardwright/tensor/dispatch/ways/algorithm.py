@@ -17,8 +17,7 @@ from shardwright.rules.refusal import implicit_text
 from shardwright.rules.registry import functional_form
 from shardwright.tensor.dispatch.ways.local_rows import run_on_parts
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.explicit_mode import refuse_to_finish
-from shardwright.tensor.move import move_local
+from shardwright.tensor.move import announce, move_asked
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import wrap
 
@@ -139,8 +138,8 @@ def finished(x: DTensor, why: str) -> DTensor:
     if not pending:
         return x
     target = x._spec.layout.with_placements(pending)
-    refuse_to_finish(x, target, why)
-    return wrap(move_local(x, target, reason=why), spec_of(target, x.device_mesh, x._spec.use))
+    announce(why, x, target, "it finishes terms")
+    return wrap(move_asked(x, target, reason=why), spec_of(target, x.device_mesh, x._spec.use))
 
 
 def finish(_: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DTensor:
