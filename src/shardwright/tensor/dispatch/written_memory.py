@@ -37,6 +37,10 @@ _ONCE = _INDEXED | {
 _PARTLY = frozenset({
     "addr", "bernoulli", "copy", "cumprod", "cumsum", "logcumsumexp", "masked_scatter", "renorm",
 })  # fmt: skip
+# Their `out=` gets what `self` holds before anything else, which a tensor gives to itself.
+_COPY_SELF = frozenset({
+    "index_add", "index_copy", "index_reduce", "scatter", "scatter_add", "scatter_reduce",
+})  # fmt: skip
 # Pointwise ones that make another tensor of what they read before they write.
 _READ_BEFORE = frozenset({"ldexp"})
 # Pointwise ones that ask nothing: every element of one place gets the same.
@@ -53,8 +57,13 @@ def asks(func: torch._ops.OpOverload) -> bool:
 
 @remembered(4096)
 def _questions(func: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
-    """Whether it refuses: places written twice, operands that lie partly in them, and wholly."""
+    """Whether it refuses: places written twice, operands that lie partly in them, and wholly.
+
+    A form that torch generates makes its result before it writes.
+    """
     name = func._schema.name.removeprefix("aten::").rstrip("_")
+    if torch.Tag.generated in func.tags:
+        return True, False, False
     pointwise = is_pointwise(func) and name not in _TAKES_EXPANDED
     partly = (pointwise and name not in _READ_BEFORE) or name in _PARTLY or name in _ALONE
     return pointwise or name in _ONCE, partly, name in _ALONE
@@ -74,12 +83,20 @@ def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
         if once and _is_expanded(target):
             _raise(func, _FEW)
         base = _memory_of(target)
-        for x in read if partly else ():
-            if (x is target and not wholly) or _memory_of(x) is not base:
+        for place, x in enumerate(read if partly else ()):
+            apart = wholly and not (place == 0 and _copies_self(func))
+            if (x is target and not apart) or _memory_of(x) is not base:
                 continue
             found = _overlap(target, x)
-            if found == "partly" or (found == "wholly" and wholly):
+            if found == "partly" or (found == "wholly" and apart):
                 _raise(func, _READ)
+
+
+@remembered(4096)
+def _copies_self(func: torch._ops.OpOverload) -> bool:
+    """Is `self` read, and copied into what is written?"""
+    name, first = func._schema.name.removeprefix("aten::"), func._schema.arguments[0]
+    return name in _COPY_SELF and first.alias_info is None
 
 
 def keep_apart(locals_: list[torch.Tensor], mutated: Sequence[int]) -> None:
