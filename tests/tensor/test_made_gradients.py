@@ -112,3 +112,23 @@ def test_a_gradient_made_of_a_shape_lies_as_its_operand(ranks, world):
 
 def test_a_second_derivative_made_of_a_shape_lies_as_its_operand(ranks):
     ranks(2, _lie_twice)
+
+
+def _no_gradient_reaches_what_no_grad_viewed():
+    for call in (torch.sgn, lambda v: torch.cat([v[:0], v]), lambda v: v.copysign(v.detach())):
+        for cut in (sw.Shard(0), sw.Replicate()):
+            plain = full(5).requires_grad_()
+            ours = place(plain.detach(), (cut,), requires_grad=True)
+            found = []
+            for x in (plain, ours):
+                with torch.no_grad():
+                    view = x.narrow(0, 1, 3)
+                made = call(view) + call(x[:3])
+                made.sum().backward()
+                found.append((made.detach(), x.grad))
+            for got, wanted in zip(found[1], found[0], strict=True):
+                close(got, wanted)
+
+
+def test_no_gradient_reaches_a_view_that_was_made_without_gradients(ranks):
+    ranks(2, _no_gradient_reaches_what_no_grad_viewed)

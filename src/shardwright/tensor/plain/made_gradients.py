@@ -78,6 +78,8 @@ def awaited(
 
 def _await(x: DTensor) -> None:
     edge = _edge(x)
+    if edge is None:
+        return
     place, mesh, target = edge.output_nr, x.device_mesh, finished(x._spec.layout)
 
     def lay_out(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
@@ -89,15 +91,26 @@ def _await(x: DTensor) -> None:
     edge.node.register_prehook(lay_out)
 
 
-def _edge(x: DTensor) -> GradientEdge:
-    """Where its gradient arrives. torch finds that of a leaf with a view, which autograd must see."""
+def _edge(x: DTensor) -> GradientEdge | None:
+    """Where its gradient arrives; None: nowhere, as for a view of a parameter that `no_grad` made.
+
+    torch finds that of a leaf with a view, which autograd must see.
+    """
     key = DispatchKey.AutogradFunctionality
     before = is_key_excluded(key)
     exclude_key(key, False)
     try:
-        return get_gradient_edge(x)
+        return None if _is_cut_off(x) else get_gradient_edge(x)
     finally:
         exclude_key(key, before)
+
+
+def _is_cut_off(x: DTensor) -> bool:
+    """Of a view that `no_grad` made of a parameter torch says that it requires a gradient; it gets none."""
+    if x.grad_fn is not None or not x._is_view():
+        return False
+    node = x.view_as(x).grad_fn
+    return node is None or node.next_functions[0][0] is None
 
 
 def laid_out(grads: Iterable[torch.Tensor | None], inputs: Iterable[Any]) -> tuple[torch.Tensor | None, ...]:
