@@ -337,11 +337,11 @@ def _embedded(
             continue
         local = _local_view(base, target, view, coords)
         if made is None:
-            made = local.embed(values, base.local_shape(coords))
+            made = local.embed(values.to(base.dtype), base.local_shape(coords))
         else:
             local.put(made, values)
     if made is None:
-        made = parts[0]._local_tensor.new_empty((0,))
+        made = parts[0]._local_tensor.new_empty((0,), dtype=base.dtype)
     return wrap(made, spec)
 
 
