@@ -132,3 +132,24 @@ def _no_gradient_reaches_what_no_grad_viewed():
 
 def test_no_gradient_reaches_a_view_that_was_made_without_gradients(ranks):
     ranks(2, _no_gradient_reaches_what_no_grad_viewed)
+
+
+def _zeros_without_memory():
+    for cut in (sw.Shard(1), sw.Shard(0), sw.Replicate()):
+        found = []
+        for placed in (False, True):
+            x, weight = full(2, 4, 6), full(2, 4, 2, seed=1).requires_grad_()
+            seeds = full(2, 3, seed=2), full(2, 2, 3, seed=3)
+            if placed:
+                x, weight = place(x, (cut,)), place(weight.detach(), (sw.Replicate(),), requires_grad=True)
+                seeds = place(seeds[0], (sw.Shard(0),)), place(seeds[1], (sw.Shard(1),))
+            made = functional.conv1d(x, weight, stride=2)
+            seen = made.select(1, 1)
+            seen.sgn_()
+            torch.autograd.backward([seen, made], seeds)
+            found.append(weight.grad)
+        close(found[1], found[0], str(cut))
+
+
+def test_zeros_that_have_no_memory_are_read_beside_what_is_written(ranks):
+    ranks(3, _zeros_without_memory)
