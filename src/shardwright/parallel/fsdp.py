@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
 from shardwright.placement.shard import Shard
+from shardwright.remember import remembered
 from shardwright.tensor.autograd import as_term
 from shardwright.tensor.local_use import kept_spec
 from shardwright.tensor.modules.distribute import carry_over
@@ -61,8 +63,9 @@ def parallelize_fsdp(
         fully_shard_args, fully_shard_kwargs: passed on: `reshard_after_forward`, `mp_policy`,
             `offload_policy`, `ignored_params`, `shard_placement_fn`; by position in the order in which
             `fully_shard` names them after the mesh.
-    Raises: ParallelError: another number of axes, an axis that places a parameter already; nothing has been
-        changed then.
+    Raises: ParallelError: another number of axes, an axis that places a parameter already, what
+        `fully_shard` cannot run (two dtypes in a unit, a part without elements, a container, hooks of
+        `Tensor.register_hook`); nothing has been changed then.
     Cost: per step an all-gather per unit in forward and backward, and a reduce-scatter of its gradients.
     Source: torch's `fully_shard`.
     """
@@ -78,6 +81,7 @@ def parallelize_fsdp(
             f"parallelize_fsdp: axis {axes[-1]!r} places this module already: {type(module).__name__} is a "
             "sharded unit; apply a strategy once per parameter and axis"
         )
+    _refuse_container(module)
     shard_mesh = mesh[axes[-1]]
     ignored = set(fully_shard_kwargs.pop("ignored_params", None) or ())
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
@@ -87,6 +91,7 @@ def parallelize_fsdp(
     _refuse_shared_with_another_unit(module)
     _refuse_twice(slots, axes, left_alone)
     taken = [slot for slot in slots if slot.get() not in left_alone]
+    _refuse_what_torch_cannot(taken)
     refuse_placed_elsewhere(taken, module, "parallelize_fsdp")
     with ties_kept(module, "parallelize_fsdp"):
         if len(axes) == 2:
@@ -95,6 +100,57 @@ def parallelize_fsdp(
         slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
         _shard(module, shard_mesh, slots, left_alone | scalars, fully_shard_kwargs)
     return module
+
+
+def _refuse_container(module: nn.Module) -> None:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ParallelError(
+            f"parallelize_fsdp: a {type(module).__name__} has no forward around which its parameters could "
+            "be gathered\n  fix: shard each of its members"
+        )
+
+
+def _refuse_what_torch_cannot(slots: Sequence[Slot]) -> None:
+    """Raise ParallelError for what `fully_shard` takes and fails at, or ignores, when the unit runs."""
+    dtypes: dict[torch.dtype, str] = {}
+    for slot in slots:
+        parameter = slot.get()
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, slot.path)
+        if parameter.ndim and _is_empty_somewhere(parameter):
+            raise ParallelError(
+                f"{slot.path}: a rank holds nothing of it ({_told(parameter)}), and torch's fully_shard "
+                "cannot cut nothing\n  fix: leave it out with ignored_params, or place it so that every rank "
+                "has a part"
+            )
+        if parameter._backward_hooks:
+            raise ParallelError(
+                f"{slot.path}: torch's fully_shard never runs the hooks of Tensor.register_hook; use "
+                "register_post_accumulate_grad_hook, which sees the sharded gradient"
+            )
+    if len(dtypes) > 1:
+        said = ", ".join(f"{path} is {dtype}" for dtype, path in dtypes.items())
+        raise ParallelError(
+            f"parallelize_fsdp: a unit gathers parameters of one dtype, and {said}\n"
+            "  fix: shard the modules of each dtype as units of their own, then the root"
+        )
+
+
+def _is_empty_somewhere(parameter: nn.Parameter) -> bool:
+    if not isinstance(parameter, TorchDTensor):
+        return not parameter.numel()
+    return _has_empty_part(as_ours(parameter)._spec.layout)
+
+
+@remembered(4096)
+def _has_empty_part(layout: Layout) -> bool:
+    pairs = zip(layout.placements, layout.sizes, strict=True)
+    coords = product(*(range(n) if p.is_partition else (0,) for p, n in pairs))
+    return any(0 in layout.local_shape(each) for each in coords)
+
+
+def _told(parameter: nn.Parameter) -> object:
+    return as_ours(parameter)._spec.layout if isinstance(parameter, TorchDTensor) else tuple(parameter.shape)
 
 
 def _by_name(given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,6 +268,8 @@ def _shard(
     where = {(slot.owner, slot.name): slot.get() for slot in slots if slot.get() in plain}
     put_all(slots, plain)
     fully_shard(module, mesh=mesh, ignored_params=ignored or None, **kwargs)
+    if kwargs.get("reshard_after_forward") is None:
+        module.register_forward_hook(_reshard_without_backward)
     _sum_gradients(module)
     record_sharded_traffic(module, axis_names(mesh)[0])
     follow_dtype(module)
@@ -220,6 +278,16 @@ def _shard(
         old = where[(managed.owner, managed.name)]
         _relabel(managed, before[plain[old]], mesh)
         carry_over(old, managed.parameter)
+
+
+def _reshard_without_backward(module: nn.Module, _args: Any, _out: Any) -> None:
+    """torch leaves a root gathered for its backward; where none can come, nobody would cut it again.
+
+    Norms, optimizers and writes would then meet whole copies of the parameters, and the next forward old
+    ones.
+    """
+    if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
+        module.reshard()
 
 
 def _describe(parameter: nn.Parameter) -> _Before:

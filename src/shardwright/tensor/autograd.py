@@ -164,6 +164,8 @@ class Localize(torch.autograd.Function):
         if grad is None:
             return None
         inner = kept_spec(ctx.spec)
+        if inner is None and isinstance(grad, TorchDTensor):
+            grad = _complete(as_ours(grad))
         if differentiated(grad):
             if inner is not None:
                 grad = apply(Redistribute, grad, with_dtype(finished(inner.layout), grad.dtype), inner.mesh)
@@ -175,6 +177,12 @@ class Localize(torch.autograd.Function):
             return wrap(_own_copy(term._local_tensor, leaf), term._spec)
         leaf.grad = as_term(leaf.grad, term._spec.layout)
         return term
+
+
+def _complete(grad: DTensor) -> torch.Tensor:
+    """The gradient of a local tensor that counted as replicated on axes that the parameter does not know."""
+    whole = grad._spec.layout.replicated()
+    return apply(ToLocal, apply(Redistribute, grad, whole, grad.device_mesh), whole)
 
 
 def _brought_to(inner: Spec, grad: DTensor) -> DTensor:

@@ -202,7 +202,9 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     # -- protocol: pickling ---------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        """A leaf of the same layout, `requires_grad`, gradient and attributes. Cost: none.
+        """A leaf of the same layout, `requires_grad`, gradient and attributes; a parameter's has no gradient.
+
+        Cost: none.
 
         Not torch's: it looks for a storage where the local tensor starts inside one (a row of a table).
         Raises: RuntimeError: not a leaf, as for a plain tensor.
@@ -217,7 +219,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
             twin = cast("DTensor", self.clone())
         memo[id(self)] = twin.requires_grad_(self.requires_grad)
         vars(twin).update(copy.deepcopy(vars(self), memo))
-        if self.grad is not None:
+        if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # as that of a plain one
             twin.grad = copy.deepcopy(self.grad, memo)
         return twin
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
 from shardwright.tensor.autograd import Localize, apply
 from shardwright.tensor.dtensor import DTensor
@@ -37,6 +38,8 @@ class LocalizedDTensor(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _LOOKUPS and kwargs.get("max_norm") is not None:
+            raise RuleError(_RENORM.format(func.__name__))
         if _mixes((*args, *kwargs.values())) and not _keeps_parameter(func, args):
             args = tuple(_localized(a) for a in args)
             kwargs = {name: _localized(value) for name, value in kwargs.items()}
@@ -48,6 +51,14 @@ class LocalizedDTensor(DTensor):
         inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> DTensor:
         return DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+
+
+_LOOKUPS = frozenset({torch.nn.functional.embedding, torch.nn.functional.embedding_bag})
+_RENORM = (
+    "{}: with max_norm the rows that are read are rescaled in place, and each data rank reads others: the "
+    "copies of this parameter would part\n"
+    "  fix: place it as a DTensor (sw.distribute_module), or rescale all rows before the forward"
+)
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]

@@ -15,7 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.traced import is_traced
-from shardwright.compat import EnableTorchFunction
+from shardwright.compat import EnableTorchFunction, managing_unit
+from shardwright.errors import RuleError
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.made_gradients import laid_out
 
@@ -44,6 +45,7 @@ def _backward(
 ) -> None:
     """`torch.autograd.backward`."""
     outputs = _sequence(tensors)
+    _refuse_managed("torch.autograd.backward(inputs=...)", _sequence(inputs))
     if inputs is not None or grad_variables is not None or not _as_edges(outputs):
         return torch.autograd.backward(
             tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
@@ -56,6 +58,7 @@ def _backward(
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.grad`."""
     starts, ends = _sequence(outputs), _sequence(inputs)
+    _refuse_managed("torch.autograd.grad", ends)
     asks_more = kwargs.get("materialize_grads") or kwargs.get("is_grads_batched") or args[4:]
     if asks_more or not _as_edges((*starts, *ends)):
         found = torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
@@ -64,6 +67,24 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
     begin, end = _edges(starts), _edges(ends)
     with EnableTorchFunction():
         return laid_out(torch.autograd.grad(begin, end, seeds, *args, **kwargs), ends)
+
+
+def _hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.register_hook`."""
+    _refuse_managed("Tensor.register_hook", args[:1])
+    return func(*args, **kwargs)
+
+
+def _refuse_managed(what: str, tensors: Sequence[Any]) -> None:
+    """Raise RuleError for a parameter that `fully_shard` manages: autograd never sees it."""
+    for x in tensors:
+        unit = managing_unit(x) if isinstance(x, TorchDTensor) else None
+        if unit is not None:
+            raise RuleError(
+                f"{what}: {unit.name} is a parameter of torch's fully_shard, whose gradient autograd does "
+                "not bring: fully_shard sums the gathered one and puts it into .grad\n  fix: call backward() "
+                "and read .grad, or use register_post_accumulate_grad_hook"
+            )
 
 
 def _sequence(given: Any) -> tuple[Any, ...]:
@@ -106,4 +127,5 @@ OWN: dict[Any, boundary.Own] = {
     torch.Tensor.backward: lambda _func, args, kwargs: _method(*args, **kwargs),
     torch.autograd.backward: lambda _func, args, kwargs: _backward(*args, **kwargs),
     torch.autograd.grad: lambda _func, args, kwargs: _grad(*args, **kwargs),
+    torch.Tensor.register_hook: _hook,
 }

@@ -17,7 +17,7 @@ from shardwright.compat import never_compiled_alone
 from shardwright.errors import SpmdError
 from shardwright.placement.base import Replicate
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.plain.boundary import leaves_alone, state, with_replicated
+from shardwright.tensor.plain.boundary import leaves_alone, state, with_replicated, wraps_distributed
 
 Check = Literal["first"] | bool
 
@@ -71,7 +71,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         return func(*args, **kwargs)
 
     def _replicate(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and not isinstance(value, torch.distributed.tensor.DTensor):
+        if isinstance(value, torch.Tensor) and not wraps_distributed(value):
             if self._check and value.device.type != "meta":
                 self._compare(value)
             return DTensor.from_local(value, self._mesh, (Replicate(),) * self._mesh.ndim)
@@ -102,8 +102,11 @@ never_compiled_alone(spmd.__torch_function__)
 
 
 def _digest(value: torch.Tensor) -> int:
-    """62 bits of a hash of the values, so that its negative is an int64 as well."""
-    flat = value.detach().contiguous().cpu().reshape(-1)
+    """62 bits of a hash of the values, so that its negative is an int64 as well.
+
+    Of a copy: numpy would hold on to the memory itself, which `fully_shard` resizes.
+    """
+    flat = value.detach().to("cpu", copy=True).contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return xxhash.xxh3_64_intdigest(data + str((tuple(value.shape), value.dtype)).encode()) >> 2
 
@@ -114,10 +117,11 @@ def _mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     stack: list[Any] = [*args, *kwargs.values()]
     while stack:
         value = stack.pop()
-        if isinstance(value, torch.distributed.tensor.DTensor):
-            distributed = True
-        elif isinstance(value, torch.Tensor):
-            plain = True
+        if isinstance(value, torch.Tensor):
+            if wraps_distributed(value):
+                distributed = True
+            else:
+                plain = True
         elif isinstance(value, list | tuple):
             stack.extend(value)
     return distributed and plain
