@@ -45,7 +45,8 @@ def _backward(
 ) -> None:
     """`torch.autograd.backward`."""
     outputs = _sequence(tensors)
-    _refuse_managed("torch.autograd.backward(inputs=...)", _sequence(inputs))
+    if inputs is not None:
+        _refuse_managed("torch.autograd.backward(inputs=...)", _sequence(inputs))
     if inputs is not None or grad_variables is not None or not _as_edges(outputs):
         return torch.autograd.backward(
             tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
