@@ -180,7 +180,7 @@ def compositions_of(model: str) -> tuple[Composition, ...]:
     family = MODELS[model]
     if model == "stack of experts":
         return table.ONLY_EXPERTS
-    chosen = table.EXPERTS if family.experts else table.DENSE
+    chosen = table.EXPERTS if family.experts else (*table.DENSE, *table.PARTS)
     return tuple(c for c in chosen if _can_be_cut(model, c))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -21,7 +23,7 @@ from shardwright.parallel import (
 )
 from shardwright.testing.meshes import rank_mesh
 from tests.compositions.models import MODELS, SEQUENCE, blocks_of
-from tests.compositions.table import EXPERT_AXES, TENSOR, Composition, Step
+from tests.compositions.table import EXPERT_AXES, SOME, TENSOR, Composition, Step
 
 Call = Callable[[], object]
 
@@ -60,8 +62,8 @@ class Place:
         return rank_mesh((*sizes, self.mesh["tp"].size()), (*EXPERT_AXES, "tp"))[EXPERT_AXES]
 
     def inside(self) -> AbstractContextManager[Any]:
-        """Where the forward runs: by names, the whole model computes on distributed tensors."""
-        return sw.spmd(self.mesh["tp"]) if self.composition.uses(TENSOR) else nullcontext()
+        """Where the forward runs: by names, the model computes on distributed tensors."""
+        return sw.spmd(self.mesh["tp"]) if self.composition.uses(TENSOR, SOME) else nullcontext()
 
 
 def place(model: nn.Module, name: str, at: Place) -> nn.Module:
@@ -83,6 +85,20 @@ _FIRST, _SECOND = {"tp": sw.Shard(0)}, {"tp": sw.Shard(1)}
 def _by_names(model: nn.Module, name: str, at: Place, step: Step) -> Iterator[Call]:
     plan = {pattern: {"tp": placement} for pattern, placement in MODELS[name].by_name.items()}
     yield lambda: sw.distribute_module(model, at.mesh["tp"], plan)
+
+
+def _of_some(model: nn.Module, name: str, at: Place, step: Step) -> Iterator[Call]:
+    """Every second module that has something to cut; what has two owners stays with the others."""
+    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    cut: dict[nn.Module, dict[str, dict[str, sw.Placement]]] = {}
+    for path, owner in model.named_modules():
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            full = f"{path}.{leaf}" if path else leaf
+            found = [p for pattern, p in MODELS[name].by_name.items() if fnmatchcase(f".{full}", pattern)]
+            if found and owners[id(parameter)] == 1:
+                cut.setdefault(owner, {})[leaf] = {"tp": found[0]}
+    for owner, plan in list(cut.items())[::2]:
+        yield partial(sw.distribute_module, owner, at.mesh["tp"], plan)
 
 
 def _by_styles(model: nn.Module, name: str, at: Place, step: Step) -> Iterator[Call]:
@@ -147,6 +163,7 @@ _CALLS: dict[str, Callable[[nn.Module, str, Place, Step], Iterator[Call]]] = {
     "styles": _by_styles,
     "sequence": _by_tokens,
     "blocks": _by_parts,
+    "some": _of_some,
     "replicate": _replicate,
     "fsdp": _fsdp,
     "hsdp": _hsdp,

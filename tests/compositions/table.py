@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-TENSOR, STYLES, SEQUENCE, BLOCKS = "tensor", "styles", "sequence", "blocks"
+TENSOR, STYLES, SEQUENCE, BLOCKS, SOME = "tensor", "styles", "sequence", "blocks", "some"
 REPLICATE, FSDP, HSDP, EXPERT = "replicate", "fsdp", "hsdp", "expert"
-# By names in an spmd block; torch's styles; these with tokens cut between them; by names, block by block.
-TENSORS = (TENSOR, STYLES, SEQUENCE, BLOCKS)
+# By names in an spmd block; torch's styles; these with tokens cut between them; by names, block by block; by
+# names in an spmd block, every second module alone.
+_OF_ALL = (TENSOR, STYLES, SEQUENCE, BLOCKS)
+TENSORS = (*_OF_ALL, SOME)
 EXPERT_AXES = ("ep_replicate", "ep_shard")
 
 
@@ -168,6 +170,7 @@ UNPLACED = (
 ROUTERS = (composition("tensor tp, expert", spread=2, dp=2, tp=2),)
 _FROZEN = (*ROUTERS, composition("tensor tp, expert, replicate dp", spread=2, dp=2, tp=2))
 
-DENSE = (*ALONE[:14], *_DATA, *_OF_UNITS, *(c for kind in TENSORS for c in _with_tensor(kind)))
+DENSE = (*ALONE[:14], *_DATA, *_OF_UNITS, *(c for kind in _OF_ALL for c in _with_tensor(kind)))
+PARTS = (composition("some tp", tp=2), *_with_tensor(SOME))
 EXPERTS = (*_WITH_EXPERTS, *(c for kind in (STYLES, BLOCKS, TENSOR) for c in _experts_with_tensor(kind)))
 ONLY_EXPERTS = (*ALONE[14:], *_FROZEN)

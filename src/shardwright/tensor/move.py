@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 def move_asked(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
-    """What this rank holds once `x` has the layout `target`, as the program wrote or `announce` said before.
+    """What this rank holds once `x` has the layout `target`: the program wrote it, or it was announced.
+
+    What an algorithm moves while it runs was refused and recorded with the algorithm.
 
     The local tensor of `x` itself if it has that layout. Not differentiable: autograd lies above. Cost: what
     `plan_redistribution(sw.layout_of(x), target)` states.

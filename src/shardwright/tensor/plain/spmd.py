@@ -71,7 +71,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         return func(*args, **kwargs)
 
     def _replicate(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and not wraps_distributed(value):
+        if isinstance(value, torch.Tensor) and not _is_distributed(value):
             if self._check and value.device.type != "meta":
                 self._compare(value)
             return DTensor.from_local(value, self._mesh, (Replicate(),) * self._mesh.ndim)
@@ -111,6 +111,13 @@ def _digest(value: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(data + str((tuple(value.shape), value.dtype)).encode()) >> 2
 
 
+def _is_distributed(x: torch.Tensor) -> bool:
+    """A DTensor, or what a transform made of one; a trace meets no transforms, and cannot ask."""
+    if isinstance(x, torch.distributed.tensor.DTensor):
+        return True
+    return not torch.compiler.is_compiling() and wraps_distributed(x)
+
+
 def _mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Are there DTensors and plain tensors of more than one element side by side?"""
     distributed = plain = False
@@ -118,7 +125,7 @@ def _mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     while stack:
         value = stack.pop()
         if isinstance(value, torch.Tensor):
-            if wraps_distributed(value):
+            if _is_distributed(value):
                 distributed = True
             else:
                 plain = True

@@ -17,7 +17,8 @@ from shardwright.rules.refusal import implicit_text
 from shardwright.rules.registry import functional_form
 from shardwright.tensor.dispatch.ways.local_rows import run_on_parts
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.move import announce, move_asked
+from shardwright.tensor.explicit_mode import refuse_moves
+from shardwright.tensor.move import move_asked
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import wrap
 
@@ -138,7 +139,7 @@ def finished(x: DTensor, why: str) -> DTensor:
     if not pending:
         return x
     target = x._spec.layout.with_placements(pending)
-    announce(why, x, target, "it finishes terms")
+    refuse_moves(why, x, target, "it finishes terms")
     return wrap(move_asked(x, target, reason=why), spec_of(target, x.device_mesh, x._spec.use))
 
 
