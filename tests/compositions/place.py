@@ -97,7 +97,8 @@ def _of_some(model: nn.Module, name: str, at: Place, step: Step) -> Iterator[Cal
             found = [p for pattern, p in MODELS[name].by_name.items() if fnmatchcase(f".{full}", pattern)]
             if found and owners[id(parameter)] == 1:
                 cut.setdefault(owner, {})[leaf] = {"tp": found[0]}
-    for owner, plan in list(cut.items())[::2]:
+    alone = [(m, plan) for m, plan in cut.items() if not any(c in cut for c in m.modules() if c is not m)]
+    for owner, plan in alone[::2]:
         yield partial(sw.distribute_module, owner, at.mesh["tp"], plan)
 
 

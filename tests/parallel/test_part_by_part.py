@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.errors import ParallelError, RuleError
@@ -206,3 +207,23 @@ def _transformed():
 
 def test_transforms_see_distributed_tensors_inside_spmd(ranks):
     ranks(2, _transformed)
+
+
+def _recomputed(reentrant, begins_at):
+    mesh = rank_mesh((2,), ("tp",))
+    x = torch.arange(15.0).view(5, 3) / 10
+    model, plain = _model(), _model()
+    plain(x).square().sum().backward()
+    sw.distribute_module(model[0], mesh, {"*": {"tp": sw.Shard(0)}})
+    rows = x.clone().requires_grad_()
+    with sw.spmd(mesh):
+        loss = checkpoint(model, rows, use_reentrant=reentrant).square().sum()
+    (loss if begins_at == "a DTensor" else loss.full_tensor()).backward()
+    assert type(model[2].weight.grad) is torch.Tensor
+    _same(_gradients(model), _gradients(plain))
+
+
+@pytest.mark.parametrize("begins_at", ["a DTensor", "a plain loss"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_plain_parameters_beside_distributed_ones_are_recomputed_after_the_block(ranks, reentrant, begins_at):
+    ranks(2, _recomputed, reentrant, begins_at)

@@ -104,9 +104,9 @@ def call(
             return func(*args, **kwargs)
     depth = state.functions
     given = (*args, *kwargs.values()) if kwargs else args
-    if not depth and not _harmless.issuperset(map(type, given)) and _has_foreign(given):
+    if not _harmless.issuperset(map(type, given)) and (not depth or _recomputes()) and _has_foreign(given):
         args, kwargs = _adopted(func, args, kwargs)
-        if implicitly_replicated() and not leaves_alone(func):
+        if (_recomputes() or implicitly_replicated()) and not leaves_alone(func):
             args, kwargs = _taken_as_replicated(func, args, kwargs)
         elif not state.blocks:
             _refuse_plain(func, args, kwargs)
@@ -127,6 +127,16 @@ def call(
 
 
 never_compiled_alone(call)
+
+
+def _recomputes() -> bool:
+    """Does a backward run a forward again? Its plain tensors counted as replicated when it ran inside `spmd`.
+
+    The block may be over by now, and what requires a gradient must get it here as it did there. All that is
+    recomputed stands inside a function of torch where the backward begins at a DTensor.
+    """
+    return current_graph_task_id() != -1 and torch.is_grad_enabled()
+
 
 # Functions whose result is plain because the user asks for it.
 _ASK_FOR_PLAIN = frozenset({"__get__", "as_subclass"})
