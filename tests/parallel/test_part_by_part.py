@@ -143,9 +143,13 @@ def _refused_before_anything_is_changed():
     for words, make in REFUSED.items():
         model = make(mesh)
         before = {name: (type(p), p) for name, p in model.named_parameters()}
-        for strategy in (DATA["fsdp"], DATA["hsdp"]):
+        ways = [(DATA["fsdp"], mesh["dp"]), (DATA["hsdp"], mesh["dp"])]
+        if make is not _empty_part:  # two axes: the replicated one is placed before the sharded one refuses
+            ways.append((parallelize_fsdp, mesh))
+            ways.append((lambda m, both: parallelize_hsdp(m, both, shard_dim="tp"), mesh))
+        for strategy, over in ways:
             with pytest.raises(ParallelError, match=words):
-                strategy(model, mesh["dp"])
+                strategy(model, over)
             assert all(p is before[name][1] for name, p in model.named_parameters())
 
 
