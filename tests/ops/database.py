@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from itertools import islice
 from math import prod
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tests import torch_samples
 from tests.ops.excluded import EXCLUDED
@@ -17,8 +18,10 @@ from tests.torch_samples import op_db
 _LOOKED_AT = 80  # sample inputs of one operator and dtype among which the distinct ones are chosen
 SEED = 11
 Shapes = tuple[tuple[int, ...], ...]
-SAMPLE, REFERENCE, REFUSED = "sample", "reference", "refused"
-SOURCES = (SAMPLE, REFERENCE, REFUSED)
+SAMPLE, REFERENCE, REFUSED, MIXED = "sample", "reference", "refused", "mixed dtypes"
+SOURCES = (SAMPLE, REFERENCE, REFUSED, MIXED)
+_OTHER_DTYPES = (torch.float64, torch.int64, torch.complex64)
+_OPERANDS = 4  # those of a sample that are tried in other dtypes
 
 
 def operators() -> dict[str, Any]:
@@ -42,9 +45,13 @@ def samples_of(info: Any, dtype: torch.dtype, count: int, source: str = SAMPLE) 
     """Up to `count` inputs with distinct shapes, spread over what the operator offers.
 
     Args:
-        source: the operator's samples, its inputs for comparisons with references, or those that it refuses.
+        source: the operator's samples, its inputs for comparisons with references, those that it refuses,
+            or its samples with one operand after the other in other dtypes (all of `count` samples).
     Returns: (index in the operator's own list, sample), in its order.
     """
+    if source == MIXED:
+        bases = [sample for _, sample in samples_of(info, dtype, count)]
+        return list(enumerate(mixed for base in bases for mixed in _in_other_dtypes(base)))
     seed()
     offered = list(islice(filter(_has_data, _offered(info, dtype, source)), _LOOKED_AT))
     return [(index, offered[index]) for index in _chosen([_shapes(sample) for sample in offered], count)]
@@ -61,6 +68,23 @@ def _offered(info: Any, dtype: torch.dtype, source: str) -> Iterator[Any]:
             yield sample
     elif info.error_inputs_func is not None:
         yield from (refused.sample_input for refused in info.error_inputs("cpu"))
+
+
+def _in_other_dtypes(sample: Any) -> Iterator[Any]:
+    """A sample of two tensors or more with one of them in another dtype, for each and each dtype."""
+    values, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+    tensors = [index for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    if len(tensors) < 2:
+        return
+    for index in tensors[:_OPERANDS]:
+        for dtype in _OTHER_DTYPES:
+            if values[index].dtype != dtype:
+                grad = values[index].requires_grad and dtype != torch.int64
+                cast = values[index].detach().to(dtype).requires_grad_(grad)
+                parts = tree_unflatten([*values[:index], cast, *values[index + 1 :]], spec)
+                mixed = copy(sample)
+                mixed.input, mixed.args, mixed.kwargs = parts
+                yield mixed
 
 
 def _has_data(sample: Any) -> bool:

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from shardwright.compat import tree_leaves
 from shardwright.errors import RuleError
 from shardwright.remember import forget
 from shardwright.rules import registry
 from shardwright.rules.algorithms.ops import FINISH
 from shardwright.tensor.dispatch.asked import Asked
+from shardwright.tensor.dispatch.dtypes_taken import refuse_dtypes
 from shardwright.tensor.dispatch.ways import steps, view
 from shardwright.tensor.dispatch.ways.algorithm import by_algorithm, finish
 from shardwright.tensor.dispatch.ways.fresh_results import fresh
@@ -28,6 +30,7 @@ from shardwright.tensor.dispatch.ways.one_mesh import on_one_mesh
 from shardwright.tensor.dispatch.ways.resize import RESIZES
 from shardwright.tensor.dispatch.ways.rule import by_rule
 from shardwright.tensor.dispatch.ways.shape_change import changes_shape_in_place, reshape_in_place
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.random.full import draw, is_random
 from shardwright.tensor.views.strided import STRIDED
 
@@ -57,7 +60,13 @@ def _rewritten(func: Op) -> Handler | None:
     if rewrite is None:
         return None
     function = fresh(func, partial(rewrite, func))
-    return lambda _, args, kwargs: function(*args, **kwargs)
+
+    def rewritten(func: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        tensors = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor)]
+        refuse_dtypes(func, args, kwargs, tensors)
+        return function(*args, **kwargs)
+
+    return rewritten
 
 
 WAYS: list[Way] = [
@@ -95,8 +104,9 @@ def decide(asked: Asked, *, by_other_ops: bool = True) -> Any:
     """How a call is run: something with `run`.
 
     Args: by_other_ops: False: only ways that run this very op.
-    Raises: what one device raises for these shapes, or RuleError.
+    Raises: what one device raises for these shapes and dtypes, or RuleError.
     """
+    refuse_dtypes(asked.func, asked.args, asked.kwargs, asked.tensors)
     for way in WAYS:
         if way.of_call is not None and (by_other_ops or not way.by_other_ops):
             found = way.of_call(asked)

@@ -1,0 +1,67 @@
+"""What the kernel of one device refuses for its dtypes is refused by every rank, those without data too."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+import shardwright as sw
+
+from .cases import close, place
+
+_X = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
+_IMAGE, _GRID = torch.ones(1, 2, 4, 4), torch.zeros(1, 4, 4, 2)
+_SAMPLE = partial(functional.grid_sample, align_corners=True)
+_INDEX = torch.tensor([0, 2])
+
+REFUSED = {
+    "linear": (functional.linear, _X, _X.double()),
+    "a product of half and single": (torch.matmul, _X.half(), _X),
+    "index_add": (torch.index_add, _X, 0, _INDEX, _X[:2].double()),
+    "index_copy": (torch.index_copy, _X, 0, _INDEX, _X[:2].to(torch.complex64)),
+    "grid_sample of integers": (_SAMPLE, _IMAGE.long(), _GRID.long()),
+    "grid_sample": (_SAMPLE, _IMAGE, _GRID.double()),
+    "batch_norm": (functional.batch_norm, _X, _X[0].double(), _X[1].double()),
+    "nll_loss": (functional.nll_loss, _X, _X[0]),
+    "logcumsumexp of integers": (torch.logcumsumexp, _X.long(), 0),
+}
+
+
+def _refused(name):
+    function, *arguments = REFUSED[name]
+    with pytest.raises((RuntimeError, NotImplementedError)) as wanted:
+        function(*arguments)
+    for cut in (sw.Owner(1), sw.Shard(0), sw.Replicate()):
+        placed = [place(x, (cut,)) if isinstance(x, torch.Tensor) else x for x in arguments]
+        with sw.trace() as trace, pytest.raises(type(wanted.value)):
+            function(*placed)
+        assert not trace.collectives, cut
+    dist.barrier()  # nobody waits for anybody
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_ranks_refuse_what_one_device_refuses(name, ranks):
+    ranks(2, _refused, name, timeout=60)
+
+
+def _taken():
+    weight = torch.linspace(0, 1, 4)
+    half = _X.to(torch.bfloat16)
+    for cut in (sw.Owner(1), sw.Shard(0)):
+        x, w = place(half, (cut,)), place(weight, (sw.Replicate(),))
+        close(
+            functional.layer_norm(x, (4,), w, w),
+            functional.layer_norm(half, (4,), weight, weight),
+            "layer_norm",
+        )
+        close(place(_X, (cut,)) + x, _X + half, "add")
+        large = place(torch.zeros(1, 1 << 15), (cut,))
+        close(large @ place(torch.ones(1 << 15, 2), (sw.Replicate(),)), torch.zeros(1, 2), "large")
+        with pytest.raises(RuntimeError):
+            large @ place(torch.ones(1 << 15, 2).double(), (sw.Replicate(),))
+
+
+def test_dtypes_that_one_device_takes_together_are_taken(ranks):
+    ranks(2, _taken, timeout=60)
