@@ -33,6 +33,7 @@ SAMPLE = [
     ("stack of experts", composition("expert", spread=2, dp=4), "no rows"),
     ("llama", composition("tensor tp, replicate dp", dp=2, tp=2), "uneven"),
     ("qwen3", composition("styles tp, fsdp dp", dp=2, tp=2), "checkpointing"),
+    ("arithmetic", composition("replicate dp", dp=2), "idle"),
     ("gpt2", composition("tensor tp", tp=2), "tied"),
     ("mixtral of our layers", composition("expert, fsdp dp", spread=2, dp=2), "uneven"),
     ("t5", composition("replicate cr, fsdp ds", ds=2, cr=2), "twice"),

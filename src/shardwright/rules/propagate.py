@@ -31,7 +31,7 @@ from shardwright.rules.registry import is_per_element, registry
 from shardwright.rules.search import Choice, Search, rewritten_operands
 
 
-def propagate(call: Call, layouts: Sequence[Layout]) -> Decision:
+def propagate(call: Call, layouts: Sequence[Layout], *, silent: bool = False) -> Decision:
     """Decide how to run `call` on operands with these layouts: the cheapest true equation, or all whole.
 
     Args:
@@ -47,22 +47,27 @@ def propagate(call: Call, layouts: Sequence[Layout]) -> Decision:
     if is_per_element(call.op):
         parts = split_call(call)
         if parts is not None:
-            decisions = [propagate_one(part.call, tuple(layouts[i] for i in part.operands)) for part in parts]
+            decisions = [
+                propagate_one(part.call, tuple(layouts[i] for i in part.operands), silent=silent)
+                for part in parts
+            ]
             return join_decisions(call, parts, decisions)
-    return propagate_one(call, layouts)
+    return propagate_one(call, layouts, silent=silent)
 
 
-def propagate_one(call: Call, layouts: tuple[Layout, ...]) -> Decision:
+def propagate_one(call: Call, layouts: tuple[Layout, ...], *, silent: bool = False) -> Decision:
     """`propagate` for a call that is no list of calls."""
     problems: list[str] = []
-    best = best_way(call, layouts, problems)
+    best = best_way(call, layouts, problems, silent=silent)
     if best is None:
         return _fallback(call, layouts, problems)
     search, choice = best
     return decide(call, layouts, search.order, search.equation, choice)
 
 
-def best_way(call: Call, layouts: tuple[Layout, ...], problems: list[str]) -> tuple[Search, Choice] | None:
+def best_way(
+    call: Call, layouts: tuple[Layout, ...], problems: list[str], *, silent: bool = False
+) -> tuple[Search, Choice] | None:
     """The cheapest choice of all equations, with the search that found it; None where no equation fits.
 
     Args: problems: where it is noted why an equation does not fit.
@@ -71,7 +76,8 @@ def best_way(call: Call, layouts: tuple[Layout, ...], problems: list[str]) -> tu
     if layouts:
         order = _order(layouts)
         for equation in _equations(call, problems):
-            search = Search(equation, call, layouts[0].sizes, _placements(layouts), order)
+            placements = _placements(layouts)
+            search = Search(equation, call, layouts[0].sizes, placements, order, silent=silent)
             found.append((search, search.best()))
             if found[-1][1].price.free:
                 break

@@ -45,6 +45,7 @@ class Search:
         sizes: size of each mesh axis.
         current: per operand, its placement on each mesh axis.
         order: mesh axes in the order in which they are applied.
+        silent: what can stay pending does, also where it would be cheaper to finish it now.
     """
 
     def __init__(
@@ -54,12 +55,15 @@ class Search:
         sizes: tuple[int, ...],
         current: tuple[tuple[Placement, ...], ...],
         order: tuple[int, ...],
+        *,
+        silent: bool = False,
     ) -> None:
         self.equation = equation
         self.call = call
         self.sizes = sizes
         self.current = current
         self.order = order
+        self.silent = silent
         self._columns = tuple(zip(*current, strict=True)) if current else ((),) * len(sizes)
         self._transfers = [
             Transfers(own, info, sizes, order) for own, info in zip(current, call.operands, strict=True)
@@ -107,7 +111,7 @@ class Search:
 
     def _rank(self, axis: int, view: AxisView) -> list[Candidate]:
         """The cheapest candidates of one axis, and the whole one; only the best if that costs nothing."""
-        found = [c for c in candidates(view) if not self._writes_out_terms(c)]
+        found = [c for c in candidates(view) if self.silent or not self._writes_out_terms(c)]
         priced = [(self._alone(axis, view, candidate), i, candidate) for i, candidate in enumerate(found)]
         if not min(price for price, _, _ in priced).free:
             cuts = [c for c in plain_candidates(view) if self._worth_scattering(view, c)]

@@ -91,4 +91,5 @@ def pooling(call: Call) -> Formula | None:
         return None
     items = [*outer, *["_"] * _POOLS[name]]
     count = len([operand for operand in call.flat_operands if not operand.out])
-    return formula(join([items] * count, [items] * len(call.results)))
+    facts = ("grad_output: sum->sum",) if "grad_output" in call.bound else ()
+    return formula(join([items] * count, [items] * len(call.results)), hom=facts)

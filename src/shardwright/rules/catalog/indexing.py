@@ -100,8 +100,9 @@ def scatter(call: Call) -> Formula:
     patterns = ["...[dim:d]", "...[dim:j!]"]
     if isinstance(call.bound.get("src"), TensorInfo):
         patterns.append("...[dim:j!]" if call.arg("src").shape == call.arg("index").shape else "...[dim:_]")
-    reduces = call.bound.get("reduce") is not None
-    facts = ("self+src: *",) if not reduces else ()
+    facts: tuple[str, ...] = ("self+src: *",) if call.bound.get("reduce") is None else ()
+    if len(patterns) == 2:
+        facts = _with_zeros(call)
     text = f"{', '.join(patterns)} -> ...[dim:d]"
     return formula(text, hom=facts, prefix=("*",), local=scattered, held=("d",))
 
@@ -181,14 +182,20 @@ def index_copy(call: Call) -> Formula:
     if not call.arg("self").shape and "source" in call.bound:
         return _onto_one_value(call, "source")
     if not call.arg("self").shape:
-        return _of_one_value(f"{_one(call, 'index')}{_value(call)} -> ()")
+        return _of_one_value(f"{_one(call, 'index')}{_value(call)} -> ()", _with_zeros(call))
     if "source" in call.bound:
         text = "...[dim:d], i!, ...[dim:i!] -> ...[dim:d]"
         if not (call.arg("index").shape and call.arg("source").shape):
             text = _with_one_row(call)
         return formula(text, hom="self+source: *", local=scattered, held=("d",))
-    index = _one(call, "index")
-    return formula(f"...[dim:d], {index}{_value(call)} -> ...[dim:d]", local=scattered, held=("d",))
+    text = f"...[dim:d], {_one(call, 'index')}{_value(call)} -> ...[dim:d]"
+    return formula(text, hom=_with_zeros(call), local=scattered, held=("d",))
+
+
+def _with_zeros(call: Call) -> tuple[str, ...]:
+    """Zeros at places of each term are zeros in the sum: what the gradients of such ops do."""
+    value = call.arg("value")
+    return () if isinstance(value, TensorInfo) or value != 0 else ("self: sum->sum",)
 
 
 def _value(call: Call) -> str:

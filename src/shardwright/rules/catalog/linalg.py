@@ -29,6 +29,14 @@ _OF_SEVERAL: dict[str, Mapping[str, int]] = {
     "linalg_ldl_solve": {"LD": 2, "pivots": 1, "B": 2},
     "linalg_pinv": {"self": 2, "atol": 0, "rtol": 0},
 }
+# A solution is linear in its right-hand side: the gradients of solutions are such solutions.
+_LINEAR_IN = {
+    "cholesky_solve": ("self: sum->sum",),
+    "linalg_ldl_solve": ("B: sum->sum",),
+    "linalg_lu_solve": ("B: sum->sum",),
+    "linalg_solve_triangular": ("B: sum->sum",),
+    "ormqr": ("input3: sum->sum",),
+}
 
 
 @register_rule(*(f"aten::{name}" for name in _OF_ONE.split()))
@@ -40,7 +48,8 @@ def of_one_matrix(call: Call) -> Formula | None:
 @register_rule(*(f"aten::{name}" for name in _OF_SEVERAL))
 def of_several(call: Call) -> Formula | None:
     """Solutions and products of factors; the batches broadcast."""
-    return _by_matrix(call, _OF_SEVERAL[call.op._schema.name.partition("::")[2]])
+    name = call.op._schema.name.partition("::")[2]
+    return _by_matrix(call, _OF_SEVERAL[name], _LINEAR_IN.get(name, ()))
 
 
 @register_rule("aten::_linalg_solve_ex", "aten::linalg_lstsq")
@@ -52,14 +61,14 @@ def solve(call: Call) -> Formula | None:
     return _by_matrix(call, {system: 2, values: 1 if vector else 2})
 
 
-def _by_matrix(call: Call, dims: Mapping[str, int]) -> Formula | None:
+def _by_matrix(call: Call, dims: Mapping[str, int], facts: tuple[str, ...] = ()) -> Formula | None:
     operands = [(operand.info, dims[operand.name]) for operand in call.flat_operands if not operand.out]
     if any(len(info.shape) < count for info, count in operands):
         return None
     batch = torch.broadcast_shapes(*(info.shape[: len(info.shape) - count] for info, count in operands))
     left = ", ".join(_text(count) for _, count in operands)
     right = ", ".join(_result(info, tuple(batch)) for info in call.results)
-    return formula(f"{left} -> {right}")
+    return formula(f"{left} -> {right}", hom=facts)
 
 
 def _result(info: TensorInfo | None, batch: tuple[int, ...]) -> str:

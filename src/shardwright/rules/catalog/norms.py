@@ -60,6 +60,19 @@ def rms_norm_backward(call: Call) -> Formula:
     return formula(text, reduce=(None, "sum"), hom="grad_out: sum->sum", shapes=shape)
 
 
+@register_rule("aten::_weight_norm_interface", "aten::_weight_norm_interface_backward")
+def weight_norm(call: Call) -> Formula:
+    """Norms over all dims but the first or the last; the gradients are linear in that of the weight."""
+    backward = "grad_w" in call.bound
+    shape = call.arg("saved_v" if backward else "v").shape
+    dim = call.arg("dim") % len(shape)
+    full = ["n" if at == dim else "_" for at in range(len(shape))]
+    ones = ["n" if at == dim else "1" for at in range(len(shape))]
+    if backward:
+        return formula(join([full, full, ones, ones], [full, ones]), hom="grad_w: sum->sum")
+    return formula(join([full, ones], [full, ones]))
+
+
 @register_rule("aten::native_group_norm")
 def group_norm(call: Call) -> Formula:
     """Batch and channels inside whole groups would do; C and N are arguments, so only the batch is cut."""

@@ -89,5 +89,8 @@ class Asked:
 
     @cached_property
     def decision(self) -> Decision:
-        """What the rules make of it."""
-        return propagate(self.call, self.layouts)
+        """What the rules make of it.
+
+        Gradients of parameters that compute locally stay pending: a rank that has none of them takes no part.
+        """
+        return propagate(self.call, self.layouts, silent=any(t._spec.use is not None for t in self.tensors))

@@ -20,7 +20,7 @@ from shardwright.tensor.dtensor import DTensor
 
 _ALWAYS_TAKEN = ({torch.float32}, {torch.float64})  # by whatever took them without data, on their own
 _LARGEST = 1 << 17  # elements of an operand; parts of larger ones are hardly ever empty
-_ABOUT_DTYPES = re.compile(r"type|not implemented for|Float|Double|Long|Half|Complex")
+_ABOUT_DTYPES = re.compile(r"type|not implemented for|must be long|Float|Double|Long|Half|Complex")
 # Operands that kernels take as numbers, or as indices whose bounds they check: zeros are good ones. Pivots,
 # offsets and lengths are trusted instead, and what is saved for a backward too.
 _HARMLESS = frozenset({
@@ -54,7 +54,7 @@ def refuse_dtypes(
             func(*zeros, **named)
             _taken[key] = True
     except Exception as error:
-        if isinstance(error, RuntimeError | TypeError) and _ABOUT_DTYPES.search(str(error)):
+        if isinstance(error, RuntimeError | TypeError | IndexError) and _ABOUT_DTYPES.search(str(error)):
             raise
 
 

@@ -1,0 +1,72 @@
+"""Weights that are computed from placed parameters: a backward sends nothing, so a rank may have none."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import shardwright as sw
+from shardwright.grads import GradientSynchronizer
+from shardwright.parallel import parallelize_replicate
+from shardwright.testing.meshes import rank_mesh
+
+
+def _solved(triangle, right):
+    lower = triangle.tril() + 3 * torch.eye(4)
+    return torch.linalg.solve_triangular(lower, right, upper=False)
+
+
+def _without_a_column(one, two):
+    return one.index_fill(1, torch.tensor([1]), 0.0) + two.scatter(1, torch.zeros(4, 1).long(), 0.0)
+
+
+def _pooled(one, two):
+    both = torch.stack([one, two])
+    pooled = functional.avg_pool2d(both, 2) + functional.max_pool2d(both, 2)
+    return functional.interpolate(pooled[None], scale_factor=2)[0].sum(0)
+
+
+# Two parameters [4, 4] -> the weight of a linear layer.
+COMPUTED = {
+    "merged": lambda one, two: one + two @ two,
+    "joined": lambda one, two: torch.cat([one[:2], two[2:]]),
+    "summed": lambda one, two: torch.stack([one, two]).square().sum(0),
+    "normed": lambda one, two: functional.normalize(one, dim=1) * two.norm(),
+    "weight norm": lambda one, two: torch._weight_norm(one, two[:, :1], 0),
+    "solved": _solved,
+    "zeros written": _without_a_column,
+    "pooled": _pooled,
+    "chosen": lambda one, two: torch.where(one > 0, two, one[:1]),
+}
+
+
+class _Computed(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.two = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+        self.computed = COMPUTED[name]
+
+    def forward(self, x):
+        return functional.linear(x, self.computed(self.one, self.two))
+
+
+def _idle(name):
+    mesh = rank_mesh((2,), ("dp",))
+    x = torch.arange(12.0).view(3, 4) / 12
+    plain, model = _Computed(name), _Computed(name)
+    plain(x).square().sum().backward()
+    parallelize_replicate(model, mesh)
+    if mesh.get_local_rank() == 0:  # the other has no rows, and does not run
+        loss = model(x).square().sum()
+        with sw.trace() as trace:
+            loss.backward()
+        assert not trace.collectives, trace.collectives
+    GradientSynchronizer(model).synchronize()
+    for (key, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda m, k=key: f"{name} {k}: {m}")
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_rank_without_rows_need_not_run(name, ranks):
+    ranks(2, _idle, name, timeout=60)
