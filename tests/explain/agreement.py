@@ -79,7 +79,7 @@ class Compare(TorchDispatchMode):
         refused, sent = in_explicit(func, args, kwargs)
         with sw.trace() as t:
             out = func(*args, **kwargs)
-        if refused != bool(t.collectives) or sent:
+        if refused != anywhere(t.collectives) or sent:
             said = f"inside explicit() it is {'' if refused else 'not '}refused and sends {sent}"
             self.differing.append(f"{key}: ran {events(t)}; {said}")
         if told is None or told.rehearsal is None:
@@ -105,6 +105,13 @@ def in_explicit(func, args, kwargs):
         except ImplicitRedistributionError:
             return True, events(t)
     return False, events(t)
+
+
+def anywhere(sent):
+    """Whether any rank sent something: all refuse alike, also those that have nothing to send."""
+    count = torch.tensor(len(sent))
+    dist.all_reduce(count)
+    return bool(count)
 
 
 def events(t):
