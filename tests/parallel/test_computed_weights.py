@@ -67,6 +67,27 @@ def _idle(name):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda m, k=key: f"{name} {k}: {m}")
 
 
+def _idle_beside_an_axis(name):
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    x = torch.arange(12.0).view(3, 4) / 12
+    plain, model = _Computed(name), _Computed(name)
+    plain(x).square().sum().backward()
+    sw.distribute_module(model, mesh["tp"], {"one": {"tp": sw.Shard(0)}, "two": {"tp": sw.Shard(1)}})
+    parallelize_replicate(model, mesh["dp"])
+    if mesh.get_local_rank("dp") == 0:
+        with sw.spmd(mesh["tp"]):
+            model(x).square().sum().backward()
+    GradientSynchronizer(model).synchronize()
+    for (key, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert p.grad.placements == p.placements
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda m, k=key: f"{name} {k}: {m}")
+
+
+@pytest.mark.parametrize("name", ["merged", "joined", "summed", "solved"])
+def test_nor_where_gradients_lie_otherwise_than_their_parameters(name, ranks):
+    ranks(4, _idle_beside_an_axis, name, timeout=60)
+
+
 @pytest.mark.parametrize("name", COMPUTED)
 def test_a_rank_without_rows_need_not_run(name, ranks):
     ranks(2, _idle, name, timeout=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from shardwright.comm.bucket import all_reduce_bucketed
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.grads.parameters import name_list
-from shardwright.grads.state import SUM, GradientState, agree
+from shardwright.grads.state import SUM, GradientState, agree, told_by_any
+from shardwright.layout.layout import Layout
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import as_ours, wrap
@@ -54,8 +55,32 @@ def finish_gradients(parameters: Mapping[str, TorchDTensor], bucket_bytes: int, 
         states = [entry.own for entry in entries]
         if not agreed:
             states = agree(mesh, states, entries[0].parameter.device)
+            _join(mesh, entries, states)
             _check(entries, states)
         _finish(mesh, list(zip(entries, states, strict=True)), bucket_bytes)
+
+
+def _join(mesh: DeviceMesh, entries: list[_Entry], states: Sequence[GradientState]) -> None:
+    """Where only some ranks have a gradient that lies otherwise than its parameter, the others get zeros.
+
+    Cost: none where there is no such gradient; else the layouts of all of them, over each axis.
+    """
+    asked = [i for i, state in enumerate(states) if state.other and state.missing]
+    if not asked:
+        return
+    own = {i: None if entries[i].own.missing else _gradient(entries[i])._spec.layout for i in asked}
+    told = told_by_any(mesh, own)
+    for i in asked:
+        if entries[i].own.missing:
+            entries[i] = _with_zeros(entries[i], told[i])
+
+
+def _with_zeros(entry: _Entry, layout: Layout) -> _Entry:
+    """A gradient of zeros in this layout, in place of none."""
+    spec = spec_of(layout, entry.placed.device_mesh)
+    shape = layout.local_shape(spec.coords or (0,) * len(layout.sizes))
+    entry.parameter.grad = wrap(entry.placed._local_tensor.new_zeros(shape, dtype=layout.dtype), spec)
+    return replace(entry, own=GradientState.of(entry.name, entry.parameter.grad, entry.placed))
 
 
 def _check(entries: Sequence[_Entry], states: Sequence[GradientState]) -> None:

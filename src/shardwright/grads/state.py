@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.functional import reduce_over
+from shardwright.comm.record import because
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
@@ -59,7 +61,7 @@ class GradientState:
     @property
     def is_contradictory(self) -> bool:
         """Return whether a combined state has no common way to the parameter's layout."""
-        return self.other and (self.missing or self.finished or any(self.pending))
+        return self.other and (self.finished or any(self.pending))
 
 
 def agree(mesh: DeviceMesh, states: Sequence[GradientState], device: torch.device) -> list[GradientState]:
@@ -72,6 +74,25 @@ def agree(mesh: DeviceMesh, states: Sequence[GradientState], device: torch.devic
     for axis, group in groups_above_one(mesh):
         flags = reduce_over(flags, "max", group, axis=axis, reason="which ranks have which gradients")
     return [_from_row(row) for row in flags.tolist()]
+
+
+def told_by_any(mesh: DeviceMesh, own: Mapping[int, Layout | None]) -> dict[int, Layout]:
+    """The layout of each gradient that some rank of `mesh` has; the same keys on every rank.
+
+    Raises: ParallelError: two ranks have it in different layouts; raised on every rank.
+    """
+    known: dict[int, set[Layout]] = {i: {x} if x is not None else set() for i, x in own.items()}
+    for axis, group in groups_above_one(mesh):
+        everybody: list[Any] = [None] * mesh[axis].size()
+        with because("layouts of gradients that some ranks lack"):
+            dist.all_gather_object(everybody, known, group=group)
+        known = {i: set().union(*(theirs[i] for theirs in everybody)) for i in known}
+    if any(len(layouts) > 1 for layouts in known.values()):
+        raise ParallelError(
+            "gradients that some ranks lack have unlike layouts on others; run the same backward passes on "
+            "all ranks"
+        )
+    return {i: next(iter(layouts)) for i, layouts in known.items()}
 
 
 def _from_row(row: Sequence[int]) -> GradientState:
