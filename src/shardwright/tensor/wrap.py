@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
     from shardwright.tensor.dtensor import DTensor
-    from shardwright.tensor.spec import Spec
+    from shardwright.tensor.spec import LocalUse, Spec
 
 # The two classes of this package, [0] ordinary, [1] with a local use: `tensor.install` puts them in.
 CLASSES: list[Any] = [None, None]
@@ -85,7 +85,14 @@ def as_ours(x: TorchDTensor) -> DTensor:
     return wrap(x._local_tensor.detach(), spec_of(layout_of_spec(spec), spec.mesh))
 
 
-def as_replicated(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def as_replicated(x: torch.Tensor, mesh: DeviceMesh, use: LocalUse | None = None) -> DTensor:
     """The DTensor that every rank holds whole; not differentiable."""
     layout = Layout(mesh, (Replicate(),) * mesh.ndim, tuple(x.shape), dtype=x.dtype, stride=tuple(x.stride()))
-    return wrap(x.detach(), spec_of(layout, mesh))
+    return wrap(x.detach(), spec_of(layout, mesh, use))
+
+
+def used_as(x: DTensor, use: LocalUse | None) -> DTensor:
+    """`x` with the part in computation that its operands had; see `spec.common_use`."""
+    if use is None or x._spec.use == use:
+        return x
+    return wrap(x._local_tensor, spec_of(x._spec.layout, x.device_mesh, use))

@@ -17,7 +17,7 @@ from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.written_memory import keep_apart
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_operands, move_unasked
-from shardwright.tensor.spec import Spec, spec_of
+from shardwright.tensor.spec import Spec, common_use, spec_of
 from shardwright.tensor.wrap import as_replicated, wrap
 
 if TYPE_CHECKING:
@@ -259,12 +259,12 @@ def _identity(spec: Spec | None, like: DTensor) -> torch.Tensor | None:
 def _wrap_replicated(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
     """What whole operands gave, as it is: no kernel without data had to foresee it."""
     flat, tree = tree_flatten(out)
-    mesh = tensors[0].device_mesh
+    mesh, use = tensors[0].device_mesh, common_use(tensors)
     written = prepared.written if len(prepared.written) == len(flat) else (None,) * len(flat)
     wrapped = [
         value
         if not isinstance(value, torch.Tensor)
-        else (tensors[w] if w is not None else as_replicated(value, mesh))
+        else (tensors[w] if w is not None else as_replicated(value, mesh, use))
         for value, w in zip(flat, written, strict=True)
     ]
     return tree_unflatten(wrapped, tree)

@@ -155,7 +155,7 @@ def _known(decided: ViewCall | None) -> ViewCall:
 def _gathered(func: torch._ops.OpOverload, x: DTensor) -> DTensor:
     target = x._spec.layout.replicated()
     whole = move_unasked(func.name(), x, target, "too many elements to list where each is")
-    return wrap(whole, spec_of(target, x.device_mesh))
+    return wrap(whole, spec_of(target, x.device_mesh, x._spec.use))
 
 
 # ----------------------------------------------------------------------------------------- autograd

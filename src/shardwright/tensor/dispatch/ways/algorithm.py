@@ -19,8 +19,8 @@ from shardwright.tensor.dispatch.ways.local_rows import run_on_parts
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import refuse_moves
 from shardwright.tensor.move import move_asked
-from shardwright.tensor.spec import spec_of
-from shardwright.tensor.wrap import wrap
+from shardwright.tensor.spec import common_use, spec_of
+from shardwright.tensor.wrap import used_as, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class ByAlgorithm:
         _func: torch._ops.OpOverload,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        _tensors: Sequence[DTensor],
+        tensors: Sequence[DTensor],
     ) -> Any:
         """The op's results, as DTensors; operands that are written come back as the objects that were given.
 
@@ -64,7 +64,8 @@ class ByAlgorithm:
             out = self._compute(op, args, kwargs)
         except ImplicitRedistributionError:
             raise ImplicitRedistributionError(self._refusal(args, kwargs)) from None
-        flat = self._fitted(out)
+        use = common_use(tensors)
+        flat = [used_as(x, use) if isinstance(x, DTensor) else x for x in self._fitted(out)]
         return flat[0] if len(flat) == 1 and not isinstance(out, list | tuple) else tuple(flat)
 
     def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
