@@ -202,5 +202,6 @@ def _moved(x: Tensor, offset: Tensor) -> Tensor:
     if x.dtype.is_floating_point:
         return x + offset.to(x.dtype)
     limits = torch.iinfo(x.dtype)
-    low, high = (x.clamp(limits.min + 4).long(), x.clamp(max=limits.max - 4).long())
-    return torch.where(offset < 0, low, high).add(offset).to(x.dtype)
+    below = x.clamp(max=limits.min + 4).long() - limits.min
+    above = limits.max - x.clamp(min=limits.max - 4).long()
+    return (x.long() + offset.clamp(-below, above)).to(x.dtype)
