@@ -93,4 +93,7 @@ class Asked:
 
         Gradients of parameters that compute locally stay pending: a rank that has none of them takes no part.
         """
-        return propagate(self.call, self.layouts, silent=any(t._spec.use is not None for t in self.tensors))
+        silent = False
+        for tensor in self.tensors:
+            silent |= tensor._spec.use is not None
+        return propagate(self.call, self.layouts, silent=silent)

@@ -64,8 +64,10 @@ class ByAlgorithm:
             out = self._compute(op, args, kwargs)
         except ImplicitRedistributionError:
             raise ImplicitRedistributionError(self._refusal(args, kwargs)) from None
-        use = common_use(tensors)
-        flat = [used_as(x, use) if isinstance(x, DTensor) else x for x in self._fitted(out)]
+        flat = self._fitted(out)
+        if tensors[0]._spec.use is not None:
+            use = common_use(tensors)
+            flat = [used_as(x, use) if isinstance(x, DTensor) else x for x in flat]
         return flat[0] if len(flat) == 1 and not isinstance(out, list | tuple) else tuple(flat)
 
     def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
