@@ -13,7 +13,7 @@ from shardwright.placement.shard import Shard
 from shardwright.rules.along_label import labels_cut, part_lengths, place_label
 from shardwright.rules.call import Call
 from shardwright.rules.equation import BoundHom, Equation, Sizes, Slot
-from shardwright.rules.monoid import converts, has_meaning, holds_any, matches, pending_of
+from shardwright.rules.monoid import converts, has_meaning, holds_any, matches, pending_of, stays_neutral
 from shardwright.rules.states import States
 
 REPLICATE = Replicate()
@@ -182,12 +182,13 @@ def _may_be_pending(
     """Whether the op may read terms of this operand: as they are, or those of a finished value.
 
     The reduction of the terms is that of their own dtype: an op that converts them reads another value. Of a
-    finished value one coord may hold everything, whatever it is converted to.
+    finished value one coord may hold everything, if what the others hold stays neutral when it is converted.
     """
     dtype = view.call.operands[operand].dtype
-    if view.current[operand] != source:
-        return holds_any(source, dtype)
-    return all(converts(source, dtype, made) for made in _pending_dtypes(view, outputs))
+    rule = converts if view.current[operand] == source else stays_neutral
+    if view.current[operand] != source and not holds_any(source, dtype):
+        return False
+    return all(rule(source, dtype, made) for made in _pending_dtypes(view, outputs))
 
 
 def _pending_dtypes(view: AxisView, outputs: Sequence[Placement | None]) -> set[torch.dtype]:

@@ -57,6 +57,12 @@ def converts(placement: Pending, source: torch.dtype, target: torch.dtype) -> bo
     return source == target or _CONVERSIONS.get(placement.reduce_op, _never)(source, target)
 
 
+@remembered(1024)
+def stays_neutral(placement: Pending, source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether what combines with nothing in `source` does so in `target`: an infinity is no integer."""
+    return placement.reduce_op not in {"max", "min"} or converts(placement, source, target)
+
+
 def _never(source: torch.dtype, target: torch.dtype) -> bool:  # noqa: ARG001  whatever the dtypes
     return False
 
