@@ -55,8 +55,8 @@ def finish_gradients(parameters: Mapping[str, TorchDTensor], bucket_bytes: int, 
         states = [entry.own for entry in entries]
         if not agreed:
             states = agree(mesh, states, entries[0].parameter.device)
-            _join(mesh, entries, states)
             _check(entries, states)
+            _join(mesh, entries, states)
         _finish(mesh, list(zip(entries, states, strict=True)), bucket_bytes)
 
 

@@ -80,6 +80,7 @@ def told_by_any(mesh: DeviceMesh, own: Mapping[int, Layout | None]) -> dict[int,
     """The layout of each gradient that some rank of `mesh` has; the same keys on every rank.
 
     Raises: ParallelError: two ranks have it in different layouts; raised on every rank.
+    Cost: the pickled layouts, gathered over each axis.
     """
     known: dict[int, set[Layout]] = {i: {x} if x is not None else set() for i, x in own.items()}
     for axis, group in groups_above_one(mesh):

@@ -38,7 +38,6 @@ def refuse_dtypes(
     """Raise what one device raises for operands of these dtypes, if it does.
 
     Args: tensors: those among the arguments.
-
     Asks the op's own kernel, with zeros of the logical shapes, until it has taken these dtypes once.
     """
     dtypes = tuple([x.dtype for x in tensors])
@@ -53,20 +52,17 @@ def refuse_dtypes(
             warnings.simplefilter("ignore")
             func(*zeros, **named)
             _taken[key] = True
-    except Exception as error:
+    except Exception as error:  # zeros may be refused for other reasons, which are no answer
         if isinstance(error, RuntimeError | TypeError | IndexError) and _ABOUT_DTYPES.search(str(error)):
             raise
 
 
 @remembered(4096)
 def _may_be_asked(func: torch._ops.OpOverload) -> bool:
-    """Whether the kernel is safe with zeros, and leaves no trace."""
+    """Whether the kernel is torch's own, safe with zeros, and leaves no trace."""
     names = {a.name for a in func._schema.arguments if "Tensor" in str(a.type)}
-    return (
-        names <= _HARMLESS
-        and torch.Tag.nondeterministic_seeded not in func.tags
-        and "backward" not in func._schema.name
-    )
+    computes = func.namespace == "aten" and "backward" not in func._schema.name
+    return computes and names <= _HARMLESS and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _zeros(x: DTensor) -> torch.Tensor:
