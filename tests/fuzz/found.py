@@ -78,4 +78,14 @@ FOUND = {
         ),
         (_do("v1", "torch.hstack", ["x1", "x2"]),),
     ),
+    "a copy of an expanded tensor that moved, written through another shape": Program(
+        (3,),
+        (_leaf("x1", (1, 4, 4, 2), "Owner(2)"), _leaf("x2", (8, 6), R)),
+        (
+            _do("v1", ".expand", "x1", 3, -1, 4, -1, form="view"),
+            _do("v2", "move", "v1", (R,)),
+            _do("v3", ".reshape", "v2", 2, 8, 6, form="view"),
+            _do("", "[]=", "v3", -1, "x2", form="setitem"),
+        ),
+    ),
 }

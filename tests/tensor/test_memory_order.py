@@ -65,6 +65,32 @@ def _as_the_kernels_have_it():
         assert ours.stride() == plain.stride() == ours.to_local().stride(), name
 
 
+def _copies_of_expanded_values():
+    mesh = rank_mesh((2,))
+    for shape, sizes in (((1, 3), (2, 3)), ((4, 1, 3), (4, 5, 3)), ((1, 4, 4, 2), (3, 4, 4, 2))):
+        for number, placement in enumerate((sw.Owner(1), sw.Shard(0), sw.Partial("sum"), sw.Replicate())):
+            # Another size each, lest one be remembered for the next.
+            plain = full(*shape, 2 + number).expand(*sizes, -1)
+            given = sw.distribute_tensor(full(*shape, 2 + number), mesh, [placement])
+            ours = given.expand(*sizes, -1).redistribute(placements=[sw.Replicate()]).clone()
+            plain = plain.clone()
+            assert ours.stride() == plain.stride(), (shape, placement, ours.stride(), plain.stride())
+            for x in (ours, plain):
+                x.reshape(-1, 3).zero_()  # a view on one device
+            close(ours, plain, f"{shape} {placement}")
+
+
+def _a_result_of_what_lies_otherwise():
+    """Its strides are not remembered for what lies as it says."""
+    mesh = rank_mesh((2,))
+    value = full(4, 6)
+    lies = sw.DTensor.from_local(
+        value.mT.contiguous().mT, mesh, [sw.Replicate()], shape=torch.Size((4, 6)), stride=(6, 1)
+    )
+    for x in (lies, sw.distribute_tensor(value, mesh, [sw.Replicate()])):
+        assert x.exp().stride() == (6, 1)
+
+
 def test_determinants_have_their_derivatives_however_they_lie(ranks):
     ranks(2, _determinants)
 
@@ -75,3 +101,11 @@ def test_a_stride_that_is_said_is_no_stride_that_is(ranks):
 
 def test_results_lie_as_kernels_put_them(ranks):
     ranks(2, _as_the_kernels_have_it)
+
+
+def test_copies_of_expanded_values_lie_as_on_one_device(ranks):
+    ranks(2, _copies_of_expanded_values)
+
+
+def test_what_lies_otherwise_than_said_decides_no_strides(ranks):
+    ranks(2, _a_result_of_what_lies_otherwise)

@@ -18,15 +18,43 @@ def contiguous_stride(shape: Shape) -> Shape:
 
 
 def stride_like(shape: Shape, stride: Shape) -> Shape:
-    """Dense strides of `shape` whose dims are stored in the order of `stride` (equal strides: as given)."""
+    """Dense strides of `shape` whose dims are stored in the order of `stride` (equal strides: as given).
+
+    A dim of stride 0 says nothing about its place, and stays where it is, as in a copy that torch makes.
+    """
     if len(shape) != len(stride):
         return contiguous_stride(shape)
-    inner_first = sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim))
+    if 0 in stride:
+        inner_first = _around_expanded(shape, stride)
+    else:
+        inner_first = sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim))
     out, step = [0] * len(shape), 1
     for dim in inner_first:
         out[dim] = step
         step *= max(shape[dim], 1)
     return tuple(out)
+
+
+def _around_expanded(shape: Shape, stride: Shape) -> list[int]:
+    """The dims, the innermost first, where some have stride 0: in the order of torch's TensorIterator.
+
+    So do `clone` and `empty_like` order them: a dim changes places with each further in that has a larger
+    stride, or the same and more elements, and what has stride 0 between them stays.
+    """
+    dims = list(reversed(range(len(stride))))
+    for first in range(1, len(dims)):
+        at = first
+        for inner in reversed(range(first)):
+            one, other = dims[inner], dims[at]
+            if not (stride[one] and stride[other]):
+                continue
+            if stride[one] < stride[other]:
+                break
+            if stride[one] == stride[other] and shape[one] <= shape[other]:
+                continue
+            dims[inner], dims[at] = dims[at], dims[inner]
+            at = inner
+    return dims
 
 
 def stride_order(shape: Shape, stride: Shape) -> tuple[int, ...] | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwright.index.stride import stride_like
 from shardwright.placement.base import Replicate
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import Spec, spec_of
@@ -41,6 +42,12 @@ def as_described(
             local = local.contiguous() if said else local.mT.contiguous().mT
             args = (wrap(local, x._spec), *rest)
     return route(func, args, kwargs)
+
+
+def lies_as_said(local: torch.Tensor, x: DTensor) -> bool:
+    """Are the elements of an operand, moved or not, in the order that its layout states?"""
+    shape, said = tuple(local.shape), x._spec.layout.stride
+    return local.stride() == said or _order(shape, local.stride()) == _order(shape, stride_like(shape, said))
 
 
 def as_made(spec: Spec, local: torch.Tensor) -> Spec:

@@ -12,7 +12,7 @@ from shardwright.compat import tree_flatten, tree_unflatten
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.rules.identity import identity_of
-from shardwright.tensor.dispatch.memory_order import as_made
+from shardwright.tensor.dispatch.memory_order import as_made, lies_as_said
 from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.written_memory import keep_apart
 from shardwright.tensor.dtensor import DTensor
@@ -54,7 +54,7 @@ def run(
     if prepared.gather_all:
         return _wrap_replicated(prepared, out, tensors)
     if not prepared.checked:
-        _check(prepared, func, out)
+        _check(prepared, func, out, all(map(lies_as_said, locals_, tensors)))
     return _wrap(prepared, out, tensors)
 
 
@@ -188,23 +188,24 @@ def _wrap(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
     return tree_unflatten(wrapped, tree)
 
 
-def _check(prepared: Prepared, func: torch._ops.OpOverload, out: Any) -> None:
+def _check(prepared: Prepared, func: torch._ops.OpOverload, out: Any, as_said: bool) -> None:
     """The law that a rule promised: local results have the shapes that the layouts give this rank.
 
-    New results get the strides that the kernel gave them.
+    New results get the strides that the kernel gave them, unless operands lay otherwise than they say: for
+    later ones that lie as they say, the check is made again.
 
     Raises: LayoutError: a rule is wrong. Never a wrong value in silence.
     """
     results = list(prepared.results)
     flat = tree_flatten(out)[0]
-    is_new = [returned.alias_info is None for returned in func._schema.returns]
+    is_new = [as_said and returned.alias_info is None for returned in func._schema.returns]
     for place, (local, spec) in enumerate(zip(flat, prepared.results, strict=False)):
         if spec is not None and isinstance(local, torch.Tensor):
             _check_shape(spec, func, local, prepared.reason)
             if local.stride() != spec.layout.stride and len(is_new) == len(flat) and is_new[place]:
                 results[place] = as_made(spec, local)
     prepared.results = tuple(results)
-    prepared.checked = True
+    prepared.checked = as_said
 
 
 def _check_shape(spec: Spec, func: torch._ops.OpOverload, local: torch.Tensor, reason: str) -> None:
