@@ -20,8 +20,11 @@ from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._C._functorch import get_unwrapped as get_unwrapped
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
 from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._functorch import pyfunctorch
+from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +66,7 @@ modes_on = torch._C._len_torch_dispatch_stack  # how many modes see each op
 mesh_resources = device_mesh._mesh_resources
 neg_view = torch._neg_view
 nn_functions = torch._C._nn
+outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack
 pack_padded_rows = torch._pack_padded_sequence
 pad_packed_rows = torch._pad_packed_sequence
 pad_kernel = torch._C._nn.pad
@@ -96,6 +100,11 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._decomp import decomposition_table  # noqa: PLC0415
 
     return decomposition_table
+
+
+def under_transforms() -> bool:
+    """Is a function of `torch.func` running?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_composite(op: torch._ops.OpOverload) -> bool:

@@ -15,7 +15,7 @@ import shardwright as sw
 from shardwright.tensor.dispatch import call as dispatch
 from shardwright.tensor.dispatch.ways.algorithm import ByAlgorithm
 from tests.ops.cases import ERROR, LENIENT, OK, WRONG, Case, Record
-from tests.ops.compare import difference, whole
+from tests.ops.compare import difference, strides_differ, whole
 from tests.ops.database import seed
 from tests.ops.placing import copied, place, placed, placements_for
 
@@ -83,6 +83,9 @@ def _verdict(
     plain = _plain_results(got, wanted)
     if plain:
         return WRONG, plain, "forward"
+    order = strides_differ(got.results, wanted.results)
+    if order:
+        return WRONG, order, "forward"
     text = difference(results, wanted.results)
     if text and _same_invariants(sample, results, wanted.results):
         return OK, "", ""

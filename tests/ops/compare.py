@@ -72,3 +72,21 @@ def _first_wrong(got: torch.Tensor, wanted: torch.Tensor, wrong: torch.Tensor) -
     at = tuple(wrong.nonzero()[0].tolist())
     count = f"{int(wrong.sum())} of {wrong.numel()} wrong"
     return f"{got[at].item()!r} for {wanted[at].item()!r} at {at}, {count}"
+
+
+def strides_differ(got: Any, wanted: Any) -> str:
+    """Does a result say that it lies otherwise than one device's? Where that says nothing dense, it may."""
+    for index, (g, w) in enumerate(zip(tree_flatten(got)[0], tree_flatten(wanted)[0], strict=False)):
+        if not (isinstance(g, DTensor) and isinstance(w, torch.Tensor)) or g.shape != w.shape:
+            continue
+        if w.layout == torch.strided and w.numel() and _is_dense(w) and _steps(g) != _steps(w):
+            return f"result {index}: stride {g.stride()} for {w.stride()} of {tuple(w.shape)}"
+    return ""
+
+
+def _steps(x: torch.Tensor) -> list[int]:
+    return [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    return bool(torch.empty_like(x).stride() == x.stride())

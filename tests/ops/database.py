@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from itertools import islice
 from math import prod
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from tests import torch_samples
 from tests.ops.excluded import EXCLUDED
@@ -19,7 +19,8 @@ _LOOKED_AT = 80  # sample inputs of one operator and dtype among which the disti
 SEED = 11
 Shapes = tuple[tuple[int, ...], ...]
 SAMPLE, REFERENCE, REFUSED, MIXED = "sample", "reference", "refused", "mixed dtypes"
-SOURCES = (SAMPLE, REFERENCE, REFUSED, MIXED)
+LAST, TURNED = "channels last", "turned"
+SOURCES = (SAMPLE, REFERENCE, REFUSED, MIXED, LAST, TURNED)
 _OTHER_DTYPES = (torch.float64, torch.int64, torch.complex64)
 _OPERANDS = 4  # those of a sample that are tried in other dtypes
 
@@ -46,12 +47,15 @@ def samples_of(info: Any, dtype: torch.dtype, count: int, source: str = SAMPLE) 
 
     Args:
         source: the operator's samples, its inputs for comparisons with references, those that it refuses,
-            or its samples with one operand after the other in other dtypes (all of `count` samples).
+            or its samples with one operand after the other in other dtypes (all of `count` samples), with
+            dim 1 the innermost in memory, or with the first dim innermost and so on.
     Returns: (index in the operator's own list, sample), in its order.
     """
     if source == MIXED:
         bases = [sample for _, sample in samples_of(info, dtype, count)]
         return list(enumerate(mixed for base in bases for mixed in _in_other_dtypes(base)))
+    if source in _ORDERS:
+        return [(i, _in_order(sample, _ORDERS[source])) for i, sample in samples_of(info, dtype, count)]
     seed()
     offered = list(islice(filter(_has_data, _offered(info, dtype, source)), _LOOKED_AT))
     return [(index, offered[index]) for index in _chosen([_shapes(sample) for sample in offered], count)]
@@ -85,6 +89,33 @@ def _in_other_dtypes(sample: Any) -> Iterator[Any]:
                 mixed = copy(sample)
                 mixed.input, mixed.args, mixed.kwargs = parts
                 yield mixed
+
+
+def _channels_last(x: torch.Tensor) -> torch.Tensor:
+    """Dim 1 innermost, as in torch's memory formats."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    """The first dim innermost."""
+    dims = tuple(reversed(range(x.dim())))
+    return x.permute(dims).contiguous().permute(dims)
+
+
+_ORDERS = {LAST: _channels_last, TURNED: _turned}
+
+
+def _in_order(sample: Any, order: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The sample with its tensors in another order in memory."""
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        grad = x.requires_grad
+        return order(x.detach()).requires_grad_(grad) if x.dim() > 1 and x.layout == torch.strided else x
+
+    made = copy(sample)
+    parts = tree_map_only(torch.Tensor, turned, (sample.input, sample.args, sample.kwargs))
+    made.input, made.args, made.kwargs = parts
+    return made
 
 
 def _has_data(sample: Any) -> bool:

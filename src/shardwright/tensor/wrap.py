@@ -96,3 +96,12 @@ def used_as(x: DTensor, use: LocalUse | None) -> DTensor:
     if use is None or x._spec.use == use:
         return x
     return wrap(x._local_tensor, spec_of(x._spec.layout, x.device_mesh, use))
+
+
+def with_stride(x: DTensor, stride: tuple[int, ...]) -> DTensor:
+    """A new result with the strides that one device's has; its local tensor lies as it was made."""
+    spec = x._spec
+    if spec.layout.stride == stride:
+        return x
+    layout = spec.layout.with_shape(spec.layout.shape, stride)
+    return wrap(x._local_tensor, spec_of(layout, spec.mesh, spec.use))

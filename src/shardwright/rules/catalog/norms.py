@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from shardwright.compat import suggest_memory_format
 from shardwright.layout.dtypes import HALF
 from shardwright.rules.call import Call
 from shardwright.rules.catalog.decomposing import decomposed, take_apart
@@ -103,13 +104,13 @@ take_apart("aten::native_batch_norm_backward.default", "aten::batch_norm_backwar
 def batch_norm(op: torch._ops.OpOverload, x: Tensor, *rest: Any, **named: Any) -> object:
     """Batch norm, its statistics in the type of wider parameters: a half mean would spoil the gradients.
 
-    torch's own table rounds them to the type of `x`, its kernels do not.
+    torch's own table rounds them to the type of `x`, its kernels do not; they give a memory format.
     """
     others = [value for value in (*rest, *named.values()) if isinstance(value, Tensor)]
-    if not (x.dtype in HALF and any(other.dtype == torch.float32 for other in others)):
-        return decomposed(op, x, *rest, **named)
-    out, *statistics = cast("tuple[Tensor, ...]", decomposed(op, x.float(), *rest, **named))
-    return out.to(x.dtype), *statistics
+    wide = x.dtype in HALF and any(other.dtype == torch.float32 for other in others)
+    made = decomposed(op, x.float() if wide else x, *rest, **named)
+    out, *statistics = cast("tuple[Tensor, ...]", made)
+    return out.to(x.dtype).contiguous(memory_format=suggest_memory_format(x)), *statistics
 
 
 @rewrite("aten::_batch_norm_with_update.default")

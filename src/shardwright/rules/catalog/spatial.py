@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from math import prod
 
+import torch
+
+from shardwright.compat import suggest_memory_format
 from shardwright.rules.call import Call
 from shardwright.rules.formula import Formula, formula
+from shardwright.rules.registry import rewrite
 from shardwright.rules.rule import register_rule, rule
 
 _PADS = {f"{kind}_pad{dims}d": dims for kind in ("reflection", "replication") for dims in (1, 2, 3)}
@@ -118,6 +122,14 @@ def image_of_patches(call: Call) -> Formula:
     """The sum of the patches of a channel."""
     batch, count = _batch(call, 2), prod(call.arg("kernel_size"))
     return formula(f"{batch} (c {count}) _ -> {batch} c _ _", hom="self: sum->sum")
+
+
+@rewrite("aten::channel_shuffle")
+def channel_shuffle(_op: object, x: torch.Tensor, groups: int) -> torch.Tensor:
+    """The channels of each group in turn, in the memory format of the operand."""
+    torch.channel_shuffle(torch.empty(x.shape, device="meta"), groups)  # raises what one device does
+    grouped: torch.Tensor = x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+    return grouped.contiguous(memory_format=suggest_memory_format(x))
 
 
 def _batch(call: Call, single: int) -> str:

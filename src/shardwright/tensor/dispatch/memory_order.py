@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from shardwright.compat import suggest_memory_format, tree_map_only
+from shardwright.errors import RuleError
 from shardwright.index.stride import stride_like
 from shardwright.placement.base import Replicate
 from shardwright.tensor.dtensor import DTensor
@@ -26,15 +28,22 @@ Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any
 _FACTORED_AS_IT_LIES = frozenset({"aten::_linalg_det", "aten::_linalg_slogdet"})
 
 
+# Their kernels on the CPU take all operands to lie in the memory format of the input.
+_TRUSTS_FORMATS = frozenset({"aten::native_group_norm", "aten::native_group_norm_backward"})
+
+
 def asks(func: torch._ops.OpOverload) -> bool:
-    """Does the op's derivative look at the strides of its operand?"""
-    return func._schema.name in _FACTORED_AS_IT_LIES
+    """Does the op's derivative look at the strides of its operand, or its kernel trust them?"""
+    return func._schema.name in _FACTORED_AS_IT_LIES | _TRUSTS_FORMATS
 
 
 def as_described(
     route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The op on an operand whose local tensor is contiguous if the operand says that it is."""
+    """The op on operands whose local tensors lie as the operands say."""
+    if func._schema.name in _TRUSTS_FORMATS:
+        _refuse_no_format(func, args)
+        return route(func, tree_map_only(DTensor, _laid_as_said, args), kwargs)
     x, *rest = args
     if isinstance(x, DTensor):
         local, said = x._local_tensor, x.is_contiguous()
@@ -42,6 +51,24 @@ def as_described(
             local = local.contiguous() if said else local.mT.contiguous().mT
             args = (wrap(local, x._spec), *rest)
     return route(func, args, kwargs)
+
+
+def _refuse_no_format(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+    """Raises: RuleError (a RuntimeError): one device refuses it, so a rank that has nothing does too."""
+    x = args[0] if func._schema.name == "aten::native_group_norm" else None
+    if isinstance(x, DTensor) and not x.is_contiguous(memory_format=suggest_memory_format(x)):
+        raise RuleError(f"{func.name()}: expected X.is_contiguous(memory_format) to be true, but got false")
+
+
+def _laid_as_said(x: DTensor) -> DTensor:
+    local = x._local_tensor
+    if lies_as_said(local, x):
+        return x
+    shape = tuple(local.shape)
+    laid = torch.empty_strided(
+        shape, stride_like(shape, x._spec.layout.stride), dtype=x.dtype, device=local.device
+    )
+    return wrap(laid.copy_(local), x._spec)
 
 
 def lies_as_said(local: torch.Tensor, x: DTensor) -> bool:

@@ -18,6 +18,7 @@ from shardwright.compat import (
 from shardwright.remember import remembered
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.tensor.dispatch.grouped_products import grouped_product
+from shardwright.tensor.dispatch.kernel_orders import as_kernels_put_them
 from shardwright.tensor.dispatch.ways.out import fits, functional_form, is_pointwise, out_names
 from shardwright.tensor.dtensor import DTensor
 
@@ -76,6 +77,7 @@ def result_infos(
         try:  # NotImplementedError is how torch says that an op has no kernel without data
             _refuse_what_does_not_fit(func, args, meta_args, meta_kwargs)
             out = _without_data(func)(*meta_args, **meta_kwargs)
+            out = as_kernels_put_them(func, meta_args, meta_kwargs, out, _device(args, kwargs))
         except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
             if not func._schema.returns:
                 return (None,)
@@ -112,6 +114,10 @@ def _refuse_what_does_not_fit(
 def _without_data(func: torch._ops.OpOverload) -> Callable[..., Any]:
     """What makes the results of an op from operands without data."""
     return _OWN.get(func._schema.name, func)
+
+
+def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    return next((x.device.type for x in tree_flatten((args, kwargs))[0] if _is_ours(x)), "cpu")
 
 
 def _is_ours(x: Any) -> bool:

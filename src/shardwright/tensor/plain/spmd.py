@@ -13,7 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from shardwright.comm.record import source_line
-from shardwright.compat import never_compiled_alone
+from shardwright.compat import (
+    is_functorch_wrapped_tensor,
+    never_compiled_alone,
+    outside_transforms,
+    under_transforms,
+)
 from shardwright.errors import SpmdError
 from shardwright.placement.base import Replicate
 from shardwright.tensor.dtensor import DTensor
@@ -22,6 +27,10 @@ from shardwright.tensor.plain.boundary import leaves_alone, state, with_replicat
 Check = Literal["first"] | bool
 
 
+_TRANSFORMED = (
+    "{}: a plain tensor of shape {} that a torch.func transform follows meets a DTensor inside spmd: what "
+    "the transform made of it cannot be placed. fix: sw.distribute_tensor it before the transform"
+)
 _checked_sites: set[tuple[str, int]] = set()
 
 
@@ -72,12 +81,20 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
 
     def _replicate(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and not _is_distributed(value):
-            if self._check and value.device.type != "meta":
-                self._compare(value)
-            return DTensor.from_local(value, self._mesh, (Replicate(),) * self._mesh.ndim)
+            if torch.compiler.is_compiling() or not under_transforms():
+                return self._replicated(value)
+            if is_functorch_wrapped_tensor(value):
+                raise SpmdError(_TRANSFORMED.format(source_line(), tuple(value.shape)))
+            with outside_transforms():  # a constant of the transform
+                return self._replicated(value)
         if isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value):
             return type(value)(self._replicate(v) for v in value)
         return value
+
+    def _replicated(self, value: torch.Tensor) -> DTensor:
+        if self._check and value.device.type != "meta":
+            self._compare(value)
+        return DTensor.from_local(value, self._mesh, (Replicate(),) * self._mesh.ndim)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it ends on the host: a graph breaks here
     def _compare(self, value: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import refuse_moves
 from shardwright.tensor.move import move_asked
 from shardwright.tensor.spec import common_use, spec_of
-from shardwright.tensor.wrap import used_as, wrap
+from shardwright.tensor.wrap import used_as, with_stride, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,7 +85,10 @@ class ByAlgorithm:
         return algorithm.function(op, *args, **kwargs)
 
     def _fitted(self, out: Any) -> list[Any]:
-        """The results in the dtypes that the op has. Raises: LayoutError: the algorithm is wrong."""
+        """The results in the dtypes and the order in memory that the op has.
+
+        Raises: LayoutError: the algorithm is wrong.
+        """
         flat = list(out) if isinstance(out, list | tuple) else [out]
         infos = self.call.results
         return [self._fit(value, info) for value, info in zip(flat, infos, strict=True)]
@@ -98,7 +101,8 @@ class ByAlgorithm:
                 f"{self.call.op.name()}: the algorithm ({self.chosen.algorithm}) gave the shape "
                 f"{tuple(value.shape)}, not {info.shape}: the algorithm is wrong"
             )
-        return value if value.dtype == info.dtype else value.to(info.dtype)
+        value = value if value.dtype == info.dtype else value.to(info.dtype)
+        return with_stride(value, info.stride) if isinstance(value, DTensor) else value
 
     def _into_operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """An in-place or `out=` form: the values of the functional form, copied into what is written."""

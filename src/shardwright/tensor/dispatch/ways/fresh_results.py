@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwright.compat import is_composite, tree_map_only
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain.boundary import tensors_in
+from shardwright.tensor.wrap import with_stride
+
+if TYPE_CHECKING:
+    from shardwright.rules.call import TensorInfo
+    from shardwright.tensor.dispatch.asked import Asked
 
 
 def fresh(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,6 +28,27 @@ def fresh(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Callable
     if composite or schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
         return function
     return partial(_of_its_own, function)
+
+
+def laid(asked: Asked, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` in place of the op: its new results have the strides of the op's."""
+    returns = asked.func._schema.returns
+    infos = asked.infos
+    if infos is None or len(infos) != len(returns):
+        return function
+    new = [None if made.alias_info is not None else info for made, info in zip(returns, infos, strict=True)]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        if isinstance(out, DTensor):
+            return _laid(out, new[0])
+        return tuple(map(_laid, out, new)) if isinstance(out, tuple) and len(out) == len(new) else out
+
+    return run
+
+
+def _laid(made: Any, info: TensorInfo | None) -> Any:
+    return made if info is None or not isinstance(made, DTensor) else with_stride(made, info.stride)
 
 
 def _of_its_own(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from shardwright.compat import TensorType, is_composite, tree_leaves
 from shardwright.rules import registry
-from shardwright.tensor.dispatch.ways.fresh_results import fresh
+from shardwright.tensor.dispatch.ways.fresh_results import fresh, laid
 from shardwright.tensor.dispatch.ways.out import functional_form, out_names, resized_first, written_from
 from shardwright.tensor.plain.boundary import helpers
 
@@ -57,7 +57,7 @@ def decomposed(asked: Asked) -> Steps | None:
     if is_composite(func):
         return Steps(func.decompose)
     function = registry.fallback_decomposition(func)
-    return _functional(func) if function is None else Steps(fresh(func, function))
+    return _functional(func) if function is None else Steps(laid(asked, fresh(func, function)))
 
 
 def into_another_size(asked: Asked) -> Steps | None:
