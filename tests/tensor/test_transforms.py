@@ -13,7 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import shardwright as sw
-from shardwright.errors import RuleError
+from shardwright.errors import RuleError, SpmdError
+from shardwright.testing.meshes import rank_mesh
 
 from .cases import close, full, layouts_of, place
 
@@ -153,3 +154,32 @@ def _refused():
 
 def test_a_plain_tensor_is_refused_inside_a_transform(ranks):
     ranks(2, _refused)
+
+
+def _closed_over_in_spmd():
+    mesh = rank_mesh((2,), ("tp",))
+    x, weight = full(3, 4), full(5, 4)
+    placed = sw.distribute_tensor(weight, mesh, [sw.Shard(0)], src_data_rank=None)
+
+    def loss(w):
+        return functional.linear(x, w).square().sum()
+
+    calls = {
+        "grad": func.grad(loss),
+        "jacrev": func.jacrev(lambda v: functional.linear(x, v).sin()),
+        "hessian": func.hessian(loss),
+        "jvp": lambda w: func.jvp(loss, (w,), (w,))[1],
+        "vmap": func.vmap(lambda row: (x @ row).exp()),
+        "grad of grad": func.grad(lambda v: func.grad(loss)(v).sin().sum()),
+    }
+    for check in (True, False):
+        for name, call in calls.items():
+            with sw.spmd(mesh, check=check):
+                got = call(placed)
+            close(got, call(weight), f"{name}, check={check}")
+        with sw.spmd(mesh, check=check), pytest.raises(SpmdError, match="distribute_tensor it before"):
+            func.grad(lambda v: functional.linear(v, placed).sum())(x)
+
+
+def test_plain_tensors_in_spmd_are_constants_of_a_transform(ranks):
+    ranks(2, _closed_over_in_spmd, timeout=60)
