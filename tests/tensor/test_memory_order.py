@@ -91,6 +91,18 @@ def _a_result_of_what_lies_otherwise():
         assert x.exp().stride() == (6, 1)
 
 
+def _medians_of_expanded_values():
+    """The reference is the median of a copy: torch's own is wrong where the expanded dim is innermost."""
+    mesh = rank_mesh((2,))
+    value = torch.tensor([[5.0, 1.0, 4.0, 2.0], [3.0, 9.0, 7.0, 8.0]])
+    for cut in (sw.Shard(0), sw.Shard(1), sw.Owner(1), sw.Replicate(), sw.Partial("sum")):
+        x = sw.distribute_tensor(value, mesh, [cut], src_data_rank=None).unsqueeze(-1).expand(2, 4, 3)
+        whole = value.unsqueeze(-1).expand(2, 4, 3).contiguous()
+        for dim in (0, 1, 2):
+            for call in (torch.median, torch.nanmedian):
+                close(call(x, dim).values, call(whole, dim).values, f"{call.__name__} {dim} {cut}")
+
+
 def test_determinants_have_their_derivatives_however_they_lie(ranks):
     ranks(2, _determinants)
 
@@ -109,3 +121,7 @@ def test_copies_of_expanded_values_lie_as_on_one_device(ranks):
 
 def test_what_lies_otherwise_than_said_decides_no_strides(ranks):
     ranks(2, _a_result_of_what_lies_otherwise)
+
+
+def test_medians_of_expanded_values(ranks):
+    ranks(2, _medians_of_expanded_values)

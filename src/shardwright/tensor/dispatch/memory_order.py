@@ -15,49 +15,68 @@ import torch
 
 from shardwright.compat import suggest_memory_format, tree_map_only
 from shardwright.errors import RuleError
-from shardwright.index.stride import stride_like
+from shardwright.index.stride import contiguous_stride, stride_like
 from shardwright.placement.base import Replicate
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import Spec, spec_of
-from shardwright.tensor.wrap import wrap
+from shardwright.tensor.wrap import with_stride, wrap
 
 Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
-
-# Their kernels factor the matrix or its transpose, whichever lies in columns, and their derivatives ask
-# `A.is_contiguous()` to know which it was (torch's FunctionsManual, `linalg_det_backward`).
-_FACTORED_AS_IT_LIES = frozenset({"aten::_linalg_det", "aten::_linalg_slogdet"})
-
-
-# Their kernels on the CPU take all operands to lie in the memory format of the input.
-_TRUSTS_FORMATS = frozenset({"aten::native_group_norm", "aten::native_group_norm_backward"})
 
 
 def asks(func: torch._ops.OpOverload) -> bool:
     """Does the op's derivative look at the strides of its operand, or its kernel trust them?"""
-    return func._schema.name in _FACTORED_AS_IT_LIES | _TRUSTS_FORMATS
+    return func._schema.name in _LAID_FIRST
 
 
 def as_described(
     route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The op on operands whose local tensors lie as the operands say."""
-    if func._schema.name in _TRUSTS_FORMATS:
-        _refuse_no_format(func, args)
-        return route(func, tree_map_only(DTensor, _laid_as_said, args), kwargs)
+    """The op on operands that lie as it needs them."""
+    return route(func, _LAID_FIRST[func._schema.name](func, args), kwargs)
+
+
+def _as_the_matrix_says(_func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Their kernels factor the matrix or its transpose, whichever lies in columns.
+
+    Their derivatives ask `A.is_contiguous()` to know which it was (torch's FunctionsManual,
+    `linalg_det_backward`).
+    """
     x, *rest = args
-    if isinstance(x, DTensor):
-        local, said = x._local_tensor, x.is_contiguous()
-        if local.is_contiguous() != said:
-            local = local.contiguous() if said else local.mT.contiguous().mT
-            args = (wrap(local, x._spec), *rest)
-    return route(func, args, kwargs)
+    if not isinstance(x, DTensor):
+        return args
+    local, said = x._local_tensor, x.is_contiguous()
+    if local.is_contiguous() == said:
+        return args
+    return wrap(local.contiguous() if said else local.mT.contiguous().mT, x._spec), *rest
 
 
-def _refuse_no_format(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-    """Raises: RuleError (a RuntimeError): one device refuses it, so a rank that has nothing does too."""
+def _in_one_format(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Their kernels on the CPU take all operands to lie in the memory format of the input.
+
+    Raises: RuleError (a RuntimeError): one device refuses it, so a rank that has nothing does too.
+    """
     x = args[0] if func._schema.name == "aten::native_group_norm" else None
     if isinstance(x, DTensor) and not x.is_contiguous(memory_format=suggest_memory_format(x)):
         raise RuleError(f"{func.name()}: expected X.is_contiguous(memory_format) to be true, but got false")
+    laid: tuple[Any, ...] = tree_map_only(DTensor, _laid_as_said, args)
+    return laid
+
+
+def _each_in_its_place(_func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Their kernels sort a copy in place that may have elements in one place, as an expanded tensor has."""
+    x, *rest = args
+    if not isinstance(x, DTensor) or 0 not in (*x.stride(), *x._local_tensor.stride()):
+        return args
+    dense = wrap(x._local_tensor.clone(memory_format=torch.contiguous_format), x._spec)
+    return with_stride(dense, contiguous_stride(x._spec.layout.shape)), *rest
+
+
+_LAID_FIRST: dict[str, Callable[[torch._ops.OpOverload, tuple[Any, ...]], tuple[Any, ...]]] = {
+    **dict.fromkeys(("aten::_linalg_det", "aten::_linalg_slogdet"), _as_the_matrix_says),
+    **dict.fromkeys(("aten::native_group_norm", "aten::native_group_norm_backward"), _in_one_format),
+    **dict.fromkeys(("aten::median", "aten::nanmedian"), _each_in_its_place),
+}
 
 
 def _laid_as_said(x: DTensor) -> DTensor:
