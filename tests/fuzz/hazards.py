@@ -26,12 +26,15 @@ _COMPARISONS = frozenset(f".{name}_" for name in ("eq", "ne", "lt", "le", "gt", 
 
 
 def slips(step: Step, env: Env) -> bool:
-    """Does one device take or refuse the step by a slip?
+    """Does one device take or refuse the step by a slip, or answer so?
 
-    A comparison in place of a view whose base was written takes the view for a leaf, until someone looks at
-    its `grad_fn`. A contraction of small integers mixes types that its kernels refuse, unless it is empty.
+    A median sorts a copy in place that has the strides of what was expanded. A comparison in place of a view
+    whose base was written takes the view for a leaf, until someone looks at its `grad_fn`. A contraction of
+    small integers mixes types that its kernels refuse, unless it is empty.
     """
     given = [env[value.name] for value in values_in(step.args) if isinstance(value, Ref)]
+    if step.call.endswith("median"):
+        return any(0 in x.stride() for x in given if isinstance(x, torch.Tensor))
     if step.call in _COMPARISONS:
         return given[0]._is_view() and given[0].requires_grad
     small = [

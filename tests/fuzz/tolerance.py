@@ -43,6 +43,8 @@ class Noisy(Plain):
         """Move a tensor of floats in place, each element by a random part of its rounding."""
         if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
             return
+        if x._is_zerotensor():  # it has no memory
+            return
         if not x.numel() or (x._base is not None and not x._version) or _overlaps(x):
             return
         data = x.data
