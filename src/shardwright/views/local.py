@@ -62,11 +62,12 @@ class LocalView:
         if self.steps is not None:
             return self._strided(local), False
         if self.index is not None:
-            return local.reshape(-1)[torch.from_numpy(self.index).to(local.device)].view(self.shape), True
+            index = torch.from_numpy(self.index).to(local.device)
+            return carried_out(local).reshape(-1)[index].view(self.shape), True
         try:
             return local.view(self.shape), False
         except RuntimeError:  # the local strides do not merge, although the logical ones do
-            return local.reshape(self.shape), True
+            return carried_out(local).reshape(self.shape), True
 
     def put(self, local: Tensor, values: Tensor) -> None:
         """Write the elements of the result to where they are in a local source, in place."""
@@ -75,9 +76,9 @@ class LocalView:
         if self.steps is not None:
             self._strided(local).copy_(values)
         elif self.index is not None:
-            flat = local.reshape(-1)
+            flat = carried_out(local).reshape(-1)
             flat = flat.clone() if flat.data_ptr() == local.data_ptr() else flat
-            flat[torch.from_numpy(self.index).to(local.device)] = values.reshape(-1)
+            flat[torch.from_numpy(self.index).to(local.device)] = carried_out(values).reshape(-1)
             local.copy_(flat.view(local.shape))
         else:
             local.copy_(values.reshape(local.shape))
@@ -100,6 +101,14 @@ class LocalView:
             for dim, step in enumerate(row):
                 strides[dim] += step * stride
         return local.as_strided(self.shape, strides, offset)
+
+
+def carried_out(local: Tensor) -> Tensor:
+    """The local tensor with a conjugation or a sign that is only noted carried out.
+
+    Below dispatch kernels that copy by an index see memory alone.
+    """
+    return local.resolve_conj().resolve_neg()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

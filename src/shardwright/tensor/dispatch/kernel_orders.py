@@ -9,7 +9,6 @@ see parts of other sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from shardwright.compat import (
     tree_map_only,
     tree_unflatten,
 )
+from shardwright.remember import remembered
 from shardwright.tensor.dispatch.ways.out import is_pointwise
 
 Results = list[Any]
@@ -140,6 +140,6 @@ def _as_a_sum(func: torch._ops.OpOverload, args: tuple[Any, ...], made: Any) -> 
     return torch.empty_strided(made.shape, with_order.stride(), dtype=made.dtype, device="meta")
 
 
-@cache
+@remembered(1)
 def _mode() -> FakeTensorMode:
     return FakeTensorMode()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwright.compat import tree_leaves
+from shardwright.compat import neg_view, tree_leaves
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.remember import remembered
@@ -25,6 +25,7 @@ from shardwright.tensor.dispatch.overlapping import overlaps, refuse
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import announce, move_asked
 from shardwright.views.aten import copies
+from shardwright.views.local import carried_out
 
 Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
 
@@ -203,6 +204,11 @@ def _put_changed(view: DTensor, origin: _Origin, before: torch.Tensor) -> None:
         return
     places = torch.arange(local.numel(), device=local.device).view(local.shape)
     changed = _bits(values).ne(_bits(before)).any(-1)
+    values = carried_out(values)
+    if local.is_conj():  # below dispatch `put_` sees memory alone
+        local, values = local.conj(), values.conj_physical()
+    if local.is_neg():
+        local, values = neg_view(local), values.neg()
     local.put_(origin.local.take(places)[0].reshape(-1)[changed], values.reshape(-1)[changed])
 
 
