@@ -23,7 +23,6 @@ from shardwright.compat import (
 from shardwright.remember import remembered
 from shardwright.tensor.dispatch.ways.out import is_pointwise
 
-Results = list[Any]
 Order = Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
 
 # A function of torch that knows the device says it.
