@@ -125,6 +125,41 @@ def test_a_backward_notices_what_a_list_form_wrote(ranks):
     ranks(2, _stale)
 
 
+_WRITTEN = {
+    "neg": torch._foreach_neg_,
+    "add": lambda xs: torch._foreach_add_(xs, 1.0),
+    "mul": lambda xs: torch._foreach_mul_(xs, xs),
+    "copy": lambda xs: torch._foreach_copy_(xs, [x * 2 for x in xs]),
+    "zero": torch._foreach_zero_,  # one device takes it
+}
+
+
+def _refused_at_its_turn():
+    """Of one row, so that a rank has no elements; what comes before is written, what comes after is not."""
+    for name, write in _WRITTEN.items():
+        seen = []
+        for put in (torch.clone, lambda x: _put(x, S0)):
+            xs = [put(torch.ones(1, 4)), put(torch.ones(1, 1)).expand(1, 4), put(torch.ones(3))]
+            refused = False
+            try:
+                write(xs)
+            except RuntimeError as error:
+                refused = "single memory location" in str(error)
+            seen.append((xs, refused))
+        assert seen[0][1] == seen[1][1] == (name != "zero"), name
+        for one, two in zip(seen[1][0], seen[0][0], strict=True):
+            close(one, two, name)
+    base, plain = _put(torch.arange(8.0), S0), torch.arange(8.0)
+    for x in (plain, base):
+        with pytest.raises(RuntimeError, match="single memory location"):
+            torch._foreach_add_([x[:1], x[1:5]], [x[:1], x[:4]])
+    close(base, plain)
+
+
+def test_what_one_device_refuses_to_write_all_ranks_refuse_at_its_turn(ranks):
+    ranks(2, _refused_at_its_turn)
+
+
 _SGD = {
     "weight_decay": 0.1, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False,
     "maximize": False, "is_first_step": False,

@@ -12,7 +12,7 @@ from shardwright.rules.formula import LocalForm
 from shardwright.tensor.spec import Spec
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,3 @@ class Prepared:
     checked: bool = False
     any_size: AnySize | None = None  # the same call on tensors of other sizes
     simple: bool = False  # found after the first run: see `run.is_simple`
-
-
-def written_operands(func: torch._ops.OpOverload, call: Call) -> tuple[int | None, ...]:
-    """Per tensor result: the operand whose storage it is, for in-place and out= calls."""
-    sets = {}
-    for index, operand in enumerate(call.flat_operands):
-        argument = next(a for a in func._schema.arguments if a.name == operand.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for name in argument.alias_info.before_set:
-                sets[name] = index
-    found: list[int | None] = []
-    for result in func._schema.returns:
-        alias = result.alias_info
-        names = alias.before_set if alias is not None and alias.is_write else ()
-        found.append(next((sets[name] for name in names if name in sets), None))
-    return tuple(found)

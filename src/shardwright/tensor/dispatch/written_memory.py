@@ -80,7 +80,7 @@ def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
     if func._schema.name.startswith("aten::index_put"):  # a mask is made indices before anything is written
         read = [x for x in read if x.dtype != torch.bool]
     for target in written:
-        if once and _is_expanded(target):
+        if once and is_expanded(target):
             _raise(func, _FEW)
         base = _memory_of(target)
         for place, x in enumerate(read if partly else ()):
@@ -135,7 +135,7 @@ def _sides(
     return read, written
 
 
-def _is_expanded(x: torch.Tensor) -> bool:
+def is_expanded(x: torch.Tensor) -> bool:
     """Are several elements one place? Of no elements none are, whatever the strides say."""
     return x.numel() > 0 and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True))
 

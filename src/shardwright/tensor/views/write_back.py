@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -105,7 +106,7 @@ def around(route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwar
     for value in tree_leaves((args, dict(kwargs))):
         if isinstance(value, DTensor):
             _refresh(value)
-    written = _written(func, args, kwargs) if func._schema.is_mutable else []
+    written = written_by(func, args, kwargs) if func._schema.is_mutable else []
     before: Snapshots = {}
     for value in written:
         _say_write_back(value)
@@ -146,16 +147,14 @@ def _refresh(view: DTensor) -> None:
     origin.version = version
 
 
-def _written(
+def written_by(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[torch.Tensor]:
+) -> list[DTensor]:
+    """The DTensors that the op writes, those in lists included."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    written = [
-        given[a.name]
-        for a in func._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write and a.name in given
-    ]
-    return [value for value in tree_leaves(written) if isinstance(value, DTensor)]
+    written = (given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write)
+    each = chain.from_iterable(x if isinstance(x, list | tuple) else (x,) for x in written)
+    return [x for x in each if isinstance(x, DTensor)]
 
 
 def _say_write_back(view: torch.Tensor) -> None:

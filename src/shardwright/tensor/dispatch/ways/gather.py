@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwright.layout.layout import Layout
+from shardwright.rules.aliases import aliases_of
 from shardwright.tensor.dispatch.kernels import kernel_of
-from shardwright.tensor.dispatch.prepared import Move, Prepared, Return, written_operands
+from shardwright.tensor.dispatch.prepared import Move, Prepared, Return
 
 if TYPE_CHECKING:
     from shardwright.tensor.dispatch.asked import Asked
@@ -24,7 +25,7 @@ def gathered(asked: Asked) -> Prepared | None:
         moves=moves,
         overrides=(),
         results=(),
-        written=written_operands(call.op, call),
+        written=aliases_of(call),
         mutated=mutated,
         brought_back=tuple(Return(m.operand, m.target) for m in moves if m.operand in mutated),
         skip=False,

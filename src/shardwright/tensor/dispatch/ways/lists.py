@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.remember import memo
 from shardwright.rules import registry
+from shardwright.tensor.dispatch import written_memory
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.refuse import refuse_implicit
@@ -26,6 +27,7 @@ from shardwright.tensor.explicit_mode import is_explicit
 from shardwright.tensor.plain.boundary import helpers_allowed
 from shardwright.tensor.plain.replicated import replicate_plain
 from shardwright.tensor.spec import Spec
+from shardwright.tensor.views.write_back import written_by
 from shardwright.tensor.wrap import as_ours, wrap
 
 _MANY = 4096
@@ -59,7 +61,7 @@ def run_on_lists(
         _known[key] = specs
     else:
         specs = _known[key]
-    if specs is None:
+    if specs is None or _may_overlap(func, args, kwargs):
         calls = element_calls(func, args, kwargs)
         if is_explicit():
             _refuse(decide, calls)
@@ -119,6 +121,8 @@ def _specs(
     positions = [_prepared(decide, call) for call in element_calls(func, args, kwargs)]
     if not all(alone is None or _is_local(alone.prepared) for alone in positions):
         return None
+    if any(written_memory.is_expanded(x) for x in written_by(func, args, kwargs)):
+        return None
     for alone in positions:
         found += (None,) if alone is None else alone.prepared.results
     return found
@@ -169,6 +173,8 @@ def _run_alone(decide: Decide, call: ElementCall) -> Any:
     alone = _prepared(decide, call)
     if alone is None:
         return call.run()
+    if written_memory.asks(func):
+        written_memory.refuse(func, alone.call.args, alone.call.kwargs)
     return run(alone.prepared, func, alone.call.args, alone.call.kwargs, alone.tensors)
 
 
@@ -201,8 +207,15 @@ def _raise_versions(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: 
     """
     if not func._schema.name.startswith("aten::_foreach_"):
         return
-    names = [a.name for a in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-    tensors = [x for x in tree_leaves(written) if isinstance(x, DTensor) and not x.is_inference()]
-    torch.autograd.graph.increment_version(tensors)
+    written = [x for x in written_by(func, args, kwargs) if not x.is_inference()]
+    torch.autograd.graph.increment_version(written)
+
+
+def _may_overlap(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Is a view written beside another list? One device refuses some, when the position's turn has come.
+
+    The local parts tell nothing: they may be copies, or empty.
+    """
+    if not func._schema.is_mutable or len(list_arguments(func)) == 1:
+        return False
+    return any(x._base is not None for x in written_by(func, args, kwargs))

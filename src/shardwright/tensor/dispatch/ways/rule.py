@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwright.layout.layout import Layout
+from shardwright.rules.aliases import aliases_of
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision
 from shardwright.tensor.dispatch.kernels import kernel_of
-from shardwright.tensor.dispatch.prepared import Move, Prepared, Return, written_operands
+from shardwright.tensor.dispatch.prepared import Move, Prepared, Return
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import spec_of
 from shardwright.views.aten import gives_back, undoes
@@ -32,7 +33,7 @@ def by_rule(asked: Asked) -> Prepared:
         if want != t._spec.layout
     )
     mutated = tuple(i for i, o in enumerate(call.flat_operands) if o.mutated)
-    written = written_operands(func, call)
+    written = aliases_of(call)
     brought_back = tuple(_returns(mutated, written, decision, tensors))
     results = tuple(None if out is None else spec_of(out, mesh, use) for out in decision.outputs)
     overrides = decision.local_args(coords) if coords is not None else {}
