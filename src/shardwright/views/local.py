@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from shardwright.compat import neg_view
 from shardwright.index.runs import intervals
 from shardwright.placement.one_dim import held, picked_positions
 from shardwright.views.through import Part, flat_group, imaged, kept_dims, parts_of, told_form
@@ -58,16 +59,16 @@ class LocalView:
     def take(self, local: Tensor) -> tuple[Tensor, bool]:
         """The local result, and whether it is a copy."""
         if self.nothing:
-            return local.new_empty(self.shape), False
+            return noted_as(local, local.new_empty(self.shape)), False
         if self.steps is not None:
             return self._strided(local), False
         if self.index is not None:
             index = torch.from_numpy(self.index).to(local.device)
-            return carried_out(local).reshape(-1)[index].view(self.shape), True
+            return noted_as(local, memory_of(local).reshape(-1)[index].view(self.shape)), True
         try:
             return local.view(self.shape), False
         except RuntimeError:  # the local strides do not merge, although the logical ones do
-            return carried_out(local).reshape(self.shape), True
+            return noted_as(local, memory_of(local).reshape(self.shape)), True
 
     def put(self, local: Tensor, values: Tensor) -> None:
         """Write the elements of the result to where they are in a local source, in place."""
@@ -101,6 +102,21 @@ class LocalView:
             for dim, step in enumerate(row):
                 strides[dim] += step * stride
         return local.as_strided(self.shape, strides, offset)
+
+
+def memory_of(local: Tensor) -> Tensor:
+    """The local tensor as its memory is, without a conjugation or a sign that is only noted: a view."""
+    seen = local.conj() if local.is_conj() else local
+    return neg_view(seen) if seen.is_neg() else seen
+
+
+def noted_as(local: Tensor, memory: Tensor) -> Tensor:
+    """Note of this memory what is noted of the local tensor.
+
+    Whether a rank had to copy is its own business; what torch sees noted decides which calls it makes.
+    """
+    seen = memory.conj() if local.is_conj() else memory
+    return neg_view(seen) if local.is_neg() else seen
 
 
 def carried_out(local: Tensor) -> Tensor:
