@@ -1,5 +1,6 @@
 """A pending value is reduced in its own dtype, whatever the op that reads it makes of it."""
 
+import math
 import warnings
 
 import pytest
@@ -174,3 +175,28 @@ def _complex_pairs():
 
 def test_pairs_of_pending_numbers_are_complex_numbers(ranks):
     ranks(2, _complex_pairs)
+
+
+def _complex_halves():
+    """torch cannot divide or reduce them, but they are read and added up on one device."""
+    warnings.filterwarnings("ignore", "ComplexHalf")
+    wrong = {}
+    for sizes in ((2,), (1,)):
+        mesh = rank_mesh(sizes)
+        if mesh is None or dist.get_rank() >= sizes[0]:
+            continue
+        parts = [torch.tensor([1 + 2j, -3j, 0.5, 2.0**10]), torch.tensor([1 - 1j, 4.0, 1j, 1.0])][: sizes[0]]
+        values = {"sum": sum(parts), "avg": sum(parts) / len(parts), "product": math.prod(parts)}
+        for name, value in values.items():
+            local = parts[dist.get_rank()].to(torch.complex32)
+            x = sw.DTensor.from_local(local, mesh, [sw.Partial(name)])
+            for target in (sw.Replicate(), sw.Shard(0)):
+                found = x.redistribute(mesh, [target]).full_tensor()
+                same = torch.allclose(found.to(torch.complex64), value, rtol=2e-3)
+                if not same or found.dtype != torch.complex32:
+                    wrong[f"{name} to {target} over {sizes}"] = f"{found} instead of {value}"
+    return wrong
+
+
+def test_a_pending_value_of_complex_halves_is_combined(ranks):
+    assert ranks(2, _complex_halves) == [{}, {}]

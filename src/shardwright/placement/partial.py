@@ -29,7 +29,7 @@ class Reduction:
 
 
 class _Fold:
-    """Combine first to last with one operation of two, floats under 32 bits in float32."""
+    """Combine first to last with one operation of two; floats under 32 bits, and complex halves, wider."""
 
     def __init__(self, op: Callable[..., Tensor], *, mean: bool = False) -> None:
         self.op, self.mean = op, mean
@@ -39,7 +39,7 @@ class _Fold:
         total = self._first(parts, free)
         for part in map(_addable, parts[2:]):
             total = self.op(total, part) if total.requires_grad else self.op(total, part, out=total)
-        if self.mean:
+        if self.mean and len(parts) > 1:
             total = total / len(parts) if total.requires_grad else total.div_(len(parts))
         return total.to(parts[0].dtype)
 
@@ -48,11 +48,16 @@ class _Fold:
         if len(parts) == 1:
             return parts[0] if free[0] else parts[0].clone()
         one, two = parts[:2]
-        if one.dtype.is_floating_point and one.dtype.itemsize < torch.float32.itemsize:
-            return self.op(one.float(), _addable(two))
+        if (wider := _WIDER.get(one.dtype)) is not None:
+            return self.op(one.to(wider), _addable(two))
         if not (free[0] or free[1]):
             return self.op(one, two)
         return self.op(one, two, out=one if free[0] else two)
+
+
+_DTYPES = [x for x in vars(torch).values() if isinstance(x, torch.dtype)]
+_WIDER = {x: torch.float32 for x in _DTYPES if x.is_floating_point and x.itemsize < torch.float32.itemsize}
+_WIDER[torch.complex32] = torch.complex64
 
 
 def _addable(x: Tensor) -> Tensor:
