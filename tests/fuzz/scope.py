@@ -270,5 +270,6 @@ def _kind_of_call(call: str, form: str) -> str:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Not a kernel that is missing for a type: that is no promise."""
-    return not isinstance(error, NotImplementedError | TypeError) and "not implemented for" not in str(error)
+    """Not a kernel that is missing for a type, nor zeros that torch made itself: these are no promise."""
+    slips = ("not implemented for", "ZeroTensors are immutable")
+    return not isinstance(error, NotImplementedError | TypeError) and not any(s in str(error) for s in slips)
