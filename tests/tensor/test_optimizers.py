@@ -125,3 +125,32 @@ def _lists():
 
 def test_list_ops_with_different_layouts(ranks):
     ranks(2, _lists)
+
+
+CUTS = (
+    (sw.Interleaved(0, 2), sw.Shard(1)), (sw.BlockCyclic(0, 1), sw.Shard(1)), (sw.Shard(1), sw.Replicate()),
+    (sw.Shard(1), sw.Interleaved(1, 2)), (sw.Shard(0), sw.Shard(1)),
+)  # fmt: skip
+
+
+def _unlike_in_memory():
+    """Parts with gaps, as a cut along the last dim leaves them, beside gradients in another order."""
+    for name in ("SGD with momentum", "AdamW", "Adam with amsgrad", "Adagrad"):
+        for cut in CUTS:
+            for turned in (False, True):
+                plain = full(8, 10, seed=1).requires_grad_()
+                ours = sw.distribute_tensor(plain.detach().clone(), mesh(), cut).requires_grad_()
+                steps = [OPTIMIZERS[name]([p], fused=True) for p in (plain, ours)]
+                for seed in range(3):
+                    plain.grad = full(8, 10, seed=seed)
+                    given = plain.grad.t().contiguous().t() if turned else plain.grad
+                    ours.grad = sw.distribute_tensor(given.clone(), mesh(), cut)
+                    for optimizer in steps:
+                        optimizer.step()
+                close(ours, plain.detach(), f"{name} {cut} {turned}")
+                for key, value in steps[0].state[plain].items():
+                    close(steps[1].state[ours][key], value, f"{name} {cut} {key}")
+
+
+def test_a_fused_step_of_parts_with_gaps(ranks):
+    ranks(4, _unlike_in_memory, timeout=120)

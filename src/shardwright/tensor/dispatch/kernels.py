@@ -11,6 +11,7 @@ import torch
 from shardwright.compat import DispatchKey, exclude_key, is_key_excluded
 from shardwright.layout.dtypes import HALF
 from shardwright.tensor.dispatch.grouped_products import grouped_mm
+from shardwright.tensor.dispatch.memory_order import is_dense
 
 # Their operands must lie in memory as the parts of a tensor need not.
 _ALIGNED: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": grouped_mm}
@@ -23,17 +24,58 @@ _CONJUGATE_INSIDE = frozenset({"aten::linalg_lstsq", "aten::linalg_pinv"})
 # Their kernel breaks on half products of rows of one element, which a part of longer rows may have.
 _NOT_OF_ONE_ELEMENT = frozenset({"aten::index_reduce", "aten::index_reduce_"})
 
+# Their kernels on the CPU walk all tensors of a position as one stretch of memory, and ask nothing.
+_LINEAR = frozenset({
+    "aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_fused_adagrad_",
+})  # fmt: skip
+
 
 def kernel_of(func: torch._ops.OpOverload, dtypes: set[torch.dtype]) -> Callable[..., Any] | None:
     """What to call in place of the op on operands of these dtypes; None: the op."""
     name = func._schema.name
     if name in _ALIGNED:
         return partial(_ALIGNED[name], func)
+    if is_linear(func):
+        return partial(_of_dense, func)
     if name in _CONJUGATE_INSIDE and any(dtype.is_complex for dtype in dtypes):
         return partial(_resolving_conjugates, func)
     if name in _NOT_OF_ONE_ELEMENT and dtypes & HALF:
         return partial(_of_wider_rows, func)
     return None
+
+
+def is_linear(func: torch._ops.OpOverload) -> bool:
+    """Does its kernel trust that the tensors of a position lie alike and without gaps?"""
+    return func._schema.name in _LINEAR
+
+
+def _of_dense(func: torch._ops.OpOverload, *args: Any, **named: Any) -> Any:
+    """A fused step whose parameters, gradients and states are laid alike for the kernel, where they are not.
+
+    A part of a cut dim may be a view of the tensor that was cut; on one device parameters have no gaps.
+    """
+    given = [list(values) if isinstance(values, list | tuple) else values for values in args]
+    lists = [values for values in given if isinstance(values, list)]
+    laid = []
+    for place, x in enumerate(lists[0]):
+        each = [values for values in lists if place < len(values) and values[place].shape == x.shape]
+        if all(_lies_as(values[place], x) for values in each):
+            continue
+        for values in each:
+            own = values[place]
+            values[place] = own.contiguous()
+            laid.append((own, values[place]))
+    out = func(*given, **named)
+    for own, dense in laid:
+        if own is not dense:
+            own.copy_(dense)
+    return out
+
+
+def _lies_as(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    return one.stride() == other.stride() and is_dense(one.shape, one.stride())
 
 
 def _resolving_conjugates(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:

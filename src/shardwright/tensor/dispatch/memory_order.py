@@ -99,7 +99,7 @@ def lies_as_said(local: torch.Tensor, x: DTensor) -> bool:
 def as_made(spec: Spec, local: torch.Tensor) -> Spec:
     """The spec of a new result with the strides of the local tensor, where every rank made all of it."""
     layout, stride = spec.layout, tuple(local.stride())
-    if not all(isinstance(p, Replicate) for p in layout.placements) or not _is_dense(local.shape, stride):
+    if not all(isinstance(p, Replicate) for p in layout.placements) or not is_dense(local.shape, stride):
         return spec
     if _order(local.shape, stride) == _order(local.shape, layout.stride):
         return spec
@@ -111,7 +111,8 @@ def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
     return sorted((dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: -stride[dim])
 
 
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Does each element have a place of its own, without gaps between them?"""
     step = 1
     for dim in reversed(_order(shape, stride)):
         if stride[dim] != step:

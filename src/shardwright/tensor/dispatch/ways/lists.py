@@ -18,6 +18,7 @@ from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.tensor.dispatch import written_memory
 from shardwright.tensor.dispatch.asked import Asked
+from shardwright.tensor.dispatch.kernels import is_linear, kernel_of
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.run import check_simple, run
@@ -119,7 +120,7 @@ def _specs(
     """The specs of the results if every position is the op on its local tensors; else None."""
     found: list[Spec | None] = []
     positions = [_prepared(decide, call) for call in element_calls(func, args, kwargs)]
-    if not all(alone is None or _is_local(alone.prepared) for alone in positions):
+    if not all(alone is None or _is_local(func, alone.prepared) for alone in positions):
         return None
     if any(written_memory.is_expanded(x) for x in written_by(func, args, kwargs)):
         return None
@@ -128,11 +129,12 @@ def _specs(
     return found
 
 
-def _is_local(prepared: Any) -> bool:
+def _is_local(func: torch._ops.OpOverload, prepared: Any) -> bool:
     """Whether the call is the op on the local tensors as they are."""
     if not isinstance(prepared, Prepared):
         return False
-    another = prepared.moves or prepared.brought_back or prepared.overrides or prepared.local
+    instead = None if is_linear(func) else prepared.local
+    another = prepared.moves or prepared.brought_back or prepared.overrides or instead
     return not (another or prepared.skip or prepared.gather_all)
 
 
@@ -173,8 +175,6 @@ def _run_alone(decide: Decide, call: ElementCall) -> Any:
     alone = _prepared(decide, call)
     if alone is None:
         return call.run()
-    if written_memory.asks(func):
-        written_memory.refuse(func, alone.call.args, alone.call.kwargs)
     return run(alone.prepared, func, alone.call.args, alone.call.kwargs, alone.tensors)
 
 
@@ -186,7 +186,7 @@ def _call(
 ) -> Any:
     """The list op on the local tensors."""
     named = {name: _each(value, _local) for name, value in kwargs.items()}
-    out = func(*_each(args, _local), **named)
+    out = (kernel_of(func, set()) or func)(*_each(args, _local), **named)
     if not isinstance(out, list | tuple):
         return out
     return [x if spec is None else wrap(x, spec) for x, spec in zip(out, specs, strict=True)]
