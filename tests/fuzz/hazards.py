@@ -37,7 +37,7 @@ def slips(step: Step, env: Env) -> bool:
     if step.call.endswith("median"):
         return any(0 in x.stride() for x in given if isinstance(x, torch.Tensor))
     if step.call.endswith("kthvalue"):
-        return any(x.unique().numel() < x.numel() for x in given if isinstance(x, torch.Tensor))
+        return any(x.detach().unique().numel() < x.numel() for x in given if isinstance(x, torch.Tensor))
     if step.call.endswith("cross"):
         return given[0] is given[-1] and len(given) > 1
     if step.call in _COMPARISONS:
