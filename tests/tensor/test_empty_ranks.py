@@ -6,7 +6,8 @@ import torch
 from torch.nn import functional
 
 import shardwright as sw
-from tests.tensor.cases import full, mesh, place
+from shardwright.testing.meshes import rank_mesh
+from tests.tensor.cases import close, full, mesh, place
 
 
 def _all_on_the_last_rank():
@@ -58,3 +59,46 @@ def test_a_list_of_one_stays_a_list(ranks):
 
 def test_a_batch_of_none_may_be_cut_along_its_channels(ranks):
     ranks(2, _no_images)
+
+
+def _beside_what_is_pending():
+    """A rank of a cut without elements, on an axis beside one that has another reduction pending."""
+    mesh = rank_mesh((2, 2), ("a", "b"))
+    values = torch.tensor([[2, 3, 1, 0, 5, 3], [1, 4, 2, 3, 2, 2]])
+    for kind in ("product", "sum", "max", "min", "avg", "norm2", "bor"):
+        for dtype in (torch.int64, torch.float32):
+            value, pending = values.to(dtype), sw.Partial(kind)
+            if not pending.in_domain(value):
+                continue
+            for cut in (
+                sw.Ragged((1, 0), (0,)),
+                sw.Ragged((0, 1), (0,)),
+                sw.Owner(1),
+                sw.Ragged((1, 0), (1,)),
+            ):
+                for first in (True, False):
+                    axes = (pending, cut) if first else (cut, pending)
+                    whole = tuple(sw.Replicate() if p is pending else p for p in axes)
+                    x = sw.distribute_tensor(value, mesh, whole, src_data_rank=None).redistribute(mesh, axes)
+                    with sw.spmd(mesh):
+                        for name, read in READ.items():
+                            close(read(x), read(value), f"{name} {axes} {dtype}")
+
+
+READ = {
+    "index": lambda v: v[torch.tensor([0, 1]), torch.tensor([3, 0])],
+    "one index": lambda v: v[torch.tensor([1, 0])],
+    "index_select": lambda v: v.index_select(1, torch.tensor([4, 0])),
+    "gather": lambda v: v.gather(0, torch.tensor([[1, 0, 1, 0, 0, 1]])),
+    "sum": lambda v: v.sum(0),
+    "amax": lambda v: v.amax(0),
+    "prod": lambda v: v.prod(1),
+    "select": lambda v: v[1] * 2,
+    "embedding": lambda v: torch.nn.functional.embedding(torch.tensor([1, 0, 1]), v),
+    "trace": lambda v: v[:, :2].trace(),
+    "take": lambda v: v.take(torch.tensor([0, 7, 3])),
+}
+
+
+def test_a_rank_of_a_cut_leaves_what_is_pending_on_another_axis(ranks):
+    ranks(4, _beside_what_is_pending, timeout=120)

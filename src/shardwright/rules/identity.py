@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from shardwright.errors import RuleError
+from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Placement
 
 
@@ -20,3 +23,13 @@ def identity_of(placement: Placement, dtype: torch.dtype) -> float | int | bool:
         raise RuleError(f"{placement} has no identity for {dtype}")
     value: float | int | bool = filled.item()
     return value
+
+
+def reduction_of_cuts(output: Layout, inputs: Iterable[Layout]) -> Placement | None:
+    """The reduction that ignores what a coord without elements holds: of an axis that cuts an operand.
+
+    What is pending on another axis was so before: the same on each of its coords, it is no one's value.
+    """
+    pending = output.pending_axes
+    cut = {axis for layout in inputs for axis in pending if layout.placements[axis].is_partition}
+    return output.placements[min(cut or pending)] if pending else None

@@ -16,7 +16,7 @@ from shardwright.layout.mesh_shape import Coords
 from shardwright.rules.aliases import aliases_of
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.decision import Decision
-from shardwright.rules.identity import identity_of
+from shardwright.rules.identity import identity_of, reduction_of_cuts
 
 _TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7}
 _TOLERANCE_OF_OTHERS = 1e-5  # a result in float32 of an integer sample
@@ -188,19 +188,19 @@ def _holds_nothing(decision: Decision, coords: Coords) -> bool:
 
 def _run_nothing(whole: Whole, decision: Decision, locals_: list[Tensor], coords: Coords) -> list[Any]:
     """What coords without elements make: empty parts, and identities of reductions, in `out=` too."""
-    made = [_nothing(layout, coords) for layout in decision.outputs]
+    made = [_nothing(layout, decision, coords) for layout in decision.outputs]
     for local, operand in zip(made, aliases_of(whole.call), strict=True):
         if operand is not None and local is not None and whole.call.flat_operands[operand].out:
             locals_[operand].copy_(local)
     return made
 
 
-def _nothing(layout: Layout | None, coords: Coords) -> Tensor | None:
+def _nothing(layout: Layout | None, decision: Decision, coords: Coords) -> Tensor | None:
     if layout is None:
         return None
     local = torch.zeros(layout.local_shape(coords), dtype=layout.dtype)
-    pending = [layout.placements[axis] for axis in layout.pending_axes]
-    return local.fill_(identity_of(pending[0], layout.dtype)) if pending else local
+    pending = reduction_of_cuts(layout, decision.inputs)
+    return local.fill_(identity_of(pending, layout.dtype)) if pending else local
 
 
 # ---------------------------------------------------------------------------------------- comparison

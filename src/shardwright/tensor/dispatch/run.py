@@ -11,7 +11,7 @@ import torch
 from shardwright.compat import tree_flatten, tree_unflatten
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
-from shardwright.rules.identity import identity_of
+from shardwright.rules.identity import identity_of, reduction_of_cuts
 from shardwright.tensor.dispatch.memory_order import as_made, lies_as_said
 from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.written_memory import keep_apart
@@ -222,7 +222,10 @@ def _check_shape(spec: Spec, func: torch._ops.OpOverload, local: torch.Tensor, r
 
 def _nothing(prepared: Prepared, func: torch._ops.OpOverload, tensors: list[DTensor]) -> Any:
     """What a rank contributes that holds nothing: an empty part, or the identity of the reduction."""
-    made = [_identity(spec, tensors[0]) for spec in prepared.results]
+    layouts = [x._spec.layout for x in tensors]
+    for move in prepared.moves:
+        layouts[move.operand] = move.target
+    made = [_identity(spec, layouts, tensors[0]) for spec in prepared.results]
     if not made:
         return None
     if _returns_a_list(func):
@@ -244,7 +247,7 @@ def _fill_outs(prepared: Prepared, made: Any, locals_: list[torch.Tensor]) -> No
             locals_[operand].copy_(result)
 
 
-def _identity(spec: Spec | None, like: DTensor) -> torch.Tensor | None:
+def _identity(spec: Spec | None, inputs: list[Layout], like: DTensor) -> torch.Tensor | None:
     if spec is None:
         return None
     coords = spec.coords
@@ -252,8 +255,8 @@ def _identity(spec: Spec | None, like: DTensor) -> torch.Tensor | None:
     shape = layout.local_shape(coords) if coords is not None else (0,)
     local = torch.empty(tuple(shape), dtype=layout.dtype, device=like._local_tensor.device)
     if local.numel():
-        pending = [p for p in layout.placements if p.is_pending]
-        local.fill_(identity_of(pending[0], layout.dtype) if pending else 0)
+        pending = reduction_of_cuts(layout, inputs)
+        local.fill_(identity_of(pending, layout.dtype) if pending else 0)
     return local
 
 
