@@ -13,7 +13,7 @@ def aliases_of(call: Call) -> tuple[int | None, ...]:
     by_set = _alias_sets(call.op)
     names = [operand.name for operand in call.flat_operands]
     found: list[int | None] = []
-    for index in range(len(call.results)):
+    for index in range(len(call.results) or len(by_set)):  # what data decide has no results yet
         name = by_set[index] if index < len(by_set) else None
         found.append(names.index(name) if name in names else None)
     return tuple(found)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.comm.dtype import bits
 from shardwright.comm.record import because
 from shardwright.compat import mesh_resources
 from shardwright.errors import LayoutError
@@ -199,7 +200,7 @@ def _same_on_replicas(local: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> 
         if placement.is_replicated:
             group = mesh.get_group(axis)
             with because("from_local(run_check=True)"):
-                dist.broadcast(result, dist.get_global_rank(group, 0), group)
+                dist.broadcast(bits(result.view(-1)), dist.get_global_rank(group, 0), group)
     return local + (result - local).detach() if local.requires_grad else result
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.comm.dtype import bits
 from shardwright.comm.record import because
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
@@ -75,7 +76,7 @@ def _from_source(full: torch.Tensor, mesh: DeviceMesh, source: int) -> torch.Ten
         group = mesh.get_group(axis)
         root = dist.get_global_rank(group, source)
         with because("distribute_tensor"):
-            dist.broadcast(result, root, group)
+            dist.broadcast(bits(result.view(-1)), root, group)
     return result if full.is_contiguous() else torch.empty_like(full).copy_(result)
 
 

@@ -78,7 +78,8 @@ def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
     if any(is_cut_there(x._spec.layout) for x in written) and not writes_once(func, args, kwargs):
         overlapping.refuse(func)
     if func._schema.name.startswith("aten::index_put"):  # a mask is made indices before anything is written
-        read = [x for x in read if x.dtype != torch.bool]
+        indices = args[1] if len(args) > 1 else kwargs["indices"]
+        read = [x for x in read if x.dtype != torch.bool or not any(x is mask for mask in indices)]
     for target in written:
         if once and is_expanded(target):
             _raise(func, _FEW)

@@ -141,7 +141,8 @@ def _refresh(view: DTensor) -> None:
     version = _version(origin.base)
     if not origin.copied or (version is not None and version == origin.version):
         return
-    out = origin.func(origin.base, *origin.args, **origin.kwargs)
+    with torch.no_grad():  # below autograd, which is about to note the write that made the base another
+        out = origin.func(origin.base, *origin.args, **origin.kwargs)
     fresh = out if origin.index is None else out[origin.index]
     view._local_tensor.copy_(fresh._local_tensor)
     origin.version = version
@@ -241,9 +242,21 @@ def _overlay(view: DTensor, origin: _Origin) -> None:
         return
     values, touched = _blank(base), _blank(base)
     _seen(values, origin).copy_(whole)
-    _seen(touched, origin).fill_(1 + 1j if view.is_complex() else 1)  # both halves of a complex number
+    _mark(_seen(touched, origin), touched.dtype)
     mask = _finished(base._spec.layout).split(touched, coords) != 0
     base._local_tensor.copy_(torch.where(mask, base._spec.layout.split(values, coords), base._local_tensor))
+
+
+def _mark(seen: torch.Tensor, of: torch.dtype) -> None:
+    """Make no element zero: neither half of a complex number, nor one of those that a wider type takes."""
+    parts = torch.view_as_real(seen) if seen.is_complex() and of.itemsize < seen.itemsize else seen
+    if parts.itemsize > of.itemsize:
+        parts.view(_OF_SIZE[parts.itemsize]).fill_(-1)  # all bits
+    else:
+        parts.fill_(1 + 1j if parts.is_complex() else 1)
+
+
+_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _blank(base: DTensor) -> torch.Tensor:
