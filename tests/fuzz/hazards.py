@@ -31,13 +31,16 @@ def slips(step: Step, env: Env) -> bool:
     A median sorts a copy in place that has the strides of what was expanded. A comparison in place of a view
     whose base was written takes the view for a leaf, until someone looks at its `grad_fn`. A contraction of
     small integers mixes types that its kernels refuse, unless it is empty. Which of equal elements is the
-    k-th, and whether a cross product of a tensor with itself is exactly 0, depends on how a kernel goes.
+    k-th, and whether a cross product of a tensor with itself is exactly 0, depends on how a kernel goes. A
+    scatter into a copy of windows that overlap copies them so that they overlap still.
     """
     given = [env[value.name] for value in values_in(step.args) if isinstance(value, Ref)]
     if step.call.endswith("median"):
         return any(0 in x.stride() for x in given if isinstance(x, torch.Tensor))
     if step.call.endswith("kthvalue"):
         return any(x.detach().unique().numel() < x.numel() for x in given if isinstance(x, torch.Tensor))
+    if step.call.endswith("_scatter") and isinstance(given[0], torch.Tensor):
+        return _places(given[0]).unique().numel() < given[0].numel()
     if step.call.endswith("cross"):
         return given[0] is given[-1] and len(given) > 1
     if step.call in _COMPARISONS:
