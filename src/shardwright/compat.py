@@ -369,6 +369,21 @@ def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:
     return [FsdpParameter(p) for group in _fsdp_groups(module) for p in group.fsdp_params]
 
 
+def replaced_parameters(module: nn.Module) -> list[str]:
+    """The parameters of a `fully_shard` unit in whose place tensors stand that it would pass over.
+
+    Once it has started, any others; before, it takes over parameters (`load_state_dict(assign=True)`).
+    """
+    started = module._get_fsdp_state()._is_root is not None  # type: ignore[operator]
+    found = []
+    for managed in fsdp_parameters(module):
+        held, inner = managed.owner._parameters.get(managed.name), managed.inner
+        own = (None, inner.sharded_param, getattr(inner, "_unsharded_param", None))
+        if not any(held is each for each in own) and (started or not isinstance(held, nn.Parameter)):
+            found.append(str(inner._param_fqn or managed.name))
+    return found
+
+
 def _fsdp_groups(module: nn.Module) -> list[Any]:
     state = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None)

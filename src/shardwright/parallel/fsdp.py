@@ -14,7 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import FsdpParameter, axis_names, follow_dtype, fsdp_parameters, union_mesh
+from shardwright.compat import (
+    FsdpParameter,
+    axis_names,
+    follow_dtype,
+    fsdp_parameters,
+    replaced_parameters,
+    union_mesh,
+)
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.parallel.direct_calls import serve_direct_calls
@@ -268,6 +275,7 @@ def _shard(
     where = {(slot.owner, slot.name): slot.get() for slot in slots if slot.get() in plain}
     put_all(slots, plain)
     fully_shard(module, mesh=mesh, ignored_params=ignored or None, **kwargs)
+    module.register_forward_pre_hook(_refuse_replaced, prepend=True)  # before torch's own
     if kwargs.get("reshard_after_forward") is None:
         module.register_forward_hook(_reshard_without_backward)
     _sum_gradients(module)
@@ -278,6 +286,18 @@ def _shard(
         old = where[(managed.owner, managed.name)]
         _relabel(managed, before[plain[old]], mesh)
         carry_over(old, managed.parameter)
+
+
+def _refuse_replaced(module: nn.Module, _args: Any) -> None:
+    """Raise ParallelError for tensors in the places of parameters: torch gathers its own over them."""
+    replaced = [] if torch.compiler.is_compiling() else replaced_parameters(module)
+    if replaced:
+        raise ParallelError(
+            f"{replaced[0]}: another tensor stands in the place of a parameter that fully_shard gathers, "
+            "which would compute with its own\n"
+            "  fix: under torch.func.functional_call use parallelize_replicate; to set values, write into "
+            "the parameters (load_state_dict without assign=True)"
+        )
 
 
 def _reshard_without_backward(module: nn.Module, _args: Any, _out: Any) -> None:

@@ -1,0 +1,61 @@
+"""Tensors in the places of sharded parameters are refused: `fully_shard` would compute with its own."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.errors import ParallelError
+from shardwright.parallel import parallelize_fsdp
+from shardwright.testing.meshes import rank_mesh
+
+
+def _model(mesh):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    parallelize_fsdp(model[0], mesh)
+    return parallelize_fsdp(model, mesh)
+
+
+def _substituted():
+    mesh = rank_mesh((2,), ("dp",))
+    x = torch.randn(3, 4)
+    for earlier in (False, True):
+        for given in (lambda p: p.detach() * 2, lambda p: nn.Parameter(p.detach() * 2)):
+            model = _model(mesh)
+            if earlier:
+                model(x).sum().backward()
+            elif given(torch.ones(1)).requires_grad:
+                continue  # before the first forward a parameter may be put in another's place
+            held = dict(model.named_parameters())
+            with pytest.raises(ParallelError, match="functional_call"):
+                torch.func.functional_call(model, {name: given(p) for name, p in held.items()}, (x,))
+            after = dict(model.named_parameters())
+            assert all(after[name] is p for name, p in held.items())
+            torch.func.functional_call(model, held, (x,)).sum().backward()
+            model(x).sum().backward()
+
+
+def test_functional_call_with_other_tensors_is_refused(ranks):
+    ranks(2, _substituted)
+
+
+def _used_as_ever():
+    """What puts parameters in place itself: dtypes, devices, states, gathered roots, forwards in a row."""
+    mesh = rank_mesh((2,), ("dp",))
+    x = torch.randn(3, 4)
+    model = _model(mesh)
+    model(x)
+    with torch.no_grad():
+        model(x)
+    model(x).sum().backward()
+    model.double()
+    model(x.double()).sum().backward()
+    model.load_state_dict(model.state_dict())
+    model.eval()
+    model(x.double())
+    model[0](x.double())
+    model(x.double()).sum().backward()
+
+
+def test_other_uses_are_taken(ranks):
+    ranks(2, _used_as_ever)
