@@ -74,8 +74,8 @@ def _target(step: Step, env: Env) -> torch.Tensor | None:
         whole: torch.Tensor = env[step.args[0].name]
         return whole if any(isinstance(p, torch.Tensor) for p in parts) else whole.detach()[index]
     first = step.args[0] if step.args else None
-    written = step.call.startswith(".") and step.call.endswith("_") and isinstance(first, Ref)
-    return env[first.name] if written else None
+    in_place = dict(step.kwargs).get("inplace") or (step.call.startswith(".") and step.call.endswith("_"))
+    return env[first.name] if in_place and isinstance(first, Ref) else None
 
 
 def _read(step: Step, env: Env, target: torch.Tensor) -> Iterator[torch.Tensor]:
