@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwright.layout.layout import Layout
 from shardwright.rules.any_size import AnySize
 from shardwright.rules.call import Call
 from shardwright.rules.formula import LocalForm
 from shardwright.tensor.spec import Spec
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
