@@ -149,11 +149,12 @@ def _refused_at_its_turn():
         assert seen[0][1] == seen[1][1] == (name != "zero"), name
         for one, two in zip(seen[1][0], seen[0][0], strict=True):
             close(one, two, name)
-    base, plain = _put(torch.arange(8.0), S0), torch.arange(8.0)
-    for x in (plain, base):
-        with pytest.raises(RuntimeError, match="single memory location"):
-            torch._foreach_add_([x[:1], x[1:5]], [x[:1], x[:4]])
-    close(base, plain)
+    for cut in (S0, S1):  # of one column, too, a rank has nothing
+        base, plain = _put(torch.arange(8.0).view(8, 1), cut), torch.arange(8.0).view(8, 1)
+        for x in (plain, base):
+            with pytest.raises(RuntimeError, match="single memory location"):
+                torch._foreach_add_([x[:1], x[1:5]], [x[:1], x[:4]])
+        close(base, plain)
 
 
 def test_what_one_device_refuses_to_write_all_ranks_refuse_at_its_turn(ranks):
