@@ -14,13 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import (
+from shardwright.compat import axis_names, union_mesh
+from shardwright.compat.fully_shard import (
     FsdpParameter,
-    axis_names,
     follow_dtype,
     fsdp_parameters,
     replaced_parameters,
-    union_mesh,
 )
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout

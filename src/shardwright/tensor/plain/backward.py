@@ -15,7 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.traced import is_traced
-from shardwright.compat import EnableTorchFunction, managing_unit
+from shardwright.compat import EnableTorchFunction
+from shardwright.compat.fully_shard import managing_unit
 from shardwright.errors import RuleError
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.made_gradients import laid_out

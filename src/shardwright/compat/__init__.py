@@ -1,0 +1,268 @@
+"""Everything that differs between the supported versions of torch, and the private names that others use.
+
+Supported: torch 2.11 to 2.13. Nothing else in the package asks for a version.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch._C import DispatchKey as DispatchKey
+from torch._C import TensorType as TensorType
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._C._functorch import get_unwrapped as get_unwrapped
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._functorch import pyfunctorch
+from torch._prims_common import suggest_memory_format as suggest_memory_format
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import forward_ad
+from torch.distributed import ProcessGroup, device_mesh, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import ShardOrderEntry as ShardOrderEntry
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.utils import _python_dispatch
+from torch.utils._mode_utils import no_dispatch as no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+
+# Private names of torch, one line each, those above included: no other module says one.
+
+EnableTorchFunction = torch._C._EnableTorchFunction
+all_schemas = torch._C._jit_get_all_schemas
+assert_async = torch._assert_async
+current_autograd_node = torch._C._current_autograd_node
+current_graph_task_id = torch._C._current_graph_task_id  # -1: no backward is running in this thread
+exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+is_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+modes_on = torch._C._len_torch_dispatch_stack  # how many modes see each op
+mesh_resources = device_mesh._mesh_resources
+neg_view = torch._neg_view
+nn_functions = torch._C._nn
+outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack
+pack_padded_rows = torch._pack_padded_sequence
+pad_packed_rows = torch._pad_packed_sequence
+pad_kernel = torch._C._nn.pad
+modes_stack = _python_dispatch._get_current_dispatch_mode_stack
+preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
+without_modes = _python_dispatch._disable_current_modes
+
+
+class WithoutTangents:
+    """Forward-mode derivatives are off inside.
+
+    What torch registers for tensors without data calls overload packets, and a packet writes the arguments
+    down for each overload that does not take them: a tensor's text asks for its tangent, which below
+    autograd nobody can give. The error leaves the process without autograd.
+    """
+
+    def __enter__(self) -> None:
+        self._level = forward_ad._current_level
+        forward_ad._current_level = -1
+
+    def __exit__(self, *error: object) -> None:
+        forward_ad._current_level = self._level
+
+
+class TensorClass(torch._C._TensorMeta):
+    """What the class of tensors is an object of."""
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """torch's table of ops in terms of others; half a second to import, which few runs need."""
+    from torch._decomp import decomposition_table  # noqa: PLC0415
+
+    return decomposition_table
+
+
+def under_transforms() -> bool:
+    """Is a function of `torch.func` running?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Does torch compose it of other ops, gradients and all?"""
+    return bool(op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
+
+
+# The releases of torch that were tried, first and last; pyproject.toml asks for these.
+TRIED = ("2.11", "2.13")
+
+
+def warn_if_untried(version: str) -> None:
+    """Say that a release of torch was not tried: what differs between releases is written down by hand."""
+    release = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
+    first, last = (tuple(map(int, known.split("."))) for known in TRIED)
+    if not first <= release <= last:
+        warnings.warn(
+            f"shardwright was tried with torch {TRIED[0]} to {TRIED[1]}, this is {version}: it may fail; "
+            f"install 'torch>={TRIED[0]},<{last[0]}.{last[1] + 1}'",
+            stacklevel=2,
+        )
+
+
+warn_if_untried(torch.__version__)
+
+
+def overload_for(
+    packet: torch._ops.OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch._ops.OpOverload:
+    """The overload that a call of the packet with these arguments takes."""
+    name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+    found: torch._ops.OpOverload = getattr(packet, name)
+    return found
+
+
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of a mesh's axes; an unnamed mesh gets `axis0`, `axis1`, ..."""
+    names = mesh.mesh_dim_names
+    return tuple(names) if names is not None else tuple(f"axis{i}" for i in range(mesh.ndim))
+
+
+def implicitly_replicated() -> bool:
+    """Is torch's `implicit_replication` on: does the user take plain tensors to be the same on every rank?"""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+def sharding_of_users(op: torch._ops.OpOverload) -> bool:
+    """Did the user state with torch's `register_sharding` how the op shards?"""
+    made = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.get(op)
+    return isinstance(made, partial) and made.func.__qualname__.startswith("register_sharding.")
+
+
+def root_ranks(mesh: DeviceMesh) -> frozenset[int]:
+    """The ranks of the mesh that this one is a slice of; its own if it is none."""
+    return frozenset(root_mesh(mesh).mesh.flatten().tolist())
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one is a slice of; itself if it is none."""
+    root: DeviceMesh = mesh._get_root_mesh()
+    return root
+
+
+def shard_order_axes(spec: DTensorSpec) -> tuple[tuple[TorchPlacement, ...], tuple[str, ...] | None]:
+    """Placements and order of application that a spec of torch means.
+
+    torch writes an order that is not left to right in one of two ways: strided shards, or `shard_order`.
+    A strided shard that no order explains stays as it is.
+    """
+    placements = tuple(spec.placements)
+    entries = getattr(spec, "shard_order", None)
+    if any(isinstance(p, _StridedShard) for p in placements):
+        decode = getattr(DTensorSpec, "_maybe_convert_StridedShard_to_shard_order", None)
+        entries = decode(placements, spec.mesh) if decode is not None else None
+        if entries is None:
+            return placements, None
+        placements = tuple(_unstrided(p) for p in placements)
+    return placements, _order_names(entries, axis_names(spec.mesh))
+
+
+def torch_shard_order(
+    placements: Sequence[TorchPlacement], order: Sequence[int]
+) -> tuple[ShardOrderEntry, ...]:
+    """How torch writes an order of application: per cut dim, its mesh axes in that order."""
+    axes_of_dim: dict[int, list[int]] = {}
+    for axis in order:
+        placement = placements[axis]
+        if placement.is_shard():
+            axes_of_dim.setdefault(int(placement.dim), []).append(axis)  # type: ignore[attr-defined]
+    return tuple(ShardOrderEntry(dim, tuple(axes)) for dim, axes in sorted(axes_of_dim.items()))
+
+
+def _unstrided(placement: TorchPlacement) -> TorchPlacement:
+    return Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
+
+
+def _order_names(entries: Any, names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """One order of all axes that has every entry's axes in the entry's order."""
+    if not entries or all(list(e.mesh_dims) == sorted(e.mesh_dims) for e in entries):
+        return None
+    order = [axis for entry in entries for axis in entry.mesh_dims]
+    order += [axis for axis in range(len(names)) if axis not in order]
+    return tuple(names[axis] for axis in order)
+
+
+def union_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of several sub-meshes of one root, outermost axis first.
+
+    Axes of one rank, which are neither inside nor outside of others, stay where they were given.
+    Cost: none, the process groups of the axes are kept. Source: torch's own FSDP joins meshes in this way.
+    """
+    axes = list({name: mesh[name] for mesh in meshes for name in axis_names(mesh)}.values())
+    outermost_first = iter(sorted((a for a in axes if a.size() > 1), key=_step, reverse=True))
+    ordered = [next(outermost_first) if axis.size() > 1 else axis for axis in axes]
+    return ordered[0] if len(ordered) == 1 else DeviceMesh._concatenate(ordered)
+
+
+def _step(axis: DeviceMesh) -> int:
+    """How far apart neighbours on the axis are in the numbering of ranks."""
+    first, second = axis.mesh.flatten()[:2].tolist()
+    return int(second - first)
+
+
+def never_compiled_alone(function: Callable[..., Any]) -> None:
+    """Run `function` and what it calls as they are where Dynamo meets it as a frame; it may still be inlined.
+
+    A frame compiled for the getter of one attribute is taken for that of another: their wrappers are made for
+    each access and compared by address.
+    """
+    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+
+
+def before_each_call(
+    namespace: str, names: Sequence[str], tell: Callable[[str, tuple[Any, ...]], None]
+) -> Callable[[], None]:
+    """Call `tell(name, args)` before operators run, whoever calls them, from Python or C++, in any thread.
+
+    Below every dispatch mode and subclass: what is told of really runs. Returns: what undoes it.
+    """
+    library = torch.library.Library(namespace, "IMPL")
+    for name in names:
+        op = getattr(getattr(torch.ops, namespace), name).default
+        library.impl(name, _telling(name, op, tell), "BackendSelect", with_keyset=True)
+    return library._destroy
+
+
+def _telling(
+    name: str, op: torch._ops.OpOverload, tell: Callable[[str, tuple[Any, ...]], None]
+) -> Callable[..., Any]:
+    key = torch._C.DispatchKey.BackendSelect
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        tell(name, args)
+        return op.redispatch(keys.remove(key), *args)
+
+    return kernel
+
+
+def group_of(boxed: Any) -> ProcessGroup:
+    """The process group that an operator was given."""
+    return boxed if isinstance(boxed, ProcessGroup) else ProcessGroup.unbox(boxed)
+
+
+def default_store() -> Any:
+    """The store through which the processes of the default group found each other."""
+    return distributed_c10d._get_default_store()

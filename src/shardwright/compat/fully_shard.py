@@ -1,0 +1,202 @@
+"""The inside of torch's `fully_shard`: the private names that relabelling its parameters needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True)
+class FsdpParameter:
+    """One parameter that `fully_shard` manages, through the few private names that relabelling needs."""
+
+    inner: Any
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that the parameter is registered on."""
+        owner: nn.Module = self.inner._module_info.module
+        return owner
+
+    @property
+    def name(self) -> str:
+        """Its name there."""
+        return str(self.inner._module_info.param_name)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The sharded parameter."""
+        parameter: nn.Parameter = self.inner.sharded_param
+        return parameter
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Its part on this rank, a view of the buffer that is gathered."""
+        local: torch.Tensor = self.inner.sharded_param._local_tensor
+        return local
+
+    @property
+    def dim(self) -> int:
+        """The dim that is cut."""
+        return int(self.inner.fsdp_placement.dim)
+
+    def adopt(
+        self,
+        parameter: nn.Parameter,
+        make_gradient: Callable[[torch.Tensor], torch.Tensor],
+        as_term: Callable[[torch.Tensor], torch.Tensor],
+        inner_spec: Any,
+        wrap_inner: Callable[[torch.Tensor, Any], torch.Tensor],
+    ) -> None:
+        """Use `parameter` (same local tensor) as the sharded one and `make_gradient` for its gradients.
+
+        as_term: brings the gradient that is there to the layout of `make_gradient`; torch adds the next one
+            to its local tensor without looking at its layout.
+        inner_spec: the spec of the unsharded parameter where it stays a DTensor on other axes, else None.
+        Overrides are set on this one object, not on torch's class.
+        """
+        fsdp = self.inner
+        fsdp.sharded_param = parameter
+        fsdp._sharding_spec = parameter._spec  # type: ignore[attr-defined]
+        fsdp._setattr_on_modules(parameter)
+        fsdp.to_sharded_dtensor = make_gradient
+        _managed[id(parameter)] = fsdp
+        self._before_adding(as_term)
+        if inner_spec is not None:
+            self._keep_distributed(inner_spec, wrap_inner)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Does the unit hold the whole parameter in the place of this one now?"""
+        return self.owner._parameters[self.name] is not self.inner.sharded_param
+
+    def follow_local(self) -> None:
+        """Gather from the local tensor that the sharded parameter has now."""
+        self.inner.reset_sharded_param()
+
+    def _before_adding(self, as_term: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        fsdp = self.inner
+        original = fsdp.accumulate_unsharded_grad_if_needed
+
+        def accumulate_unsharded_grad_if_needed() -> None:
+            original()
+            if fsdp.sharded_param.grad is not None:
+                fsdp.sharded_param.grad = as_term(fsdp.sharded_param.grad)
+
+        fsdp.accumulate_unsharded_grad_if_needed = accumulate_unsharded_grad_if_needed
+
+    def _keep_distributed(self, spec: Any, wrap_inner: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+        fsdp = self.inner
+        fsdp.is_dtensor = True
+        fsdp._unsharded_dtensor_spec = None
+        original = fsdp.init_unsharded_param
+
+        def init_unsharded_param() -> None:
+            known = hasattr(fsdp, "_unsharded_param")
+            if not known:
+                fsdp._unsharded_dtensor_spec = None
+            original()
+            if not known:
+                plain = fsdp._unsharded_param
+                wrapped = wrap_inner(plain.detach(), spec)
+                fsdp._unsharded_param = nn.Parameter(wrapped, requires_grad=plain.requires_grad)
+                fsdp._unsharded_dtensor_spec = wrapped._spec  # type: ignore[attr-defined]
+
+        fsdp.init_unsharded_param = init_unsharded_param
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpUnit:
+    """What torch does around the forward of a sharded unit."""
+
+    module: nn.Module
+
+    @property
+    def is_idle(self) -> bool:
+        """Neither in its forward nor in its backward."""
+        idle: bool = self._state._training_state == TrainingState.IDLE
+        return idle
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather the parameters, before a forward with these arguments; they may be cast."""
+        entered: tuple[tuple[Any, ...], dict[str, Any]] = self._state._pre_forward(self.module, args, kwargs)
+        return entered
+
+    def leave(self, args: tuple[Any, ...], out: Any) -> Any:
+        """Free what `enter` gathered; a backward of `out` gathers it again."""
+        return self._state._post_forward(self.module, args, out)
+
+    @property
+    def _state(self) -> Any:
+        return self.module._get_fsdp_state()  # type: ignore[operator]
+
+
+# What manages a parameter, by its identity: not in the parameters, which are pickled, and not by references
+# to them, for torch swaps no tensor that has a weak one (`model.double()`).
+_managed: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def managing_unit(parameter: torch.Tensor) -> FsdpParameter | None:
+    """What `fully_shard` knows of a sharded parameter, None for any other tensor."""
+    inner = _managed.get(id(parameter))
+    return None if inner is None or inner.sharded_param is not parameter else FsdpParameter(inner)
+
+
+def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:
+    """The parameters that the `fully_shard` of this very module manages."""
+    return [FsdpParameter(p) for group in _fsdp_groups(module) for p in group.fsdp_params]
+
+
+def replaced_parameters(module: nn.Module) -> list[str]:
+    """The parameters of a `fully_shard` unit in whose place tensors stand that it would pass over.
+
+    Once it has started, any others; before, it takes over parameters (`load_state_dict(assign=True)`).
+    """
+    started = module._get_fsdp_state()._is_root is not None  # type: ignore[operator]
+    found = []
+    for managed in fsdp_parameters(module):
+        held, inner = managed.owner._parameters.get(managed.name), managed.inner
+        own = (None, inner.sharded_param, getattr(inner, "_unsharded_param", None))
+        if not any(held is each for each in own) and (started or not isinstance(held, nn.Parameter)):
+            found.append(str(inner._param_fqn or managed.name))
+    return found
+
+
+def _fsdp_groups(module: nn.Module) -> list[Any]:
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
+
+
+def follow_dtype(module: nn.Module) -> None:
+    """Let `module.to(dtype)` change the dtype of a `fully_shard` unit after its first forward as well."""
+    for group in _fsdp_groups(module):
+        for parameter in group.fsdp_params:
+            _follow_dtype(parameter, group)
+
+
+def _follow_dtype(fsdp: Any, group: Any) -> None:
+    original = fsdp.reset_sharded_param
+
+    def reset_sharded_param() -> None:
+        original()
+        if getattr(fsdp, "orig_dtype", fsdp.sharded_param.dtype) != fsdp.sharded_param.dtype:
+            for each in group.fsdp_params:
+                each.all_gather_outputs = []
+                each.__dict__.pop("_unsharded_param", None)
+            group._init_mp_dtypes()
+
+    fsdp.reset_sharded_param = reset_sharded_param
