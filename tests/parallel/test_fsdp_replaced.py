@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardwright as sw
 from shardwright.errors import ParallelError
 from shardwright.parallel import parallelize_fsdp
 from shardwright.testing.meshes import rank_mesh
@@ -59,3 +60,29 @@ def _used_as_ever():
 
 def test_other_uses_are_taken(ranks):
     ranks(2, _used_as_ever)
+
+
+def _assigned():
+    mesh = rank_mesh((2,), ("dp",))
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).state_dict()
+    for earlier in (False, True):
+        model = _model(mesh)
+        if earlier:
+            model(torch.randn(3, 4))
+        before = {name: p.full_tensor().clone() for name, p in model.state_dict().items()}
+        with pytest.raises(ParallelError, match=r"assign=True.*plain tensor.*nothing was loaded"):
+            model.load_state_dict(plain, assign=True)
+        for name, p in model.state_dict().items():
+            assert torch.equal(p.full_tensor(), before[name])
+        placed = {
+            name: sw.distribute_tensor(plain[name], p.device_mesh, p.placements)
+            for name, p in model.state_dict().items()
+        }
+        model.load_state_dict(placed, assign=not earlier)  # torch takes over parameters before its start
+        for name, p in model.state_dict().items():
+            assert torch.equal(p.full_tensor(), plain[name])
+
+
+def test_plain_tensors_are_not_assigned(ranks):
+    ranks(2, _assigned)

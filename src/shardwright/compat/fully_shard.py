@@ -74,6 +74,7 @@ class FsdpParameter:
         self._before_adding(as_term)
         if inner_spec is not None:
             self._keep_distributed(inner_spec, wrap_inner)
+        self._allocate_outside_inference()
 
     @property
     def is_gathered(self) -> bool:
@@ -94,6 +95,12 @@ class FsdpParameter:
                 fsdp.sharded_param.grad = as_term(fsdp.sharded_param.grad)
 
         fsdp.accumulate_unsharded_grad_if_needed = accumulate_unsharded_grad_if_needed
+
+    def _allocate_outside_inference(self) -> None:
+        """Let a first forward in `torch.inference_mode()` leave buffers that a training step may write."""
+        fsdp = self.inner
+        for name in ("init_all_gather_outputs", "init_unsharded_param"):
+            setattr(fsdp, name, torch.inference_mode(mode=False)(getattr(fsdp, name)))
 
     def _keep_distributed(self, spec: Any, wrap_inner: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
         fsdp = self.inner

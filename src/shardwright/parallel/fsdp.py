@@ -275,6 +275,7 @@ def _shard(
     put_all(slots, plain)
     fully_shard(module, mesh=mesh, ignored_params=ignored or None, **kwargs)
     module.register_forward_pre_hook(_refuse_replaced, prepend=True)  # before torch's own
+    module.register_load_state_dict_pre_hook(_refuse_assigned)
     if kwargs.get("reshard_after_forward") is None:
         module.register_forward_hook(_reshard_without_backward)
     _sum_gradients(module)
@@ -297,6 +298,24 @@ def _refuse_replaced(module: nn.Module, _args: Any) -> None:
             "  fix: under torch.func.functional_call use parallelize_replicate; to set values, write into "
             "the parameters (load_state_dict without assign=True)"
         )
+
+
+def _refuse_assigned(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_rest: Any
+) -> None:
+    """Raise ParallelError for plain tensors that `load_state_dict(assign=True)` would make parameters."""
+    if not metadata.get("assign_to_params_buffers"):
+        return
+    for slot in slots_of(module):
+        given = state.get(f"{prefix}{slot.path}")
+        is_sharded = getattr(slot.get(), "_fully_sharded", "") != ""
+        if is_sharded and isinstance(given, torch.Tensor) and not isinstance(given, TorchDTensor):
+            raise ParallelError(
+                f"{prefix}{slot.path}: load_state_dict(assign=True) would put a plain tensor in the place of "
+                "a sharded parameter; nothing was loaded\n"
+                "  fix: sw.distribute_tensor(it, parameter.device_mesh, parameter.placements), or load "
+                "before parallelize_fsdp"
+            )
 
 
 def _reshard_without_backward(module: nn.Module, _args: Any, _out: Any) -> None:
