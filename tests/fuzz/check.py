@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -26,25 +27,29 @@ def check(program: Program, mesh: DeviceMesh, alike: Callable[[str], bool]) -> V
 
     `alike(text)`: do all ranks say the same text here? Where they do not, nothing is gathered any more.
     """
-    truth = Truth(program, run(program, Plain()))
+    wanted = run(program, Plain())
+    if _values_decide(wanted.error):
+        program = replace(program, steps=program.steps[: wanted.step])
+        wanted = run(program, Plain())
+    truth = Truth(program, wanted)
     got = run(program, OnMesh(mesh))
     said = f"{got.step} {type(got.error).__name__}"
     if not alike(said):
-        if _values_decide(truth.wanted.error):
-            return Verdict(OK, "ranks part: those raise that hold the values")
         text = _line(got.error) if got.error is not None else "an error on another rank only"
         return Verdict(UNDUE, f"ranks part: {text}", _step(program, got.step))
     verdict = _ends(program, truth.wanted, got)
     if verdict is not None:
         return verdict
-    if _values_decide(truth.wanted.error):
-        return Verdict(OK, "a kernel stopped half-way: what it had written by then is nobody's promise")
     with torch.no_grad():
         return _Comparison(program, truth, got).verdict()
 
 
 def _values_decide(error: BaseException | None) -> bool:
-    """Whether one device raises for some values: then the ranks that hold them raise (docs/limits.md)."""
+    """Does one device raise for some values? Then the ranks that hold them raise, and the others may wait.
+
+    docs/limits.md says so. What a kernel had written when it stopped is nobody's promise: the steps before
+    are compared.
+    """
     return error is not None and "ZeroDivisionError" in str(error)
 
 

@@ -88,4 +88,9 @@ FOUND = {
             _do("", "[]=", "v3", -1, "x2", form="setitem"),
         ),
     ),
+    "a largest element along a dim from the end, of no elements": Program(
+        (2,),
+        (_leaf("x1", (2, 0), S0),),
+        (_do("v1", "torch.linalg.vector_norm", "x1", float("inf"), dim=-2, keepdim=True),),
+    ),
 }

@@ -31,8 +31,8 @@ def slips(step: Step, env: Env) -> bool:
     A median sorts a copy in place that has the strides of what was expanded. A comparison in place of a view
     whose base was written takes the view for a leaf, until someone looks at its `grad_fn`. A contraction of
     small integers mixes types that its kernels refuse, unless it is empty. Which of equal elements is the
-    k-th, and whether a cross product of a tensor with itself is exactly 0, depends on how a kernel goes. A
-    scatter into a copy of windows that overlap copies them so that they overlap still.
+    k-th, and whether a cross product of a tensor with itself is exactly 0, or a quotient exactly 1, depends
+    on how a kernel goes, or on the terms that it is made of. A scatter into a copy of windows that overlap copies them so that they overlap still.
     """
     given = [env[value.name] for value in values_in(step.args) if isinstance(value, Ref)]
     if step.call.endswith("median"):
@@ -41,7 +41,7 @@ def slips(step: Step, env: Env) -> bool:
         return any(x.detach().unique().numel() < x.numel() for x in given if isinstance(x, torch.Tensor))
     if step.call.endswith("_scatter") and isinstance(given[0], torch.Tensor):
         return _places(given[0]).unique().numel() < given[0].numel()
-    if step.call.endswith("cross"):
+    if step.call.rstrip("_").endswith(("cross", "div", "divide")):
         return given[0] is given[-1] and len(given) > 1
     if step.call in _COMPARISONS:
         return given[0]._is_view() and given[0].requires_grad

@@ -55,6 +55,16 @@ def _of_view_copy(x: torch.Tensor, size: Any) -> torch.Tensor:
     return x.view(size) if isinstance(size, torch.dtype) else x.reshape(size).contiguous()
 
 
+def _of_vector_norm(
+    x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, **kwargs: Any
+) -> torch.Tensor:
+    """torch's own refuses dims that count from the end, of a tensor without elements."""
+    first = None if dims is None else [d + x.ndim if -x.ndim <= d < 0 else d for d in dims]
+    made: torch.Tensor = torch.ops.aten.linalg_vector_norm(x, order, first, keepdim, **kwargs)
+    return made
+
+
+_OWN["aten::linalg_vector_norm"] = _of_vector_norm
 _OWN["aten::view_copy"] = _of_view_copy
 _OWN["aten::native_group_norm_backward"] = _of_group_norm_backward
 
