@@ -32,7 +32,8 @@ def slips(step: Step, env: Env) -> bool:
     whose base was written takes the view for a leaf, until someone looks at its `grad_fn`. A contraction of
     small integers mixes types that its kernels refuse, unless it is empty. Which of equal elements is the
     k-th, and whether a cross product of a tensor with itself is exactly 0, or a quotient exactly 1, depends
-    on how a kernel goes, or on the terms that it is made of. A scatter into a copy of windows that overlap copies them so that they overlap still.
+    on how a kernel goes, or on the terms that it is made of. A scatter into a copy of windows that overlap
+    copies them so that they overlap still.
     """
     given = [env[value.name] for value in values_in(step.args) if isinstance(value, Ref)]
     if step.call.endswith("median"):
