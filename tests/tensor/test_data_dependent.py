@@ -128,8 +128,9 @@ def _seen():
         with sw.trace() as t:
             DATA_DEPENDENT[name](d)
         assert t.decisions, f"{name}: gathers in silence"
-    with sw.explicit(), pytest.raises(ImplicitRedistributionError):
-        torch.nonzero(d > 0)
+    for call in (lambda: torch.nonzero(d > 0), lambda: torch.geqrf(d), lambda: torch.linalg.lstsq(d, d)):
+        with sw.explicit(), pytest.raises(ImplicitRedistributionError, match="fix"):
+            call()
 
 
 def _masked():
