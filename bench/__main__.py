@@ -10,7 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-_NAMES = ("first_call", "meshes", "op_overhead", "planning", "random_draws", "redistribution", "regions")
+_NAMES = (
+    "first_call",
+    "meshes",
+    "op_overhead",
+    "planning",
+    "random_draws",
+    "redistribution",
+    "regions",
+    "step",
+)
 _WITH_OPTIONS = ("redistribution",)
 
 
