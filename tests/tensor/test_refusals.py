@@ -97,11 +97,11 @@ not finished: each rank of tp holds only a term of it
   fix (checked):  other.redistribute({"tp": Replicate()})     512 B over all ranks""",
     "mm": """\
 aten::mm: needs an implicit redistribution (explicit mode allows none): \
-[m k, k n -> m n] dp: cut n as S(0); tp: cut k as S(0)
-  self  f32[8@dp, 4@tp]   <- must become f32[8, 4@tp]: the op needs it whole where dp cuts it
-  mat2  f32[4, 6@(dp, tp)]   <- must become f32[4@tp, 6@dp]: tp cuts it in another way
-  fix (checked):  self.redistribute({"dp": Replicate()})     128 B over all ranks
-            and:  mat2.redistribute({"tp": Shard(0)})        48 B over all ranks""",
+[m k, k n -> m n] dp: cut m as S(0); tp: cut n as S(0)
+  self  f32[8@dp, 4@tp]   <- must become f32[8@dp, 4]: the op needs it whole where tp cuts it
+  mat2  f32[4, 6@(dp, tp)]   <- must become f32[4, 6@tp]: the op needs it whole where dp cuts it
+  fix (checked):  self.redistribute({"tp": Replicate()})     128 B over all ranks
+            and:  mat2.redistribute({"dp": Replicate()})     144 B over all ranks""",
     "a shape that depends on the data": """\
 aten::nonzero: needs an implicit redistribution (explicit mode allows none): \
 no rule; every operand is made whole

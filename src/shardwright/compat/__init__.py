@@ -30,6 +30,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import ShardOrderEntry as ShardOrderEntry
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
 from torch.utils import _python_dispatch
 from torch.utils._mode_utils import no_dispatch as no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -66,7 +67,19 @@ pad_packed_rows = torch._pad_packed_sequence
 pad_kernel = torch._C._nn.pad
 modes_stack = _python_dispatch._get_current_dispatch_mode_stack
 preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
+view_tracking = torch.autograd._force_original_view_tracking
 without_modes = _python_dispatch._disable_current_modes
+
+
+def view_again(view: Any, base: Any) -> Any:
+    """The view of another base that `view` is of its own: each view that led to it, once more."""
+    with view_tracking(True):
+        return view._view_func_unsafe(base)
+
+
+def records_a_graph() -> bool:
+    """Is a graph recorded of what is run, by `torch.compile` or `make_fx`?"""
+    return torch.compiler.is_compiling() or (modes_on() > 0 and get_proxy_mode() is not None)
 
 
 class WithoutTangents:

@@ -20,19 +20,22 @@ class Way:
     Args:
         text: what happens on which axis.
         bytes: bytes that each rank sends for the operands, about.
+        total: those, and what is sent later because of the way: the ways are compared by it.
         work: the share of the computation that each rank does.
         rewritten: operands written in place that would be moved and brought back.
     """
 
     text: str
     bytes: int
+    total: int
     work: float
     rewritten: int = 0
 
     def __str__(self) -> str:
         share = "all of the work" if self.work == 1 else f"1/{round(1 / self.work)} of the work"
         back = ", a written operand is brought back" if self.rewritten else ""
-        return f"{self.text}: {self.bytes} B sent by each rank, {share}{back}"
+        later = f" ({self.total} B with what follows)" if self.total != self.bytes else ""
+        return f"{self.text}: {self.bytes} B sent by each rank{later}, {share}{back}"
 
 
 def alternatives(call: Call, layouts: Sequence[Layout]) -> tuple[Way, tuple[Way, ...]] | None:
@@ -56,4 +59,5 @@ def alternatives(call: Call, layouts: Sequence[Layout]) -> tuple[Way, tuple[Way,
 
 
 def _way(text: str, choice: Choice) -> Way:
-    return Way(text, choice.price.bytes, choice.price.work, choice.price.rewritten)
+    price = choice.price
+    return Way(text, price.bytes, price.total, price.work, price.rewritten)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from math import prod
 
 from shardwright.layout.layout import Layout
-from shardwright.placement.base import Partition, Placement
+from shardwright.placement.base import Partition, Placement, Replicate
 from shardwright.rules.call import TensorInfo
+
+_WHOLE = Replicate()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -17,15 +19,18 @@ class Price:
 
     Args:
         rewritten: mutated operands that would have to be moved and written back.
-        bytes: bytes that each rank sends, about.
+        total: bytes that each rank sends, about, now and for what follows from it: results that are pending
+            will be finished, what was scattered will be gathered.
         work: the share of the whole computation that each rank does.
         moves: operands that change their placement.
+        bytes: those that are sent now.
     """
 
     rewritten: int
-    bytes: int
+    total: int
     work: float
     moves: int
+    bytes: int
 
     @property
     def free(self) -> bool:
@@ -48,6 +53,28 @@ def move_bytes(source: Placement, target: Placement, size: int, n: int) -> int:
     return share // n if target.is_partition else share
 
 
+def following_bytes(have: Placement, want: Placement, size: int, n: int, kept: int = 0) -> int:
+    """Bytes that each rank will send because of a move: what was pending and is scattered, is gathered.
+
+    One more than that, so that of two ways that send as much the one that leaves whole values is taken; less
+    by the gathers of operands that stay cut on this axis, `kept` bytes in all: those made the result cut.
+    Finished values are kept, for two readers on the average.
+    """
+    if n == 1 or not have.is_pending:
+        return 0
+    share = max(size, n * n) * (n - 1) // n
+    if want.is_partition:
+        return max(0, share + 1 - kept * (n - 1) // n)
+    return -share if want.is_replicated else 0
+
+
+def finishing_bytes(made: Placement | None, size: int, n: int) -> int:
+    """Bytes that each rank will send to finish a result."""
+    if made is None or not made.is_pending or n == 1:
+        return 0
+    return 2 * (max(size, n * n) * (n - 1) // n)
+
+
 def moved_bytes(info: TensorInfo) -> int:
     """Bytes of a tensor when it moves: an expanded one moves as what it was expanded from."""
     own = (size for size, stride in zip(info.shape, info.stride, strict=True) if stride or not size)
@@ -64,7 +91,7 @@ class Transfers:
         order: mesh axes in the order in which they are applied.
     """
 
-    __slots__ = ("_known", "_order", "_shape", "_sizes", "_source", "bytes")
+    __slots__ = ("_known", "_order", "_shape", "_sizes", "_source", "bytes", "pending")
 
     def __init__(
         self, source: Sequence[Placement], info: TensorInfo, sizes: Sequence[int], order: Sequence[int]
@@ -72,6 +99,7 @@ class Transfers:
         self._source = source
         self._shape = info.shape
         self.bytes = moved_bytes(info)
+        self.pending = any(placement.is_pending for placement in source)
         self._sizes = sizes
         self._order = order
         self._known: dict[tuple[Placement | None, ...], int] = {}
@@ -92,6 +120,21 @@ class Transfers:
         if known is None:
             known = self._known[target] = self._send(target)
         return known
+
+    def following(self, target: Sequence[Placement], kept: Sequence[int]) -> int:
+        """Bytes that each rank will send later because of these placements. kept: see `following_bytes`."""
+        cut = prod(n for want, n in zip(target, self._sizes, strict=True) if want.is_partition)
+        total = 0
+        for have, want, n, own in zip(self._source, target, self._sizes, kept, strict=True):
+            if have.is_pending and have is not want:
+                others = cut // n if want.is_partition else cut
+                total += following_bytes(have, want, self.bytes // max(1, others), n, own)
+        return total
+
+    def most_discount(self) -> int:
+        """The most by which what follows makes the moves cheaper, on all axes together."""
+        pairs = zip(self._source, self._sizes, strict=True)
+        return sum(-following_bytes(have, _WHOLE, self.bytes, n) for have, n in pairs)
 
     def _send(self, target: tuple[Placement | None, ...]) -> int:
         pairs = list(zip(self._source, target, self._sizes, strict=True))

@@ -31,7 +31,7 @@ from shardwright.rules.registry import is_per_element, registry
 from shardwright.rules.search import Choice, Search, rewritten_operands
 
 
-def propagate(call: Call, layouts: Sequence[Layout], *, silent: bool = False) -> Decision:
+def propagate(call: Call, layouts: Sequence[Layout]) -> Decision:
     """Decide how to run `call` on operands with these layouts: the cheapest true equation, or all whole.
 
     Args:
@@ -47,27 +47,22 @@ def propagate(call: Call, layouts: Sequence[Layout], *, silent: bool = False) ->
     if is_per_element(call.op):
         parts = split_call(call)
         if parts is not None:
-            decisions = [
-                propagate_one(part.call, tuple(layouts[i] for i in part.operands), silent=silent)
-                for part in parts
-            ]
+            decisions = [propagate_one(part.call, tuple(layouts[i] for i in part.operands)) for part in parts]
             return join_decisions(call, parts, decisions)
-    return propagate_one(call, layouts, silent=silent)
+    return propagate_one(call, layouts)
 
 
-def propagate_one(call: Call, layouts: tuple[Layout, ...], *, silent: bool = False) -> Decision:
+def propagate_one(call: Call, layouts: tuple[Layout, ...]) -> Decision:
     """`propagate` for a call that is no list of calls."""
     problems: list[str] = []
-    best = best_way(call, layouts, problems, silent=silent)
+    best = best_way(call, layouts, problems)
     if best is None:
         return _fallback(call, layouts, problems)
     search, choice = best
     return decide(call, layouts, search.order, search.equation, choice)
 
 
-def best_way(
-    call: Call, layouts: tuple[Layout, ...], problems: list[str], *, silent: bool = False
-) -> tuple[Search, Choice] | None:
+def best_way(call: Call, layouts: tuple[Layout, ...], problems: list[str]) -> tuple[Search, Choice] | None:
     """The cheapest choice of all equations, with the search that found it; None where no equation fits.
 
     Args: problems: where it is noted why an equation does not fit.
@@ -77,7 +72,7 @@ def best_way(
         order = _order(layouts)
         for equation in _equations(call, problems):
             placements = _placements(layouts)
-            search = Search(equation, call, layouts[0].sizes, placements, order, silent=silent)
+            search = Search(equation, call, layouts[0].sizes, placements, order)
             found.append((search, search.best()))
             if found[-1][1].price.free:
                 break

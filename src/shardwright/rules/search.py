@@ -17,7 +17,7 @@ from shardwright.placement.base import Placement
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.candidates import AxisView, Candidate, after, candidates, plain_candidates
 from shardwright.rules.equation import Equation, Sizes
-from shardwright.rules.price import Price, Transfers
+from shardwright.rules.price import Price, Transfers, finishing_bytes, following_bytes, moved_bytes
 from shardwright.rules.states import States
 
 _KEEP = 4
@@ -45,7 +45,6 @@ class Search:
         sizes: size of each mesh axis.
         current: per operand, its placement on each mesh axis.
         order: mesh axes in the order in which they are applied.
-        silent: what can stay pending does, also where it would be cheaper to finish it now.
     """
 
     def __init__(
@@ -55,19 +54,18 @@ class Search:
         sizes: tuple[int, ...],
         current: tuple[tuple[Placement, ...], ...],
         order: tuple[int, ...],
-        *,
-        silent: bool = False,
     ) -> None:
         self.equation = equation
         self.call = call
         self.sizes = sizes
         self.current = current
         self.order = order
-        self.silent = silent
         self._columns = tuple(zip(*current, strict=True)) if current else ((),) * len(sizes)
         self._transfers = [
             Transfers(own, info, sizes, order) for own, info in zip(current, call.operands, strict=True)
         ]
+        self._discount = sum(transfers.most_discount() for transfers in self._transfers if transfers.pending)
+        self._made = [0 if info is None else moved_bytes(info) for info in call.results]
         self._ranked: dict[tuple[int, bool, frozenset[Sizes] | None], list[Candidate]] = {}
         self._chosen: list[Candidate | None] = [None] * len(order)
         self._found: list[Choice] = []  # each better than the one before
@@ -111,7 +109,7 @@ class Search:
 
     def _rank(self, axis: int, view: AxisView) -> list[Candidate]:
         """The cheapest candidates of one axis, and the whole one; only the best if that costs nothing."""
-        found = [c for c in candidates(view) if self.silent or not self._writes_out_terms(c)]
+        found = candidates(view)
         priced = [(self._alone(axis, view, candidate), i, candidate) for i, candidate in enumerate(found)]
         if not min(price for price, _, _ in priced).free:
             cuts = [c for c in plain_candidates(view) if self._worth_scattering(view, c)]
@@ -124,16 +122,6 @@ class Search:
         return kept if found[0] in kept else [*kept, found[0]]
 
     # ------------------------------------------------------------------------------------------ prices
-
-    def _writes_out_terms(self, candidate: Candidate) -> bool:
-        """Whether an expanded pending value would become one of full size: finish it while it is small."""
-        made = self.call.results[0] if self.call.results else None
-        if made is None or not self.equation.formula.elementwise or is_expanded(made):
-            return False
-        pairs = zip(candidate.inputs, self.call.operands, self.equation.operands, strict=True)
-        return any(
-            wanted.is_pending and is_expanded(info) and not slot.metadata for wanted, info, slot in pairs
-        )
 
     def _worth_scattering(self, view: AxisView, candidate: Candidate) -> bool:
         """Whether no small pending value would be cut: a number per row meets the tensor of the rows next.
@@ -149,13 +137,19 @@ class Search:
 
     def _alone(self, axis: int, view: AxisView, candidate: Candidate) -> Price:
         """The price of one axis, as if the tensors were cut on no other."""
-        sent = moves = 0
+        sent = moves = later = 0
         for have, want, transfers in zip(view.current, candidate.inputs, self._transfers, strict=True):
             if have is not want and have != want:
                 sent += transfers.alone(axis, want)
+                if have.is_pending:
+                    kept = self._stay_cut(axis, candidate)
+                    later += following_bytes(have, want, transfers.bytes, view.n, kept)
                 moves += 1
+        if sent:
+            pairs = zip(candidate.outputs, self._made, strict=False)
+            later += sum(finishing_bytes(made, size, view.n) for made, size in pairs)
         rewritten = self._rewrites(axis, candidate).bit_count()
-        return Price(rewritten, sent, 1 / view.n if candidate.divides else 1.0, moves)
+        return Price(rewritten, sent + later, 1 / view.n if candidate.divides else 1.0, moves, sent)
 
     def _rewrites(self, axis: int, candidate: Candidate) -> int:
         """The operands that are written and that the candidate moves, or leaves with another placement."""
@@ -181,7 +175,7 @@ class Search:
         least = sum(
             transfers.joint(self._wanted(operand)) for operand, transfers in enumerate(self._transfers)
         )
-        return (rewritten.bit_count(), least) > (best.rewritten, best.bytes)
+        return (rewritten.bit_count(), least - self._discount) > (best.rewritten, best.total)
 
     def _wanted(self, operand: int) -> tuple[Placement | None, ...]:
         return tuple(None if chosen is None else chosen.inputs[operand] for chosen in self._chosen)
@@ -195,14 +189,39 @@ class Search:
 
     def _price(self, chosen: tuple[Candidate, ...], rewritten: int) -> Price:
         """The price of a candidate for every axis, together."""
-        sent = moves = 0
+        sent = moves = later = 0
         for operand, transfers in enumerate(self._transfers):
             wanted = tuple(candidate.inputs[operand] for candidate in chosen)
             if wanted != self.current[operand]:
                 moves += 1
                 sent += transfers.joint(wanted)
+                if transfers.pending:
+                    kept = [self._stay_cut(axis, candidate) for axis, candidate in enumerate(chosen)]
+                    later += transfers.following(wanted, kept)
+        if sent:
+            later += self._finishing(chosen)
         work = prod(1 / n for n, candidate in zip(self.sizes, chosen, strict=True) if candidate.divides)
-        return Price(rewritten.bit_count(), sent, work, moves)
+        return Price(rewritten.bit_count(), sent + later, work, moves, sent)
+
+    def _stay_cut(self, axis: int, candidate: Candidate) -> int:
+        """Bytes of the operands that the axis cuts and that stay as they are."""
+        return sum(
+            transfers.bytes
+            for own, want, transfers in zip(self.current, candidate.inputs, self._transfers, strict=True)
+            if want.is_partition and (own[axis] is want or own[axis] == want)
+        )
+
+    def _finishing(self, chosen: tuple[Candidate, ...]) -> int:
+        total = 0
+        for result, size in enumerate(self._made):
+            made = [candidate.outputs[result] for candidate in chosen if result < len(candidate.outputs)]
+            cut = prod(
+                n
+                for placement, n in zip(made, self.sizes, strict=False)
+                if placement is not None and placement.is_partition
+            )
+            total += sum(finishing_bytes(p, size // cut, n) for p, n in zip(made, self.sizes, strict=False))
+        return total
 
     def instead(self, choice: Choice, axis: int) -> list[Choice]:
         """The choice with each other candidate of one axis, the cheapest first. For people."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from shardwright.tensor.algorithms import key_parts, orders, scans, windows
 from shardwright.tensor.dispatch.call import dispatch
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.localized import LocalizedDTensor
+from shardwright.tensor.optimizer_gradients import bring_gradients
 from shardwright.tensor.plain import backward, boundary, made_gradients, packed_sequences, set_data
 from shardwright.tensor.safe_globals import allow_safe_loading
 from shardwright.tensor.under_way import start_redistribution
@@ -38,4 +41,5 @@ def install() -> None:
     for table in OWN:
         boundary.OWN.update(table)
     DTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[method-assign, assignment]
+    register_optimizer_step_pre_hook(bring_gradients)
     allow_safe_loading()

@@ -1,4 +1,4 @@
-"""`redistribute_many`: a list of DTensors moves with as few collectives as it has kinds of moves."""
+"""A list of DTensors moves with as few collectives as it has kinds of moves: `redistribute_many`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from shardwright.plan.decide import plan_together
 from shardwright.tensor.autograd import acceptable_gradient, differentiated
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.move import announce
 from shardwright.tensor.placements import mesh_and_placements
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import as_ours, wrap
@@ -136,6 +137,17 @@ def _by_meshes(
     for index, (x, home) in enumerate(zip(tensors, homes, strict=True)):
         groups.setdefault((x.device_mesh, home), []).append(index)
     return groups
+
+
+def move_operands_together(op: str, wanted: Sequence[tuple[DTensor, Layout]], why: str) -> list[torch.Tensor]:
+    """`move.move_operands` of tensors on any meshes, in as few collectives as they have kinds of moves."""
+    for x, target in wanted:
+        announce(op, x, target, why)
+    results: dict[int, torch.Tensor] = {}
+    for members in _by_meshes([x for x, _ in wanted], [x.device_mesh for x, _ in wanted]).values():
+        xs, targets = zip(*(wanted[i] for i in members), strict=True)
+        results.update(zip(members, _move(xs, targets, f"{op}: {why}"), strict=True))
+    return [results[i] for i in range(len(wanted))]
 
 
 def _move(xs: Sequence[DTensor], targets: Sequence[Layout], reason: str) -> list[torch.Tensor]:

@@ -93,6 +93,8 @@ class Spec(DTensorSpec):
     use: LocalUse | None
     kind: SpecKind | None
     token: Token
+    plain: Spec  # itself, but for `asking`
+    form: Any  # of `asking`
 
     def __init__(self, layout: Layout, mesh: DeviceMesh, use: LocalUse | None = None) -> None:
         self.__dict__.update(_without_sizes(layout.placements, layout.order, mesh, use, None))
@@ -114,6 +116,17 @@ class Spec(DTensorSpec):
         if len(_tokens) >= _MANY_SPECS:
             _tokens.clear()
         fields["token"] = _tokens.setdefault((layout, id(fields["mesh"]), fields["use"]), Token(self))
+        fields["plain"], fields["form"] = self, None
+
+    def asking(self, form: Any = None) -> Spec:
+        """The same spec under another token: of a value whose finished form is known, perhaps.
+
+        One for each value, since it holds the form; the token is one for all. Copies are plain.
+        """
+        made = Spec.__new__(Spec)
+        made.__dict__.update(self.plain.__dict__, kind=None, form=form)
+        made.__dict__["token"] = self.plain.__dict__.setdefault("_asking", None) or _asking_token(self.plain)
+        return made
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -139,6 +152,13 @@ class Spec(DTensorSpec):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Spec, (self.layout, self.mesh, self.use)
+
+
+def _asking_token(plain: Spec) -> Token:
+    spec = Spec.__new__(Spec)
+    spec.__dict__.update(plain.__dict__, kind=None)
+    token = plain.__dict__["_asking"] = spec.__dict__["token"] = Token(spec)
+    return token
 
 
 def _lead_to_one(one: DeviceMesh, two: DeviceMesh) -> bool:

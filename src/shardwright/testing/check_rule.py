@@ -164,7 +164,7 @@ def _check_case(whole: Whole, equation: Equation, n: int, case: Case, generator:
         Layout(mesh, (placement,), info.shape, dtype=info.dtype, stride=info.stride)
         for placement, info in zip(case.candidate.inputs, whole.call.operands, strict=True)
     )
-    choice = Choice((case.candidate,), Price(0, 0, 1.0, 0))
+    choice = Choice((case.candidate,), Price(0, 0, 1.0, 0, 0))
     decision = decide(whole.call, layouts, (0,), equation, choice)
     parts = [case.parts(layout, x, n, generator) for layout, x in zip(layouts, whole.tensors, strict=True)]
     simulate(whole, decision, parts)

@@ -89,11 +89,5 @@ class Asked:
 
     @cached_property
     def decision(self) -> Decision:
-        """What the rules make of it.
-
-        Gradients of parameters that compute locally stay pending: a rank that has none of them takes no part.
-        """
-        silent = False
-        for tensor in self.tensors:
-            silent |= tensor._spec.use is not None
-        return propagate(self.call, self.layouts, silent=silent)
+        """What the rules make of it."""
+        return propagate(self.call, self.layouts)

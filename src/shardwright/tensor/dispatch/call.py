@@ -21,7 +21,7 @@ from shardwright.tensor.dispatch import memory_order, other_sizes, torch_shardin
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.run import check_simple, is_simple, run, run_simple
-from shardwright.tensor.dispatch.ways import local_reshape
+from shardwright.tensor.dispatch.ways import kept_form, local_reshape
 from shardwright.tensor.dispatch.ways.local_reshape import RESHAPES, LocalReshape
 from shardwright.tensor.dispatch.ways.plain_target import write_into_plain
 from shardwright.tensor.dispatch.ways.steps import Steps
@@ -77,6 +77,8 @@ def _whole_route_of(func: torch._ops.OpOverload) -> Handler:
         route = partial(memory_order.as_described, route)
     if made_gradients.asks(func):
         route = partial(made_gradients.awaited, route)
+    if func._schema.is_mutable:
+        route = partial(kept_form.counting_writes, route)
     if write_back.is_view(func) or not written_memory.asks(func):
         return route
     return partial(_where_it_may_write, route)
@@ -128,6 +130,9 @@ def _first(
 ) -> Any:
     """A call on layouts that were not seen before, as what is known of other sizes tells, or decided anew."""
     torch_shardings.warn_of(func)
+    if kept_form.asks(tensors):
+        _store(key, _KEPT_FORM)
+        return _KEPT_FORM.run(func, args, kwargs, tensors)
     if func in RESHAPES and len(args) == 2 and not kwargs:
         reshape = local_reshape.adapt(func, args)
         if reshape is not None:
@@ -282,6 +287,9 @@ def _with_plain_tensors(
     if _writes_plain(new_args, new_kwargs):
         return write_into_plain(func, new_args, new_kwargs)
     return dispatch(DTensor, func, (), new_args, new_kwargs)
+
+
+_KEPT_FORM = kept_form.KeptForm(dispatch_call)
 
 
 def _writes_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -154,7 +154,7 @@ def _moves(form: AnySize, tensors: list[DTensor]) -> tuple[Move, ...] | None:
             if coords is None:
                 return None
             local = target.local_shape(coords)
-            found.append(Move(operand, target))
+            found.append(Move(operand, target, of_terms=False))
         if 0 in local:
             return None
     return tuple(found)

@@ -14,10 +14,14 @@ from shardwright.tensor.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One operand must have another layout before the local call."""
+    """One operand must have another layout before the local call.
+
+    of_terms: it is pending: a finished form of it may be known.
+    """
 
     operand: int
     target: Layout
+    of_terms: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +53,6 @@ class Prepared:
     outs: tuple[int, ...] = ()  # operands that are only written: `out=`
     call: Call | None = None  # of an op that undoes views: `views.put_back` may do better
     checked: bool = False
+    written_out: int | None = None  # the expanded operand whose terms the result is: `written_out`
     any_size: AnySize | None = None  # the same call on tensors of other sizes
     simple: bool = False  # found after the first run: see `run.is_simple`

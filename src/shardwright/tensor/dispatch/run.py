@@ -12,18 +12,22 @@ from shardwright.compat import tree_flatten, tree_unflatten
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.rules.identity import identity_of, reduction_of_cuts
+from shardwright.tensor import finished_forms
+from shardwright.tensor.dispatch import written_out
 from shardwright.tensor.dispatch.memory_order import as_made, lies_as_said
 from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.written_memory import keep_apart
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.finished_forms import finishes, may_keep
 from shardwright.tensor.move import move_operands, move_unasked
 from shardwright.tensor.spec import Spec, common_use, spec_of
+from shardwright.tensor.views.write_back import is_view
 from shardwright.tensor.wrap import as_replicated, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from shardwright.tensor.dispatch.prepared import Prepared
+    from shardwright.tensor.dispatch.prepared import Move, Prepared
 
 # What one device takes in expanded tensors: all elements of one place get the same.
 _local_of = attrgetter("_local_tensor")
@@ -55,7 +59,10 @@ def run(
         return _wrap_replicated(prepared, out, tensors)
     if not prepared.checked:
         _check(prepared, func, out, all(map(lies_as_said, locals_, tensors)))
-    return _wrap(prepared, out, tensors)
+    wrapped = _wrap(prepared, out, tensors)
+    if prepared.written_out is not None:
+        written_out.remember(wrapped, func, args, kwargs, tensors[prepared.written_out])
+    return wrapped
 
 
 def run_simple(spec: Spec, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> DTensor:
@@ -92,6 +99,7 @@ def is_simple(
         and isinstance(out, DTensor)
         and not (prepared.moves or prepared.overrides or prepared.skip or prepared.local or kwargs)
         and prepared.written == (None,)
+        and prepared.written_out is None
         and prepared.results[0] is not None
         and sum(isinstance(value, DTensor) for value in args) == tensors
     )
@@ -106,13 +114,47 @@ def _move(
     locals_: list[torch.Tensor],
 ) -> None:
     wanted = []
-    for move in prepared.moves:
-        wanted.append((tensors[move.operand], move.target))  # noqa: PERF401  a comprehension is a call more
+    kept: dict[int, DTensor] = {}  # by operand: what is finished for it, and for those that come after it
+    moves = []
     refuse = partial(refuse_implicit, func, args, kwargs, prepared, tensors)
+    for move in prepared.moves:
+        x = tensors[move.operand]
+        if move.of_terms and _reads(prepared, func, move.operand) and may_keep(x):
+            form = _form_of(prepared, func, x, move, refuse)
+            if form is not None and form._spec.layout.placements == move.target.placements:
+                locals_[move.operand] = form._local_tensor
+                continue
+            if form is not None:
+                x = form
+            elif finishes(x._spec.layout, move.target):
+                x = kept[move.operand] = finished_forms.subject(x)
+        target = finished_forms.finished_layout(x._spec.layout) if move.operand in kept else move.target
+        wanted.append((x, target))
+        moves.append(move)
+    if not moves:
+        return
     kind = "fallback" if prepared.fallback else "redistribute"
     moved = move_operands(func.name(), wanted, prepared.reason, refuse=refuse, kind=kind)
-    for move, local in zip(prepared.moves, moved, strict=True):
-        locals_[move.operand] = local
+    for move, local in zip(moves, moved, strict=True):
+        x, of = tensors[move.operand], kept.get(move.operand)
+        locals_[move.operand] = local if of is None else finished_forms.finished_from(x, of, local)
+
+
+def _form_of(
+    prepared: Prepared, func: torch._ops.OpOverload, x: DTensor, move: Move, refuse: Callable[[], None]
+) -> DTensor | None:
+    """The finished form of an operand that moves, if it is kept or costs little."""
+    form = written_out.finished(x, prepared.reason, refuse)
+    if form is None and finishes(x._spec.layout, move.target):
+        form = finished_forms.known(x)
+        if form is not None and form._spec.layout.placements == move.target.placements:
+            finished_forms.taken(func.name(), x, form)
+    return form
+
+
+def _reads(prepared: Prepared, func: torch._ops.OpOverload, operand: int) -> bool:
+    """Does the call only read the operand, and give tensors of their own?"""
+    return operand not in prepared.mutated and not is_view(func)
 
 
 def _bring_back(func: torch._ops.OpOverload, written: DTensor, held: Layout, local: torch.Tensor) -> None:

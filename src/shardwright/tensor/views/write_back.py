@@ -10,9 +10,8 @@ Rejected: raising on such writes. `x[2] = 0` and `x[:, 1:3].mul_(2)` are common 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -152,10 +151,19 @@ def written_by(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[DTensor]:
     """The DTensors that the op writes, those in lists included."""
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    written = (given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write)
-    each = chain.from_iterable(x if isinstance(x, list | tuple) else (x,) for x in written)
-    return [x for x in each if isinstance(x, DTensor)]
+    found: list[DTensor] = []
+    for place, name in _written_places(func):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        each = value if isinstance(value, list | tuple) else (value,)
+        found += [x for x in each if isinstance(x, DTensor)]
+    return found
+
+
+@remembered(4096)
+def _written_places(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """The positions and names of the arguments that the op writes."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def _say_write_back(view: torch.Tensor) -> None:
@@ -216,6 +224,14 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     """A row of bytes per element: a NaN equals itself, and 0.0 does not equal -0.0."""
     flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8).view(flat.numel(), -1)
+
+
+def bases_of(view: DTensor) -> Iterator[DTensor]:
+    """What a view that copied is of, and what that is of: a write into it is one into each."""
+    origin = origins.get(view)
+    while origin is not None:
+        yield origin.base
+        origin = origins.get(origin.base)
 
 
 def _derive_again(written: DTensor) -> None:

@@ -18,8 +18,9 @@ def gathered(asked: Asked) -> Prepared | None:
     reason, call, tensors = asked.needs_whole_operands, asked.call, asked.tensors
     if not reason:
         return None
-    moves = tuple(Move(i, _whole(t._spec.layout)) for i, t in enumerate(tensors))
-    moves = tuple(m for m in moves if m.target != tensors[m.operand]._spec.layout)
+    layouts = [t._spec.layout for t in tensors]
+    moves = tuple(Move(i, _whole(own), bool(own.pending_axes)) for i, own in enumerate(layouts))
+    moves = tuple(m for m in moves if m.target != layouts[m.operand])
     mutated = tuple(i for i, o in enumerate(call.flat_operands) if o.mutated)
     return Prepared(
         moves=moves,

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.remember import memo
 from shardwright.rules import registry
+from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch import written_memory
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.kernels import is_linear, kernel_of
@@ -34,8 +35,8 @@ from shardwright.tensor.wrap import as_ours, wrap
 _MANY = 4096
 Decide = Callable[[Asked], Any]
 
-# Per call: the specs of the results, or None where the positions are run one after another.
-_known: dict[tuple[Any, ...], list[Spec | None] | None] = memo("calls on lists", {})
+# Per call: what was decided.
+_known: dict[tuple[Any, ...], _Decided] = memo("calls on lists", {})
 
 
 def takes_lists(func: torch._ops.OpOverload) -> bool:
@@ -56,16 +57,19 @@ def run_on_lists(
     key = (helpers_allowed(), func, *_described((*args, *kwargs.items())))
     first = key not in _known
     if first:
-        specs = _specs(decide, func, args, kwargs)
+        decided = _decided(decide, func, args, kwargs)
         if len(_known) >= _MANY:
             _known.clear()
-        _known[key] = specs
+        _known[key] = decided
     else:
-        specs = _known[key]
+        decided = _known[key]
+    specs = decided.specs
     if specs is None or _may_overlap(func, args, kwargs):
         calls = element_calls(func, args, kwargs)
         if is_explicit():
             _refuse(decide, calls)
+        if len(decided.finished) > 1:
+            finished_forms.finish_together(func.name(), [_tensors(calls[i])[j] for i, j in decided.finished])
         out = [_run_alone(decide, call) for call in calls]
     else:
         out = _call(func, args, kwargs, specs)
@@ -106,6 +110,18 @@ def _described(values: Sequence[Any]) -> Iterator[Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Decided:
+    """How a call on lists is run.
+
+    specs: of the results, if every position is the op on its local tensors; else None.
+    finished: the operands that are pending and that positions read finished, by position and number.
+    """
+
+    specs: list[Spec | None] | None
+    finished: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class _Alone:
     """One position with its tensors all distributed, and how its call is run."""
 
@@ -114,19 +130,35 @@ class _Alone:
     prepared: Any
 
 
-def _specs(
+def _decided(
     decide: Decide, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Spec | None] | None:
-    """The specs of the results if every position is the op on its local tensors; else None."""
+) -> _Decided:
     found: list[Spec | None] = []
-    positions = [_prepared(decide, call) for call in element_calls(func, args, kwargs)]
+    calls = element_calls(func, args, kwargs)
+    positions = [_prepared(decide, call) for call in calls]
     if not all(alone is None or _is_local(func, alone.prepared) for alone in positions):
-        return None
+        return _Decided(None, tuple(_finished(calls, positions)))
     if any(written_memory.is_expanded(x) for x in written_by(func, args, kwargs)):
-        return None
+        return _Decided(None)
     for alone in positions:
         found += (None,) if alone is None else alone.prepared.results
-    return found
+    return _Decided(found)
+
+
+def _finished(calls: Sequence[ElementCall], positions: Sequence[_Alone | None]) -> Iterator[tuple[int, int]]:
+    for i, (call, alone) in enumerate(zip(calls, positions, strict=True)):
+        if alone is None or not isinstance(alone.prepared, Prepared):
+            continue
+        own = list(map(id, _tensors(call)))
+        for move in alone.prepared.moves:
+            x = alone.tensors[move.operand]
+            finished = finished_forms.finishes(x._spec.layout, move.target)
+            if finished and id(x) in own and move.operand not in alone.prepared.mutated:
+                yield i, own.index(id(x))
+
+
+def _tensors(call: ElementCall) -> list[DTensor]:
+    return [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, DTensor)]
 
 
 def _is_local(func: torch._ops.OpOverload, prepared: Any) -> bool:

@@ -11,6 +11,7 @@ from shardwright.layout.layout import Layout
 from shardwright.rules.aliases import aliases_of
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision
+from shardwright.tensor.dispatch import written_out
 from shardwright.tensor.dispatch.kernels import kernel_of
 from shardwright.tensor.dispatch.prepared import Move, Prepared, Return
 from shardwright.tensor.dtensor import DTensor
@@ -28,7 +29,7 @@ def by_rule(asked: Asked) -> Prepared:
     func, call, decision, tensors = asked.func, asked.call, asked.decision, asked.tensors
     mesh, use, coords = asked.mesh, asked.use, asked.coords
     moves = tuple(
-        Move(i, want)
+        Move(i, want, bool(t._spec.layout.pending_axes))
         for i, (want, t) in enumerate(zip(decision.inputs, tensors, strict=True))
         if want != t._spec.layout
     )
@@ -55,6 +56,7 @@ def by_rule(asked: Asked) -> Prepared:
         if coords is None or overrides or decision.local or undone or brought_back
         else decision.any_size,
         call=undone,
+        written_out=written_out.operand_of(call, decision),
     )
 
 

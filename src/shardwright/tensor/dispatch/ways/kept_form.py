@@ -1,0 +1,136 @@
+"""A call on a pending value that was finished before: on the finished form, which is kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwright.compat import tree_map_only
+from shardwright.tensor import finished_forms
+from shardwright.tensor.views import write_back
+from shardwright.tensor.wrap import CLASSES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from shardwright.tensor.dtensor import DTensor
+    from shardwright.tensor.spec import Spec
+
+
+class KeptForm:
+    """Takes finished forms where they still hold, and runs the call on what is then given."""
+
+    __slots__ = ("again",)
+
+    def __init__(self, again: Callable[..., Any]) -> None:
+        self.again = again
+
+    def run(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[DTensor],
+    ) -> Any:
+        """The same call on finished forms; what it writes, and what it is a view of, is the value itself."""
+        asking = [(x, x._spec) for x in tensors if x._spec.plain is not x._spec]
+        if write_back.is_view(func):
+            return self._view(func, args, kwargs, asking)
+        own = set(map(id, write_back.written_by(func, args, kwargs)))
+        forms: dict[int, DTensor] = {}
+        for x, spec in asking:
+            form = None if id(x) in own else finished_forms.known(x)
+            if form is None:
+                x._spec = spec.plain
+            else:
+                forms[id(x)] = form
+                finished_forms.taken(func.name(), x, form)
+        args, kwargs = tree_map_only(CLASSES[0], lambda x: forms.get(id(x), x), (args, dict(kwargs)))
+        return self.again(func, args, kwargs)
+
+    def _view(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        asking: Sequence[tuple[DTensor, Spec]],
+    ) -> Any:
+        """A view of the value itself; calls on it ask for the finished form too."""
+        held = [(x, spec) for x, spec in asking if finished_forms.holds(x)]
+        for x, spec in asking:
+            x._spec = spec.plain
+        out = self.again(func, args, kwargs)
+        for x, spec in held:
+            x._spec = spec
+        for made in _results(out) if held else ():
+            if isinstance(made, CLASSES[0]) and finished_forms.may_keep(made):
+                finished_forms.ask(made)
+        return out
+
+
+def asks(tensors: Sequence[DTensor]) -> bool:
+    """Is a finished form of an operand known, perhaps?"""
+    for x in tensors:  # noqa: SIM110  a generator is a call for each
+        if x._spec.plain is not x._spec:
+            return True
+    return False
+
+
+def _results(out: Any) -> Sequence[Any]:
+    return out if isinstance(out, list | tuple) else (out,)
+
+
+def counting_writes(
+    route: Callable[..., Any], func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """An op that writes; forms of what it writes hold no longer, unless they can be written likewise."""
+    written = write_back.written_by(func, args, kwargs)
+    scaled = _scaled(func, args, kwargs, written)
+    try:
+        out = route(func, args, kwargs)
+    finally:
+        for x in written:
+            finished_forms.count_write(x)
+    if scaled:
+        _scale(route, func, args, scaled)
+    return out
+
+
+# What they make of a finished value is the finished form of what they make of a pending one, and local.
+_SCALES = frozenset({"aten::mul_", "aten::div_", "aten::_foreach_mul_", "aten::_foreach_div_"})
+_Kept = tuple["DTensor", "DTensor"]
+
+
+def _scaled(
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    written: Sequence[DTensor],
+) -> list[_Kept]:
+    """The values with their forms, if the call multiplies them by one number: clipped gradients, say."""
+    if func._schema.name not in _SCALES or len(args) != 2 or kwargs or not _is_number(args[1]):
+        return []
+    known = ((x, finished_forms.known(x)) for x in written if asks((x,)))
+    return [(x, form) for x, form in known if form is not None]
+
+
+def _is_number(x: Any) -> bool:
+    """The same one on every rank."""
+    if isinstance(x, CLASSES[0]):
+        return not x.shape and all(p.is_replicated for p in x._spec.layout.placements)
+    return isinstance(x, int | float)
+
+
+def _scale(
+    route: Callable[..., Any],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    scaled: Sequence[_Kept],
+) -> None:
+    forms = [form for _, form in scaled]
+    of_lists = isinstance(args[0], list | tuple)
+    for given in [forms] if of_lists else forms:
+        route(func, (given, args[1]), {})
+    for x, form in scaled:  # torch counts the write into a tensor alone once this call is over
+        finished_forms.keep(x, form, to_come=0 if of_lists else 1)

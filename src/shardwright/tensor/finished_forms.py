@@ -1,0 +1,181 @@
+"""The finished form of a pending value: made for its first reader, kept beside the value for later ones.
+
+A residual stream is read by a norm, an addition and the derivatives of both: each of them would finish it for
+itself. The value keeps its layout, `x.placements` do not depend on what read it; a copy of its spec says that
+a finished form may be known, so that a call on it has another key than one on a value without, and calls
+on all other values cost nothing more.
+
+A form holds as long as neither the value nor its local tensor is written, which their version counters say,
+and the storage counts what dispatch writes into it through tensors with a counter of their own (`x.data`).
+All ranks of an axis that is pending come to the same answer. A form lives as long as its value.
+Not kept: what a parameter computes locally (a rank may have no part in it), what has no version counter
+(inference), and forms under a graph that is recorded.
+
+Rejected: putting the form in the value's place. A read would change `x.placements`, and a write through an
+older view would no longer reach the value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardwright.comm.record import record_decision, recording
+from shardwright.compat import records_a_graph, view_again
+from shardwright.placement.base import Replicate
+from shardwright.tensor.move_many import move_operands_together
+from shardwright.tensor.spec import spec_of
+from shardwright.tensor.views import write_back
+from shardwright.tensor.wrap import CLASSES, wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from shardwright.layout.layout import Layout
+    from shardwright.tensor.dtensor import DTensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A finished form, and what it was made of."""
+
+    form: DTensor
+    local: torch.Tensor
+    versions: tuple[int, int, int]
+
+
+def may_keep(x: DTensor) -> bool:
+    """Is `x` a value whose finished form is kept?"""
+    spec = x._spec
+    if not spec.layout.pending_axes or spec.use is not None or x.__class__ is not CLASSES[0]:
+        return False
+    return not (x.is_inference() or x._local_tensor.is_inference() or records_a_graph())
+
+
+def finishes(have: Layout, want: Layout) -> bool:
+    """Does the move finish all that is pending, and nothing else?"""
+    return have.mesh_shape == want.mesh_shape and all(
+        new.is_replicated if old.is_pending else new == old
+        for old, new in zip(have.placements, want.placements, strict=True)
+    )
+
+
+def finished_layout(layout: Layout) -> Layout:
+    """Whole where it is pending."""
+    placements = [Replicate() if p.is_pending else p for p in layout.placements]
+    return layout.with_placements(placements, order=layout.order_names)
+
+
+def known(x: DTensor) -> DTensor | None:
+    """The finished form of `x`, if it is kept and `x` was not written since; of a view, that of its base."""
+    if not may_keep(x):
+        return None
+    kept = _of(x)
+    if kept is None:
+        base = _base(x)
+        whole = None if base is None or not may_keep(base) else _of(base)
+        if whole is not None:
+            kept = keep(x, view_again(x, whole))
+    return kept
+
+
+def subject(x: DTensor) -> DTensor:
+    """What is finished for `x`: the value that it is a view of, if it is all of it."""
+    base = _base(x)
+    return base if base is not None and base.numel() == x.numel() and may_keep(base) else x
+
+
+def _base(x: DTensor) -> DTensor | None:
+    """The value that `x` is a view of, unless its local tensor is a copy."""
+    base: Any = x._base if x._is_view() else None
+    if not isinstance(base, CLASSES[0]) or x in write_back.origins:
+        return None
+    found: DTensor = base
+    return found
+
+
+def _of(x: DTensor) -> DTensor | None:
+    kept: _Form | None = x._spec.form
+    if kept is None or kept.local is not x._local_tensor or kept.versions != versions(x):
+        return None
+    return kept.form
+
+
+def holds(x: object) -> bool:
+    """Is there a finished form of `x`, or of what it is a view of?"""
+    if not isinstance(x, CLASSES[0]) or not may_keep(x):
+        return False
+    base = _base(x)
+    return _of(x) is not None or (base is not None and _of(base) is not None)
+
+
+def keep(x: DTensor, form: DTensor, *, to_come: int = 0) -> DTensor:
+    """Keep the finished form of `x`; later calls on `x` ask for it.
+
+    to_come: how often torch will count a write into `x` that the form has seen.
+    """
+    version, of_local, of_storage = versions(x)
+    x._spec = x._spec.asking(_Form(form, x._local_tensor, (version + to_come, of_local, of_storage)))
+    return form
+
+
+def give_up(x: DTensor) -> None:
+    """Another one takes the finished form of `x`, and may write it."""
+    x._spec = x._spec.plain
+
+
+def ask(x: DTensor) -> None:
+    """Calls on `x`, a view of something that was finished, ask whether its form is known."""
+    if x._spec.form is None:
+        x._spec = x._spec.asking()
+
+
+def versions(x: DTensor) -> tuple[int, int, int]:
+    """What a write into `x` changes, whoever writes."""
+    local = x._local_tensor
+    storage: Any = local.untyped_storage()
+    writes = getattr(storage, "writes", None)
+    if writes is None:
+        writes = storage.writes = 0
+    base = _base(x)
+    return x._version, local._version if base is None else base._local_tensor._version, writes
+
+
+def count_write(x: DTensor) -> None:
+    """Tell the storage of what was written, if forms of what lies there are kept.
+
+    Also that of what a copied view is of: by their numbers of elements ranks would come to other answers.
+    """
+    for each in (x, *write_back.bases_of(x)):
+        storage: Any = each._local_tensor.untyped_storage()
+        writes = getattr(storage, "writes", None)
+        if writes is not None:
+            storage.writes = writes + 1
+
+
+def finished_from(x: DTensor, of: DTensor, local: torch.Tensor) -> torch.Tensor:
+    """The local tensor of the finished form of `x`, once `of`, its `subject`, was finished."""
+    form = keep(of, wrap(local, spec_of(finished_layout(of._spec.layout), of.device_mesh)))
+    if of is not x:
+        form = keep(x, view_again(x, form))
+    return form._local_tensor
+
+
+def finish_together(op: str, values: Iterable[DTensor]) -> None:
+    """Finish the values that are not yet, in as few collectives as they have kinds of moves.
+
+    Raises: ImplicitRedistributionError: inside `explicit()`, before anything is sent.
+    """
+    missing = {id(x): x for x in map(subject, values) if may_keep(x) and known(x) is None}
+    wanted = [(x, finished_layout(x._spec.layout)) for x in missing.values()]
+    moved = move_operands_together(op, wanted, "read in one list")
+    for (x, layout), local in zip(wanted, moved, strict=True):
+        keep(x, wrap(local, spec_of(layout, x.device_mesh)))
+
+
+def taken(op: str, x: DTensor, form: DTensor) -> None:
+    """Record that an op takes the form that was kept."""
+    if recording():
+        record_decision(op, "finished before, kept", f"{x._spec.layout} -> {form._spec.layout}")
