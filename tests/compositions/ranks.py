@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -57,12 +58,17 @@ class _Run:
 
     def step(self, step: int, expected: StepFacts) -> list[str]:
         """One training step; what differs."""
-        losses = [self._backward(number) for number in batches(self.case.variant, step)]
+        *before, last = batches(self.case.variant, step)
+        losses = [self._backward(number) for number in before]
+        overlapped = step % 2 == 1
+        with self.synchronizer.overlapped() if overlapped else nullcontext():
+            losses.append(self._backward(last))
         where = f"step {step}"
         found = self._losses(where, losses, expected)
         if self.fault is not None:
             self.fault(self.model)
-        if not self.case.variant.idle:  # a rank that did not run has no part of its own yet
+        # A rank that did not run has no part of its own yet; one that overlaps has none any more.
+        if not self.case.variant.idle and not overlapped:
             found += self._gradients(f"{where}, before the sum", expected)
         self.synchronizer.synchronize()
         found += self._gradients(where, expected)

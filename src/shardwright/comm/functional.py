@@ -8,6 +8,7 @@ is passed by its name because a name is a constant in a traced graph. A group of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from math import prod
 
 import torch
@@ -97,6 +98,19 @@ def start_reduction(
         return lambda: torch.view_as_complex(pairs())
     reduced, dtype = _start_reduction(x.to(carried), op, told), x.dtype
     return lambda: reduced().to(dtype)
+
+
+def start_sum(x: Tensor, group: ProcessGroup, *, axis: str = "", reason: str = "") -> Callable[[], Tensor]:
+    """As `start_reduction` of a sum, into the memory of `x` where the backends add its dtype."""
+    if group.size() == 1:
+        return lambda: x
+    if x.is_complex() or carrier(x.dtype, "sum") != x.dtype or not x.is_contiguous():
+        return start_reduction(x, "sum", group, axis=axis, reason=reason)
+    told = (group, axis, reason)
+    sent = 2 * (group.size() - 1) * x.nbytes // group.size()
+    with _sending(told, "all_reduce", x, sent) if recording() else nullcontext():
+        summed = _ops.all_reduce_(x, "sum", group.group_name)
+    return lambda: _reduced(summed, "sum", group.size())
 
 
 def _start_reduction(x: Tensor, op: str, told: Told) -> Callable[[], Tensor]:

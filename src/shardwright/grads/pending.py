@@ -14,21 +14,18 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.comm.bucket import all_reduce_bucketed
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
+from shardwright.grads.entry import Entry
 from shardwright.grads.parameters import name_list
-from shardwright.grads.state import SUM, GradientState, agree, told_by_any
+from shardwright.grads.state import GradientState, agree, told_by_any
 from shardwright.layout.layout import Layout
-from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import as_ours, wrap
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """One parameter with its name and the state of its gradient on this rank."""
+class _Entry(Entry):
+    """own: the state of its gradient on this rank."""
 
-    name: str
-    parameter: TorchDTensor
-    placed: DTensor
     own: GradientState
 
 
@@ -68,7 +65,7 @@ def _join(mesh: DeviceMesh, entries: list[_Entry], states: Sequence[GradientStat
     asked = [i for i, state in enumerate(states) if state.other and state.missing]
     if not asked:
         return
-    own = {i: None if entries[i].own.missing else _gradient(entries[i])._spec.layout for i in asked}
+    own = {i: None if entries[i].own.missing else entries[i].gradient._spec.layout for i in asked}
     told = told_by_any(mesh, own)
     for i in asked:
         if entries[i].own.missing:
@@ -80,7 +77,7 @@ def _with_zeros(entry: _Entry, layout: Layout) -> _Entry:
     spec = spec_of(layout, entry.placed.device_mesh)
     shape = layout.local_shape(spec.coords or (0,) * len(layout.sizes))
     entry.parameter.grad = wrap(entry.placed._local_tensor.new_zeros(shape, dtype=layout.dtype), spec)
-    return replace(entry, own=GradientState.of(entry.name, entry.parameter.grad, entry.placed))
+    return replace(entry, own=entry.state())
 
 
 def _check(entries: Sequence[_Entry], states: Sequence[GradientState]) -> None:
@@ -99,12 +96,12 @@ def _finish(mesh: DeviceMesh, work: Sequence[tuple[_Entry, GradientState]], buck
     for entry, state in work:
         if state.other:
             target = entry.placed._spec.layout
-            moved = _gradient(entry).redistribute(mesh, list(target.placements), order=target.order_names)
+            moved = entry.gradient.redistribute(mesh, list(target.placements), order=target.order_names)
             entry.parameter.grad = moved.detach()
         elif any(state.pending):
             buckets[state.pending].append(entry)
         elif state.exists and entry.own.missing:
-            _label(entry, torch.zeros_like(entry.placed._local_tensor))
+            entry.put(torch.zeros_like(entry.placed._local_tensor))
     for pending, entries in buckets.items():
         _sum_in_buckets(mesh, pending, entries, bucket_bytes)
 
@@ -113,7 +110,7 @@ def _sum_in_buckets(
     mesh: DeviceMesh, pending: tuple[bool, ...], entries: Sequence[_Entry], bucket_bytes: int
 ) -> None:
     """All-reduce the local terms over the pending axes in flat buckets, one per dtype and `bucket_bytes`."""
-    terms = [_term(entry, pending) for entry in entries]
+    terms = [entry.term(entry.own, pending) for entry in entries]
     sums: list[Tensor] = list(terms)
     summed = {
         axis
@@ -124,36 +121,5 @@ def _sum_in_buckets(
         if axis in summed:
             sums = all_reduce_bucketed(sums, "sum", group, bucket_bytes, axis=axis, reason="sum gradients")
     for entry, term, total in zip(entries, terms, sums, strict=True):
-        _label(entry, total if term.is_contiguous() else torch.empty_like(term).copy_(total))
-
-
-def _term(entry: _Entry, pending: tuple[bool, ...]) -> Tensor:
-    """Return what this rank adds to a sum over the pending axes.
-
-    Zeros where it has no gradient; where its gradient is finished on one of the axes, the first coord of the
-    axis holds all of it.
-    """
-    if entry.own.missing:
-        return torch.zeros_like(entry.placed._local_tensor)
-    mesh = entry.placed.device_mesh
-    local = _gradient(entry)._local_tensor
-    for axis, (wanted, is_term) in enumerate(zip(pending, entry.own.pending, strict=True)):
-        if wanted and not is_term:
-            local = SUM.embed(local, mesh.size(axis), mesh.get_local_rank(axis))
-    return local
-
-
-def _label(entry: _Entry, local: Tensor) -> None:
-    """Make `local`, laid out as the gradient that was there, the gradient in the parameter's layout."""
-    layout = entry.placed._spec.layout
-    if not entry.own.missing:
-        layout = _gradient(entry)._spec.layout.with_placements(layout.placements, order=layout.order_names)
-    entry.parameter.grad = wrap(local, spec_of(layout, entry.placed.device_mesh))
-
-
-def _gradient(entry: _Entry) -> DTensor:
-    """Return the gradient of an entry that has one."""
-    gradient = entry.parameter.grad
-    if not isinstance(gradient, TorchDTensor):  # pragma: no cover - `GradientState.of` refused it
-        raise ParallelError(f"the gradient of {entry.name} is missing")
-    return as_ours(gradient)
+        like = None if entry.own.missing else entry.gradient._spec.layout
+        entry.put(total if term.is_contiguous() else torch.empty_like(term).copy_(total), like)

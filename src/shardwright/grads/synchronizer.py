@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -9,6 +12,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
 from shardwright.errors import ParallelError
 from shardwright.grads.coverage import refuse_uncovered
+from shardwright.grads.overlapped import OverlappedSum
 from shardwright.grads.parameters import Parameters, name_list, named_parameters
 from shardwright.grads.pending import finish_gradients
 
@@ -55,6 +59,30 @@ class GradientSynchronizer:
         of the pending gradients.
         """
         finish_gradients(self._distributed(), self._bucket_bytes, agreed=self._static)
+
+    @contextmanager
+    def overlapped(self) -> Iterator[None]:
+        """`synchronize()`, sent while the backward in the block goes on: the last one of a step.
+
+        `with synchronizer.overlapped(): loss.backward()`. Gradients of modules that compute on their own part
+        of the batch are sent in buckets, the last parameters first, as soon as they are complete; until the
+        block ends they are None. Backwards before the block only add up, and send nothing. A rank may leave
+        its backward out, or have another graph: what it lacks counts as zeros.
+
+        Raises: as `synchronize`, at the end of the block; ParallelError: a second backward in the block.
+        Cost: 2(n-1)/n of the bytes of these gradients and two numbers for each, sent while the backward
+            computes; for all others that of `synchronize`.
+        """
+        parameters = self._distributed()
+        sums = OverlappedSum(parameters, self._bucket_bytes)
+        stop = sums.listen()
+        try:
+            yield
+        finally:
+            stop()
+        sums.finish()
+        if sums.left:
+            finish_gradients(sums.left, self._bucket_bytes, agreed=self._static)
 
     def _distributed(self) -> dict[str, TorchDTensor]:
         """Return the trainable parameters, none of which may be plain in a world of several ranks."""

@@ -174,9 +174,25 @@ class Localize(torch.autograd.Function):
         term = restore_axes(ctx.spec, local)
         leaf = None if ctx.leaf is None else ctx.leaf()
         if leaf is None or leaf.grad is None:
-            return wrap(_own_copy(term._local_tensor, leaf), term._spec)
+            taken = leaf is not None and hasattr(leaf, _TAKEN)
+            return term if taken else wrap(_own_copy(term._local_tensor, leaf), term._spec)
         leaf.grad = as_term(leaf.grad, term._spec.layout)
         return term
+
+
+_TAKEN = "_gradient_is_taken"
+
+
+class GradientIsTaken:
+    """Until `remove()`, who listens for the gradient of a leaf takes it at once, and never writes into it."""
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        self._leaf = leaf
+        setattr(leaf, _TAKEN, True)
+
+    def remove(self) -> None:
+        """As that of a hook."""
+        delattr(self._leaf, _TAKEN)
 
 
 def _complete(grad: DTensor) -> torch.Tensor:

@@ -125,8 +125,8 @@ class Trainer:
     def _backward(self, batch: Tensor) -> Tensor:
         """Leave complete gradients of the mean loss over the global batch; return that mean."""
         loss = global_mean(self._loss_sum(batch), batch[:, 1:].numel(), self._readers)
-        loss.backward()
-        self.synchronizer.synchronize()
+        with self.synchronizer.overlapped():
+            loss.backward()
         return loss.detach()
 
     def _loss_sum(self, batch: Tensor) -> Tensor:

@@ -1,0 +1,233 @@
+"""Summing gradients while the backward goes on: a bucket is sent as soon as its last gradient is complete.
+
+Every rank sends the same buckets in the same order, whatever gradients it has: one that it lacks counts as
+zeros, and what each rank had is told in the tail of the last bucket. So nobody agrees on anything first, no
+rank waits for a peer whose graph is another one, and a rank without rows may leave out its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.functional import reduce_over, start_sum
+from shardwright.context.submesh import groups_above_one
+from shardwright.errors import ParallelError
+from shardwright.grads.entry import Entry
+from shardwright.grads.parameters import name_list
+from shardwright.grads.state import GradientState
+from shardwright.tensor.autograd import GradientIsTaken
+from shardwright.tensor.wrap import as_ours
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+_REASON = "sum gradients"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the parameters of a bucket have in common: where their terms are summed, and as what."""
+
+    mesh: DeviceMesh
+    pending: tuple[bool, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def groups(self) -> list[tuple[str, torch.distributed.ProcessGroup]]:
+        """The axes that are summed over, of more than one rank."""
+        summed = {self.mesh.mesh_dim_names[i] for i, each in enumerate(self.pending) if each}  # type: ignore[index]
+        return [(axis, group) for axis, group in groups_above_one(self.mesh) if axis in summed]
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose terms travel together, in this order.
+
+    tells: it is the last of its kind: its tail says of each parameter of the kind whether this rank has a
+    term, and whether it has a gradient that is none.
+    """
+
+    kind: _Kind
+    members: list[Entry] = field(default_factory=list)
+    terms: dict[int, Tensor] = field(default_factory=dict)
+    tells: list[Entry] | None = None
+    wait: Callable[[], Tensor] | None = None
+
+    @property
+    def complete(self) -> bool:
+        return len(self.terms) == len(self.members)
+
+
+class OverlappedSum:
+    """One backward whose gradients are summed while it goes on.
+
+    Args:
+        parameters: {name: parameter}, the same on every rank.
+        bucket_bytes: of the gradients that are sent together.
+    """
+
+    def __init__(self, parameters: Mapping[str, TorchDTensor], bucket_bytes: int) -> None:
+        self._buckets: list[_Bucket] = []
+        self._place: dict[int, tuple[_Bucket, int]] = {}
+        self._had: dict[int, tuple[bool, bool]] = {}  # by parameter: a term, and what is no term
+        self._next = 0
+        last: dict[_Kind, _Bucket] = {}
+        told: dict[_Kind, list[Entry]] = {}
+        self.left = dict(parameters)
+        for name, parameter in reversed(
+            list(parameters.items())
+        ):  # the backward goes from the last to the first
+            kind = _kind_of(parameter)
+            if kind is None:
+                continue
+            del self.left[name]
+            entry = Entry(name, parameter, as_ours(parameter))
+            told.setdefault(kind, []).append(entry)
+            bucket = last.get(kind)
+            if bucket is None or _bytes(bucket) + _size(entry) > bucket_bytes:
+                bucket = last[kind] = _Bucket(kind)
+                self._buckets.append(bucket)
+            self._place[id(parameter)] = bucket, len(bucket.members)
+            bucket.members.append(entry)
+        for kind, bucket in last.items():
+            bucket.tells = told[kind]
+
+    def listen(self) -> Callable[[], None]:
+        """Take each gradient as it becomes complete. Returns: what ends that."""
+        handles = []
+        for bucket in self._buckets:
+            for entry in bucket.members:
+                hook = entry.parameter.register_post_accumulate_grad_hook(self._completed)
+                handles += [hook, GradientIsTaken(entry.parameter)]
+
+        def stop() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return stop
+
+    def _completed(self, parameter: Tensor) -> None:
+        bucket, at = self._place[id(parameter)]
+        if at in bucket.terms:
+            raise ParallelError(
+                f"{bucket.members[at].name} got a second gradient after its first was sent: run one backward "
+                "in a block of `overlapped()`, and those before it outside"
+            )
+        self._take(bucket, at)
+        self._send()
+
+    def _take(self, bucket: _Bucket, at: int) -> None:
+        """This rank's term of a sum: from now on it is in the bucket alone."""
+        entry = bucket.members[at]
+        state = entry.state()
+        fits = _fits(bucket.kind, entry, state)
+        self._had[id(entry.parameter)] = state.exists and fits, not fits
+        bucket.terms[at] = entry.term(state if fits else GradientState(missing=True), bucket.kind.pending)
+        if fits:
+            entry.parameter.grad = None
+
+    def _send(self) -> None:
+        """Post every bucket that is complete and whose turn it is."""
+        while self._next < len(self._buckets) and self._buckets[self._next].complete:
+            bucket = self._buckets[self._next]
+            pieces = [bucket.terms[at].reshape(-1) for at in range(len(bucket.members))]
+            if bucket.tells is not None:
+                flags = [float(flag) for entry in bucket.tells for flag in self._had[id(entry.parameter)]]
+                pieces.append(torch.tensor(flags, dtype=bucket.kind.dtype, device=bucket.kind.device))
+            bucket.terms.clear()
+            bucket.wait = _started(torch.cat(pieces), bucket.kind)
+            self._next += 1
+
+    def finish(self) -> None:
+        """Send what is left, wait for all of it, and give every gradient the layout of its parameter.
+
+        Raises: ParallelError: some ranks have terms of a gradient where others have a layout of their own.
+        """
+        for bucket in self._buckets[self._next :]:
+            for at in range(len(bucket.members)):
+                if at not in bucket.terms:
+                    self._take(bucket, at)
+            self._send()
+        sums = [bucket.wait() for bucket in self._buckets if bucket.wait is not None]
+        had = self._told(sums)
+        wrong = [entry.name for entry, (a_term, other) in had if a_term and other]
+        if wrong:
+            raise ParallelError(
+                f"gradients of {name_list(wrong)} have other layouts on some ranks than on their peers; run "
+                "the same backward passes on all ranks"
+            )
+        exists = {id(entry.parameter) for entry, (a_term, _) in had if a_term}
+        self.left.update((entry.name, entry.parameter) for entry, (_, other) in had if other)
+        for bucket, flat in zip(self._buckets, sums, strict=True):
+            for entry, total in zip(bucket.members, _pieces(bucket, flat), strict=True):
+                if id(entry.parameter) in exists:
+                    own = entry.placed._local_tensor
+                    entry.put(total if own.is_contiguous() else torch.empty_like(own).copy_(total))
+
+    def _told(self, sums: Sequence[Tensor]) -> list[tuple[Entry, tuple[bool, bool]]]:
+        """Of each parameter: whether any rank had a term of its gradient, whether any had something else."""
+        found: list[tuple[Entry, tuple[bool, bool]]] = []
+        for bucket, flat in zip(self._buckets, sums, strict=True):
+            if bucket.tells is not None:
+                flags = [bool(flag) for flag in flat[-2 * len(bucket.tells) :].tolist()]
+                found += zip(bucket.tells, zip(flags[::2], flags[1::2], strict=True), strict=True)
+        return found
+
+
+def _fits(kind: _Kind, entry: Entry, state: GradientState) -> bool:
+    """Whether this rank's gradient is a term of the bucket's sum, or none."""
+    if state.missing:
+        return True
+    terms_elsewhere = any(have and not want for have, want in zip(state.pending, kind.pending, strict=True))
+    return not (state.other or terms_elsewhere) and entry.gradient.dtype == kind.dtype
+
+
+def _started(flat: Tensor, kind: _Kind) -> Callable[[], Tensor]:
+    """Post the sum over the first axis; the function that it returns waits, and sums over the others."""
+    if not kind.groups:
+        return lambda: flat
+    (axis, group), *others = kind.groups
+    first = start_sum(flat, group, axis=axis, reason=_REASON)
+
+    def wait() -> Tensor:
+        total = first()
+        for name, each in others:
+            total = reduce_over(total, "sum", each, axis=name, reason=_REASON)
+        return total
+
+    return wait
+
+
+def _kind_of(parameter: TorchDTensor) -> _Kind | None:
+    """None: its gradient is complete on each rank, or nobody knows before the backward what it will be."""
+    spec = as_ours(parameter)._spec
+    if spec.use is None or getattr(parameter, "_spec", None) is not spec:
+        return None
+    layout = spec.layout
+    pending = tuple(
+        axis in spec.use.summed and placement.is_replicated
+        for axis, placement in zip(layout.axes, layout.placements, strict=True)
+    )
+    return _Kind(spec.mesh, pending, layout.dtype, parameter.device) if any(pending) else None
+
+
+def _size(entry: Entry) -> int:
+    return entry.placed._local_tensor.nbytes
+
+
+def _bytes(bucket: _Bucket) -> int:
+    return sum(map(_size, bucket.members))
+
+
+def _pieces(bucket: _Bucket, flat: Tensor) -> list[Tensor]:
+    """The sums of a bucket's members, views of it."""
+    shapes = [entry.placed._local_tensor.shape for entry in bucket.members]
+    sizes = [shape.numel() for shape in shapes]
+    return [x.view(shape) for x, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]

@@ -1,0 +1,227 @@
+"""Gradients that are summed while the backward goes on are those of one device, whatever each rank has."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.comm.record import Recorder
+from shardwright.errors import ParallelError
+from shardwright.grads import GradientSynchronizer
+from shardwright.parallel import parallelize_hsdp, parallelize_replicate
+from shardwright.placement import Shard
+from shardwright.testing import rank_mesh
+
+WIDTH = 6
+BYTES_OF_ONE = 4 * WIDTH * WIDTH
+
+
+class _Net(nn.Module):
+    """Layers in a row; `spare` is used where it is asked for, `never` by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied.weight = self.layers[0].weight
+
+    def forward(self, x, spare):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.tied(self.spare(x) if spare else x)
+
+
+def _batch(number):
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+
+
+def _rows(rank, n, uneven):
+    if uneven:  # the last rank has none
+        return slice(rank * 4, rank * 4 + 4) if rank < 2 else slice(8, 8)
+    return slice(rank * 8 // n, (rank + 1) * 8 // n)
+
+
+def _train(sizes, bucket_bytes, accumulate, uneven, spare_ranks):
+    """Gradients and parameters of three steps, beside one device."""
+    torch.manual_seed(0)
+    plain = _Net().double()
+    mesh = rank_mesh(sizes, ("a", "b")[: len(sizes)])
+    model = parallelize_replicate(copy.deepcopy(plain), mesh)
+    n = mesh.size()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
+    synchronizer = GradientSynchronizer(model, bucket_bytes)
+    rank = torch.distributed.get_rank()
+    for step in range(3):
+        numbers = range(step * 10, step * 10 + accumulate)
+        for number in numbers:
+            x = _batch(number)
+            for each in range(n):
+                part = plain(x[_rows(each, n, uneven)], each in spare_ranks)
+                part.square().sum().backward()
+        for number in list(numbers)[:-1]:
+            _backward(model, _batch(number)[_rows(rank, n, uneven)], rank in spare_ranks)
+        with synchronizer.overlapped():
+            _backward(model, _batch(numbers[-1])[_rows(rank, n, uneven)], rank in spare_ranks)
+        _compare(plain, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def _backward(model, rows, spare):
+    if len(rows):  # a rank without rows leaves it out
+        model(rows, spare).square().sum().backward()
+
+
+def _compare(plain, model):
+    for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        if q[1].grad is None:
+            assert p.grad is None, name
+            continue
+        assert tuple(p.grad.placements) == tuple(p.placements), name
+        torch.testing.assert_close(p.grad.to_local(), q[1].grad, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bucket_bytes", "accumulate", "uneven", "spare_ranks"),
+    [
+        pytest.param((2,), 25 << 20, 1, False, {0, 1}, id="one bucket"),
+        pytest.param((2,), 4 * BYTES_OF_ONE, 1, False, {0, 1}, id="several"),
+        pytest.param((2,), 1, 1, False, set(), id="one each, some unused"),
+        pytest.param((2,), 400, 1, False, {1}, id="another graph"),
+        pytest.param((4,), 400, 1, True, {0}, id="ranks without rows"),
+        pytest.param((4,), 700, 3, False, {2, 3}, id="accumulated"),
+        pytest.param((2, 2), 700, 2, False, {0, 1}, id="two axes"),
+        pytest.param((1, 2), 700, 1, False, {0, 1}, id="an axis of one rank"),
+    ],
+)
+def test_gradients_and_steps_equal_those_of_one_device(
+    ranks, sizes, bucket_bytes, accumulate, uneven, spare_ranks
+):
+    n = torch.Size(sizes).numel()
+    ranks(n, _train, sizes, bucket_bytes, accumulate, uneven, spare_ranks)
+
+
+def _when():
+    """Collectives that were sent when the backward returns, when the block ends, and their bytes."""
+    model = parallelize_replicate(_Net(), rank_mesh((2,), ("a",)))
+    synchronizer = GradientSynchronizer(model, BYTES_OF_ONE + 4 * WIDTH)
+    rows = _batch(torch.distributed.get_rank()).float()
+    with Recorder() as seen:
+        model(rows, True).sum().backward()
+        accumulating = len(seen.collectives)
+        with synchronizer.overlapped():
+            model.never(rows).sum().backward()
+            in_backward = len(seen.collectives)
+            grads = [p.grad for p in model.never.parameters()]
+    return accumulating, in_backward, len(seen.collectives), grads, seen.bytes
+
+
+def test_buckets_are_sent_in_the_backward_and_accumulating_sends_nothing(ranks):
+    for accumulating, in_backward, sent, grads, _ in ranks(2, _when):
+        assert (accumulating, in_backward) == (0, 1)
+        assert sent > 2
+        assert grads == [None, None]
+
+
+def _bytes():
+    model = parallelize_replicate(_Net(), rank_mesh((2,), ("a",)))
+    synchronizer = GradientSynchronizer(model)
+    with Recorder() as seen, synchronizer.overlapped():
+        model(_batch(torch.distributed.get_rank()).float(), True).sum().backward()
+    parameters = list(model.parameters())
+    return seen.bytes, sum(4 * p.numel() for p in parameters) + 8 * len(parameters), len(seen.collectives)
+
+
+def test_no_byte_is_sent_beside_the_gradients_and_two_flags_for_each(ranks):
+    for sent, wanted, collectives in ranks(2, _bytes):
+        assert (sent, collectives) == (wanted, 1)
+
+
+def _twice():
+    model = parallelize_replicate(_Net(), rank_mesh((2,), ("a",)))
+    synchronizer = GradientSynchronizer(model, 1)
+    rows = _batch(0).float()
+
+    def twice():
+        with synchronizer.overlapped():
+            model(rows, True).sum().backward()
+            model(rows, True).sum().backward()
+
+    with pytest.raises(ParallelError, match=r"second gradient.*one backward"):
+        twice()
+    return [p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks]
+
+
+def test_a_second_backward_in_the_block_is_refused_and_no_hook_stays(ranks):
+    assert ranks(2, _twice) == [[], []]
+
+
+def _summed_before():
+    """A second block adds to gradients that are sums already, also on a rank that has nothing new."""
+    mesh = rank_mesh((2,), ("a",))
+    torch.manual_seed(0)
+    plain = _Net().double()
+    model = parallelize_replicate(copy.deepcopy(plain), mesh)
+    synchronizer = GradientSynchronizer(model, 500)
+    rank = torch.distributed.get_rank()
+    for number, readers in ((0, (0, 1)), (1, (0,)), (2, ()), (3, (1,))):
+        for each in readers:
+            plain(_batch(number)[4 * each : 4 * each + 4], True).sum().backward()
+        with synchronizer.overlapped():
+            if rank in readers:
+                model(_batch(number)[4 * rank : 4 * rank + 4], True).sum().backward()
+        _compare(plain, model)
+
+
+def test_sums_are_added_to(ranks):
+    ranks(2, _summed_before)
+
+
+def _hybrid():
+    mesh = rank_mesh((2, 2), ("outer", "inner"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5))
+    model = parallelize_hsdp(copy.deepcopy(plain), mesh, "inner")
+    synchronizer = GradientSynchronizer(model)
+    for step in range(2):
+        x = _batch(step).float()
+        plain.zero_grad()
+        plain(x).square().sum().backward()
+        model.zero_grad()
+        with synchronizer.overlapped():
+            rank = torch.distributed.get_rank()
+            model(x[2 * rank : 2 * rank + 2]).square().sum().backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert tuple(p.grad.placements) == tuple(p.placements), name
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_the_outer_axis_of_hybrid_sharding(ranks):
+    ranks(4, _hybrid)
+
+
+def _contradiction():
+    mesh = rank_mesh((2,), ("a",))
+    model = parallelize_replicate(nn.Linear(4, 4, bias=False), mesh)
+    synchronizer = GradientSynchronizer(model)
+    weight = model.weight
+
+    def unlike():
+        with synchronizer.overlapped():
+            if torch.distributed.get_rank() == 0:
+                model(torch.ones(2, 4)).sum().backward()
+            else:
+                weight.grad = torch.zeros_like(weight).redistribute(mesh, [Shard(0)])
+
+    with pytest.raises(ParallelError, match=r"weight.*other layouts on some ranks"):
+        unlike()
+
+
+def test_contradictions_are_refused_on_every_rank(ranks):
+    ranks(2, _contradiction)
