@@ -84,6 +84,15 @@ def move_unasked(op: str, x: DTensor, target: Layout, why: str) -> torch.Tensor:
     return move_operands(op, [(x, target)], why)[0]
 
 
+def move_in_algorithm(algorithm: str, x: DTensor, target: Layout, why: str) -> torch.Tensor:
+    """What an algorithm moves while it runs: the record is that of the algorithm.
+
+    Raises: ImplicitRedistributionError: inside `explicit()`, before anything is sent.
+    """
+    refuse_moves(algorithm, x, target, why)
+    return move_asked(x, target, reason=algorithm)
+
+
 def whole_unasked(op: str, x: DTensor, why: str) -> torch.Tensor:
     """All finished elements, which an op needs that the program did not write so: refuse, record, gather."""
     up_to_date(x)

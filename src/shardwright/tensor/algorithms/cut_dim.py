@@ -16,8 +16,7 @@ from shardwright.placement.shard import Shard
 from shardwright.remember import remembered
 from shardwright.rules.algorithms.algorithm import cutting_axes
 from shardwright.rules.decision import LabelSize
-from shardwright.tensor.explicit_mode import refuse_moves
-from shardwright.tensor.move import move_asked
+from shardwright.tensor.move import move_in_algorithm
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import wrap
 
@@ -86,8 +85,7 @@ def gather_along(x: DTensor, cut: CutDim, local: torch.Tensor, why: str) -> torc
     whole = [Replicate() if axis in cut.axes else p for axis, p in enumerate(layout.placements)]
     target = source.with_placements(whole, order=layout.order_names)
     made = wrap(local.contiguous(), spec_of(source, x.device_mesh))
-    refuse_moves(why, made, target, "what an algorithm made of each part is gathered")
-    return move_asked(made, target, reason=why)
+    return move_in_algorithm(why, made, target, "what an algorithm made of each part is gathered")
 
 
 def like_cut(x: DTensor, local: torch.Tensor) -> DTensor:

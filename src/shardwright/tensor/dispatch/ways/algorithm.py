@@ -17,8 +17,7 @@ from shardwright.rules.refusal import implicit_text
 from shardwright.rules.registry import functional_form
 from shardwright.tensor.dispatch.ways.local_rows import run_on_parts
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.explicit_mode import refuse_moves
-from shardwright.tensor.move import move_asked
+from shardwright.tensor.move import move_in_algorithm
 from shardwright.tensor.spec import common_use, spec_of
 from shardwright.tensor.wrap import used_as, with_stride, wrap
 
@@ -146,8 +145,9 @@ def finished(x: DTensor, why: str) -> DTensor:
     if not pending:
         return x
     target = x._spec.layout.with_placements(pending)
-    refuse_moves(why, x, target, "it finishes terms")
-    return wrap(move_asked(x, target, reason=why), spec_of(target, x.device_mesh, x._spec.use))
+    return wrap(
+        move_in_algorithm(why, x, target, "it finishes terms"), spec_of(target, x.device_mesh, x._spec.use)
+    )
 
 
 def finish(_: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DTensor:
