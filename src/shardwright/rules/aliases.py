@@ -9,14 +9,19 @@ from shardwright.rules.call import Call
 
 
 def aliases_of(call: Call) -> tuple[int | None, ...]:
-    """Per flattened result, the operand that the op writes and returns as this result, or None."""
-    by_set = _alias_sets(call.op)
+    """Per flattened result, the operand that the op writes and returns as this result, or None.
+
+    Empty where data decide what the results are: see `aliases_of_returns`.
+    """
+    found = aliases_of_returns(call)
+    more = len(call.results) - len(found)  # a list of results is one return
+    return found[: len(call.results)] + (None,) * more
+
+
+def aliases_of_returns(call: Call) -> tuple[int | None, ...]:
+    """As `aliases_of`, per return of the schema: known before the results are."""
     names = [operand.name for operand in call.flat_operands]
-    found: list[int | None] = []
-    for index in range(len(call.results) or len(by_set)):  # what data decide has no results yet
-        name = by_set[index] if index < len(by_set) else None
-        found.append(names.index(name) if name in names else None)
-    return tuple(found)
+    return tuple([names.index(name) if name in names else None for name in _alias_sets(call.op)])
 
 
 @remembered(4096)

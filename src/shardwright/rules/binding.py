@@ -114,7 +114,7 @@ def _equation(
         whole=frozenset(index[label] for label in sizes.whole if label in index),
         operands=slots,
         results=made,
-        aliases=aliases_of(call)[: len(made)],  # none of what data decide
+        aliases=aliases_of(call),
         homs=tuple(_homs(formula, call, slots)),
         ints=tuple((arg, index[label]) for arg, label in formula.ints),
         shapes=tuple((arg, _shape(text, arg, call, made, sizes)) for arg, text in formula.shapes),

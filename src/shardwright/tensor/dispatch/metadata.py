@@ -34,8 +34,6 @@ _LIKE_SELF: dict[str, tuple[torch.dtype | None, ...]] = {
     "aten::multi_margin_loss_backward": (None,),
     "aten::multilabel_margin_loss_backward": (None,),
 }
-# Ops whose function for tensors without data asks for more than their kernels do, and one that does not.
-_OWN: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": grouped_product}
 # Norms whose CPU kernels keep mean and deviation in the widest type of their operands; torch's functions for
 # tensors without data do not say so.
 _STATISTICS = frozenset({"aten::native_layer_norm", "aten::native_group_norm"})
@@ -64,9 +62,13 @@ def _of_vector_norm(
     return made
 
 
-_OWN["aten::linalg_vector_norm"] = _of_vector_norm
-_OWN["aten::view_copy"] = _of_view_copy
-_OWN["aten::native_group_norm_backward"] = _of_group_norm_backward
+# Ops whose function for tensors without data asks for more than their kernels do, and one that does not.
+_OWN: dict[str, Callable[..., Any]] = {
+    "aten::_grouped_mm": grouped_product,
+    "aten::linalg_vector_norm": _of_vector_norm,
+    "aten::native_group_norm_backward": _of_group_norm_backward,
+    "aten::view_copy": _of_view_copy,
+}
 
 
 class DataDependentError(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwright.layout.layout import Layout
-from shardwright.rules.aliases import aliases_of
+from shardwright.rules.aliases import aliases_of_returns
 from shardwright.tensor.dispatch.kernels import kernel_of
 from shardwright.tensor.dispatch.prepared import Move, Prepared, Return
 
@@ -26,7 +26,7 @@ def gathered(asked: Asked) -> Prepared | None:
         moves=moves,
         overrides=(),
         results=(),
-        written=aliases_of(call),
+        written=aliases_of_returns(call),
         mutated=mutated,
         brought_back=tuple(Return(m.operand, m.target) for m in moves if m.operand in mutated),
         skip=False,
