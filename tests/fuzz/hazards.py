@@ -60,7 +60,7 @@ def collides(step: Step, env: Env) -> bool:
     name = step.call.rpartition(".")[2]
     if name not in _ONE_VALUE and _places(target).unique().numel() < target.numel():
         return True  # windows that overlap: which value stays?
-    by_element = not name.startswith(_NOT_BY_ELEMENT + _REDUCE)
+    by_element = not (step.call.startswith("torch.linalg.") or name.startswith(_NOT_BY_ELEMENT + _REDUCE))
     return any(_meet(target, x, by_element=by_element) for x in _read(step, env, target))
 
 
