@@ -92,6 +92,12 @@ def selected(shape: Shape, dim: int, index: int) -> View:
     return View(shape, (*shape[:dim], *shape[dim + 1 :]), _with(whole.base, dim, index), rows)
 
 
+def inserted(shape: Shape, dim: int) -> View:
+    """A new dim of size 1 before dim `dim`."""
+    rows = tuple((*row[:dim], 0, *row[dim:]) for row in _unit_rows(len(shape)))
+    return View(shape, (*shape[:dim], 1, *shape[dim:]), (0,) * len(shape), rows)
+
+
 def expanded(shape: Shape, target: Shape) -> View:
     """New dims in front, and dims of size 1 that are repeated."""
     added = len(target) - len(shape)

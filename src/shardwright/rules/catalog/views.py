@@ -1,17 +1,25 @@
-"""Views: they rename elements, so a cut stays a cut of the same elements, and any pending value stays."""
+"""Views: they rename elements, so a cut stays a cut of the same elements, and any pending value stays.
+
+What a view sees is said once, by `view_maps`; here it is read as labels: a source dim that a dim of the
+target shows as it is has one, any other is whole. The ways for views come first and keep every cut; the
+labels are for the calls of which each rank's is the same call.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from shardwright.index.view import View
 from shardwright.rules.call import Call
 from shardwright.rules.catalog.labels import join, letters
 from shardwright.rules.catalog.reshaping import reshape_formula
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.registry import rewrite
 from shardwright.rules.rule import register_rule, rule
+from shardwright.rules.view_maps import seen_of
 
 _KEEP = ("self: *",)
+_Items = list[str]
 
 
 def _shape(call: Call) -> tuple[int, ...]:
@@ -24,13 +32,112 @@ def _result_shape(call: Call) -> tuple[int, ...]:
     return () if result is None else result.shape
 
 
-@register_rule("aten::view", "aten::_unsafe_view")
-def view(call: Call) -> Formula | None:
-    """Dims split and merged by their common factors. A view as another dtype is none of these."""
-    if "size" not in call.bound:
+@register_rule("aten::permute", "aten::select.int", "aten::t", "aten::transpose", any_size=True)
+@register_rule("aten::unfold", "aten::unsqueeze", any_size=True)
+@register_rule("aten::diagonal", "aten::slice.Tensor", "aten::squeeze.dim", "aten::squeeze.dims")
+@register_rule("aten::split.Tensor", "aten::split_with_sizes", "aten::unbind", "aten::unsafe_split")
+def picked(call: Call) -> Formula | None:
+    """Dims change places, vanish, or show some of their indices."""
+    seen = _seen(call)
+    if seen is None:
         return None
-    text = reshape_formula(_shape(call), _result_shape(call))
-    return formula(text, hom=_KEEP, shapes={"size": "@0"})
+    dim = _cut_inside(call, seen)
+    if dim is None:
+        return formula(_labels(seen, _whole_dims(call)), hom=_KEEP)
+    labels, parts = letters(len(_shape(call))), len(seen)
+    left = [*labels[:dim], f"({parts} h)", *labels[dim + 1 :]]
+    right = [*labels[:dim], "h", *labels[dim + 1 :]]
+    return formula(join([left], [right] * parts), hom=_KEEP, ints={"split_size": "h"})
+
+
+@register_rule("aten::expand", "aten::view", "aten::_unsafe_view")
+def resized(call: Call) -> Formula | None:
+    """Views that are told the sizes of their results: dims split, merged and repeated."""
+    seen = _seen(call)
+    return None if seen is None else formula(_labels(seen), hom=_KEEP, shapes={"size": "@0"})
+
+
+@register_rule("aten::view_as_complex", "aten::view_as_real", any_size=True)
+def on_elements(call: Call) -> Formula | None:
+    """Halves of complex numbers are a dim of size 2: only sums of them are sums of the numbers."""
+    seen = _seen(call)
+    return None if seen is None else formula(_labels(seen), hom="self: sum->sum")
+
+
+@register_rule("aten::as_strided")
+def as_strided(call: Call) -> Formula | None:
+    """Only the one that changes nothing: the strides of a local tensor are others."""
+    seen = _seen(call)
+    if seen is None or not seen[0].nothing_changes or tuple(call.arg("stride")) != call.arg("self").stride:
+        return None
+    return formula(_labels(seen), hom=_KEEP, shapes={"size": "@0"}, strides=("stride",))
+
+
+def _seen(call: Call) -> list[View] | None:
+    """What each result sees of the operand; None where it is no view, or several in turn."""
+    chains = seen_of(call)
+    return None if chains is None or any(len(chain) > 1 for chain in chains) else [one for (one,) in chains]
+
+
+def _labels(seen: list[View], whole: frozenset[int] = frozenset()) -> str:
+    """The notation of what the results see. whole: dims that no axis may cut."""
+    first = seen[0]
+    if first.rows is None:
+        return _reshaped(first, whole)
+    shown = [[view.keeps(dim) for view in seen] for dim in range(len(first.source))]
+    labels = letters(len(shown))
+    left = ["_" if dim in whole or None in at else labels[dim] for dim, at in enumerate(shown)]
+    return join([left], [_items_of(view, left) for view in seen])
+
+
+def _reshaped(view: View, whole: frozenset[int]) -> str:
+    """The notation of a reshape; a label of one dim alone where that is whole."""
+    text = reshape_formula(view.source, view.target)
+    if whole:
+        left, right = (side.split() for side in text.split(" -> "))
+        gone = {left[dim] for dim in whole if dim < len(view.source)} - {"1"}
+        left, right = (["_" if item in gone else item for item in side] for side in (left, right))
+        text = f"{' '.join(left)} -> {' '.join(right)}"
+    return text
+
+
+def _items_of(view: View, left: _Items) -> _Items:
+    """The items of a result: the labels of the dims that it shows as they are."""
+    dims = {view.keeps(dim): label for dim, label in enumerate(left)}
+    inserted = [
+        not any(row[e] for row in view.rows or ()) and size == 1 for e, size in enumerate(view.target)
+    ]
+    return [dims.get(e, "1" if new else "_") for e, new in enumerate(inserted)]
+
+
+def _cut_inside(call: Call, seen: list[View]) -> int | None:
+    """The dim of which the results are equal parts: if each of them is cut alike, so is the dim."""
+    if len(seen) == 1 or "split_size" not in call.bound:
+        return None
+    return call.arg("dim") % len(_shape(call)) if len({view.target for view in seen}) == 1 else None
+
+
+def _whole_dims(call: Call) -> frozenset[int]:
+    """Dims of which a rank's call, with the same arguments, would show something else.
+
+    A part may have size 1 where the dim has not, and then `squeeze` would drop it; bounds of a slice are
+    right for a part if they leave nothing out; a part is split at other indices.
+    """
+    op, shape = call.op._schema.name, _shape(call)
+    if op.startswith("aten::squeeze") or "split" in op:
+        named = call.arg("dim")
+        return frozenset(
+            dim % max(1, len(shape)) for dim in (named if isinstance(named, tuple) else (named,))
+        )
+    if op.startswith("aten::slice") and not (call.arg("step") == 1 and _open(call, shape[call.arg("dim")])):
+        return frozenset({call.arg("dim") % len(shape)})
+    return frozenset()
+
+
+def _open(call: Call, size: int) -> bool:
+    """Whether the bounds are right for a part of the dim too."""
+    start, end = call.arg("start"), call.arg("end")
+    return start in {None, 0} and (end is None or end >= size)
 
 
 @rewrite("aten::_reshape_alias")
@@ -42,73 +149,6 @@ def reshape_alias(_op: object, x: torch.Tensor, size: list[int], stride: list[in
     return x.as_strided(size, stride)
 
 
-@register_rule("aten::view_as_real")
-def view_as_real(call: Call) -> Formula:  # noqa: ARG001  every call alike
-    """One more dim, of size 2."""
-    return formula("... -> ... _", hom="self: sum->sum")
-
-
-rule("aten::view_as_complex", "... _ -> ...", hom="self: sum->sum")
-
-
-@register_rule("aten::expand")
-def expand(call: Call) -> Formula:
-    """New dims, and dims of size 1 that are repeated, are whole."""
-    source, target = _shape(call), _result_shape(call)
-    added = len(target) - len(source)
-    left = letters(len(source))
-    right = ["_"] * added + [
-        label if size == wanted else "_"
-        for label, size, wanted in zip(left, source, target[added:], strict=True)
-    ]
-    return formula(join([left], [right]), hom=_KEEP, shapes={"size": "@0"})
-
-
-@register_rule("aten::permute", any_size=True)
-def permute(call: Call) -> Formula:
-    """The labels change places."""
-    labels = letters(len(_shape(call)))
-    return formula(join([labels], [[labels[dim] for dim in call.arg("dims")]]), hom=_KEEP)
-
-
-@register_rule("aten::transpose", any_size=True)
-def transpose(call: Call) -> Formula:
-    """Two labels change places."""
-    left = letters(len(_shape(call)))
-    right = list(left)
-    if left:
-        one, two = call.arg("dim0"), call.arg("dim1")
-        right[one], right[two] = right[two], right[one]
-    return formula(join([left], [right]), hom=_KEEP)
-
-
-@register_rule("aten::t", any_size=True)
-def transpose_last(call: Call) -> Formula:
-    """The last two labels change places; one dim stays."""
-    labels = letters(len(_shape(call)))
-    return formula(join([labels], [[*labels[:-2], *reversed(labels[-2:])]]), hom=_KEEP)
-
-
-@register_rule("aten::unsqueeze", any_size=True)
-def unsqueeze(call: Call) -> Formula:
-    """A dim of size 1 appears."""
-    labels = letters(len(_shape(call)))
-    dim = call.arg("dim") % (len(labels) + 1)
-    return formula(join([labels], [[*labels[:dim], "1", *labels[dim:]]]), hom=_KEEP)
-
-
-@register_rule("aten::squeeze.dim", "aten::squeeze.dims")
-def squeeze_dims(call: Call) -> Formula:
-    """Named dims of size 1 vanish. A dim that is 1 only locally is kept whole, else it would vanish too."""
-    shape = _shape(call)
-    rank = max(1, len(shape))
-    named = call.arg("dim")
-    dims = {dim % rank for dim in (named if isinstance(named, tuple) else (named,))}
-    items = ["_" if dim in dims else f"a{dim}" for dim in range(len(shape))]
-    right = [item for dim, item in enumerate(items) if dim not in dims or shape[dim] != 1]
-    return formula(join([items], [right]), hom=_KEEP)
-
-
 @rewrite("aten::squeeze.default")
 def squeeze_all(_op: object, x: torch.Tensor) -> torch.Tensor:
     """Squeeze the dims that are 1 logically: a dim that is 1 on one rank only must stay."""
@@ -116,74 +156,10 @@ def squeeze_all(_op: object, x: torch.Tensor) -> torch.Tensor:
     return x.squeeze(dims) if dims else torch.ops.aten.alias.default(x)
 
 
-@register_rule("aten::slice.Tensor")
-def slice_(call: Call) -> Formula:
-    """The sliced dim is whole, unless all of it is taken."""
-    shape = _shape(call)
-    labels = letters(len(shape))
-    dim = call.arg("dim") % len(shape)
-    whole = _result_shape(call)[dim] == shape[dim] and call.arg("step") == 1 and _open(call, shape[dim])
-    left = labels if whole else [*labels[:dim], "_", *labels[dim + 1 :]]
-    return formula(join([left], [left]), hom=_KEEP)
-
-
-def _open(call: Call, size: int) -> bool:
-    """Whether the bounds are right for a part of the dim too."""
-    start, end = call.arg("start"), call.arg("end")
-    return start in {None, 0} and (end is None or end >= size)
-
-
-rule("aten::select.int", "...[dim:_] -> ...[dim:]", hom=_KEEP)
-rule("aten::unfold", "...[dimension:_] -> ...[dimension:_] _", hom=_KEEP)
 rule("aten::flip", "...[dims:_] -> ...[dims:_]", hom=_KEEP)
 rule("aten::roll", "...[dims:_] -> ...[dims:_]", hom=_KEEP)
 rule("aten::tril", "... _ _ -> ... _ _", hom=_KEEP)
 rule("aten::triu", "... _ _ -> ... _ _", hom=_KEEP)
-
-
-@register_rule("aten::diagonal")
-def diagonal(call: Call) -> Formula:
-    """Both dims are whole; the diagonal is a new last dim."""
-    rank = len(_shape(call))
-    dims = {call.arg("dim1") % rank, call.arg("dim2") % rank}
-    items = ["_" if dim in dims else f"a{dim}" for dim in range(rank)]
-    rest = [item for dim, item in enumerate(items) if dim not in dims]
-    return formula(join([items], [[*rest, "_"]]), hom=_KEEP)
-
-
-@register_rule("aten::split.Tensor", "aten::split_with_sizes", "aten::unsafe_split")
-def split(call: Call) -> Formula:
-    """Parts of a dim. Equal parts of a dim that is cut inside each part (`(3 h)`) are cut like `h`."""
-    shape = _shape(call)
-    dim = call.arg("dim") % len(shape)
-    parts = [info.shape[dim] for info in call.results if info is not None]
-    labels = letters(len(shape))
-    if len(set(parts)) == 1 and len(parts) > 1 and "split_size" in call.bound:
-        left = [*labels[:dim], f"({len(parts)} h)", *labels[dim + 1 :]]
-        right = [*labels[:dim], "h", *labels[dim + 1 :]]
-        return formula(join([left], [right] * len(parts)), hom=_KEEP, ints={"split_size": "h"})
-    whole = [*labels[:dim], "_", *labels[dim + 1 :]]
-    return formula(join([whole], [whole] * len(parts)), hom=_KEEP)
-
-
-@register_rule("aten::unbind")
-def unbind(call: Call) -> Formula:
-    """The dim is whole and vanishes."""
-    labels = letters(len(_shape(call)))
-    dim = call.arg("dim") % len(labels)
-    left = [*labels[:dim], "_", *labels[dim + 1 :]]
-    right = [*labels[:dim], *labels[dim + 1 :]]
-    return formula(join([left], [right] * len(call.results)), hom=_KEEP)
-
-
-@register_rule("aten::as_strided")
-def as_strided(call: Call) -> Formula | None:
-    """Only the one that changes nothing."""
-    info = call.arg("self")
-    same = tuple(call.arg("size")) == info.shape and tuple(call.arg("stride")) == info.stride
-    if not same or call.arg("storage_offset") not in {None, 0}:
-        return None
-    return formula("... -> ...", hom=_KEEP, shapes={"size": "@0"}, strides=("stride",))
 
 
 @register_rule("aten::slice_backward", "aten::slice_scatter", "aten::select_scatter")

@@ -11,9 +11,9 @@ import torch
 from shardwright.rules.call import Call
 from shardwright.rules.propagate import propagate
 from shardwright.rules.registry import rules_of
+from shardwright.rules.view_maps import Chains, is_described, views_of
 from shardwright.tensor.dispatch.metadata import DataDependentError, described, result_infos
 from shardwright.tensor.spec import common_use, coords_of
-from shardwright.views.aten import Chains, is_described, views_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,6 +16,7 @@ import torch
 from shardwright.errors import RuleError
 from shardwright.remember import remembered
 from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.view_maps import copies, strided_views, views_of
 from shardwright.tensor.dispatch.metadata import infos_of
 from shardwright.tensor.dispatch.ways.algorithm import finished
 from shardwright.tensor.dtensor import DTensor
@@ -25,7 +26,6 @@ from shardwright.tensor.spec import Token, spec_of
 from shardwright.tensor.views import write_back
 from shardwright.tensor.views.take import ViewCall, view_call
 from shardwright.tensor.wrap import offset_of, wrap
-from shardwright.views.aten import copies, strided_views, views_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,10 +21,10 @@ from shardwright.compat import neg_view, tree_leaves
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.remember import remembered
+from shardwright.rules.view_maps import copies
 from shardwright.tensor.dispatch.overlapping import overlaps, refuse
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import announce, move_asked
-from shardwright.views.aten import copies
 from shardwright.views.local import carried_out
 
 Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]

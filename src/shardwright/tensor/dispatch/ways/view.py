@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardwright.rules.view_maps import on_elements
 from shardwright.tensor.views.take import ViewCall, cuts_through, view_call
-from shardwright.views.aten import on_elements
 
 if TYPE_CHECKING:
     from shardwright.tensor.dispatch.asked import Asked

@@ -14,6 +14,7 @@ from shardwright.index.view import (
     diagonal,
     expanded,
     identity,
+    inserted,
     permuted,
     reshaped,
     selected,
@@ -33,8 +34,13 @@ def views_of(call: Call) -> Chains | None:
 
     None if the call is no view, or is not known.
     """
+    return seen_of(call) if len(call.operands) == 1 else None
+
+
+def seen_of(call: Call) -> Chains | None:
+    """As `views_of`, also of a form that copies what it sees into `out`."""
     describe = _VIEWS.get(_base(call.op))
-    if describe is None or len(call.operands) != 1 or any(info is None for info in call.results):
+    if describe is None or any(info is None for info in call.results):
         return None
     found = describe(call)
     if found is None:
@@ -110,6 +116,11 @@ def _transpose(call: Call) -> list[View]:
 def _t(call: Call) -> list[View]:
     shape = _shape(call)
     return [permuted(shape, tuple(reversed(range(len(shape)))))]
+
+
+def _unsqueeze(call: Call) -> list[View]:
+    shape = _shape(call)
+    return [inserted(shape, int(call.arg("dim")) % (len(shape) + 1))]
 
 
 def _expand(call: Call) -> list[View]:
@@ -212,7 +223,7 @@ _VIEWS: dict[str, Describe] = {
     "transpose": _transpose,
     "unbind": _unbind,
     "unfold": _unfold,
-    "unsqueeze": _reshape,
+    "unsqueeze": _unsqueeze,
     "view": _reshape,
     "view_as_complex": _as_complex,
     "view_as_real": _as_real,
