@@ -11,8 +11,6 @@ import shardwright
 ROOT = Path(shardwright.__file__).parent
 # What is left: it may only become less.
 KNOWN = {
-    # A context is made by a method of the degrees, and its domains are functions of the degrees.
-    frozenset({"context.context", "context.domains", "context.parameters", "context.registry"}),
     # The class of a tensor, and what its methods call: that is typed by the class.
     frozenset({
         "tensor.autograd", "tensor.between", "tensor.chunks", "tensor.conversions", "tensor.dtensor",
