@@ -12,7 +12,8 @@ from shardwright.rules.call import Call
 from shardwright.rules.propagate import propagate
 from shardwright.rules.registry import rules_of
 from shardwright.tensor.dispatch.metadata import DataDependentError, described, result_infos
-from shardwright.tensor.spec import common_use, coords_of
+from shardwright.tensor.spec import coords_of
+from shardwright.tensor.wrap import common_use
 from shardwright.views.aten import Chains, is_described, views_of
 
 if TYPE_CHECKING:

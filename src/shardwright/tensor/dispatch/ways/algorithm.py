@@ -19,8 +19,8 @@ from shardwright.tensor.dispatch.ways.local_rows import run_on_parts
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import refuse_moves
 from shardwright.tensor.move import move_asked
-from shardwright.tensor.spec import common_use, spec_of
-from shardwright.tensor.wrap import used_as, with_stride, wrap
+from shardwright.tensor.spec import spec_of
+from shardwright.tensor.wrap import common_use, used_as, with_stride, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
