@@ -22,6 +22,9 @@ def _imports(name: str, source: str, known: Mapping[str, str]) -> Iterator[str]:
             home = node.module.removeprefix("shardwright").removeprefix(".")
             found = {f"{home}.{alias.name}".removeprefix(".") for alias in node.names}
             yield from ({one if one in known else home for one in found} & set(known)) - {name}
+        elif isinstance(node, ast.Import):
+            found = {alias.name.removeprefix("shardwright.") for alias in node.names}
+            yield from (found & set(known)) - {name}
 
 
 def circles(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
@@ -58,7 +61,7 @@ def test_a_circle_of_types_is_found():
     sources = {
         "a": "from shardwright.p import b",
         "p.b": "def f():\n    from shardwright.c import C",
-        "c": typed,
+        "c": typed.replace("from shardwright.a import A", "import shardwright.a"),
         "d": typed,
     }
     assert circles(graph_of(sources)) == {frozenset({"a", "p.b", "c"})}
