@@ -1,6 +1,7 @@
 """Meshes of a run: degrees, domains, process groups."""
 
 from shardwright.context.context import DistributedContext
+from shardwright.context.degrees import Degrees
 from shardwright.context.domains import (
     BATCH_DOMAIN,
     DENSE_DOMAIN,
@@ -18,6 +19,7 @@ __all__ = [
     "EXPERT_DOMAIN",
     "FLAT_DOMAIN",
     "REGULAR_DOMAIN",
+    "Degrees",
     "DeviceMeshParameters",
     "DistributedContext",
     "register_domain",

@@ -16,7 +16,7 @@ from shardwright.context.process import ProcessWorld
 from shardwright.errors import MeshError
 
 if TYPE_CHECKING:
-    from shardwright.context.parameters import DeviceMeshParameters
+    from shardwright.context.degrees import Degrees
 
 
 class DistributedContext:
@@ -25,9 +25,7 @@ class DistributedContext:
     Made by `DeviceMeshParameters.build()`. All groups exist when it returns: `mesh_for` never communicates.
     """
 
-    def __init__(
-        self, parameters: DeviceMeshParameters, world: ProcessWorld, specs: Mapping[str, DomainSpec]
-    ) -> None:
+    def __init__(self, parameters: Degrees, world: ProcessWorld, specs: Mapping[str, DomainSpec]) -> None:
         """Make the mesh of every domain in `specs` that fits this world. Collective.
 
         A domain registered for worlds of another size does not stop this one: `mesh_for` refuses it.

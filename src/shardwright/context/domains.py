@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from shardwright.context.degrees import Degrees
 from shardwright.errors import MeshError
-
-if TYPE_CHECKING:
-    from shardwright.context.parameters import DeviceMeshParameters
 
 REGULAR_DOMAIN = "regular"
 DENSE_DOMAIN = "dense"
@@ -18,10 +16,10 @@ EXPERT_DOMAIN = "expert"
 BATCH_DOMAIN = "batch"
 FLAT_DOMAIN = "flat"
 
-DomainSpec = Callable[["DeviceMeshParameters"], Mapping[str, int]]
+DomainSpec = Callable[[Degrees], Mapping[str, int]]
 
 
-def regular_axes(p: DeviceMeshParameters) -> dict[str, int]:
+def regular_axes(p: Degrees) -> dict[str, int]:
     """Return every degree as an axis of its own."""
     return {
         "pp": p.pipeline_parallel,
@@ -33,7 +31,7 @@ def regular_axes(p: DeviceMeshParameters) -> dict[str, int]:
     }
 
 
-def dense_axes(p: DeviceMeshParameters) -> dict[str, int]:
+def dense_axes(p: Degrees) -> dict[str, int]:
     """Return the axes on which the parameters of dense layers are placed."""
     return {
         "pp": p.pipeline_parallel,
@@ -44,7 +42,7 @@ def dense_axes(p: DeviceMeshParameters) -> dict[str, int]:
     }
 
 
-def expert_axes(p: DeviceMeshParameters) -> dict[str, int]:
+def expert_axes(p: Degrees) -> dict[str, int]:
     """Return the axes on which experts are placed: all data and context ranks, cut anew."""
     return {
         "pp": p.pipeline_parallel,
@@ -54,7 +52,7 @@ def expert_axes(p: DeviceMeshParameters) -> dict[str, int]:
     }
 
 
-def batch_axes(p: DeviceMeshParameters) -> dict[str, int]:
+def batch_axes(p: Degrees) -> dict[str, int]:
     """Return the axes that say who reads which samples (dp) and which part of a sequence (cp)."""
     return {
         "pp": p.pipeline_parallel,
@@ -64,7 +62,7 @@ def batch_axes(p: DeviceMeshParameters) -> dict[str, int]:
     }
 
 
-def flat_axes(p: DeviceMeshParameters) -> dict[str, int]:
+def flat_axes(p: Degrees) -> dict[str, int]:
     """Return the whole world as one axis."""
     return {"world": p.world_size}
 

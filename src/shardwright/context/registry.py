@@ -16,7 +16,7 @@ from shardwright.context.process import ProcessWorld
 from shardwright.errors import MeshError
 
 if TYPE_CHECKING:
-    from shardwright.context.parameters import DeviceMeshParameters
+    from shardwright.context.degrees import Degrees
 
 _specs: dict[str, DomainSpec] = dict(BUILT_IN_DOMAINS)
 _newest: list[DistributedContext] = []
@@ -43,7 +43,7 @@ def register_domain(name: str, axes: DomainSpec | Mapping[str, int]) -> None:
     _specs[name] = spec
 
 
-def open_context(parameters: DeviceMeshParameters, world: ProcessWorld) -> DistributedContext:
+def open_context(parameters: Degrees, world: ProcessWorld) -> DistributedContext:
     """Return a context with the mesh of every registered domain, which later registrations reach."""
     context = DistributedContext(parameters, world, _specs)
     _newest[:] = [context]

@@ -12,7 +12,7 @@ from shardwright.placement.base import Pending
 from shardwright.tensor.between import acceptable_between
 from shardwright.tensor.local_use import kept_spec, restore_axes
 from shardwright.tensor.move import move_asked
-from shardwright.tensor.spec import spec_of, with_dtype
+from shardwright.tensor.spec import finished, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours, up_to_date, wrap
 
 if TYPE_CHECKING:
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from shardwright.layout.layout import Layout
     from shardwright.tensor.dtensor import DTensor
     from shardwright.tensor.spec import Spec
-
-
-def finished(layout: Layout) -> Layout:
-    """The layout with every Pending replaced by its dual: where the gradient of such a value lives."""
-    return layout.with_placements(tuple(p.dual() for p in layout.placements), order=layout.order_names)
 
 
 def acceptable_gradient(source: Layout, gradient: Layout) -> Layout:
@@ -72,7 +67,7 @@ class FromLocal(torch.autograd.Function):
         )
         if differentiated(grad):
             moved = apply(Redistribute, grad, target, grad.device_mesh)
-            return apply(ToLocal, moved, finished(target)), None, None, None
+            return to_local(moved, finished(target)), None, None, None
         local = move_asked(grad, target, reason="gradient of from_local")
         return local, None, None, None
 
@@ -96,6 +91,12 @@ class ToLocal(torch.autograd.Function):
             layout = with_dtype(layout, grad.dtype)
             return apply(FromLocal, grad, layout, ctx.mesh, finished(layout)), None
         return wrap(grad, spec_of(with_dtype(layout, grad.dtype), ctx.mesh)), None
+
+
+def to_local(x: DTensor, grad_layout: Layout) -> torch.Tensor:
+    """The local tensor of `x`, which needs a gradient; the gradient has `grad_layout`."""
+    local: torch.Tensor = ToLocal.apply(x, grad_layout)  # type: ignore[no-untyped-call]
+    return local
 
 
 class Redistribute(torch.autograd.Function):
@@ -198,7 +199,7 @@ class GradientIsTaken:
 def _complete(grad: DTensor) -> torch.Tensor:
     """The gradient of a local tensor that counted as replicated on axes that the parameter does not know."""
     whole = grad._spec.layout.replicated()
-    return apply(ToLocal, apply(Redistribute, grad, whole, grad.device_mesh), whole)
+    return to_local(apply(Redistribute, grad, whole, grad.device_mesh), whole)
 
 
 def _brought_to(inner: Spec, grad: DTensor) -> DTensor:

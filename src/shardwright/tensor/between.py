@@ -36,14 +36,14 @@ def layout_on(
         mesh, which is another one on every rank. PlanError: between meshes in a traced graph.
     """
     if mesh == x.device_mesh:
-        resolved, kept = resolve_placements(mesh, given, default="layout", x=x)
+        resolved, kept = resolve_placements(mesh, given, default="layout", own=x._spec.layout)
         return x._spec.layout.with_placements(resolved, order=order if order is not None else kept)
     refuse_between(x._spec.layout, x._local_tensor)
     fault = _fault(x.device_mesh, mesh)
     if fault:
         raise LayoutError(f"{x._spec.layout} {fault}")
-    resolved, kept = resolve_placements(mesh, given, default="layout", x=x)
     old = x._spec.layout
+    resolved, kept = resolve_placements(mesh, given, default="layout", own=old)
     order = order if order is not None else kept
     return Layout(mesh, resolved, old.shape, dtype=old.dtype, stride=old.stride, order=order)
 

@@ -12,55 +12,62 @@ from shardwright.errors import LayoutError
 from shardwright.index.boxes import Chunk, chunks_of
 
 if TYPE_CHECKING:
-    from shardwright.tensor.dtensor import DTensor
+    from shardwright.layout.layout import Layout
+    from shardwright.tensor.spec import Spec
 
 
-def _chunks(x: DTensor) -> tuple[Chunk, ...]:
+def refuse_pending(layout: Layout) -> None:
+    """Raise LayoutError for a tensor that is not finished."""
+    if any(p.is_pending for p in layout.placements):
+        raise LayoutError(f"{layout} is not finished; redistribute it before saving")
+
+
+def _chunks(spec: Spec) -> tuple[Chunk, ...]:
     """The boxes that this rank holds, with their places in the local tensor.
 
-    Raises: LayoutError: x is not finished.
+    Raises: LayoutError: the tensor is not finished.
     """
-    x._raise_if_contains_partial_placements()
-    coords = x._spec.coords
-    return () if coords is None else chunks_of(x._spec.layout.region(coords))
+    refuse_pending(spec.layout)
+    return () if spec.coords is None else chunks_of(spec.layout.region(spec.coords))
 
 
-def chunk_list(x: DTensor) -> list[ChunkStorageMetadata]:
+def chunk_list(spec: Spec) -> list[ChunkStorageMetadata]:
     """One chunk per box: offsets and sizes in the logical tensor."""
     return [
         ChunkStorageMetadata(offsets=torch.Size(c.box.offset), sizes=torch.Size(c.box.size))
-        for c in _chunks(x)
+        for c in _chunks(spec)
     ]
 
 
-def write_items(x: DTensor, fqn: str) -> list[WriteItem]:
+def write_items(spec: Spec, local: torch.Tensor, fqn: str) -> list[WriteItem]:
     """One item to write per box."""
     return [
         WriteItem(
             index=MetadataIndex(fqn, chunk.offsets),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
-                chunk=chunk, properties=TensorProperties.create_from_tensor(x.to_local()), size=x.size()
+                chunk=chunk,
+                properties=TensorProperties.create_from_tensor(local),
+                size=torch.Size(spec.layout.shape),
             ),
         )
-        for chunk in chunk_list(x)
+        for chunk in chunk_list(spec)
     ]
 
 
-def shard_of(x: DTensor, index: MetadataIndex) -> torch.Tensor:
-    """The part of the local tensor that is the box at `index.offset`: a view, so loading writes into it.
+def shard_of(spec: Spec, local: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+    """The part of `local` that is the box at `index.offset`: a view, so loading writes into it.
 
     Raises: LayoutError: this rank holds no such box, or several and no offset says which.
     """
-    chunks = _chunks(x)
+    chunks = _chunks(spec)
     if index.offset is None:
         if len(chunks) != 1:
             raise LayoutError(
-                f"{index.fqn}: {x._spec.layout} holds {len(chunks)} boxes on this rank; "
-                "an offset must say which"
+                f"{index.fqn}: {spec.layout} holds {len(chunks)} boxes on this rank; an offset must say which"
             )
-        return chunks[0].view(x._local_tensor)
+        return chunks[0].view(local)
     for chunk in chunks:
         if tuple(chunk.box.offset) == tuple(index.offset):
-            return chunk.view(x._local_tensor)
-    raise LayoutError(f"{index.fqn}: no box at offset {tuple(index.offset)} on this rank of {x._spec.layout}")
+            return chunk.view(local)
+    raise LayoutError(f"{index.fqn}: no box at offset {tuple(index.offset)} on this rank of {spec.layout}")

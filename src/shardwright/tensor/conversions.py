@@ -16,11 +16,11 @@ from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Placement, Replicate
 from shardwright.tensor.agreed import check_alike, check_stated, refuse_unequal, told_by_all, whole_of
-from shardwright.tensor.autograd import FromLocal, Redistribute, apply, finished
+from shardwright.tensor.autograd import FromLocal, Redistribute, apply
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.needless_moves import is_own_layout, known_target, unmoved
 from shardwright.tensor.placements import PlacementsArgument, mesh_and_placements, resolve_placements
-from shardwright.tensor.spec import coords_of
+from shardwright.tensor.spec import coords_of, finished
 from shardwright.tensor.wrap import knots
 
 if TYPE_CHECKING:

@@ -10,18 +10,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import TensorClass, axis_names
-from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
-from shardwright.tensor.autograd import ToLocal, apply, finished
-from shardwright.tensor.chunks import chunk_list, shard_of, write_items
-from shardwright.tensor.conversions import from_local, redistribute, replicated
+from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
-from shardwright.tensor.plain import boundary
-from shardwright.tensor.spec import Extra, Spec, spec_of
+from shardwright.tensor.spec import Extra, Spec, finished, spec_of
 from shardwright.tensor.wrap import up_to_date, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+
+class _Above:
+    """What methods of `DTensor` call and needs the class itself: `tensor.install` puts it in.
+
+    Rejected: a base class with the fields alone, for all that is below the class with the methods. What makes
+    tensors is below it and used everywhere, so sixty files would say one class here and the other there.
+
+    to_local: of a tensor that needs a gradient, with the layout that the gradient has.
+    """
+
+    from_local: Callable[..., DTensor]
+    to_local: Callable[[DTensor, Layout], torch.Tensor]
+    redistribute: Callable[..., DTensor]
+    replicated: Callable[[DTensor], DTensor]
+
+
+above = _Above()
 
 
 class _StandsForTorchs(TensorClass):
@@ -49,7 +63,8 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     _spec: Spec
     _local_tensor: torch.Tensor
     __slots__: list[str] = []
-    # `tensor.install` sets `__torch_dispatch__`: dispatch needs this class.
+    # `tensor.install` sets this and `__torch_dispatch__`: what they are needs this class.
+    __torch_function__: Any
 
     # -- what it is -----------------------------------------------------------------------------------
 
@@ -87,7 +102,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         Cost: none; with `run_check` an all-gather of 536 bytes over each axis, and a broadcast per replicated
             axis.
         """
-        return from_local(
+        return above.from_local(
             local_tensor,
             device_mesh,
             placements,
@@ -113,10 +128,10 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
             grad_layout = finished(self._spec.layout)
         else:
             placements, order = resolve_placements(
-                self.device_mesh, grad_placements, default="layout", x=self
+                self.device_mesh, grad_placements, default="layout", own=self._spec.layout
             )
             grad_layout = self._spec.layout.with_placements(placements, order=order)
-        return apply(ToLocal, self, grad_layout)
+        return above.to_local(self, grad_layout)
 
     def redistribute(
         self,
@@ -145,7 +160,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
             target.
         Cost: `plan_redistribution(sw.layout_of(x), target).total_bytes` over all ranks.
         """
-        return redistribute(
+        return above.redistribute(
             self,
             device_mesh,
             placements,
@@ -160,7 +175,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
 
         Cost: a redistribution to Replicate on all axes.
         """
-        return replicated(self).to_local(grad_placements=grad_placements)
+        return above.replicated(self).to_local(grad_placements=grad_placements)
 
     # -- protocol: tracing ----------------------------------------------------------------------------
 
@@ -197,8 +212,6 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
             return None
         return self.redistribute(self.device_mesh, flatten_spec[0])
 
-    __torch_function__: Any = classmethod(boundary.call)
-
     # -- protocol: pickling ---------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -229,17 +242,16 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     # -- protocol: torch's distributed checkpoint -------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
-        return write_items(self, fqn)
+        return write_items(self._spec, self.to_local(), fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return chunk_list(self)
+        return chunk_list(self._spec)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return shard_of(self, index)
+        return shard_of(self._spec, self._local_tensor, index)
 
     def _raise_if_contains_partial_placements(self) -> None:
-        if any(p.is_pending for p in self._spec.layout.placements):
-            raise LayoutError(f"{self._spec.layout} is not finished; redistribute it before saving")
+        refuse_pending(self._spec.layout)
 
 
 def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: dict[str, Any]) -> DTensor:

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwright.tensor import autograd, conversions
 from shardwright.tensor.algorithms import key_parts, orders, scans, windows
 from shardwright.tensor.dispatch.call import dispatch
-from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.dtensor import DTensor, above
 from shardwright.tensor.localized import LocalizedDTensor
 from shardwright.tensor.optimizer_gradients import bring_gradients
 from shardwright.tensor.plain import backward, boundary, made_gradients, packed_sequences, set_data
@@ -40,6 +41,9 @@ def install() -> None:
     knots.start = start_redistribution
     for table in OWN:
         boundary.OWN.update(table)
+    above.from_local, above.to_local = conversions.from_local, autograd.to_local
+    above.redistribute, above.replicated = conversions.redistribute, conversions.replicated
+    DTensor.__torch_function__ = classmethod(boundary.call)
     DTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[method-assign, assignment]
     register_optimizer_step_pre_hook(bring_gradients)
     allow_safe_loading()

@@ -14,8 +14,8 @@ from shardwright.placement.base import Replicate
 from shardwright.placement.convert import as_placement
 
 if TYPE_CHECKING:
+    from shardwright.layout.layout import Layout
     from shardwright.placement.base import Placement
-    from shardwright.tensor.dtensor import DTensor
 
 PlacementsArgument = Sequence[Any] | Mapping[str, Any]
 Unnamed = Literal["replicate", "layout", "error"]
@@ -36,19 +36,19 @@ def mesh_and_placements(call: str, mesh: DeviceMesh | Any, placements: Any) -> t
 
 
 def resolve_placements(
-    mesh: DeviceMesh, given: PlacementsArgument, *, default: Unnamed, x: DTensor | None = None
+    mesh: DeviceMesh, given: PlacementsArgument, *, default: Unnamed, own: Layout | None = None
 ) -> tuple[tuple[Placement, ...], tuple[str, ...] | None]:
     """One placement per axis of `mesh`, and the order of application that stays valid (None: left to right).
 
     Args:
         given: one per axis, or `{axis name: placement}`.
-        default: what an axis gets that a mapping does not name: Replicate, `x`'s placement on the axis of
-            this name (Replicate if it has none), or an error.
+        default: what an axis gets that a mapping does not name: Replicate, the placement that `own` has on
+            the axis of this name (Replicate if it has none), or an error.
     Raises: LayoutError: a wrong count, an axis that the mesh does not have, an axis not named.
     """
     names = axis_names(mesh)
     if isinstance(given, Mapping):
-        return _by_name(names, given, default, x)
+        return _by_name(names, given, default, own)
     if isinstance(given, TorchPlacement):
         raise LayoutError(
             f"{given!r} alone: give a list with one placement per axis of {names}, or a mapping"
@@ -63,7 +63,7 @@ def resolve_placements(
 
 
 def _by_name(
-    names: tuple[str, ...], given: Mapping[str, Any], default: Unnamed, x: DTensor | None
+    names: tuple[str, ...], given: Mapping[str, Any], default: Unnamed, own: Layout | None
 ) -> tuple[tuple[Placement, ...], tuple[str, ...] | None]:
     unknown = [name for name in given if name not in names]
     if unknown:
@@ -71,15 +71,11 @@ def _by_name(
     missing = [name for name in names if name not in given]
     if missing and default == "error":
         raise LayoutError(f"no placement for axis {missing[0]!r}: every axis of {names} must be named here")
-    own = dict(zip(x._spec.layout.axes, x._spec.layout.placements, strict=True)) if x is not None else {}
-    keep = default == "layout" and x is not None
+    held = dict(zip(own.axes, own.placements, strict=True)) if own is not None else {}
+    keep = default == "layout" and own is not None
     filled: list[Placement] = [
-        as_placement(given[name]) if name in given else (own.get(name, Replicate()) if keep else Replicate())
+        as_placement(given[name]) if name in given else (held.get(name, Replicate()) if keep else Replicate())
         for name in names
     ]
-    order = (
-        tuple(name for name in x._spec.layout.order_names if name in names)
-        if keep and x is not None
-        else None
-    )
+    order = tuple(name for name in own.order_names if name in names) if keep and own is not None else None
     return tuple(filled), order

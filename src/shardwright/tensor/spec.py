@@ -13,11 +13,10 @@ from shardwright.layout.layout import Layout
 from shardwright.remember import memo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from shardwright.index.region import Shape
     from shardwright.layout.kind import Kind
-    from shardwright.tensor.dtensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +215,6 @@ _kinds: dict[tuple[Kind, int, LocalUse | None], SpecKind] = memo("kinds of specs
 _meshes: dict[tuple[DeviceMesh, int], tuple[DeviceMesh, DeviceMesh]] = memo("slices of meshes", {})
 
 
-def common_use(tensors: Sequence[DTensor]) -> LocalUse | None:
-    """Results of localized parameters alone are localized too; beside an ordinary DTensor they are not."""
-    use = tensors[0]._spec.use
-    return use if all(t._spec.use == use for t in tensors) else None
-
-
 def spec_of(layout: Layout, mesh: DeviceMesh, use: LocalUse | None = None) -> Spec:
     """The one spec object of a layout on a mesh: remembered, so that dispatch compares by identity."""
     kind = layout.kind
@@ -262,6 +255,11 @@ def with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
     if layout.dtype == dtype:
         return layout
     return layout.with_shape(layout.shape, layout.stride, dtype=dtype)
+
+
+def finished(layout: Layout) -> Layout:
+    """The layout with every Pending replaced by its dual: where the gradient of such a value lives."""
+    return layout.with_placements(tuple(p.dual() for p in layout.placements), order=layout.order_names)
 
 
 def coords_of(mesh: DeviceMesh) -> tuple[int, ...] | None:

@@ -14,7 +14,7 @@ from shardwright.remember import remembered
 from shardwright.tensor.spec import spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor as TorchDTensor
@@ -91,8 +91,14 @@ def as_replicated(x: torch.Tensor, mesh: DeviceMesh, use: LocalUse | None = None
     return wrap(x.detach(), spec_of(layout, mesh, use))
 
 
+def common_use(tensors: Sequence[DTensor]) -> LocalUse | None:
+    """Results of localized parameters alone are localized too; beside an ordinary DTensor they are not."""
+    use = tensors[0]._spec.use
+    return use if all(t._spec.use == use for t in tensors) else None
+
+
 def used_as(x: DTensor, use: LocalUse | None) -> DTensor:
-    """`x` with the part in computation that its operands had; see `spec.common_use`."""
+    """`x` with the part in computation that its operands had; see `common_use`."""
     if use is None or x._spec.use == use:
         return x
     return wrap(x._local_tensor, spec_of(x._spec.layout, x.device_mesh, use))

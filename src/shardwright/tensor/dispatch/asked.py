@@ -13,7 +13,8 @@ from shardwright.rules.propagate import propagate
 from shardwright.rules.registry import rules_of
 from shardwright.rules.view_maps import Chains, is_described, views_of
 from shardwright.tensor.dispatch.metadata import DataDependentError, described, result_infos
-from shardwright.tensor.spec import common_use, coords_of
+from shardwright.tensor.spec import coords_of
+from shardwright.tensor.wrap import common_use
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -20,9 +20,9 @@ from shardwright.tensor.dispatch.written_memory import keep_apart
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.finished_forms import finishes, may_keep
 from shardwright.tensor.move import move_operands, move_unasked
-from shardwright.tensor.spec import Spec, common_use, spec_of
+from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.views.write_back import is_view
-from shardwright.tensor.wrap import as_replicated, wrap
+from shardwright.tensor.wrap import as_replicated, common_use, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

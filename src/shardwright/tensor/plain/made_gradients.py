@@ -30,11 +30,11 @@ from shardwright.compat import (
     tree_map_only,
 )
 from shardwright.layout.layout import Layout
-from shardwright.tensor.autograd import apply, finished
+from shardwright.tensor.autograd import apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_asked
 from shardwright.tensor.plain import boundary
-from shardwright.tensor.spec import spec_of
+from shardwright.tensor.spec import finished, spec_of
 from shardwright.tensor.wrap import as_replicated, wrap
 
 Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]

@@ -25,11 +25,11 @@ from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import remembered
 from shardwright.rules.view_maps import Chains, copies, joined_views, on_elements, undone_by
 from shardwright.tensor.move import move_unasked
-from shardwright.tensor.spec import LocalUse, Spec, common_use, coords_of, spec_of
+from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
 from shardwright.tensor.views import base as graph_bases
 from shardwright.tensor.views import write_back
 from shardwright.tensor.views.elements import ElementView, PairView, pair_view, tears
-from shardwright.tensor.wrap import wrap
+from shardwright.tensor.wrap import common_use, wrap
 from shardwright.views.local import ChainedView, LocalView, local_view
 from shardwright.views.through import kept_dims, parts_of, through
 

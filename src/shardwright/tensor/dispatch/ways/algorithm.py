@@ -18,8 +18,8 @@ from shardwright.rules.registry import functional_form
 from shardwright.tensor.dispatch.ways.local_rows import run_on_parts
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_in_algorithm
-from shardwright.tensor.spec import common_use, spec_of
-from shardwright.tensor.wrap import used_as, with_stride, wrap
+from shardwright.tensor.spec import spec_of
+from shardwright.tensor.wrap import common_use, used_as, with_stride, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
