@@ -13,10 +13,10 @@ from shardwright.index.view import View
 from shardwright.rules.call import Call
 from shardwright.rules.catalog.labels import join, letters
 from shardwright.rules.catalog.reshaping import reshape_formula
+from shardwright.rules.catalog.view_maps import views_of
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.registry import rewrite
 from shardwright.rules.rule import register_rule, rule
-from shardwright.rules.view_maps import seen_of
 
 _KEEP = ("self: *",)
 _Items = list[str]
@@ -75,7 +75,7 @@ def as_strided(call: Call) -> Formula | None:
 
 def _seen(call: Call) -> list[View] | None:
     """What each result sees of the operand; None where it is no view, or several in turn."""
-    chains = seen_of(call)
+    chains = views_of(call, or_out=True)
     return None if chains is None or any(len(chain) > 1 for chain in chains) else [one for (one,) in chains]
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.rules.call import Call
+from shardwright.rules.catalog.view_maps import Chains, is_described, views_of
 from shardwright.rules.propagate import propagate
 from shardwright.rules.registry import rules_of
-from shardwright.rules.view_maps import Chains, is_described, views_of
 from shardwright.tensor.dispatch.metadata import DataDependentError, described, result_infos
 from shardwright.tensor.spec import coords_of
 from shardwright.tensor.wrap import common_use

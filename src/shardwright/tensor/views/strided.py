@@ -16,7 +16,7 @@ import torch
 from shardwright.errors import RuleError
 from shardwright.remember import remembered
 from shardwright.rules.call import Call, TensorInfo
-from shardwright.rules.view_maps import copies, strided_views, views_of
+from shardwright.rules.catalog.view_maps import copies, strided_views, views_of
 from shardwright.tensor.dispatch.metadata import infos_of
 from shardwright.tensor.dispatch.ways.algorithm import finished
 from shardwright.tensor.dtensor import DTensor

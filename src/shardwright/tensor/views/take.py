@@ -23,7 +23,7 @@ from shardwright.placement.base import Partition, Pending, Replicate
 from shardwright.placement.interleaved import Interleaved
 from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import remembered
-from shardwright.rules.view_maps import Chains, copies, joined_views, on_elements, undone_by
+from shardwright.rules.catalog.view_maps import Chains, copies, joined_views, on_elements, undone_by
 from shardwright.tensor.move import move_unasked
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
 from shardwright.tensor.views import base as graph_bases

@@ -21,7 +21,7 @@ from shardwright.compat import neg_view, tree_leaves
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.remember import remembered
-from shardwright.rules.view_maps import copies
+from shardwright.rules.catalog.view_maps import copies
 from shardwright.tensor.dispatch.overlapping import overlaps, refuse
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import announce, move_asked

@@ -9,9 +9,9 @@ import torch
 
 from shardwright.layout.layout import Layout
 from shardwright.rules.aliases import aliases_of
+from shardwright.rules.catalog.view_maps import gives_back, undoes
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision
-from shardwright.rules.view_maps import gives_back, undoes
 from shardwright.tensor.dispatch import written_out
 from shardwright.tensor.dispatch.kernels import kernel_of
 from shardwright.tensor.dispatch.prepared import Move, Prepared, Return

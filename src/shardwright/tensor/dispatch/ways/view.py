@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwright.rules.view_maps import on_elements
+from shardwright.rules.catalog.view_maps import on_elements
 from shardwright.tensor.views.take import ViewCall, cuts_through, view_call
 
 if TYPE_CHECKING:

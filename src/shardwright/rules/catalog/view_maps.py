@@ -29,18 +29,13 @@ Chains = list[tuple[View, ...]]
 Describe = Callable[[Call], "list[View] | Chains | None"]
 
 
-def views_of(call: Call) -> Chains | None:
+def views_of(call: Call, *, or_out: bool = False) -> Chains | None:
     """What each result of a call sees of its first argument, as views one after another.
 
-    None if the call is no view, or is not known.
+    None if the call is no view, or is not known. or_out: also for a form that copies what it sees into `out`.
     """
-    return seen_of(call) if len(call.operands) == 1 else None
-
-
-def seen_of(call: Call) -> Chains | None:
-    """As `views_of`, also of a form that copies what it sees into `out`."""
     describe = _VIEWS.get(_base(call.op))
-    if describe is None or any(info is None for info in call.results):
+    if describe is None or not (or_out or len(call.operands) == 1) or None in call.results:
         return None
     found = describe(call)
     if found is None:
