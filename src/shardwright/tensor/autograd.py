@@ -13,7 +13,7 @@ from shardwright.tensor.between import acceptable_between
 from shardwright.tensor.local_use import kept_spec, restore_axes
 from shardwright.tensor.move import move_asked
 from shardwright.tensor.spec import finished, spec_of, with_dtype
-from shardwright.tensor.wrap import as_ours, up_to_date, wrap
+from shardwright.tensor.wrap import as_ours, hand_out, up_to_date, wrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +56,8 @@ class FromLocal(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.grad_layout, ctx.mesh = grad_layout, mesh
         ctx.set_materialize_grads(False)
-        return wrap(local.detach(), spec_of(layout, mesh))
+        spec = spec_of(layout, mesh)
+        return wrap(hand_out(local.detach()) if spec.pending else local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None, None]:

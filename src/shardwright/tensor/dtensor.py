@@ -14,7 +14,7 @@ from shardwright.layout.layout import Layout
 from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.spec import Extra, Spec, finished, spec_of
-from shardwright.tensor.wrap import up_to_date, wrap
+from shardwright.tensor.wrap import REMEMBERED, hand_out, up_to_date, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,6 +120,8 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         Cost: none.
         """
         up_to_date(self)
+        if self._spec.pending and not torch.compiler.is_compiling():
+            hand_out(self._local_tensor)
         if not torch.is_grad_enabled() or not self.requires_grad:
             return (
                 self._local_tensor.view_as(self._local_tensor) if self.requires_grad else self._local_tensor
@@ -231,13 +233,13 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         with torch.no_grad():
             twin = cast("DTensor", self.clone())
         memo[id(self)] = twin.requires_grad_(self.requires_grad)
-        vars(twin).update(copy.deepcopy(vars(self), memo))
+        vars(twin).update(copy.deepcopy(_attributes(self), memo))
         if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # as that of a plain one
             twin.grad = copy.deepcopy(self.grad, memo)
         return twin
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return _rebuild, (self._local_tensor.detach(), self._spec, self.requires_grad, dict(vars(self)))
+        return _rebuild, (self._local_tensor.detach(), self._spec, self.requires_grad, _attributes(self))
 
     # -- protocol: torch's distributed checkpoint -------------------------------------------------------
 
@@ -252,6 +254,11 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
 
     def _raise_if_contains_partial_placements(self) -> None:
         refuse_pending(self._spec.layout)
+
+
+def _attributes(x: DTensor) -> dict[str, Any]:
+    """What the program hung on it: not what the library remembers of this very tensor."""
+    return {name: value for name, value in vars(x).items() if name not in REMEMBERED}
 
 
 def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: dict[str, Any]) -> DTensor:

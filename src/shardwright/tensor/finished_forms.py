@@ -1,15 +1,16 @@
 """The finished form of a pending value: made for its first reader, kept beside the value for later ones.
 
 A residual stream is read by a norm, an addition and the derivatives of both: each of them would finish it for
-itself. The value keeps its layout, `x.placements` do not depend on what read it; a copy of its spec says that
-a finished form may be known, so that a call on it has another key than one on a value without, and calls
-on all other values cost nothing more.
+itself. The value keeps its layout; a copy of its spec says that a finished form may be known, so that a call
+on it has another key than one on a value without, and calls on all other values cost nothing more.
 
-A form holds as long as neither the value nor its local tensor is written, which their version counters say,
-and the storage counts what dispatch writes into it through tensors with a counter of their own (`x.data`).
-All ranks of an axis that is pending come to the same answer. A form lives as long as its value.
-Not kept: what a parameter computes locally (a rank may have no part in it), what has no version counter
-(inference), and forms under a graph that is recorded.
+Only where the program is one for all ranks: inside `spmd`, and for what a backward makes of it. There no rank
+writes what its peers do not. A form holds as long as neither the value nor its local tensor is written, which
+their version counters say, and the storage counts what dispatch writes into it through tensors with a counter
+of their own (`x.data`). A form lives as long as its value.
+Not kept: where ranks may hold nothing (their storages count nothing), of memory that somebody has in his
+hands (`to_local`, `from_local`: what a collective writes there is counted nowhere), of what a parameter
+computes locally, without version counters (inference), and under a graph that is recorded.
 
 Rejected: putting the form in the value's place. A read would change `x.placements`, and a write through an
 older view would no longer reach the value.
@@ -21,12 +22,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwright.comm.record import record_decision, recording
-from shardwright.compat import records_a_graph, view_again
+from shardwright.compat import current_graph_task_id, records_a_graph, view_again
 from shardwright.placement.base import Replicate
+from shardwright.remember import remembered
 from shardwright.tensor.move_many import move_operands_together
+from shardwright.tensor.plain.boundary import state
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.views import write_back
-from shardwright.tensor.wrap import CLASSES, wrap
+from shardwright.tensor.wrap import CLASSES, in_hands, is_reshaped, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,9 +52,22 @@ class _Form:
 def may_keep(x: DTensor) -> bool:
     """Is `x` a value whose finished form is kept?"""
     spec = x._spec
-    if not spec.layout.pending_axes or spec.use is not None or x.__class__ is not CLASSES[0]:
+    if not spec.pending or spec.use is not None or not _one_program():
         return False
-    return not (x.is_inference() or x._local_tensor.is_inference() or records_a_graph())
+    local = x._local_tensor
+    if x.is_inference() or local.is_inference() or records_a_graph() or in_hands(local):
+        return False
+    return _all_hold_some(spec.layout)
+
+
+def _one_program() -> bool:
+    """Do all ranks run this very call?"""
+    return bool(state.blocks) or current_graph_task_id() != -1
+
+
+@remembered(4096)
+def _all_hold_some(layout: Layout) -> bool:
+    return layout.numel > 0 and layout.is_even
 
 
 def finishes(have: Layout, want: Layout) -> bool:
@@ -90,10 +106,10 @@ def subject(x: DTensor) -> DTensor:
 def _base(x: DTensor) -> DTensor | None:
     """The value that `x` is a view of, unless its local tensor is a copy."""
     base: Any = x._base if x._is_view() else None
-    if not isinstance(base, CLASSES[0]) or x in write_back.origins:
+    if not isinstance(base, CLASSES[0]) or x in write_back.origins or is_reshaped(base):
         return None
-    found: DTensor = base
-    return found
+    same = base._local_tensor.untyped_storage()._cdata == x._local_tensor.untyped_storage()._cdata
+    return base if same else None  # else its memory was exchanged since
 
 
 def _of(x: DTensor) -> DTensor | None:
@@ -111,19 +127,10 @@ def holds(x: object) -> bool:
     return _of(x) is not None or (base is not None and _of(base) is not None)
 
 
-def keep(x: DTensor, form: DTensor, *, to_come: int = 0) -> DTensor:
-    """Keep the finished form of `x`; later calls on `x` ask for it.
-
-    to_come: how often torch will count a write into `x` that the form has seen.
-    """
-    version, of_local, of_storage = versions(x)
-    x._spec = x._spec.asking(_Form(form, x._local_tensor, (version + to_come, of_local, of_storage)))
+def keep(x: DTensor, form: DTensor) -> DTensor:
+    """Keep the finished form of `x`; later calls on `x` ask for it."""
+    x._spec = x._spec.asking(_Form(form, x._local_tensor, versions(x)))
     return form
-
-
-def give_up(x: DTensor) -> None:
-    """Another one takes the finished form of `x`, and may write it."""
-    x._spec = x._spec.plain
 
 
 def ask(x: DTensor) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwright.tensor import autograd, conversions
 from shardwright.tensor.algorithms import key_parts, orders, scans, windows
 from shardwright.tensor.dispatch.call import dispatch
 from shardwright.tensor.dtensor import DTensor, above
 from shardwright.tensor.localized import LocalizedDTensor
-from shardwright.tensor.optimizer_gradients import bring_gradients
+from shardwright.tensor.optimizer_gradients import bring_gradients, give_back
 from shardwright.tensor.plain import backward, boundary, made_gradients, packed_sequences, set_data
 from shardwright.tensor.safe_globals import allow_safe_loading
 from shardwright.tensor.under_way import start_redistribution
@@ -46,4 +46,5 @@ def install() -> None:
     DTensor.__torch_function__ = classmethod(boundary.call)
     DTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[method-assign, assignment]
     register_optimizer_step_pre_hook(bring_gradients)
+    register_optimizer_step_post_hook(give_back)
     allow_safe_loading()

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
     from shardwright.layout.layout import Layout
 
     Gradient = tuple[DTensor, DTensor, Layout]
+    _Lent = tuple[DTensor, DTensor, DTensor, int]
+
+_LENT = "_gradients_of_the_backward"
 
 
 def bring_gradients(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """What every optimizer does first: torch calls it before each `step()`.
+    """What every optimizer does first: torch calls it before each `step()`. `give_back` undoes it after.
 
     Parameters that compute as their local tensors are left alone: not every rank need have their gradients,
-    and `GradientSynchronizer` asks.
+    and `GradientSynchronizer` asks. So are gradients that are differentiated themselves.
 
     Raises: ImplicitRedistributionError: inside `explicit()`, if anything would be sent; nothing is changed.
     Cost: what `redistribute_many` of the gradients costs; nothing for those that lie as their parameters do.
@@ -37,23 +40,44 @@ def bring_gradients(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) 
         return
     with DisableTorchFunctionSubclass():
         away = [entry for group in optimizer.param_groups for entry in _away(group["params"])]
-    if not away:
-        return
-    away = [entry for entry in away if not _takes_form(*entry)]
-    wanted = [(gradient, layout) for _, gradient, layout in away]
-    moved = move_operands_together(type(optimizer).__name__, wanted, "gradients lie as their parameters do")
-    for (parameter, gradient, layout), local in zip(away, moved, strict=True):
-        parameter.grad = wrap(local, spec_of(layout, gradient.device_mesh))
+        if not away:
+            return
+        name = type(optimizer).__name__
+        known = [_finished_before(name, gradient, layout) for _, gradient, layout in away]
+        wanted = [(g, layout) for (_, g, layout), form in zip(away, known, strict=True) if form is None]
+        moved = iter(move_operands_together(name, wanted, "gradients lie as their parameters do"))
+        lent: list[_Lent] = []
+        for (parameter, gradient, layout), form in zip(away, known, strict=True):
+            brought = wrap(next(moved), spec_of(layout, gradient.device_mesh)) if form is None else form
+            parameter.grad = brought
+            lent.append((parameter, gradient, brought, brought._version))
+    vars(optimizer)[_LENT] = lent
 
 
-def _takes_form(parameter: DTensor, gradient: DTensor, layout: Layout) -> bool:
-    """Was the gradient finished for its norm, say? Then that is the parameter's."""
+def give_back(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Put back the gradients as the backward left them: others may hold them, or views of them.
+
+    Not where the step made new ones (a closure), or wrote into those that it got.
+    """
+    for parameter, gradient, brought, version in vars(optimizer).pop(_LENT, ()):
+        if parameter.grad is brought and (brought._version == version or not _keeps_writes(optimizer)):
+            parameter.grad = gradient
+
+
+def _keeps_writes(optimizer: torch.optim.Optimizer) -> bool:
+    """Does a step leave something in gradients? Fused kernels say that they write, and unscale them only."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return not fused or getattr(optimizer, "grad_scale", None) is not None
+
+
+def _finished_before(name: str, gradient: DTensor, layout: Layout) -> DTensor | None:
+    """A copy of the form that was made for the gradient's norm, say."""
     form = finished_forms.known(gradient)
     if form is None or form._spec.layout.placements != layout.placements:
-        return False
-    finished_forms.give_up(gradient)
-    parameter.grad = form
-    return True
+        return None
+    finished_forms.taken(name, gradient, form)
+    copied: DTensor = form.clone()  # type: ignore[assignment]
+    return copied
 
 
 def _away(parameters: list[Any]) -> list[Gradient]:
@@ -61,7 +85,9 @@ def _away(parameters: list[Any]) -> list[Gradient]:
     found = []
     for parameter in parameters:
         gradient = parameter.grad
-        if type(parameter) is not DTensor or not isinstance(gradient, DTensor):
+        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+            continue
+        if parameter._spec.use is not None or gradient.requires_grad:
             continue
         own, has = parameter._spec, gradient._spec
         if own.mesh is not has.mesh or own.layout.placements == has.layout.placements:

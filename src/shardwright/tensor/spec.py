@@ -92,6 +92,7 @@ class Spec(DTensorSpec):
     use: LocalUse | None
     kind: SpecKind | None
     token: Token
+    pending: bool  # on some axis
     plain: Spec  # itself, but for `asking`
     form: Any  # of `asking`
 
@@ -178,6 +179,7 @@ def _without_sizes(
         "mesh": mesh,
         "coords": coords_of(mesh),
         "placements": placements,
+        "pending": any(p.is_pending for p in placements),
         "shard_order": Extra(torch_shard_order(placements, order), order, use),
         "use_strided_shard_as_shard_order": False,
     }

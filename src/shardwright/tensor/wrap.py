@@ -45,6 +45,33 @@ def up_to_date(x: TorchDTensor) -> None:
     knots.refresh(x)
 
 
+# Attributes of one tensor that no copy of it has.
+REMEMBERED = frozenset({"_reshaped_in_place", "_written_out"})
+
+
+def hand_out(local: torch.Tensor) -> torch.Tensor:
+    """A local tensor that the program gets, or gave: what is done to its memory is seen by nobody here."""
+    if type(local) is torch.Tensor:
+        for held in (local, local.untyped_storage()):  # `data` of the tensor may become another memory
+            vars(held)["in_hands"] = True
+    return local
+
+
+def in_hands(local: torch.Tensor) -> bool:
+    """Was its memory handed out?"""
+    return hasattr(local, "in_hands") or hasattr(local.untyped_storage(), "in_hands")
+
+
+def reshaped(x: DTensor) -> None:
+    """Remember that the sizes of `x` were changed in place: views of it are of what it was."""
+    vars(x)["_reshaped_in_place"] = True
+
+
+def is_reshaped(x: DTensor) -> bool:
+    """Were its sizes changed in place?"""
+    return "_reshaped_in_place" in vars(x)
+
+
 def wrap(local: torch.Tensor, spec: Spec, *, requires_grad: bool = False, offset: int = 0) -> DTensor:
     """The DTensor whose part on this rank is `local`.
 

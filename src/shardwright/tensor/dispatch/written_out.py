@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.compat import tree_map_only
+from shardwright.compat import current_graph_task_id, tree_map_only
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.search import is_expanded
 from shardwright.tensor import finished_forms
@@ -66,9 +66,13 @@ def remember(
     kwargs: Mapping[str, Any],
     small: DTensor,
 ) -> None:
-    """Keep with the terms how they were made."""
-    if finished_forms.may_keep(out) and finished_forms.may_keep(small):
+    """Keep with the terms how they were made: in a backward, whose tensors nobody else has."""
+    in_backward = current_graph_task_id() != -1
+    if in_backward and finished_forms.may_keep(out) and finished_forms.may_keep(small):
         versions = finished_forms.versions(out), finished_forms.versions(small)
+        args, kwargs = tree_map_only(  # numbers, as they are now
+            torch.Tensor, lambda x: x if x is small else x.clone(), (args, dict(kwargs))
+        )
         out._written_out = _Written(func, args, kwargs, small, out._local_tensor, versions)  # type: ignore[attr-defined]
 
 

@@ -84,53 +84,9 @@ def _results(out: Any) -> Sequence[Any]:
 def counting_writes(
     route: Callable[..., Any], func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """An op that writes; forms of what it writes hold no longer, unless they can be written likewise."""
-    written = write_back.written_by(func, args, kwargs)
-    scaled = _scaled(func, args, kwargs, written)
+    """An op that writes; forms of what it writes hold no longer."""
     try:
-        out = route(func, args, kwargs)
+        return route(func, args, kwargs)
     finally:
-        for x in written:
+        for x in write_back.written_by(func, args, kwargs):
             finished_forms.count_write(x)
-    if scaled:
-        _scale(route, func, args, scaled)
-    return out
-
-
-# What they make of a finished value is the finished form of what they make of a pending one, and local.
-_SCALES = frozenset({"aten::mul_", "aten::div_", "aten::_foreach_mul_", "aten::_foreach_div_"})
-_Kept = tuple["DTensor", "DTensor"]
-
-
-def _scaled(
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    written: Sequence[DTensor],
-) -> list[_Kept]:
-    """The values with their forms, if the call multiplies them by one number: clipped gradients, say."""
-    if func._schema.name not in _SCALES or len(args) != 2 or kwargs or not _is_number(args[1]):
-        return []
-    known = ((x, finished_forms.known(x)) for x in written if asks((x,)))
-    return [(x, form) for x, form in known if form is not None]
-
-
-def _is_number(x: Any) -> bool:
-    """The same one on every rank."""
-    if isinstance(x, CLASSES[0]):
-        return not x.shape and all(p.is_replicated for p in x._spec.layout.placements)
-    return isinstance(x, int | float)
-
-
-def _scale(
-    route: Callable[..., Any],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    scaled: Sequence[_Kept],
-) -> None:
-    forms = [form for _, form in scaled]
-    of_lists = isinstance(args[0], list | tuple)
-    for given in [forms] if of_lists else forms:
-        route(func, (given, args[1]), {})
-    for x, form in scaled:  # torch counts the write into a tensor alone once this call is over
-        finished_forms.keep(x, form, to_come=0 if of_lists else 1)

@@ -14,6 +14,7 @@ import torch
 from shardwright.compat import no_dispatch
 from shardwright.errors import RuleError
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.wrap import reshaped
 
 
 def changes_shape_in_place(func: torch._ops.OpOverload) -> bool:
@@ -31,6 +32,7 @@ def reshape_in_place(
     x: DTensor = args[0]
     view = _out_of_place(func)(*args, **kwargs)
     x._local_tensor, x._spec = view._local_tensor, view._spec
+    reshaped(x)
     with no_dispatch():
         func(*args, **kwargs)
     return x
