@@ -194,9 +194,10 @@ def _hybrid():
         plain.zero_grad()
         plain(x).square().sum().backward()
         model.zero_grad()
+        rank = torch.distributed.get_rank()
+        loss = model(x[2 * rank : 2 * rank + 2]).square().sum()  # the root stays gathered until its backward
         with synchronizer.overlapped():
-            rank = torch.distributed.get_rank()
-            model(x[2 * rank : 2 * rank + 2]).square().sum().backward()
+            loss.backward()
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert tuple(p.grad.placements) == tuple(p.placements), name
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-4, msg=name)

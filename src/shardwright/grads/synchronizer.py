@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class GradientSynchronizer:
         )
         self._bucket_bytes = bucket_bytes
         self._static = static
-        self._distributed()
+        self._known = self._distributed()
 
     def synchronize(self) -> None:
         """Sum what is pending. Collective over the meshes of the parameters.
@@ -73,8 +73,7 @@ class GradientSynchronizer:
         Cost: 2(n-1)/n of the bytes of these gradients and two numbers for each, sent while the backward
             computes; for all others that of `synchronize`.
         """
-        parameters = self._distributed()
-        sums = OverlappedSum(parameters, self._bucket_bytes)
+        sums = OverlappedSum(self._distributed(gathered=self._known), self._bucket_bytes)
         stop = sums.listen()
         try:
             yield
@@ -84,13 +83,19 @@ class GradientSynchronizer:
         if sums.left:
             finish_gradients(sums.left, self._bucket_bytes, agreed=self._static)
 
-    def _distributed(self) -> dict[str, TorchDTensor]:
-        """Return the trainable parameters, none of which may be plain in a world of several ranks."""
+    def _distributed(self, gathered: Mapping[str, TorchDTensor] | None = None) -> dict[str, TorchDTensor]:
+        """Return the trainable parameters, none of which may be plain in a world of several ranks.
+
+        gathered: what stands for those that `fully_shard` shows whole from a forward to its backward.
+        """
         trainable = {name: p for name, p in named_parameters(self._source).items() if p.requires_grad}
+        for name, parameter in (gathered or {}).items():
+            if name in trainable and not isinstance(trainable[name], TorchDTensor):
+                trainable[name] = parameter
         _refuse_plain(trainable)
-        distributed = {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
-        refuse_uncovered(distributed)
-        return distributed
+        self._known = {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
+        refuse_uncovered(self._known)
+        return self._known
 
 
 def _refuse_plain(trainable: dict[str, Tensor]) -> None:
