@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.record import Recorder as Events
 from shardwright.comm.record import source_line
+from shardwright.comm.told import told
 from shardwright.compat import FakeTensorMode, TorchDispatchMode, modes_stack, tree_leaves, tree_map
 from shardwright.erase import numbers
 from shardwright.erase.refuse import Refusal
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _OPTIMIZERS = str(Path(torch.__file__).parent / "optim")
-_TORCH = str(Path(torch.__file__).parent)
+_HERE = "shardwright/erase"
 _READ = aten._local_scalar_dense.default
 _LOOKED_AT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _REPLACES_MEMORY = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
@@ -54,7 +55,12 @@ class Recording(TorchDispatchMode):
 
     def values_read(self, x: torch.Tensor, what: str) -> None:
         """The host looks at the values of a tensor beside the dispatcher."""
-        if self.tape.varies(local_of(x)):
+        local = local_of(x)
+        if not self.tape.varies(local):
+            return
+        if _is_told():
+            self.tape.expect(local)
+        else:
             self.refuse(what, "the host reads values of a tensor")
 
     # -- one operator ---------------------------------------------------------------------------------
@@ -205,7 +211,15 @@ def _draws(func: Any) -> bool:
 
 
 def _asked_by_an_optimizer() -> bool:
-    return _first_frame(skip=("torch/_ops.py", "torch/utils/_python_dispatch.py")).startswith(_OPTIMIZERS)
+    return _first_frame(skip=("torch/_dynamo/eval_frame.py", "torch/_compile.py")).startswith(_OPTIMIZERS)
+
+
+def _is_told() -> bool:
+    """Do ranks read what they told each other about their programs? The frame below the watching ones."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and f"{_HERE}/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is told.__code__
 
 
 def _of_the_library() -> bool:
@@ -218,7 +232,7 @@ def _first_frame(skip: tuple[str, ...]) -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if "shardwright/erase/" not in name and not any(part in name for part in skip):
+        if f"{_HERE}/" not in name and not any(part in name for part in skip):
             return name
         frame = frame.f_back
     return ""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwright.errors import EraseError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -69,6 +71,15 @@ class Value:
     varies: bool = True
 
 
+def expect(x: torch.Tensor, values: list[Any]) -> None:
+    """Raise where ranks told each other something else than when the program was recorded."""
+    if x.tolist() != values:
+        raise EraseError(
+            "the ranks told each other something else than when this program was recorded (which of them have "
+            "which gradients, say)\n  fix: run the same backward passes on all ranks, or this call unerased"
+        )
+
+
 Geometry = tuple[Any, ...]
 
 
@@ -112,6 +123,12 @@ class Tape:
     def knows(self, x: torch.Tensor) -> bool:
         """Is this very object a value?"""
         return id(x) in self._by_id
+
+    def expect(self, x: torch.Tensor) -> None:
+        """The values are read: a replay compares them with what they are now."""
+        number = self.find(x)
+        if number is not None:
+            self.lines.append(Line(expect, (Ref(number), x.tolist()), {}, (), False, ""))
 
     def forget(self, x: torch.Tensor) -> None:
         """From now on this object is another value."""
