@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 _NAMES = (
+    "erased",
     "first_call",
     "meshes",
     "op_overhead",

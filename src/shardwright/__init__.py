@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     from shardwright.comm import guarded, use_network
-    from shardwright.erase import erase
+    from shardwright.erased import erase
     from shardwright.layout import Layout, from_partition_spec, layout_of, to_partition_spec
     from shardwright.placement import (
         BlockCyclic,
@@ -54,7 +54,7 @@ __version__ = "0.1.0"
 _HOME = {
     "torch.distributed.device_mesh": ("DeviceMesh", "init_device_mesh"),
     "shardwright.comm": ("guarded", "use_network"),
-    "shardwright.erase": ("erase",),
+    "shardwright.erased": ("erase",),
     "shardwright.show": ("explain", "trace", "visualize"),
     "shardwright.layout": ("Layout", "from_partition_spec", "layout_of", "to_partition_spec"),
     "shardwright.placement": (

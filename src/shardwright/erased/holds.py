@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.erase.given import of_tensor
-from shardwright.erase.program import compiled
-from shardwright.erase.walk import SCALARS, Fact
+from shardwright.erased.given import of_tensor
+from shardwright.erased.program import compiled
+from shardwright.erased.walk import SCALARS, Fact, content
 from shardwright.tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ _READ = {
     "cell": "{holder}.cell_contents",
     "attribute": "getattr({holder}, {key})",
     "length": "len({holder})",
+    "array": "content({holder})",
 }
 
 
@@ -31,13 +32,21 @@ def guard_of(
     Asked in the order of the walk, each before what it leads to: a replaced module is noticed before its
     parameters are looked up.
     """
-    names: dict[str, Any] = {"same": same, "gone": _GONE, "of_tensor": of_tensor, "gradient": gradient_of}
-    lines = ["def holds():", " try:"]
+    names: dict[str, Any] = {
+        "same": same,
+        "gone": _GONE,
+        "of_tensor": of_tensor,
+        "gradient": gradient_of,
+        "content": content,
+    }
+    lines = ["def holds():", " try:", "  pass"]
     for place, fact in enumerate(facts):
         holder, key, value = f"h{place}", f"k{place}", f"x{place}"
         names |= {holder: fact.holder, key: fact.key, value: fact.value}
         read = _READ[fact.kind].format(holder=holder, key=key)
-        if isinstance(fact.value, SCALARS):
+        if fact.kind in {"length", "array"}:
+            lines.append(f"  if {read} != {value}: return False")
+        elif isinstance(fact.value, SCALARS):
             lines.append(f"  v = {read}\n  if v is not {value} and not same(v, {value}): return False")
         else:
             lines.append(f"  if {read} is not {value}: return False")
@@ -89,6 +98,8 @@ def changed(facts: Iterable[Fact]) -> list[str]:
         except _GONE:
             found.append(f"{fact.path} is gone")
             continue
+        if fact.kind == "array" and now == fact.value:
+            continue
         if now is not fact.value and not (isinstance(now, SCALARS) and same(now, fact.value)):
             found.append(f"{fact.path}: {_short(fact.value)} -> {_short(now)}")
     return found
@@ -97,6 +108,8 @@ def changed(facts: Iterable[Fact]) -> list[str]:
 def _read(fact: Fact) -> Any:
     if fact.kind == "length":
         return len(fact.holder)
+    if fact.kind == "array":
+        return content(fact.holder)
     if fact.kind == "cell":
         return fact.holder.cell_contents
     return getattr(fact.holder, fact.key) if fact.kind == "attribute" else fact.holder[fact.key]

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import tree_flatten, tree_unflatten
-from shardwright.erase.walk import SCALARS, local_of
+from shardwright.erased.walk import SCALARS, local_of
 from shardwright.tensor.dtensor import DTensor
 
 _DIRECT = (torch.Tensor, *SCALARS)

@@ -10,20 +10,20 @@ import torch
 
 from shardwright.compat import DisableTorchFunctionSubclass
 from shardwright.comm.traced import in_groups
-from shardwright.erase import given, text
-from shardwright.erase.effects import Effects, carry_out, version_of
-from shardwright.erase.gradients import hang
-from shardwright.erase.results import Result, made_again
-from shardwright.erase.sources import Given, Gradient
-from shardwright.erase.walk import local_of
+from shardwright.erased import given, text
+from shardwright.erased.effects import Effects, carry_out, version_of
+from shardwright.erased.gradients import hang
+from shardwright.erased.results import Result, made_again
+from shardwright.erased.sources import Given, Gradient
+from shardwright.erased.walk import local_of
 from shardwright.errors import EraseError
 from shardwright.tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardwright.erase.program import Program
-    from shardwright.erase.walk import Fact
+    from shardwright.erased.program import Program
+    from shardwright.erased.walk import Fact
 
 
 @dataclass(frozen=True, slots=True)

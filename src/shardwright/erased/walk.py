@@ -8,19 +8,21 @@ after.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.record import of_library
-from shardwright.erase.refuse import Refusal
+from shardwright.erased.refuse import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,13 +37,15 @@ _OF_OPTIMIZERS = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimi
 _NOT_THE_USERS = frozenset({"torch", "shardwright", "numpy", *sys.stdlib_module_names}) - {"__main__"}
 _HELPERS = ("/site-packages/numpy/",)
 _MOST = 50_000
+_LARGEST_ARRAY = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
     """What stood at a place. read(holder, key) looks again.
 
-    kind: "item" of a dict or list, "cell" of a closure, "length" of a container.
+    kind: "item" of a dict or list, "cell" of a closure, "attribute", "length" of a container, "array" for the
+        content of one.
     """
 
     path: str
@@ -111,13 +115,13 @@ class World:
             visitor = next((visit for cls, visit in _VISITORS if isinstance(value, cls)), World._object)
             visitor(self, path, value)
 
-    def _items(self, path: str, holder: dict[Any, Any]) -> None:
+    def _items(self, path: str, holder: Mapping[Any, Any]) -> None:
         self.facts.append(Fact(path, "length", holder, None, len(holder)))
         for key, value in holder.items():
             self._place(f"{path}[{_named(key)}]", "item", holder, key, value)
 
     def _sequence(self, path: str, holder: Any) -> None:
-        if isinstance(holder, list):
+        if not isinstance(holder, tuple):
             self.facts.append(Fact(path, "length", holder, None, len(holder)))
         for place, value in enumerate(holder):
             self._place(f"{path}[{place}]", "item", holder, place, value)
@@ -172,6 +176,16 @@ class World:
         what = f"{path} ({type(value).__name__})"
         self.refusals.append(Refusal(what, "an iterator goes on each time it is asked; a replay would not ask"))
 
+    def _array(self, path: str, array: Any) -> None:
+        """The content: a tensor that the program makes of it is a constant of the recording."""
+        if array.nbytes > _LARGEST_ARRAY:
+            self.refusals.append(Refusal(path, "a large array of numpy, whose content nobody watches"))
+        else:
+            self.facts.append(Fact(path, "array", array, None, content(array)))
+
+    def _namespace(self, path: str, holder: Any) -> None:
+        self._items(path, vars(holder))
+
     def _nothing(self, path: str, value: Any) -> None:
         """Identity is all that is asked of it."""
 
@@ -197,11 +211,18 @@ _VISITORS: tuple[tuple[Any, Callable[[World, str, Any], None]], ...] = (
     (types.MethodType, World._method),
     (functools.partial, World._partial),
     ((type, types.ModuleType, types.BuiltinFunctionType), World._nothing),
-    (dict, World._items),
-    ((list, tuple), World._sequence),
+    (np.ndarray, World._array),
+    ((types.SimpleNamespace, argparse.Namespace), World._namespace),
+    (Mapping, World._items),
+    (Sequence, World._sequence),
     ((set, frozenset), World._set),
     (Iterator, World._iterator),
 )
+
+
+def content(array: Any) -> tuple[Any, ...]:
+    """What an array holds, to be compared."""
+    return array.shape, array.dtype.str, array.tobytes()
 
 
 def _slots_of(cls: type) -> list[str]:

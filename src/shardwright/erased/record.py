@@ -18,22 +18,23 @@ from shardwright.comm.record import Recorder as Events
 from shardwright.comm.record import source_line
 from shardwright.comm.told import told
 from shardwright.compat import FakeTensorMode, TorchDispatchMode, modes_stack, tree_leaves, tree_map
-from shardwright.erase import numbers
-from shardwright.erase.refuse import Refusal
-from shardwright.erase.tape import Line, Ref, Tape
-from shardwright.erase.walk import local_of
+from shardwright.erased import numbers
+from shardwright.erased.refuse import Refusal
+from shardwright.erased.tape import Line, Ref, Tape
+from shardwright.erased.walk import local_of
 
 if TYPE_CHECKING:
     from types import FrameType
 
 aten = torch.ops.aten
 _OPTIMIZERS = str(Path(torch.__file__).parent / "optim")
-_HERE = "shardwright/erase"
+_HERE = "shardwright/erased"
 _READ = aten._local_scalar_dense.default
 _LOOKED_AT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _REPLACES_MEMORY = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 FUNCTIONAL = "_c10d_functional"
 DATA = "aten::lift_fresh"
+_FROM_NOWHERE = "it takes a tensor that is neither given nor found in the program"
 
 
 class Recording(TorchDispatchMode):
@@ -80,6 +81,9 @@ class Recording(TorchDispatchMode):
 
     def _on_dtensors(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Left to the DTensor's own dispatch, which gets plain numbers for those that are followed."""
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor) and not isinstance(x, TorchDTensor) and self.tape.find(x) is None:
+                self.refuse(str(func), _FROM_NOWHERE)
         if not any(numbers.is_followed(value) for value in tree_leaves((args, kwargs))):
             return NotImplemented
         outer, self._followed = self._followed, (func, args, kwargs)
@@ -149,8 +153,8 @@ class Recording(TorchDispatchMode):
         number = self.tape.find(x)
         if number is None:
             number = self.tape.enter(x, "constant", varies=False)
-            if func._schema.name != DATA and not _of_the_library():
-                self.refuse(str(func), "it takes a tensor that is neither given nor found in the program")
+            if func._schema.name != DATA:
+                self.refuse(str(func), _FROM_NOWHERE)
         return Ref(number)
 
     def _result(self, x: Any, varies: bool) -> int | None:
@@ -220,12 +224,6 @@ def _is_told() -> bool:
     while frame is not None and f"{_HERE}/" in frame.f_code.co_filename:
         frame = frame.f_back
     return frame is not None and frame.f_code is told.__code__
-
-
-def _of_the_library() -> bool:
-    """Is it this package that calls, with a tensor that it keeps?"""
-    name = _first_frame(skip=("torch/",))
-    return "shardwright" in name and "/erase/" not in name
 
 
 def _first_frame(skip: tuple[str, ...]) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardwright.erase.entry import Entry
-    from shardwright.erase.refuse import Refusal
+    from shardwright.erased.entry import Entry
+    from shardwright.erased.refuse import Refusal
 
 
 @dataclass(slots=True)

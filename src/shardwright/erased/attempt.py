@@ -10,19 +10,18 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.comm.record import source_line
 from shardwright.comm.traced import in_groups
 from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten, tree_unflatten
-from shardwright.erase import given
-from shardwright.erase.effects import Before, Effects, gradients_after, written_of
-from shardwright.erase.entry import Backward, Entry, Leaf, overlap
-from shardwright.erase.gradients import hang, has_hooks, inputs_of, own_backward
-from shardwright.erase.holds import changed, guard_of
-from shardwright.erase.program import program_of
-from shardwright.erase.record import Recording
-from shardwright.erase.refuse import Refusal
-from shardwright.erase.results import Result
-from shardwright.erase.sources import Given, Gradient, Held, Tangent
-from shardwright.erase.surroundings import autocast_devices
-from shardwright.erase.walk import SCALARS, World, local_of
-from shardwright.erase.watch import Watch
+from shardwright.erased import given, holds
+from shardwright.erased.effects import Before, Effects, gradients_after, written_of
+from shardwright.erased.entry import Backward, Entry, Leaf, overlap
+from shardwright.erased.gradients import hang, has_hooks, inputs_of, own_backward
+from shardwright.erased.program import program_of
+from shardwright.erased.record import Recording
+from shardwright.erased.refuse import Refusal
+from shardwright.erased.results import Result
+from shardwright.erased.sources import Given, Gradient, Held, Tangent
+from shardwright.erased.surroundings import autocast_devices
+from shardwright.erased.walk import SCALARS, World, local_of
+from shardwright.erased.watch import Watch
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dtensor import DTensor
 
@@ -94,7 +93,7 @@ class Attempt:
         gradients, refusals = gradients_after(self.before, self.tape)
         written, of_written = written_of(self.before)
         refusals = [*self.recording.refusals, *self.watch.refusals, *self.world.refusals, *refusals, *of_written]
-        refusals += [Refusal(text, _CHANGES) for text in changed(self.world.facts)]
+        refusals += [Refusal(text, _CHANGES) for text in holds.changed(self.world.facts)]
         stepped = bool(gradients) and self.watch.ran_backward
         hanging = [i for i, x in enumerate(flat) if _wants_gradient(x, self.leaves)]
         if stepped:
@@ -223,7 +222,7 @@ class _Finish:
         self.results = [Result.of(x, attempt.tape) for x in made]
         self.facts = list(attempt.world.facts)
         # Looked at now: gradients and versions go on before a backward comes.
-        self.guard = guard_of(self.facts, [x for _, x in attempt.world.tensors], self._gradients_before())
+        self.guard = holds.guard_of(self.facts, [x for _, x in attempt.world.tensors], self._gradients_before())
         self.flat_made = made
 
     def _gradients_before(self) -> dict[int, Any]:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import increment_version
 
-from shardwright.erase.holds import gradient_of
-from shardwright.erase.refuse import Refusal
-from shardwright.erase.results import Result, made_again
+from shardwright.erased.holds import gradient_of
+from shardwright.erased.refuse import Refusal
+from shardwright.erased.results import Result, made_again
 
 if TYPE_CHECKING:
-    from shardwright.erase.tape import Tape
+    from shardwright.erased.tape import Tape
 
 
 @dataclass(frozen=True, slots=True)

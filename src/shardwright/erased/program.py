@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.compat import tree_leaves, tree_map_only
-from shardwright.erase.record import DATA, FUNCTIONAL
-from shardwright.erase.sources import Held
-from shardwright.erase.tape import Line, Number, Ref, Tape
+from shardwright.erased.record import DATA, FUNCTIONAL
+from shardwright.erased.sources import Held
+from shardwright.erased.tape import Line, Number, Ref, Tape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -140,7 +140,7 @@ def _compiled(
 
 def compiled(text: str, names: dict[str, Any], name: str) -> Any:
     """A function from its source, with these names as its globals."""
-    code = compile(text, "<shardwright erase>", "exec")
+    code = compile(text, "<erased program>", "exec")
     exec(code, names)  # noqa: S102 - the text is written here, of operators and numbers of values
     return names[name]
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.erase.walk import local_of
+from shardwright.erased.walk import local_of
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import offset_of, wrap
 
 if TYPE_CHECKING:
-    from shardwright.erase.tape import Tape
+    from shardwright.erased.tape import Tape
     from shardwright.tensor.spec import Spec
 
 

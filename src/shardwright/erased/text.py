@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.erase.program import FUNCTIONAL
-from shardwright.erase.sources import Given, Gradient, Held, Tangent
-from shardwright.erase.tape import Number, Ref
+from shardwright.erased.program import FUNCTIONAL
+from shardwright.erased.sources import Given, Gradient, Held, Tangent
+from shardwright.erased.tape import Number, Ref
 
 if TYPE_CHECKING:
-    from shardwright.erase.program import Program
-    from shardwright.erase.tape import Line, Tape
+    from shardwright.erased.program import Program
+    from shardwright.erased.tape import Line, Tape
 
 _DTYPES = {
     torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16",

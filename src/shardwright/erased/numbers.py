@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.erase.tape import Number
+from shardwright.erased.tape import Number
 
 if TYPE_CHECKING:
     from collections.abc import Callable

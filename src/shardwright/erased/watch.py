@@ -20,13 +20,13 @@ import torch
 
 import shardwright
 from shardwright.comm.record import source_line
-from shardwright.erase.refuse import Refusal
-from shardwright.erase.walk import is_library
+from shardwright.erased.refuse import Refusal
+from shardwright.erased.walk import is_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardwright.erase.walk import World
+    from shardwright.erased.walk import World
 
 _OURS = (str(Path(shardwright.__file__).parent), str(Path(torch.__file__).parent))
 _BUILTIN = {
@@ -94,6 +94,9 @@ class Watch:
             self.values_read(owner, f"Tensor.{name}")
         elif name == "run_backward":
             self.ran_backward = True
+        elif name in _GENERATOR and isinstance(owner, torch.Generator):  # whoever asks
+            why = "it reads or moves the state of a generator of random numbers"
+            self.refusals.append(Refusal(f"Generator.{name}", why, source_line()))
         else:
             why = _why(name, owner, getattr(function, "__module__", None))
             if why and _by_the_user(frame):
@@ -102,14 +105,12 @@ class Watch:
 
 def _why(name: str, owner: Any, module: str | None) -> str:
     """Why a function of C cannot be replayed; "" where it can."""
-    if module == "builtins" and name in _BUILTIN:
+    if name in _BUILTIN and module in {"builtins", "io", "_io"}:
         return _BUILTIN[name]
-    if module == "time" or (name in _NAMES and owner in (datetime.datetime, datetime.date)):
+    if module == "time" or (name in _NAMES and (owner is datetime.datetime or owner is datetime.date)):
         return _CLOCK
     if isinstance(owner, random.Random) or (name == "urandom" and module == "posix"):
         return _DRAWS
-    if isinstance(owner, torch.Generator) and name in _GENERATOR:
-        return "it reads or moves the state of a generator of random numbers"
     if isinstance(owner, _io._IOBase) and name in {"write", "writelines", "read", "readline"}:
         return "it reads or writes a file"
     return ""
@@ -120,10 +121,8 @@ def _by_the_user(frame: FrameType | None) -> bool:
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_OURS):
-            # torch's own doors to a generator are the user's calls
-            if Path(name).name not in {"random.py", "checkpoint.py"} or not name.startswith(_OURS[1]):
-                return False
-        elif not is_library(name):
+            return False
+        if not is_library(name):
             return True
         frame = frame.f_back
     return False

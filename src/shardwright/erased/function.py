@@ -10,18 +10,18 @@ import torch
 from shardwright.comm.record import source_line
 from shardwright.comm.traced import in_groups
 from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten
-from shardwright.erase import given
-from shardwright.erase.attempt import Attempt
-from shardwright.erase.gradients import has_hooks, hang, inputs_of, own_backward
-from shardwright.erase.holds import changed
-from shardwright.erase.report import Report
-from shardwright.erase.surroundings import flags, why_unerased
+from shardwright.erased import given, surroundings
+from shardwright.erased.attempt import Attempt
+from shardwright.erased.gradients import has_hooks, hang, inputs_of, own_backward
+from shardwright.erased.holds import changed
+from shardwright.erased.report import Report
+
 from shardwright.tensor.views import write_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardwright.erase.entry import Entry
+    from shardwright.erased.entry import Entry
 
 _MOST = 8
 _TRIES = 3
@@ -38,12 +38,12 @@ class Erased:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result, by a replay where a recording holds."""
-        why = why_unerased()
+        why = surroundings.why_unerased()
         if why:
             return self._as_it_is(args, kwargs, why)
         with DisableTorchFunctionSubclass():
             leaves, structure = given.flatten(args, kwargs)
-            key = structure, flags(), given.signature(leaves)
+            key = structure, surroundings.flags(), given.signature(leaves)
             for entry in self._entries.get(key, ()):
                 if entry.holds(leaves):
                     self._report.replays += 1
