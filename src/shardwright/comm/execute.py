@@ -39,7 +39,7 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh | None, *, reason: str =
     seat = seat_of(plan, mesh)
     if seat is None:
         return local
-    if _one_axis_at_a_time(plan, local):
+    if (plan.is_between or plan.crosses_several_axes) and _one_axis_at_a_time(plan, local):
         return _traced(plan, local, mesh, reason)
     if local.is_conj() or local.is_neg():
         local = _materialised(local)

@@ -13,7 +13,7 @@ from shardwright.errors import PlanError
 
 
 _lock = threading.Lock()
-_blocks = 0
+blocks = 0  # how many are open; a known plan asks for nothing else
 
 
 @contextmanager
@@ -24,19 +24,19 @@ def in_groups() -> Iterator[None]:
     third runs the same call as it is, all three must send the same: so all runs of an erased function do.
     One count for the process: a backward sends from the threads of autograd.
     """
-    global _blocks  # noqa: PLW0603 - see above
+    global blocks  # noqa: PLW0603 - see above
     with _lock:
-        _blocks += 1
+        blocks += 1
     try:
         yield
     finally:
         with _lock:
-            _blocks -= 1
+            blocks -= 1
 
 
 def goes_in_groups(x: Tensor) -> bool:
     """Must it be sent by collectives of process groups?"""
-    return _blocks > 0 or is_traced(x)
+    return blocks > 0 or is_traced(x)
 
 
 def is_traced(x: Tensor) -> bool:

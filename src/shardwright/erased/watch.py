@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-import shardwright
 from shardwright.comm.record import source_line
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.walk import is_library
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from shardwright.erased.walk import World
 
-_OURS = (str(Path(shardwright.__file__).parent), str(Path(torch.__file__).parent))
+_OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _BUILTIN = {
     "print": "it prints; a replay would not",
     "input": "it asks the user",
