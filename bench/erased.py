@@ -1,4 +1,4 @@
-"""A transformer block forward and backward: eager DTensors, erased, by hand on local tensors, torch's DTensor."""
+"""A transformer block, forward and backward: by hand on local tensors, erased, eager, torch's DTensor."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, tokens, width] to the same."""
-        h = self.begin(self.norm1(x))
-        heads = (p(h).unflatten(-1, (-1, self.width // _HEADS)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        h = self.norm1(x)  # its gradients stay terms of a sum, as they do on DTensors
+        size = self.width // _HEADS
+        heads = (p(h).unflatten(-1, (-1, size)).transpose(1, 2) for p in (self.q, self.k, self.v))
         mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.end(self.o(mixed.transpose(1, 2).flatten(-2)))
         h = self.begin(self.norm2(x))
@@ -162,17 +163,16 @@ def measure(width: int, tokens: int, rows: int) -> Found:
     given = sw.distribute_tensor(x, mesh, {"tp": sw.Replicate()})
     hand, ours = by_hand(width, world), on_dtensors(width, mesh)
     erased, only = sw.erase(step_of(on_dtensors(width, mesh))), on_dtensors(width, mesh)
-    outside = step_of(only)
+    theirs = in_styles(width, mesh)
     forward = sw.erase(only)
     only_step = _around(only, forward)
-    del outside
     programs: dict[str, Callable[[], Tensor]] = {
         "by hand": lambda: step_of(hand)(x),
         "erased step": lambda: erased(given),
         "erased step again": lambda: erased(given),
         "erased module": lambda: only_step(given),
         "eager DTensors": lambda: step_of(ours)(given),
-        "torch's DTensor": lambda theirs=in_styles(width, mesh): step_of(theirs)(x),
+        "torch's DTensor": lambda: step_of(theirs)(x),
     }
     found = Found()
     start = time.perf_counter()

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.comm import traced
 from shardwright.comm.async_result import Later
 from shardwright.comm.collective import Exchanging, Reducing
 from shardwright.comm.mailbox import Mailing
 from shardwright.comm.task import Applying, Moving, Piecewise, Task, run_all
-from shardwright.comm import traced
 from shardwright.comm.traced import goes_in_groups
 from shardwright.errors import PlanError
 from shardwright.plan.plan import Plan

@@ -220,6 +220,7 @@ def source_line() -> str:
 
 
 def of_library(filename: str) -> bool:
+    """Is this code of torch, of this package or of the standard library?"""
     if filename.startswith((_PACKAGE, _TORCH, "<")):
         return True
     return filename.startswith(_STANDARD) and "site-packages" not in filename

@@ -11,7 +11,6 @@ from torch.nn import Parameter
 
 from shardwright.errors import PlanError
 
-
 _lock = threading.Lock()
 blocks = 0  # how many are open; a known plan asks for nothing else
 

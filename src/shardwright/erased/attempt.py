@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.record import source_line
 from shardwright.comm.traced import in_groups
@@ -13,7 +12,7 @@ from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten, tree_
 from shardwright.erased import given, holds
 from shardwright.erased.effects import Before, Effects, gradients_after, written_of
 from shardwright.erased.entry import Backward, Entry, Leaf, overlap
-from shardwright.erased.gradients import hang, has_hooks, inputs_of, own_backward
+from shardwright.erased.gradients import Cut, hang, has_hooks, inputs_of, own_backward
 from shardwright.erased.program import program_of
 from shardwright.erased.record import Recording
 from shardwright.erased.refuse import Refusal
@@ -57,11 +56,14 @@ class Attempt:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call's own result."""
         with DisableTorchFunctionSubclass():
+            self.cut = Cut.of(args, kwargs)
+            ends = {id(self.cut.original(x)): x for x in self.cut.ends}
+            self.leaves = [ends.get(id(leaf), leaf) for leaf in self.leaves]
             self.world.reach(getattr(self.function, "__name__", type(self.function).__name__), self.function)
             for place, leaf in enumerate(self.leaves):
                 self._give(place, leaf)
         with in_groups(), self.recording.events, self.watch, self.recording:
-            out = self.function(*args, **kwargs)
+            out = self.function(*self.cut.args, **self.cut.kwargs)
         with DisableTorchFunctionSubclass():
             return self._after(out)
 
@@ -92,7 +94,9 @@ class Attempt:
         flat, structure = (([out], None) if isinstance(out, torch.Tensor) else tree_flatten(out))
         gradients, refusals = gradients_after(self.before, self.tape)
         written, of_written = written_of(self.before)
-        refusals = [*self.recording.refusals, *self.watch.refusals, *self.world.refusals, *refusals, *of_written]
+        refusals = [*self._refusals(), *refusals, *of_written]
+        if self.cut.pass_on():
+            refusals.append(Refusal("an argument", "a backward inside goes on into its graph"))
         refusals += [Refusal(text, _CHANGES) for text in holds.changed(self.world.facts)]
         stepped = bool(gradients) and self.watch.ran_backward
         hanging = [i for i, x in enumerate(flat) if _wants_gradient(x, self.leaves)]
@@ -108,7 +112,14 @@ class Attempt:
             self.refused(refusals)
         else:
             self.finish.plain()
+        return self._given_back(flat, structure)
+
+    def _given_back(self, flat: list[Any], structure: Any) -> Any:
+        flat = [self.cut.original(x) for x in flat]
         return flat[0] if structure is None else tree_unflatten(flat, structure)
+
+    def _refusals(self) -> list[Refusal]:
+        return [*self.recording.refusals, *self.watch.refusals, *self.world.refusals]
 
     def _results(self, flat: list[Any]) -> tuple[list[Leaf], list[torch.Tensor], list[Refusal]]:
         """How each leaf comes back, and the tensors that were made."""
@@ -137,8 +148,7 @@ class Attempt:
 
     def _hang(self, flat: list[Any], structure: Any, hanging: list[int], refusals: list[Refusal]) -> Any:
         results = [flat[i] for i in hanging]
-        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        inputs = inputs_of(results, tensors)
+        inputs = inputs_of(results)
         refusals = [*refusals, *self._refusals_of(results, inputs)]
         if refusals:
             self.refused(refusals)
@@ -147,17 +157,16 @@ class Attempt:
             def backward(gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
                 return self._backward(results, inputs, gradients, record=not refusals)
 
-            made = hang(lambda: tuple(x.detach() for x in results), backward, inputs)
+            ends = [self.cut.original(x) for x in inputs]
+            made = hang(lambda: tuple(x.detach() for x in results), backward, ends)
             for place, x in zip(hanging, made, strict=True):
                 flat[place] = x
-        return flat[0] if structure is None else tree_unflatten(flat, structure)
+        return self._given_back(flat, structure)
 
     def _refusals_of(self, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[Refusal]:
-        found = []
-        memory = {given.storage_of(x): x for x in inputs}
-        for x in results:
-            if given.storage_of(x) in memory:
-                found.append(Refusal("a result", "it is a view of what was given, and wants a gradient"))
+        memory = set(map(given.storage_of, inputs))
+        view = Refusal("a result", "it is a view of what was given, and wants a gradient")
+        found = [view for x in results if given.storage_of(x) in memory]
         for x in inputs:
             if has_hooks(x):
                 found.append(Refusal("a hook on a gradient", "it would run twice"))
@@ -179,6 +188,7 @@ class Attempt:
                 return own_backward(results, inputs, gradients)
         self.finish.done = True
         first = len(self.tape.lines)
+        gradients = [None if x is None else _dense(x) for x in gradients]
         with DisableTorchFunctionSubclass():
             for place, gradient in enumerate(gradients):
                 if gradient is not None:
@@ -197,6 +207,13 @@ def _wants_gradient(x: Any, leaves: list[Any]) -> bool:
     if not isinstance(x, torch.Tensor) or x.grad_fn is None:
         return False
     return not any(x is leaf for leaf in leaves)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Not expanded, as the gradient of a sum is: a replay can bring no other gradient into such memory."""
+    local = local_of(gradient)
+    spread = any(n > 1 and not step for n, step in zip(local.shape, local.stride(), strict=True))
+    return gradient.contiguous() if spread else gradient
 
 
 class _Finish:
@@ -222,11 +239,15 @@ class _Finish:
         self.results = [Result.of(x, attempt.tape) for x in made]
         self.facts = list(attempt.world.facts)
         # Looked at now: gradients and versions go on before a backward comes.
-        self.guard = holds.guard_of(self.facts, [x for _, x in attempt.world.tensors], self._gradients_before())
-        self.flat_made = made
+        tensors = [x for _, x in attempt.world.tensors]
+        self.guard = holds.guard_of(self.facts, tensors, self._gradients_before())
 
     def _gradients_before(self) -> dict[int, Any]:
-        return {id(was.x): was.gradient_kind for was in self.attempt.before}
+        """What the program can have asked of them; one that cannot may find others in a replay."""
+        attempt = self.attempt
+        if not (attempt.world.sees_gradients or attempt.watch.ran_backward):
+            return {}
+        return {id(was.x): was.gradient_kind for was in attempt.before}
 
     def plain(self) -> None:
         """An entry without a backward of its own."""
@@ -247,7 +268,7 @@ class _Finish:
     ) -> None:
         """An entry with the backward that was just recorded."""
         attempt, tape = self.attempt, self.attempt.tape
-        refusals = [*attempt.recording.refusals, *attempt.watch.refusals, *attempt.world.refusals]
+        refusals = attempt._refusals()
         of_inputs = [None if x is None else Result.of(x, tape) for x in found]
         if any(x is not None and r is None for x, r in zip(found, of_inputs, strict=True)):
             refusals.append(Refusal("a gradient", "it comes from nowhere in the recording"))
@@ -272,9 +293,17 @@ class _Finish:
                 tuple(of_inputs),
                 tuple(next(i for i, y in enumerate(self.made) if y is x) for x in results),
                 len(saved),
-                tuple(i for i, n in enumerate(saved) if isinstance(tape.values[n].source, Given)),
+                self._of_others([*saved, *program.holds]),
             ),
         )
+
+    def _of_others(self, numbers: list[int]) -> tuple[Any, ...]:
+        """What these values lie in that the program around may write before the backward."""
+        attempt = self.attempt
+        memory = {given.storage_of(attempt.tape.values[n].tensor) for n in numbers}
+        leaves = [i for i, x in enumerate(attempt.leaves) if isinstance(x, torch.Tensor)]
+        of_leaves = [i for i in leaves if given.storage_of(attempt.leaves[i]) in memory]
+        return (*of_leaves, *(x for _, x in attempt.world.tensors if given.storage_of(x) in memory))
 
     def _entry(self, gives: list[int], lines: int, backward: Backward | None) -> None:
         attempt, tape = self.attempt, self.attempt.tape

@@ -13,6 +13,8 @@ from shardwright.erased.refuse import Refusal
 from shardwright.erased.results import Result, made_again
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardwright.erased.tape import Tape
 
 
@@ -48,7 +50,9 @@ class Effects:
     written_leaves: tuple[int, ...]
 
 
-def gradients_after(before: list[Before], tape: Tape) -> tuple[list[tuple[Any, Result | None]], list[Refusal]]:
+def gradients_after(
+    before: list[Before], tape: Tape
+) -> tuple[list[tuple[Any, Result | None]], list[Refusal]]:
     """The gradients that are others than before."""
     changed: list[tuple[Any, Result | None]] = []
     refusals: list[Refusal] = []
@@ -71,11 +75,11 @@ def written_of(before: list[Before]) -> tuple[list[torch.Tensor], list[Refusal]]
         if version_of(was.x) != was.version:
             written.append(was.x)
         if was.x.grad_fn is not was.node:
-            refusals.append(Refusal(was.path, "it is written in place under a gradient, and has another graph"))
+            refusals.append(Refusal(was.path, "a write in place under a gradient gave it another graph"))
     return written, refusals
 
 
-def carry_out(effects: Effects, leaves: list[Any], locals_: list[torch.Tensor]) -> None:
+def carry_out(effects: Effects, leaves: list[Any], locals_: Sequence[torch.Tensor]) -> None:
     """Do it again; `locals_` are the gradients' local tensors, in order, None's left out."""
     remaining = iter(locals_)
     for parameter, result in effects.gradients:

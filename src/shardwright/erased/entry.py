@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.compat import DisableTorchFunctionSubclass
 from shardwright.comm.traced import in_groups
+from shardwright.compat import DisableTorchFunctionSubclass
 from shardwright.erased import given, text
 from shardwright.erased.effects import Effects, carry_out, version_of
 from shardwright.erased.gradients import hang
@@ -46,6 +46,7 @@ class Backward:
     wanted:  per differentiable result the gradient that it had, None for none.
     inputs:  where the gradients go: a number of a leaf of the arguments, or the tensor itself.
     gradients: how each is given back, None for an input without.
+    watched: as `inputs`, what must not be written before it ran.
     """
 
     program: Program
@@ -54,8 +55,8 @@ class Backward:
     inputs: tuple[int | torch.Tensor, ...]
     gradients: tuple[Result | None, ...]
     differentiable: tuple[int, ...]
-    saved: int
-    watched: tuple[int, ...] = ()
+    saved: int  # how many values of the forward it takes
+    watched: tuple[int | torch.Tensor, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -98,10 +99,8 @@ class Entry:
             values = self.program.run(*taken)
         made = self._made(values, leaves)
         carry_out(self.effects, leaves, values[len(self.made) : len(self.made) + self._n_gradients])
-        flat = [
-            made[leaf.what] if leaf.kind == "made" else leaves[leaf.what] if leaf.kind == "given" else leaf.what
-            for leaf in self.leaves
-        ]
+        found = {"made": made, "given": leaves}
+        flat = [leaf.what if leaf.kind == "same" else found[leaf.kind][leaf.what] for leaf in self.leaves]
         return flat[0] if self.structure is None else given.unflatten(flat, self.structure)
 
     @property
@@ -115,7 +114,8 @@ class Entry:
             return made
         saved = values[len(values) - backward.saved :] if backward.saved else ()
         inputs = [leaves[x] if isinstance(x, int) else x for x in backward.inputs]
-        watched = [(x, version_of(x)) for x in self._watched(saved)]
+        tensors = [leaves[x] if isinstance(x, int) else x for x in backward.watched]
+        watched = [(x, version_of(x)) for x in tensors]
 
         def run(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
             return self._run_backward(saved, gradients, watched)
@@ -124,15 +124,6 @@ class Entry:
         for place, x in zip(backward.differentiable, hung, strict=True):
             made[place] = x
         return made
-
-    def _watched(self, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors of the program around, which it must not write before the backward has read them."""
-        backward = self.backward
-        if backward is None:
-            return []
-        values = backward.program.tape.values
-        held = [values[number].tensor for number in backward.program.holds]
-        return [*held, *(saved[place] for place in backward.watched)]
 
     def _run_backward(
         self,
@@ -168,7 +159,7 @@ _TWICE = (
     "  fix: call the function itself, or take the inner gradient inside of what is erased"
 )
 _WRITTEN = (
-    "a tensor of shape {} that the backward needs was written in place after the forward of an erased function"
+    "a tensor of shape {} that an erased function's backward needs was written in place after its forward"
 )
 _PATTERN = (
     "the backward was recorded with {} gradient for a result of layout {}, and now there is {}\n"
@@ -211,7 +202,8 @@ def _as_recorded(gradient: Any, wanted: Any) -> torch.Tensor:
         return local_of(gradient)
     if gradient._spec.plain.token is not spec.token:
         with in_groups():
-            gradient = DTensor.redistribute(gradient, spec.mesh, spec.placements, order=spec.layout.order_names)
+            order = spec.layout.order_names
+            gradient = DTensor.redistribute(gradient, spec.mesh, spec.placements, order=order)
     return local_of(gradient)
 
 

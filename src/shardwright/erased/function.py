@@ -12,10 +12,9 @@ from shardwright.comm.traced import in_groups
 from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten
 from shardwright.erased import given, surroundings
 from shardwright.erased.attempt import Attempt
-from shardwright.erased.gradients import has_hooks, hang, inputs_of, own_backward
+from shardwright.erased.gradients import Cut, hang, has_hooks, inputs_of, own_backward
 from shardwright.erased.holds import changed
 from shardwright.erased.report import Report
-
 from shardwright.tensor.views import write_back
 
 if TYPE_CHECKING:
@@ -65,9 +64,13 @@ class Erased:
         self._report.ran_as_it_is(why, source_line())
         if torch.compiler.is_compiling() or why.startswith("a transform"):
             return self._function(*args, **kwargs)
+        with DisableTorchFunctionSubclass():
+            cut = Cut.of(args, kwargs)
         with in_groups():
-            out = self._function(*args, **kwargs)
-        return _with_edge(out, args, kwargs)
+            out = self._function(*cut.args, **cut.kwargs)
+        with DisableTorchFunctionSubclass():
+            cut.pass_on()
+            return _with_edge(out, cut)
 
     # -- recording ------------------------------------------------------------------------------------
 
@@ -114,32 +117,37 @@ class Erased:
 
 
 def _views(leaves: list[Any]) -> str:
-    if write_back.origins.data and any(x in write_back.origins for x in leaves if isinstance(x, torch.Tensor)):
+    tensors = (x for x in leaves if isinstance(x, torch.Tensor))
+    if write_back.origins.data and any(x in write_back.origins for x in tensors):
         return "an argument is a copied view, whose writes travel to its base"
     return ""
 
 
-def _with_edge(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_edge(out: Any, cut: Cut) -> Any:
     """The results, with their own backward behind the edge that a replay has."""
     leaves, structure = tree_flatten(out)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.grad_fn is not None]
-    if not places:
-        return out
-    with DisableTorchFunctionSubclass():
+    leaves = [cut.original(x) for x in leaves]
+    known = set(map(id, cut.originals.values()))
+    places = [i for i, x in enumerate(leaves) if _has_graph(x) and id(x) not in known]
+    if places:
         results = [leaves[i] for i in places]
-        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-        inputs = inputs_of(results, tensors)
-        if any(x is y for x in results for y in tensors) or any(map(has_hooks, inputs)):
-            return out
+        inputs = inputs_of(results)
+        if any(map(has_hooks, inputs)):
+            return given.unflatten(leaves, structure)
 
         def backward(gradients: Any) -> Any:
             with in_groups():
                 return own_backward(results, inputs, gradients)
 
-        made = hang(lambda: tuple(x.detach() for x in results), backward, inputs)
-    for place, x in zip(places, made, strict=True):
-        leaves[place] = x
+        ends = [cut.original(x) for x in inputs]
+        made = hang(lambda: tuple(x.detach() for x in results), backward, ends)
+        for place, x in zip(places, made, strict=True):
+            leaves[place] = x
     return given.unflatten(leaves, structure)
+
+
+def _has_graph(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.grad_fn is not None
 
 
 def erase(function: Callable[..., Any], *, most: int = _MOST) -> Erased:

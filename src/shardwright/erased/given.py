@@ -64,7 +64,7 @@ def _bits(x: torch.Tensor) -> tuple[bool, ...]:
 
 def offsets(leaves: list[Any]) -> tuple[int, ...]:
     """Where each tensor begins in its storage: asked only by programs that name places of memory."""
-    return tuple(local_of(x).storage_offset() for x in leaves if isinstance(x, torch.Tensor))
+    return tuple(int(local_of(x).storage_offset()) for x in leaves if isinstance(x, torch.Tensor))
 
 
 def _sharing(leaves: list[Any]) -> tuple[int, ...]:

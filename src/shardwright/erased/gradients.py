@@ -6,11 +6,12 @@ call's own graph, run here so that what it sends is what a replay sends.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.compat import DisableTorchFunctionSubclass
+from shardwright.compat import DisableTorchFunctionSubclass, tree_map_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,12 +44,54 @@ def hang(
     return made
 
 
-def inputs_of(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Where the graph of the results ends: leaves, and what was given with a graph of its own.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Arguments whose graphs end here: the graph of the call is its own, and no gradient counts twice.
+
+    Asked for the gradient of a parameter and of an argument that was computed from it, autograd would give
+    the parameter's along both ways.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    originals: dict[int, torch.Tensor]
+    ends: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut:
+        """The arguments; tensors that have a graph as leaves that share their memory."""
+        ends: dict[int, torch.Tensor] = {}
+        originals: dict[int, torch.Tensor] = {}
+
+        def end_of(x: torch.Tensor) -> torch.Tensor:
+            if x.grad_fn is None:
+                return x
+            if id(x) not in ends:
+                ends[id(x)] = x.detach().requires_grad_()
+                originals[id(ends[id(x)])] = x
+            return ends[id(x)]
+
+        if torch.is_grad_enabled():
+            args, kwargs = tree_map_only(torch.Tensor, end_of, (args, kwargs))
+        return Cut(args, kwargs, originals, tuple(ends.values()))
+
+    def original(self, x: Any) -> Any:
+        """What was given, for what stood for it."""
+        return self.originals.get(id(x), x)
+
+    def pass_on(self) -> bool:
+        """Hand on what a backward inside left at the ends; was there anything?"""
+        reached = [x for x in self.ends if x.grad is not None]
+        if reached:
+            torch.autograd.backward([self.original(x) for x in reached], [x.grad for x in reached])
+        return bool(reached)
+
+
+def inputs_of(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves at which the graph of the results ends.
 
     Read from the graph: no list of parameters can miss one.
     """
-    ends = {x.grad_fn: x for x in given if x.grad_fn is not None}
     found: dict[int, torch.Tensor] = {}
     seen: set[Any] = set()
     todo = [x.grad_fn for x in results]
@@ -57,13 +100,10 @@ def inputs_of(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) ->
         if node is None or node in seen:
             continue
         seen.add(node)
-        end = ends.get(node) if node in ends else getattr(node, "variable", None)
-        if end is not None:
-            found[id(end)] = end
-            if node in ends:  # several results of one node may be given
-                found.update((id(x), x) for x in given if x.grad_fn is node)
-        else:
-            todo.extend(following for following, _ in node.next_functions)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        todo.extend(following for following, _ in node.next_functions)
     return list(found.values())
 
 

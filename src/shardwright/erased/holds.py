@@ -53,7 +53,7 @@ def guard_of(
     for place, x in enumerate(tensors):
         names[f"t{place}"] = x
         lines += _of_tensor(place, x, names)
-        if x.requires_grad and x.is_leaf:
+        if id(x) in gradients and x.requires_grad and x.is_leaf:
             kind = names[f"g{place}"] = gradients[id(x)]
             found = f"t{place}.grad" if kind is None else f"gradient(t{place})"
             lines.append(f"  if {found} {'is not' if kind is None else '!='} g{place}: return False")
@@ -76,7 +76,7 @@ def _of_tensor(place: int, x: torch.Tensor, names: dict[str, Any]) -> list[str]:
 
 def gradient_of(x: torch.Tensor) -> Any:
     """What a recording holds for of the gradient that a parameter has when the call begins."""
-    gradient = x.grad
+    gradient = x.grad if x.is_leaf else None
     return None if gradient is None else of_tensor(gradient)
 
 

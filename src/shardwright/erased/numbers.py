@@ -62,18 +62,20 @@ class HostNumber:
     def _graph_repr(self) -> str:
         return self.text
 
-    def str(self) -> str:  # noqa: D102
-        self.used("it is written as text")
-        return repr(self.value)
-
     def __getattr__(self, name: str) -> Any:
         if name in _TWO:
             return lambda other: self._two(name, other)
         if name in _COMPARED:
             return lambda other: _Truth(_COMPARED[name](self.value, other.value), self.used)
+        if name == "str":
+            return self._written
         if name == "neg":
             return lambda: HostNumber(-self.value, f"(-{self.text})", self.used)
         raise AttributeError(name)
+
+    def _written(self) -> str:
+        self.used("it is written as text")
+        return repr(self.value)
 
     def _two(self, name: str, other: HostNumber) -> HostNumber:
         sign, compute = _TWO[name]
@@ -81,7 +83,7 @@ class HostNumber:
 
 
 class _Truth:
-    """The node of a comparison. A check of torch's own (`expect_true`) is made again by the replay's operator."""
+    """The node of a comparison. torch's own checks (`expect_true`) are made by the replay's operators too."""
 
     def __init__(self, value: bool, used: Callable[[str], None]) -> None:
         self.value, self.used = value, used

@@ -6,6 +6,7 @@ go after its last use, so that a replay holds what the call held.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift", "aten::detach_"})
+_LITERALS = frozenset({type(None), bool, int, str})
 _KEPT_FOR_EFFECT = frozenset({"aten::_assert_async", "aten::_assert_scalar"})
 
 
@@ -42,7 +44,7 @@ class Program:
     run: Callable[..., tuple[Any, ...]]
 
 
-def needed(tape: Tape, lines: Sequence[Line], gives: Sequence[int]) -> tuple[list[Line], set[int]]:
+def needed(lines: Sequence[Line], gives: Sequence[int]) -> tuple[list[Line], set[int]]:
     """The lines that matter, and the values that they take without making them."""
     wanted = set(gives)
     kept: list[Line] = []
@@ -79,7 +81,7 @@ def program_of(
     """
     aliases = _aliases_among(lines, gives)
     lines = [_renamed(line, aliases) for line in lines if not (line.outs and line.outs[0] in aliases)]
-    kept, free = needed(tape, lines, gives)
+    kept, free = needed(lines, gives)
     holds = tuple(sorted(n for n in free if _is_held(tape, n)))
     if takes is None:
         takes = tuple(sorted(free - set(holds)))
@@ -135,7 +137,8 @@ def _compiled(
         if dead:
             text.append(f"    {' = '.join(dead)} = None")
     text.append(f"    return ({''.join(f'v{n}, ' for n in gives)})")
-    return compiled("\n".join(text), names, "run")
+    run: Callable[..., tuple[Any, ...]] = compiled("\n".join(text), names, "run")
+    return run
 
 
 def compiled(text: str, names: dict[str, Any], name: str) -> Any:
@@ -186,7 +189,7 @@ class _Writer:
         if isinstance(value, list | tuple):
             inside = "".join(f"{self.value(v)}, " for v in value)
             return f"[{inside}]"
-        if value is None or type(value) in (bool, int, str) or (type(value) is float and value == value and abs(value) != float("inf")):
+        if type(value) in _LITERALS or (type(value) is float and math.isfinite(value)):
             return repr(value)
         return self.named(value, "c")
 

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _OPTIMIZERS = str(Path(torch.__file__).parent / "optim")
+# Between an operator and whoever asked for it.
+_BETWEEN = ("torch/_dynamo/eval_frame.py", "torch/_compile.py", "torch/utils/_pytree.py")
 _HERE = "shardwright/erased"
-_READ = aten._local_scalar_dense.default
+_READS = frozenset({aten._local_scalar_dense.default, aten.item.default})
 _LOOKED_AT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _REPLACES_MEMORY = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 FUNCTIONAL = "_c10d_functional"
@@ -41,7 +43,7 @@ class Recording(TorchDispatchMode):
     """One call on its way to a tape. refusals: what it did that a replay cannot do."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.refusals: list[Refusal] = []
         self.events = Events()
@@ -75,7 +77,7 @@ class Recording(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if _without_data(tensors):
             return func(*args, **kwargs)
-        if func is _READ:
+        if func in _READS:
             return self._read(args[0])
         return self._on_locals(func, args, kwargs, tensors)
 
@@ -153,7 +155,7 @@ class Recording(TorchDispatchMode):
         number = self.tape.find(x)
         if number is None:
             number = self.tape.enter(x, "constant", varies=False)
-            if func._schema.name != DATA:
+            if func._schema.name != DATA and not _of_a_mesh():
                 self.refuse(str(func), _FROM_NOWHERE)
         return Ref(number)
 
@@ -215,7 +217,7 @@ def _draws(func: Any) -> bool:
 
 
 def _asked_by_an_optimizer() -> bool:
-    return _first_frame(skip=("torch/_dynamo/eval_frame.py", "torch/_compile.py")).startswith(_OPTIMIZERS)
+    return _first_frame(skip=_BETWEEN).startswith(_OPTIMIZERS)
 
 
 def _is_told() -> bool:
@@ -224,6 +226,11 @@ def _is_told() -> bool:
     while frame is not None and f"{_HERE}/" in frame.f_code.co_filename:
         frame = frame.f_back
     return frame is not None and frame.f_code is told.__code__
+
+
+def _of_a_mesh() -> bool:
+    """Does a mesh read the numbers of its ranks? They are what it is made of."""
+    return _first_frame(skip=_BETWEEN).endswith(("distributed/device_mesh.py", "distributed/_mesh_layout.py"))
 
 
 def _first_frame(skip: tuple[str, ...]) -> str:

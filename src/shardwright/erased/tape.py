@@ -75,8 +75,8 @@ def expect(x: torch.Tensor, values: list[Any]) -> None:
     """Raise where ranks told each other something else than when the program was recorded."""
     if x.tolist() != values:
         raise EraseError(
-            "the ranks told each other something else than when this program was recorded (which of them have "
-            "which gradients, say)\n  fix: run the same backward passes on all ranks, or this call unerased"
+            "the ranks told each other something else than when this program was recorded (which of them "
+            "have which gradients, say)\n  fix: run the same backward passes on all ranks"
         )
 
 

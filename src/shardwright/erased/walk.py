@@ -36,6 +36,7 @@ _KEPT_OF_MODULES = (
 _OF_OPTIMIZERS = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NOT_THE_USERS = frozenset({"torch", "shardwright", "numpy", *sys.stdlib_module_names}) - {"__main__"}
 _HELPERS = ("/site-packages/numpy/",)
+_ABOUT_GRADIENTS = frozenset({"grad", "getattr", "backward", "zero_grad"})
 _MOST = 50_000
 _LARGEST_ARRAY = 4096
 
@@ -57,12 +58,17 @@ class Fact:
 
 @dataclass(slots=True, eq=False)
 class World:
-    """All that was found. met: told of each tensor, once, before the code that reached it runs."""
+    """All that was found.
+
+    met: told of each tensor, once, before the code that reached it runs.
+    sees_gradients: can the program ask which gradients exist? By an optimizer, or by their name.
+    """
 
     met: Callable[[str, torch.Tensor], None]
     facts: list[Fact] = field(default_factory=list)
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
+    sees_gradients: bool = False
     _seen: dict[int, Any] = field(default_factory=dict)
     _codes: set[tuple[int, int]] = field(default_factory=set)
     _todo: list[tuple[str, Any]] = field(default_factory=list)
@@ -84,8 +90,9 @@ class World:
             return
         self._codes.add(key)
         self._seen[id(code)] = code  # held, so that nothing takes its `id`
-        name = str(globals_.get("__name__", "?"))
-        for used in _names_of(code):
+        name, names = str(globals_.get("__name__", "?")), _names_of(code)
+        self.sees_gradients |= not _ABOUT_GRADIENTS.isdisjoint(names)
+        for used in names:
             if used in globals_:
                 self._place(f"{name}.{used}", "item", globals_, used, globals_[used])
                 if isinstance(globals_[used], types.ModuleType):
@@ -105,7 +112,8 @@ class World:
         self._seen[id(value)] = value
         if len(self._seen) > _MOST:
             if not any(refusal.what == "the state" for refusal in self.refusals):
-                self.refusals.append(Refusal("the state", f"more than {_MOST} objects are reached, at {path}"))
+                why = f"more than {_MOST} objects are reached, at {path}"
+                self.refusals.append(Refusal("the state", why))
             self._todo.clear()
             return
         if isinstance(value, torch.Tensor):
@@ -143,6 +151,7 @@ class World:
             self._function(f"{path}.forward", type(module).forward)
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
+        self.sees_gradients = True
         self._attributes(path, optimizer, _OF_OPTIMIZERS)
 
     def _function(self, path: str, function: Any) -> None:
@@ -153,8 +162,8 @@ class World:
                 self._place(f"{path}.<{name}>", "cell", cell, None, cell.cell_contents)
             except ValueError:  # an empty cell: assigned later
                 continue
-        self._place(f"{path}.__defaults__", "attribute", function, "__defaults__", function.__defaults__)
-        self._place(f"{path}.__kwdefaults__", "attribute", function, "__kwdefaults__", function.__kwdefaults__)
+        for name in ("__defaults__", "__kwdefaults__"):
+            self._place(f"{path}.{name}", "attribute", function, name, getattr(function, name))
         self.run_code(function.__code__, function.__globals__)
 
     def _method(self, path: str, method: types.MethodType) -> None:
@@ -174,7 +183,7 @@ class World:
 
     def _iterator(self, path: str, value: Any) -> None:
         what = f"{path} ({type(value).__name__})"
-        self.refusals.append(Refusal(what, "an iterator goes on each time it is asked; a replay would not ask"))
+        self.refusals.append(Refusal(what, "an iterator, which a replay would not ask"))
 
     def _array(self, path: str, array: Any) -> None:
         """The content: a tensor that the program makes of it is a constant of the recording."""

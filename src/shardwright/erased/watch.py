@@ -8,7 +8,7 @@ move a generator of torch. A replay would do none of it.
 from __future__ import annotations
 
 import _io
-import datetime
+import datetime as dt
 import dis
 import random
 import sys
@@ -71,7 +71,7 @@ class Watch:
             code = frame.f_code
             known = self._of_users.get(code)
             if known is None:
-                known = self._of_users[code] = not is_library(code.co_filename)
+                known = self._of_users[code] = not (is_library(code.co_filename) or _imports(frame.f_back))
                 if known:
                     self._met(code, frame)
         elif event == "c_call":
@@ -106,13 +106,18 @@ def _why(name: str, owner: Any, module: str | None) -> str:
     """Why a function of C cannot be replayed; "" where it can."""
     if name in _BUILTIN and module in {"builtins", "io", "_io"}:
         return _BUILTIN[name]
-    if module == "time" or (name in _NAMES and (owner is datetime.datetime or owner is datetime.date)):
+    if module == "time" or (name in _NAMES and (owner is dt.datetime or owner is dt.date)):
         return _CLOCK
     if isinstance(owner, random.Random) or (name == "urandom" and module == "posix"):
         return _DRAWS
     if isinstance(owner, _io._IOBase) and name in {"write", "writelines", "read", "readline"}:
         return "it reads or writes a file"
     return ""
+
+
+def _imports(caller: FrameType | None) -> bool:
+    """Is a module found or run because something is imported for the first time?"""
+    return caller is not None and caller.f_code.co_filename.startswith("<frozen importlib")
 
 
 def _by_the_user(frame: FrameType | None) -> bool:
