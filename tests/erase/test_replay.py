@@ -1,5 +1,7 @@
 """A replay gives what one device gives: values, gradients, parameters and states after steps."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.grads import clip_grad_norm_
 from shardwright.testing.meshes import rank_mesh
+from tests.tiers import one_in
 
 from .programs import assert_equal, assert_replayed, batches, block, placed
 
@@ -106,15 +109,17 @@ def _steps(name, placing):
             assert torch.equal(sw_local(optimizer.state[p][key]), sw_local(value)), key
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5)
     report = fast.report()
-    assert report.replays >= 3, str(fast.report())
-    return str(report)
+    assert (report.recordings, report.replays) == (1, 4), str(report)  # the first step makes the states
 
 
 def sw_local(x):
     return x.to_local() if isinstance(x, sw.DTensor) else x
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("world", "placing"), [(1, "batch"), (2, "batch"), (2, "tensor")])
-def test_steps_leave_the_parameters_of_one_device(ranks, world, placing, name):
-    print(ranks(world, _steps, name, placing)[0])
+STEPS = list(product(OPTIMIZERS, [(1, "batch"), (2, "batch"), (2, "tensor")]))
+
+
+@pytest.mark.parametrize(("name", "case"), one_in(4, STEPS))
+def test_steps_leave_the_parameters_of_one_device(ranks, name, case):
+    world, placing = case
+    ranks(world, _steps, name, placing)

@@ -155,8 +155,8 @@ def _uneven():
         optimizers[1].step()
 
     fast = sw.erase(step)
-    for rows, batch in zip((4, 4, 5, 4, 5, 3), batches(6, (5, 6, 16)), strict=True):
-        batch = batch[:rows]
+    for rows, long in zip((4, 4, 5, 4, 5, 3), batches(6, (5, 6, 16)), strict=True):
+        batch = long[:rows]
         optimizers[0].zero_grad()
         (plain(batch).pow(2).sum() / COUNT).backward()
         optimizers[0].step()

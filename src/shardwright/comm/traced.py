@@ -35,7 +35,7 @@ def in_groups() -> Iterator[None]:
 
 def goes_in_groups(x: Tensor) -> bool:
     """Must it be sent by collectives of process groups?"""
-    return blocks > 0 or is_traced(x)
+    return blocks > 0 or type(x) not in (Tensor, Parameter)
 
 
 def is_traced(x: Tensor) -> bool:
