@@ -1,5 +1,6 @@
 """What comes back of an erased function takes part in the program around it as the call's own results do."""
 
+import gc
 import warnings
 
 import pytest
@@ -167,6 +168,31 @@ def _uneven():
 
 
 COUNT = 4 * 6 * 16
+
+
+def _lets_go():
+    """Of a recorded call only what its results need is left: no intermediate lives as long as the program."""
+    w = _on_mesh(torch.ones(6, 37), sw.Replicate()).requires_grad_()
+
+    def run(x):
+        h = (x @ w).exp()
+        return h.sum(-1)
+
+    fast = sw.erase(run)
+    for _ in range(2):
+        with torch.no_grad():
+            fast(_on_mesh(torch.ones(82, 6)))
+        fast(_on_mesh(torch.ones(82, 6))).sum().backward()
+    gc.collect()
+    local = (82 // dist.get_world_size(), 37)
+    alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and tuple(x.shape) == local]
+    assert not [x for x in alive if not x.is_meta]
+    assert str(fast).count(f"f32{list(local)}") >= 4
+    assert (fast.report().recordings, fast.report().replays) == (2, 2), str(fast.report())
+
+
+def test_a_recording_lets_go_of_what_it_saw(ranks):
+    ranks(2, _lets_go)
 
 
 def test_a_rank_that_records_meets_one_that_replays(ranks):

@@ -310,6 +310,7 @@ class _Finish:
         program = program_of(tape, tape.lines[:lines], gives)
         tensors = [x for _, x in attempt.world.tensors]
         storages = frozenset(map(given.storage_of, tensors))
+        tape.settle({*program.holds, *(backward.program.holds if backward else ())})
         attempt.keep(
             Entry(
                 facts=self.facts,

@@ -147,6 +147,14 @@ class Tape:
         self.lines.append(Line(torch.ops.aten.as_strided.default, args, {}, (number,), False, ""))
         return number
 
+    def settle(self, kept: set[int]) -> None:
+        """Let go of all tensors but these: of the others only sizes and dtypes are asked from now on."""
+        for number, value in enumerate(self.values):
+            if number not in kept:
+                value.tensor = torch.empty(value.tensor.shape, dtype=value.tensor.dtype, device="meta")
+        for table in (self._by_id, self._by_memory, self._storages):
+            table.clear()
+
     def varies(self, x: torch.Tensor) -> bool:
         """May the values of a tensor be others in a replay? What the tape does not know is not asked here."""
         number = self.find(x)
