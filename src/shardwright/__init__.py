@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     from shardwright.comm import guarded, use_network
+    from shardwright.erased import erase
     from shardwright.layout import Layout, from_partition_spec, layout_of, to_partition_spec
     from shardwright.placement import (
         BlockCyclic,
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 _HOME = {
     "torch.distributed.device_mesh": ("DeviceMesh", "init_device_mesh"),
     "shardwright.comm": ("guarded", "use_network"),
+    "shardwright.erased": ("erase",),
     "shardwright.show": ("explain", "trace", "visualize"),
     "shardwright.layout": ("Layout", "from_partition_spec", "layout_of", "to_partition_spec"),
     "shardwright.placement": (
@@ -114,6 +116,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "erase",
     "explain",
     "explicit",
     "from_partition_spec",

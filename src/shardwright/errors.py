@@ -43,3 +43,7 @@ class ImplicitRedistributionError(RuleError):
 
 class SpmdError(ShardwrightError, RuntimeError):
     """A program that must be the same on all ranks is not."""
+
+
+class EraseError(ShardwrightError, RuntimeError):
+    """What is asked of an erased function's result is not in its recording."""

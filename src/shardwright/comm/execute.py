@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.comm import guard
 from shardwright.comm.async_result import Later
 from shardwright.comm.program import Program, program_of, seat_of
-from shardwright.comm.traced import is_traced, refuse_between
+from shardwright.comm.traced import goes_in_groups, is_traced, refuse_between
 from shardwright.plan.by_axis import plans_by_axis
 from shardwright.plan.plan import Plan
 from shardwright.plan.work import Held
@@ -39,7 +39,7 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh | None, *, reason: str =
     seat = seat_of(plan, mesh)
     if seat is None:
         return local
-    if (plan.is_between or plan.crosses_several_axes) and is_traced(local):
+    if (plan.is_between or plan.crosses_several_axes) and _one_axis_at_a_time(plan, local):
         return _traced(plan, local, mesh, reason)
     if local.is_conj() or local.is_neg():
         local = _materialised(local)
@@ -60,7 +60,7 @@ def execute_later(plan: Plan, local: Tensor, mesh: DeviceMesh | None, *, reason:
     seat = seat_of(plan, mesh)
     if seat is None:
         return local
-    if is_traced(local):
+    if goes_in_groups(local):
         return execute(plan, local, mesh, reason=reason)
     program = program_of(plan, mesh, seat, local)
     return program.start(_materialised(local), f"{reason}: {plan.reason}" if reason else plan.reason)
@@ -94,8 +94,7 @@ def _together(
 ) -> list[Tensor]:
     """Run plans of one form and dtype step by step, each collective once for all of them."""
     first = plans[0]
-    several = first.is_between or first.crosses_several_axes
-    if len(plans) == 1 or (several and is_traced(locals_[0])):
+    if len(plans) == 1 or _one_axis_at_a_time(first, locals_[0]):
         pairs = zip(plans, locals_, strict=True)
         return [execute(plan, local, mesh, reason=reason) for plan, local in pairs]
     seat = seat_of(first, mesh)
@@ -112,6 +111,13 @@ def _together(
 def _given(program: Program, local: Tensor) -> Tensor:
     program.refuse(local)
     return _materialised(local)
+
+
+def _one_axis_at_a_time(plan: Plan, local: Tensor) -> bool:
+    """Does the plan need messages between pairs of ranks that must not be sent here?"""
+    if plan.is_between:
+        return is_traced(local)
+    return plan.crosses_several_axes and goes_in_groups(local)
 
 
 def _traced(plan: Plan, local: Tensor, mesh: DeviceMesh | None, reason: str) -> Tensor:

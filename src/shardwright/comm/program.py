@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.comm import traced
 from shardwright.comm.async_result import Later
 from shardwright.comm.collective import Exchanging, Reducing
 from shardwright.comm.mailbox import Mailing
 from shardwright.comm.task import Applying, Moving, Piecewise, Task, run_all
-from shardwright.comm.traced import is_traced
+from shardwright.comm.traced import goes_in_groups
 from shardwright.errors import PlanError
 from shardwright.plan.plan import Plan
 from shardwright.plan.work import Apply, Held, InPieces, Move, Reduction, Seat, Transfer, Work
@@ -123,11 +124,11 @@ def program_of(
 
     Made once per plan and mesh: two meshes may have one shape.
     """
-    key = seat, type(like), like.device.type, packed
+    key = seat, type(like), like.device.type, packed, traced.blocks > 0
     known = plan.for_rank.get(key)
     if isinstance(known, Program) and known.mesh is mesh:
         return known
-    in_groups = packed or is_traced(like) or _on_accelerator(like)
+    in_groups = packed or goes_in_groups(like) or _on_accelerator(like)
     made = plan.for_rank[key] = Program(plan, mesh, seat, in_groups=in_groups)
     return made
 

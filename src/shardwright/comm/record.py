@@ -184,7 +184,7 @@ def asker() -> str:
         module = str(frame.f_globals.get("__name__", ""))
         if frame.f_code.co_filename.startswith("<eval_with_key>") or module.startswith("torch._inductor"):
             return "a compiled graph"
-        if not _is_library(frame.f_code.co_filename):
+        if not of_library(frame.f_code.co_filename):
             return "the program itself"
         if module.startswith(("torch", _PACKAGE_NAME)) and not _hands_on(module):
             return module
@@ -213,13 +213,14 @@ def source_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not _is_library(name) and not frame.f_globals.get("__name__", "").startswith("torch._inductor"):
+        if not of_library(name) and not frame.f_globals.get("__name__", "").startswith("torch._inductor"):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
-def _is_library(filename: str) -> bool:
+def of_library(filename: str) -> bool:
+    """Is this code of torch, of this package or of the standard library?"""
     if filename.startswith((_PACKAGE, _TORCH, "<")):
         return True
     return filename.startswith(_STANDARD) and "site-packages" not in filename

@@ -1,11 +1,41 @@
-"""Tensors of a trace, which cannot be sent between pairs of ranks."""
+"""What cannot be sent between pairs of ranks: tensors of a trace, and all that an erased function sends."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from shardwright.errors import PlanError
+
+_lock = threading.Lock()
+blocks = 0  # how many are open; a known plan asks for nothing else
+
+
+@contextmanager
+def in_groups() -> Iterator[None]:
+    """Within the block every redistribution goes through the process groups of its axes, as a graph's does.
+
+    A program that is recorded holds functional collectives. Where one rank records, another replays and a
+    third runs the same call as it is, all three must send the same: so all runs of an erased function do.
+    One count for the process: a backward sends from the threads of autograd.
+    """
+    global blocks  # noqa: PLW0603 - see above
+    with _lock:
+        blocks += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            blocks -= 1
+
+
+def goes_in_groups(x: Tensor) -> bool:
+    """Must it be sent by collectives of process groups?"""
+    return blocks > 0 or type(x) not in (Tensor, Parameter)
 
 
 def is_traced(x: Tensor) -> bool:

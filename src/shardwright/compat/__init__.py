@@ -53,6 +53,7 @@ all_schemas = torch._C._jit_get_all_schemas
 assert_async = torch._assert_async
 current_autograd_node = torch._C._current_autograd_node
 current_graph_task_id = torch._C._current_graph_task_id  # -1: no backward is running in this thread
+function_modes_on = torch._C._len_torch_function_stack  # how many modes see each function
 exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm

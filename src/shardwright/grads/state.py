@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.functional import reduce_over
 from shardwright.comm.record import because
+from shardwright.comm.told import told
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
@@ -73,7 +74,7 @@ def agree(mesh: DeviceMesh, states: Sequence[GradientState], device: torch.devic
     flags = torch.tensor(rows, dtype=torch.uint8, device=device)
     for axis, group in groups_above_one(mesh):
         flags = reduce_over(flags, "max", group, axis=axis, reason="which ranks have which gradients")
-    return [_from_row(row) for row in flags.tolist()]
+    return [_from_row(row) for row in told(flags)]
 
 
 def told_by_any(mesh: DeviceMesh, own: Mapping[int, Layout | None]) -> dict[int, Layout]:

@@ -133,6 +133,11 @@ def keep(x: DTensor, form: DTensor) -> DTensor:
     return form
 
 
+def give_up(x: DTensor) -> None:
+    """Forget the finished form of `x`; its next reader makes another."""
+    x._spec = x._spec.plain
+
+
 def ask(x: DTensor) -> None:
     """Calls on `x`, a view of something that was finished, ask whether its form is known."""
     if x._spec.form is None:

@@ -1,0 +1,336 @@
+"""One call that is recorded: it runs as it is, and leaves an entry or the reasons why there is none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.comm.record import source_line
+from shardwright.comm.traced import in_groups
+from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten, tree_unflatten
+from shardwright.erased import given, holds
+from shardwright.erased.effects import Before, Effects, gradients_after, written_of
+from shardwright.erased.entry import Backward, Entry, Leaf, overlap
+from shardwright.erased.gradients import Cut, hang, has_hooks, inputs_of, own_backward
+from shardwright.erased.program import program_of
+from shardwright.erased.record import Recording
+from shardwright.erased.refuse import Refusal
+from shardwright.erased.results import Result
+from shardwright.erased.sources import Given, Gradient, Held, Tangent
+from shardwright.erased.surroundings import autocast_devices
+from shardwright.erased.walk import SCALARS, World, local_of
+from shardwright.erased.watch import Watch
+from shardwright.tensor import finished_forms
+from shardwright.tensor.dtensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Attempt:
+    """The recording of one call.
+
+    keep, refused: told of the entry, or of why there is none; with results that want gradients this is after
+        their first backward.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        leaves: list[Any],
+        keep: Callable[[Entry], None],
+        refused: Callable[[list[Refusal]], None],
+    ) -> None:
+        self.function, self.leaves, self.keep, self.refused = function, leaves, keep, refused
+        self.recording = Recording()
+        self.tape = self.recording.tape
+        self.world = World(self._met)
+        self.watch = Watch(self.world, self.recording.values_read)
+        self.before: list[Before] = []
+        self.where = source_line()
+        self.autocast = autocast_devices()
+
+    # -- before ---------------------------------------------------------------------------------------
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call's own result."""
+        with DisableTorchFunctionSubclass():
+            self.cut = Cut.of(args, kwargs)
+            ends = {id(self.cut.original(x)): x for x in self.cut.ends}
+            self.leaves = [ends.get(id(leaf), leaf) for leaf in self.leaves]
+            self.world.reach(getattr(self.function, "__name__", type(self.function).__name__), self.function)
+            for place, leaf in enumerate(self.leaves):
+                self._give(place, leaf)
+        with in_groups(), self.recording.events, self.watch, self.recording:
+            out = self.function(*self.cut.args, **self.cut.kwargs)
+        with DisableTorchFunctionSubclass():
+            return self._after(out)
+
+    def _met(self, path: str, x: torch.Tensor) -> None:
+        """A tensor that the program reaches."""
+        with DisableTorchFunctionSubclass():
+            self._look_at(path, x)
+            self.tape.enter(local_of(x), Held(path, local_of(x)))
+
+    def _give(self, place: int, leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            self._look_at(f"argument {place}", leaf)
+            self.tape.enter(local_of(leaf), Given(place))
+        else:
+            self.world.reach(f"argument {place}", leaf)
+
+    def _look_at(self, path: str, x: torch.Tensor) -> None:
+        if isinstance(x, DTensor) and x._spec is not x._spec.plain:
+            finished_forms.give_up(x)  # a finished form that came from outside is nothing that a replay has
+        before = Before.of(path, x)
+        self.before.append(before)
+        if before.gradient is not None:
+            self.tape.enter(local_of(before.gradient), Gradient(path, x))
+
+    # -- after ----------------------------------------------------------------------------------------
+
+    def _after(self, out: Any) -> Any:
+        flat, structure = (([out], None) if isinstance(out, torch.Tensor) else tree_flatten(out))
+        gradients, refusals = gradients_after(self.before, self.tape)
+        written, of_written = written_of(self.before)
+        refusals = [*self._refusals(), *refusals, *of_written]
+        if self.cut.pass_on():
+            refusals.append(Refusal("an argument", "a backward inside goes on into its graph"))
+        refusals += [Refusal(text, _CHANGES) for text in holds.changed(self.world.facts)]
+        stepped = bool(gradients) and self.watch.ran_backward
+        hanging = [i for i, x in enumerate(flat) if _wants_gradient(x, self.leaves)]
+        if stepped:
+            flat = [x.detach() if i in hanging else x for i, x in enumerate(flat)]
+            hanging = []
+        leaves, made, of_results = self._results(flat)
+        refusals += of_results
+        self.finish = _Finish(self, gradients, written, leaves, made, structure)
+        if hanging:
+            return self._hang(flat, structure, hanging, refusals)
+        if refusals:
+            self.refused(refusals)
+        else:
+            self.finish.plain()
+        return self._given_back(flat, structure)
+
+    def _given_back(self, flat: list[Any], structure: Any) -> Any:
+        flat = [self.cut.original(x) for x in flat]
+        return flat[0] if structure is None else tree_unflatten(flat, structure)
+
+    def _refusals(self) -> list[Refusal]:
+        return [*self.recording.refusals, *self.watch.refusals, *self.world.refusals]
+
+    def _results(self, flat: list[Any]) -> tuple[list[Leaf], list[torch.Tensor], list[Refusal]]:
+        """How each leaf comes back, and the tensors that were made."""
+        leaves: list[Leaf] = []
+        made: list[torch.Tensor] = []
+        refusals: list[Refusal] = []
+        for x in flat:
+            place = next((i for i, leaf in enumerate(self.leaves) if leaf is x), None)
+            if isinstance(x, SCALARS):
+                leaves.append(Leaf("same", x))
+            elif place is not None:
+                leaves.append(Leaf("given", place))
+            elif self.world.holds(x):
+                leaves.append(Leaf("same", x))
+            elif isinstance(x, torch.Tensor):
+                known = next((i for i, y in enumerate(made) if y is x), None)
+                leaves.append(Leaf("made", len(made) if known is None else known))
+                made += [x] if known is None else []
+                if Result.of(x, self.tape) is None:
+                    refusals.append(Refusal("a result", "it is a tensor that no recorded operator made"))
+            else:
+                refusals.append(Refusal(f"a result of {type(x).__name__}", "it is no tensor and no number"))
+        return leaves, made, refusals
+
+    # -- results that want gradients ------------------------------------------------------------------
+
+    def _hang(self, flat: list[Any], structure: Any, hanging: list[int], refusals: list[Refusal]) -> Any:
+        results = [flat[i] for i in hanging]
+        inputs = inputs_of(results)
+        refusals = [*refusals, *self._refusals_of(results, inputs)]
+        if refusals:
+            self.refused(refusals)
+        if not any(map(has_hooks, inputs)):
+
+            def backward(gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+                return self._backward(results, inputs, gradients, record=not refusals)
+
+            ends = [self.cut.original(x) for x in inputs]
+            made = hang(lambda: tuple(x.detach() for x in results), backward, ends)
+            for place, x in zip(hanging, made, strict=True):
+                flat[place] = x
+        return self._given_back(flat, structure)
+
+    def _refusals_of(self, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[Refusal]:
+        memory = set(map(given.storage_of, inputs))
+        view = Refusal("a result", "it is a view of what was given, and wants a gradient")
+        found = [view for x in results if given.storage_of(x) in memory]
+        for x in inputs:
+            if has_hooks(x):
+                found.append(Refusal("a hook on a gradient", "it would run twice"))
+            elif not any(x is leaf for leaf in self.leaves) and not (self.world.holds(x) and x.is_leaf):
+                found.append(Refusal("a graph", f"it ends in a tensor {tuple(x.shape)} that was not found"))
+        return found
+
+    def _backward(
+        self,
+        results: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        record: bool,
+    ) -> Sequence[torch.Tensor | None]:
+        """The call's own backward; the first one is recorded too."""
+        if not record or self.finish.done or torch.is_grad_enabled():
+            with in_groups():
+                return own_backward(results, inputs, gradients)
+        self.finish.done = True
+        first = len(self.tape.lines)
+        gradients = [None if x is None else _dense(x) for x in gradients]
+        with DisableTorchFunctionSubclass():
+            for place, gradient in enumerate(gradients):
+                if gradient is not None:
+                    self.tape.enter(local_of(gradient), Tangent(place))
+        with in_groups(), self.recording.events, self.watch, self.recording:
+            found = own_backward(results, inputs, gradients)
+        with DisableTorchFunctionSubclass():
+            self.finish.with_backward(first, results, inputs, gradients, found)
+        return found
+
+
+_CHANGES = "the call changes it; a replay would not"
+
+
+def _wants_gradient(x: Any, leaves: list[Any]) -> bool:
+    if not isinstance(x, torch.Tensor) or x.grad_fn is None:
+        return False
+    return not any(x is leaf for leaf in leaves)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Not expanded, as the gradient of a sum is: a replay can bring no other gradient into such memory."""
+    local = local_of(gradient)
+    spread = any(n > 1 and not step for n, step in zip(local.shape, local.stride(), strict=True))
+    return gradient.contiguous() if spread else gradient
+
+
+class _Finish:
+    """Makes the entry, once all is known."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        gradients: list[tuple[Any, Result | None]],
+        written: list[torch.Tensor],
+        leaves: list[Leaf],
+        made: list[torch.Tensor],
+        structure: Any,
+    ) -> None:
+        self.attempt, self.leaves, self.made, self.structure = attempt, leaves, made, structure
+        places = {id(x): i for i, x in enumerate(attempt.leaves)}
+        self.effects = Effects(
+            tuple(gradients),
+            tuple(x for x in written if id(x) not in places),
+            tuple(places[id(x)] for x in written if id(x) in places),
+        )
+        self.done = False
+        self.results = [Result.of(x, attempt.tape) for x in made]
+        self.facts = list(attempt.world.facts)
+        # Looked at now: gradients and versions go on before a backward comes.
+        tensors = [x for _, x in attempt.world.tensors]
+        self.guard = holds.guard_of(self.facts, tensors, self._gradients_before())
+
+    def _gradients_before(self) -> dict[int, Any]:
+        """What the program can have asked of them; one that cannot may find others in a replay."""
+        attempt = self.attempt
+        if not (attempt.world.sees_gradients or attempt.watch.ran_backward):
+            return {}
+        return {id(was.x): was.gradient_kind for was in attempt.before}
+
+    def plain(self) -> None:
+        """An entry without a backward of its own."""
+        self._entry(self._gives(()), len(self.attempt.tape.lines), None)
+
+    def _gives(self, saved: Sequence[int]) -> list[int]:
+        of_results = [result.value for result in self.results if result is not None]
+        of_gradients = [result.value for _, result in self.effects.gradients if result is not None]
+        return [*of_results, *of_gradients, *saved]
+
+    def with_backward(
+        self,
+        first: int,
+        results: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        found: Sequence[torch.Tensor | None],
+    ) -> None:
+        """An entry with the backward that was just recorded."""
+        attempt, tape = self.attempt, self.attempt.tape
+        refusals = attempt._refusals()
+        of_inputs = [None if x is None else Result.of(x, tape) for x in found]
+        if any(x is not None and r is None for x, r in zip(found, of_inputs, strict=True)):
+            refusals.append(Refusal("a gradient", "it comes from nowhere in the recording"))
+        if refusals:
+            attempt.refused(refusals)
+            return
+        wanted = tuple(None if x is None else Result.of(x, tape) for x in gradients)
+        tangents = [r.value for r in wanted if r is not None]
+        gives = [r.value for r in of_inputs if r is not None]
+        alone = program_of(tape, tape.lines[first:], gives)
+        saved = [number for number in alone.takes if number not in tangents]
+        program = program_of(tape, tape.lines[first:], gives, [*saved, *tangents])
+        places = {id(x): i for i, x in enumerate(attempt.leaves) if isinstance(x, torch.Tensor)}
+        self._entry(
+            self._gives(saved),
+            first,
+            Backward(
+                program,
+                wanted,
+                tuple(local_of(x).stride() for x in gradients if x is not None),
+                tuple(places.get(id(x), x) for x in inputs),
+                tuple(of_inputs),
+                tuple(next(i for i, y in enumerate(self.made) if y is x) for x in results),
+                len(saved),
+                self._of_others([*saved, *program.holds]),
+            ),
+        )
+
+    def _of_others(self, numbers: list[int]) -> tuple[Any, ...]:
+        """What these values lie in that the program around may write before the backward."""
+        attempt = self.attempt
+        memory = {given.storage_of(attempt.tape.values[n].tensor) for n in numbers}
+        leaves = [i for i, x in enumerate(attempt.leaves) if isinstance(x, torch.Tensor)]
+        of_leaves = [i for i in leaves if given.storage_of(attempt.leaves[i]) in memory]
+        return (*of_leaves, *(x for _, x in attempt.world.tensors if given.storage_of(x) in memory))
+
+    def _entry(self, gives: list[int], lines: int, backward: Backward | None) -> None:
+        attempt, tape = self.attempt, self.attempt.tape
+        program = program_of(tape, tape.lines[:lines], gives)
+        tensors = [x for _, x in attempt.world.tensors]
+        storages = frozenset(map(given.storage_of, tensors))
+        tape.settle({*program.holds, *(backward.program.holds if backward else ())})
+        attempt.keep(
+            Entry(
+                facts=self.facts,
+                guard=self.guard,
+                program=program,
+                made=tuple(r for r in self.results if r is not None),
+                leaves=tuple(self.leaves),
+                structure=self.structure,
+                effects=self.effects,
+                given_offsets=given.offsets(attempt.leaves) if _names_places(program, backward) else None,
+                held_storages=storages,
+                given_held=overlap(attempt.leaves, storages),
+                autocast=attempt.autocast,
+                backward=backward,
+                where=attempt.where,
+            )
+        )
+
+
+def _names_places(program: Any, backward: Backward | None) -> bool:
+    """Does a line name a place of memory by its number?"""
+    lines = [*program.lines, *(backward.program.lines if backward else ())]
+    return any("as_strided" in line.name for line in lines)

@@ -1,0 +1,89 @@
+"""What a call leaves behind beside its results: gradients of parameters, and versions of what it wrote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from shardwright.erased.holds import gradient_of
+from shardwright.erased.refuse import Refusal
+from shardwright.erased.results import Result, made_again
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwright.erased.tape import Tape
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A tensor as it was before the call."""
+
+    path: str
+    x: torch.Tensor
+    gradient: torch.Tensor | None
+    gradient_kind: Any
+    version: int
+    node: Any
+
+    @staticmethod
+    def of(path: str, x: torch.Tensor) -> Before:
+        """Now."""
+        gradient = x.grad if x.is_leaf and x.requires_grad else None
+        return Before(path, x, gradient, gradient_of(x), version_of(x), x.grad_fn)
+
+
+def version_of(x: torch.Tensor) -> int:
+    """How often it was written; tensors of inference do not count."""
+    return -1 if x.is_inference() else x._version
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """gradients: parameters with what they get; None for those that lose theirs. written: by the call."""
+
+    gradients: tuple[tuple[Any, Result | None], ...]
+    written: tuple[Any, ...]
+    written_leaves: tuple[int, ...]
+
+
+def gradients_after(
+    before: list[Before], tape: Tape
+) -> tuple[list[tuple[Any, Result | None]], list[Refusal]]:
+    """The gradients that are others than before."""
+    changed: list[tuple[Any, Result | None]] = []
+    refusals: list[Refusal] = []
+    for was in before:
+        now = was.x.grad if was.x.is_leaf and was.x.requires_grad else None
+        if now is was.gradient:
+            continue
+        result = None if now is None else Result.of(now, tape)
+        if now is not None and result is None:
+            refusals.append(Refusal(f"{was.path}.grad", "it comes from nowhere in the recording"))
+        changed.append((was.x, result))
+    return changed, refusals
+
+
+def written_of(before: list[Before]) -> tuple[list[torch.Tensor], list[Refusal]]:
+    """What the call wrote in place."""
+    written: list[torch.Tensor] = []
+    refusals: list[Refusal] = []
+    for was in before:
+        if version_of(was.x) != was.version:
+            written.append(was.x)
+        if was.x.grad_fn is not was.node:
+            refusals.append(Refusal(was.path, "a write in place under a gradient gave it another graph"))
+    return written, refusals
+
+
+def carry_out(effects: Effects, leaves: list[Any], locals_: Sequence[torch.Tensor]) -> None:
+    """Do it again; `locals_` are the gradients' local tensors, in order, None's left out."""
+    remaining = iter(locals_)
+    for parameter, result in effects.gradients:
+        parameter.grad = None if result is None else made_again(result, next(remaining))
+    count = [*effects.written, *(leaves[place] for place in effects.written_leaves)]
+    if count:
+        increment_version(count)

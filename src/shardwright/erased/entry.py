@@ -1,0 +1,213 @@
+"""One recording, ready to be replayed: its guard, its programs, what it gives back and leaves behind."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.comm.traced import in_groups
+from shardwright.compat import DisableTorchFunctionSubclass
+from shardwright.erased import given, text
+from shardwright.erased.effects import Effects, carry_out, version_of
+from shardwright.erased.gradients import hang
+from shardwright.erased.results import Result, made_again
+from shardwright.erased.sources import Given, Gradient
+from shardwright.erased.walk import local_of
+from shardwright.errors import EraseError
+from shardwright.tensor.dtensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shardwright.erased.program import Program
+    from shardwright.erased.walk import Fact
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """How one leaf of the result comes back.
+
+    kind: "given" (the leaf of the arguments with this number), "made" (the result of this number) or "same"
+        (this very object: a constant, a parameter).
+    """
+
+    kind: str
+    what: Any
+
+
+@dataclass(slots=True, eq=False)
+class Backward:
+    """The backward of results that want gradients.
+
+    program: takes saved values and tangents, gives gradients.
+    wanted:  per differentiable result the gradient that it had, None for none.
+    inputs:  where the gradients go: a number of a leaf of the arguments, or the tensor itself.
+    gradients: how each is given back, None for an input without.
+    watched: as `inputs`, what must not be written before it ran.
+    """
+
+    program: Program
+    wanted: tuple[Result | None, ...]
+    strides: tuple[tuple[int, ...], ...]
+    inputs: tuple[int | torch.Tensor, ...]
+    gradients: tuple[Result | None, ...]
+    differentiable: tuple[int, ...]
+    saved: int  # how many values of the forward it takes
+    watched: tuple[int | torch.Tensor, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """What one recording knows."""
+
+    facts: Sequence[Fact]
+    guard: Callable[[], bool]
+    program: Program
+    made: tuple[Result, ...]
+    leaves: tuple[Leaf, ...]
+    structure: Any
+    effects: Effects
+    given_offsets: tuple[int, ...] | None
+    held_storages: frozenset[int]
+    given_held: tuple[Any, ...]
+    autocast: tuple[str, ...]
+    backward: Backward | None = None
+    where: str = ""
+    readers: tuple[Any, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        self.readers = tuple(_reader(self.program, number) for number in self.program.takes)
+
+    def holds(self, leaves: list[Any]) -> bool:
+        """May this call be a replay?"""
+        if self.given_offsets is not None and given.offsets(leaves) != self.given_offsets:
+            return False
+        return self.guard() and self._overlap(leaves) == self.given_held
+
+    def _overlap(self, leaves: list[Any]) -> tuple[Any, ...]:
+        return overlap(leaves, self.held_storages)
+
+    def replay(self, leaves: list[Any]) -> Any:
+        """The call on plain tensors; torch's functions are not asked about subclasses here."""
+        taken = [read(leaves) for read in self.readers]
+        with torch.no_grad(), ExitStack() as stack:
+            for device in self.autocast:  # the casts are in the program
+                stack.enter_context(torch.autocast(device, enabled=False))
+            values = self.program.run(*taken)
+        made = self._made(values, leaves)
+        carry_out(self.effects, leaves, values[len(self.made) : len(self.made) + self._n_gradients])
+        found = {"made": made, "given": leaves}
+        flat = [leaf.what if leaf.kind == "same" else found[leaf.kind][leaf.what] for leaf in self.leaves]
+        return flat[0] if self.structure is None else given.unflatten(flat, self.structure)
+
+    @property
+    def _n_gradients(self) -> int:
+        return sum(result is not None for _, result in self.effects.gradients)
+
+    def _made(self, values: tuple[torch.Tensor, ...], leaves: list[Any]) -> list[torch.Tensor]:
+        made = [made_again(result, local) for result, local in zip(self.made, values, strict=False)]
+        backward = self.backward
+        if backward is None:
+            return made
+        saved = values[len(values) - backward.saved :] if backward.saved else ()
+        inputs = [leaves[x] if isinstance(x, int) else x for x in backward.inputs]
+        tensors = [leaves[x] if isinstance(x, int) else x for x in backward.watched]
+        watched = [(x, version_of(x)) for x in tensors]
+
+        def run(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+            return self._run_backward(saved, gradients, watched)
+
+        hung = hang(lambda: tuple(made[place] for place in backward.differentiable), run, inputs)
+        for place, x in zip(backward.differentiable, hung, strict=True):
+            made[place] = x
+        return made
+
+    def _run_backward(
+        self,
+        saved: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        watched: Sequence[tuple[torch.Tensor, int]],
+    ) -> list[torch.Tensor | None]:
+        backward = self.backward
+        if backward is None or torch.is_grad_enabled():
+            raise EraseError(_TWICE)
+        for x, version in watched:
+            if version_of(x) != version:
+                raise RuntimeError(_WRITTEN.format(tuple(x.shape)))
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            tangents = [
+                _as_recorded(gradient, wanted)
+                for gradient, wanted in zip(gradients, backward.wanted, strict=True)
+                if not _absent(gradient, wanted)
+            ]
+            laid = [_laid(x, stride) for x, stride in zip(tangents, backward.strides, strict=True)]
+            values = iter(backward.program.run(*saved, *laid))
+            return [None if r is None else made_again(r, next(values)) for r in backward.gradients]
+
+    def __str__(self) -> str:
+        parts = [text.of_program(self.program, f"recorded at {self.where}" if self.where else "recorded")]
+        if self.backward is not None:
+            parts.append(text.of_program(self.backward.program, "its backward"))
+        return "\n".join(parts)
+
+
+_TWICE = (
+    "a replay has no second derivative: backward(create_graph=True) of what an erased function returned\n"
+    "  fix: call the function itself, or take the inner gradient inside of what is erased"
+)
+_WRITTEN = (
+    "a tensor of shape {} that an erased function's backward needs was written in place after its forward"
+)
+_PATTERN = (
+    "the backward was recorded with {} gradient for a result of layout {}, and now there is {}\n"
+    "  fix: erase a function whose results take part in every loss, or one function per loss"
+)
+
+
+def overlap(leaves: list[Any], storages: frozenset[int]) -> tuple[Any, ...]:
+    """Arguments that are, or share memory with, what the program holds: these very objects."""
+    return tuple(
+        (place, id(x))
+        for place, x in enumerate(leaves)
+        if isinstance(x, torch.Tensor) and given.storage_of(x) in storages
+    )
+
+
+def _reader(program: Program, number: int) -> Callable[[list[Any]], torch.Tensor]:
+    source = program.tape.values[number].source
+    if isinstance(source, Given):
+        place = source.leaf
+        return lambda leaves: local_of(leaves[place])
+    if isinstance(source, Gradient):
+        parameter = source.parameter
+        return lambda _: local_of(parameter.grad)
+    raise TypeError(f"no way to read value {number} ({source!r})")
+
+
+def _absent(gradient: torch.Tensor | None, wanted: Result | None) -> bool:
+    if (gradient is None) != (wanted is None):
+        layout = None if wanted is None or wanted.spec is None else wanted.spec.layout
+        words = ("no", "one") if wanted is None else ("a", "none")
+        raise EraseError(_PATTERN.format(words[0], layout, words[1]))
+    return gradient is None
+
+
+def _as_recorded(gradient: Any, wanted: Any) -> torch.Tensor:
+    """The local part of a gradient, in the layout that it had when the backward was recorded."""
+    spec = wanted.spec
+    if spec is None:
+        return local_of(gradient)
+    if gradient._spec.plain.token is not spec.token:
+        with in_groups():
+            order = spec.layout.order_names
+            gradient = DTensor.redistribute(gradient, spec.mesh, spec.placements, order=order)
+    return local_of(gradient)
+
+
+def _laid(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    if x.stride() == stride:
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)

@@ -1,0 +1,177 @@
+"""`sw.erase`: a function that runs as it is once, and is replayed as its local program afterwards."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.comm.record import source_line
+from shardwright.comm.traced import in_groups
+from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten
+from shardwright.erased import given, surroundings
+from shardwright.erased.attempt import Attempt
+from shardwright.erased.gradients import Cut, hang, has_hooks, inputs_of, own_backward
+from shardwright.erased.holds import changed
+from shardwright.erased.report import Report
+from shardwright.tensor.views import write_back
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwright.erased.entry import Entry
+
+_MOST = 8
+_TRIES = 3
+
+
+class Erased:
+    """What `sw.erase` returns: called like the function it was given."""
+
+    def __init__(self, function: Callable[..., Any], most: int) -> None:
+        self._function, self._most = function, most
+        self._entries: dict[Any, list[Entry]] = {}
+        self._attempts: dict[Any, int] = {}
+        self._report = Report(getattr(function, "__qualname__", type(function).__name__))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result, by a replay where a recording holds."""
+        why = surroundings.why_unerased()
+        if why:
+            return self._as_it_is(args, kwargs, why)
+        with DisableTorchFunctionSubclass():
+            leaves, structure = given.flatten(args, kwargs)
+            key = structure, surroundings.flags(), given.signature(leaves)
+            for entry in self._entries.get(key, ()):
+                if entry.holds(leaves):
+                    self._report.replays += 1
+                    return entry.replay(leaves)
+        return self._record(key, leaves, args, kwargs)
+
+    def __str__(self) -> str:
+        entries = [entry for found in self._entries.values() for entry in found]
+        return self._report.text(entries)
+
+    def report(self) -> Report:
+        """What was recorded, how often it was replayed, and what runs as it is, by name and line."""
+        return self._report
+
+    # -- as it is -------------------------------------------------------------------------------------
+
+    def _as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
+        """The function itself; what it sends, now and in its backward, is what a replay would send."""
+        self._report.ran_as_it_is(why, source_line())
+        if torch.compiler.is_compiling() or why.startswith("a transform"):
+            return self._function(*args, **kwargs)
+        with DisableTorchFunctionSubclass():
+            cut = Cut.of(args, kwargs)
+        with in_groups():
+            out = self._function(*cut.args, **cut.kwargs)
+        with DisableTorchFunctionSubclass():
+            cut.pass_on()
+            return _with_edge(out, cut)
+
+    # -- recording ------------------------------------------------------------------------------------
+
+    def _record(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        why = self._no_more(key) or _views(leaves)
+        if why:
+            return self._as_it_is(args, kwargs, why)
+        self._attempts[key] = self._attempts.get(key, 0) + 1
+        self._say_why_again(key)
+        attempt = Attempt(self._function, leaves, lambda entry: self._keep(key, entry), self._refused)
+        return attempt.run(args, kwargs)
+
+    def _no_more(self, key: Any) -> str:
+        made = sum(map(len, self._entries.values()))
+        if made >= self._most:
+            self._warn()
+            return f"it has {made} recordings already, and none holds"
+        if self._attempts.get(key, 0) - len(self._entries.get(key, ())) >= _TRIES:
+            return "what it does cannot be recorded: " + self._report.first_refusal()
+        return ""
+
+    def _warn(self) -> None:
+        if not self._report.warned:
+            self._report.warned = True
+            warnings.warn(
+                f"sw.erase({self._report.name}): {self._most} recordings, and none holds for this call: it "
+                "runs as it is from now on where none does. What changes from call to call: "
+                f"{self._report.last_change or 'shapes, layouts or flags of the arguments'}. "
+                "fix: keep it the same, pass it as a tensor, or erase(..., most=) more recordings",
+                stacklevel=5,
+            )
+
+    def _say_why_again(self, key: Any) -> None:
+        found = self._entries.get(key)
+        if found:
+            self._report.last_change = "; ".join(changed(found[-1].facts)[:3]) or "a tensor that it holds"
+
+    def _keep(self, key: Any, entry: Entry) -> None:
+        self._entries.setdefault(key, []).insert(0, entry)
+        self._report.recordings += 1
+
+    def _refused(self, refusals: list[Any]) -> None:
+        self._report.refused(refusals)
+
+
+def _views(leaves: list[Any]) -> str:
+    tensors = (x for x in leaves if isinstance(x, torch.Tensor))
+    if write_back.origins.data and any(x in write_back.origins for x in tensors):
+        return "an argument is a copied view, whose writes travel to its base"
+    return ""
+
+
+def _with_edge(out: Any, cut: Cut) -> Any:
+    """The results, with their own backward behind the edge that a replay has."""
+    leaves, structure = tree_flatten(out)
+    leaves = [cut.original(x) for x in leaves]
+    known = set(map(id, cut.originals.values()))
+    places = [i for i, x in enumerate(leaves) if _has_graph(x) and id(x) not in known]
+    if places:
+        results = [leaves[i] for i in places]
+        inputs = inputs_of(results)
+        if any(map(has_hooks, inputs)):
+            return given.unflatten(leaves, structure)
+
+        def backward(gradients: Any) -> Any:
+            with in_groups():
+                return own_backward(results, inputs, gradients)
+
+        ends = [cut.original(x) for x in inputs]
+        made = hang(lambda: tuple(x.detach() for x in results), backward, ends)
+        for place, x in zip(places, made, strict=True):
+            leaves[place] = x
+    return given.unflatten(leaves, structure)
+
+
+def _has_graph(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.grad_fn is not None
+
+
+def erase(function: Callable[..., Any], *, most: int = _MOST) -> Erased:
+    """A function that runs as it is the first time, and as its local program afterwards.
+
+    The first call with given shapes, layouts and flags runs and is recorded: what this rank does on plain
+    local tensors, with its collectives. Later calls for which the recording holds replay that on plain
+    tensors and wrap the results; parameters, optimizer states and buffers are written in place, gradients of
+    a backward inside are set. `str()` of the result prints the local programs.
+
+    Args:
+        function: a function, a module, or a whole step with its backward and optimizer.
+        most: how many recordings are kept; then one warning, and calls that fit none run as they are.
+
+    A recording holds for: structure, shapes, strides, dtypes and layouts of the arguments; values of Python
+    scalars, among the arguments and where the program reaches (cells, globals, attributes of modules,
+    optimizers and objects); the identity of parameters, buffers and states; which gradients exist; grad,
+    inference and autocast modes, `explicit()`, deterministic flags, the default dtype.
+    A call that does what cannot be replayed runs as it is: `report()` names it, and the line of the program.
+    Inside `trace()`, `guarded()`, torch's modes and transforms every call runs as it is.
+
+    Results of a call that ran a backward inside come back without a graph. In a backward of results that
+    want gradients, what `.backward(create_graph=True)` asks raises.
+
+    Cost: what the function sends, through the process groups of its axes; a replay adds nothing.
+    """
+    return Erased(function, most)

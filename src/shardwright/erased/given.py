@@ -1,0 +1,85 @@
+"""The arguments of a call: their leaves, and what a recording holds for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.compat import tree_flatten, tree_unflatten
+from shardwright.erased.walk import SCALARS, local_of
+from shardwright.tensor.dtensor import DTensor
+
+_DIRECT = (torch.Tensor, *SCALARS)
+Structure = Any
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
+    """Leaves and structure; torch's own flattening only where something contains something."""
+    leaves = [*args, *kwargs.values()]
+    for leaf in leaves:
+        if not isinstance(leaf, _DIRECT):
+            return tree_flatten((args, kwargs))
+    return leaves, (len(args), *kwargs)
+
+
+def unflatten(leaves: list[Any], structure: Structure) -> Any:
+    """What was flattened; only of results."""
+    return tree_unflatten(leaves, structure)
+
+
+def signature(leaves: list[Any]) -> tuple[Any, ...]:
+    """What must be the same of the arguments: two calls with equal signatures run the same local program.
+
+    Layouts by their tokens, strides of local tensors, dtypes, `requires_grad`, values of scalars, and which
+    tensors share memory. Equal on all ranks where the program is, but for plain tensors of a rank's own size.
+    """
+    return (*map(_of_leaf, leaves), _sharing(leaves))
+
+
+def _of_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return of_tensor(leaf)
+    if isinstance(leaf, float):
+        return float, repr(leaf)  # of -0.0 and nan too
+    if isinstance(leaf, SCALARS):
+        return type(leaf), leaf
+    return object, id(leaf)  # held by the recording, so that no other one takes this id
+
+
+def of_tensor(x: torch.Tensor) -> tuple[Any, ...]:
+    """What a recording holds for of one tensor."""
+    if isinstance(x, DTensor):
+        local = x._local_tensor
+        return type(x), x._spec.plain.token, local.stride(), x.requires_grad, x.is_leaf, _bits(local)
+    if isinstance(x, TorchDTensor):
+        return type(x), x._spec, x._local_tensor.stride(), x.requires_grad, x.is_leaf
+    return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_leaf, _bits(x)
+
+
+def _bits(x: torch.Tensor) -> tuple[bool, ...]:
+    return x.is_conj(), x.is_neg(), x.is_inference()
+
+
+def offsets(leaves: list[Any]) -> tuple[int, ...]:
+    """Where each tensor begins in its storage: asked only by programs that name places of memory."""
+    return tuple(int(local_of(x).storage_offset()) for x in leaves if isinstance(x, torch.Tensor))
+
+
+def _sharing(leaves: list[Any]) -> tuple[int, ...]:
+    """Per tensor the first one of its storage: a write into one is a write into all of them."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len(tensors) < 2:
+        return ()
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(storage_of(x), place) for place, x in enumerate(tensors))
+
+
+def storage_of(x: torch.Tensor) -> int:
+    """The storage of what this rank holds, as a number."""
+    local = local_of(x)
+    if local.layout is not torch.strided:
+        return id(local)
+    found: int = local.untyped_storage()._cdata
+    return found

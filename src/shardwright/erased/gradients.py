@@ -1,0 +1,129 @@
+"""The edge between an erased function and the program around it, for autograd.
+
+The results of a call that want gradients hang on one node. Its backward is the recorded one, or that of the
+call's own graph, run here so that what it sends is what a replay sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.compat import DisableTorchFunctionSubclass, tree_map_only
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Backward = Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]
+
+
+class Edge(torch.autograd.Function):
+    """Results without a graph, and the backward that stands for it."""
+
+    @staticmethod
+    def forward(  # noqa: D102 - torch's protocol
+        ctx: Any, results: Callable[[], tuple[torch.Tensor, ...]], backward: Backward, *_: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.run = backward
+        ctx.set_materialize_grads(False)
+        return results()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: D102
+        return None, None, *ctx.run(gradients)
+
+
+def hang(
+    results: Callable[[], tuple[torch.Tensor, ...]], backward: Backward, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """The results, whose gradients go through `backward` to the inputs."""
+    with DisableTorchFunctionSubclass():
+        made: tuple[torch.Tensor, ...] = Edge.apply(results, backward, *inputs)  # type: ignore[no-untyped-call]
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Arguments whose graphs end here: the graph of the call is its own, and no gradient counts twice.
+
+    Asked for the gradient of a parameter and of an argument that was computed from it, autograd would give
+    the parameter's along both ways.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    originals: dict[int, torch.Tensor]
+    ends: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut:
+        """The arguments; tensors that have a graph as leaves that share their memory."""
+        ends: dict[int, torch.Tensor] = {}
+        originals: dict[int, torch.Tensor] = {}
+
+        def end_of(x: torch.Tensor) -> torch.Tensor:
+            if x.grad_fn is None:
+                return x
+            if id(x) not in ends:
+                ends[id(x)] = x.detach().requires_grad_()
+                originals[id(ends[id(x)])] = x
+            return ends[id(x)]
+
+        if torch.is_grad_enabled():
+            args, kwargs = tree_map_only(torch.Tensor, end_of, (args, kwargs))
+        return Cut(args, kwargs, originals, tuple(ends.values()))
+
+    def original(self, x: Any) -> Any:
+        """What was given, for what stood for it."""
+        return self.originals.get(id(x), x)
+
+    def pass_on(self) -> bool:
+        """Hand on what a backward inside left at the ends; was there anything?"""
+        reached = [x for x in self.ends if x.grad is not None]
+        if reached:
+            torch.autograd.backward([self.original(x) for x in reached], [x.grad for x in reached])
+        return bool(reached)
+
+
+def inputs_of(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves at which the graph of the results ends.
+
+    Read from the graph: no list of parameters can miss one.
+    """
+    found: dict[int, torch.Tensor] = {}
+    seen: set[Any] = set()
+    todo = [x.grad_fn for x in results]
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        todo.extend(following for following, _ in node.next_functions)
+    return list(found.values())
+
+
+def own_backward(
+    results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """The backward of the call's own graph, down to its inputs."""
+    asked = [(x, g) for x, g in zip(results, gradients, strict=True) if g is not None]
+    if not asked:
+        return (None,) * len(inputs)
+    return torch.autograd.grad(
+        [x for x, _ in asked],
+        list(inputs),
+        [g for _, g in asked],
+        retain_graph=True,
+        create_graph=torch.is_grad_enabled(),
+        allow_unused=True,
+    )
+
+
+def has_hooks(x: torch.Tensor) -> bool:
+    """Would a hook on its gradient run twice, here and where the gradient arrives?"""
+    return bool(getattr(x, "_backward_hooks", None))

@@ -1,0 +1,119 @@
+"""Does what the program reached still stand as it stood when it was recorded? Compiled into one function."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.erased.given import of_tensor
+from shardwright.erased.program import compiled
+from shardwright.erased.walk import SCALARS, Fact, content
+from shardwright.tensor.dtensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+_GONE = (KeyError, IndexError, AttributeError, ValueError)
+_READ = {
+    "item": "{holder}[{key}]",
+    "cell": "{holder}.cell_contents",
+    "attribute": "getattr({holder}, {key})",
+    "length": "len({holder})",
+    "array": "content({holder})",
+}
+
+
+def guard_of(
+    facts: Sequence[Fact], tensors: Iterable[torch.Tensor], gradients: Mapping[int, Any]
+) -> Callable[[], bool]:
+    """A function that says whether all facts hold, and the tensors lie as they did.
+
+    Asked in the order of the walk, each before what it leads to: a replaced module is noticed before its
+    parameters are looked up.
+    """
+    names: dict[str, Any] = {
+        "same": same,
+        "gone": _GONE,
+        "of_tensor": of_tensor,
+        "gradient": gradient_of,
+        "content": content,
+    }
+    lines = ["def holds():", " try:", "  pass"]
+    for place, fact in enumerate(facts):
+        holder, key, value = f"h{place}", f"k{place}", f"x{place}"
+        names |= {holder: fact.holder, key: fact.key, value: fact.value}
+        read = _READ[fact.kind].format(holder=holder, key=key)
+        if fact.kind in {"length", "array"}:
+            lines.append(f"  if {read} != {value}: return False")
+        elif isinstance(fact.value, SCALARS):
+            lines.append(f"  v = {read}\n  if v is not {value} and not same(v, {value}): return False")
+        else:
+            lines.append(f"  if {read} is not {value}: return False")
+    for place, x in enumerate(tensors):
+        names[f"t{place}"] = x
+        lines += _of_tensor(place, x, names)
+        if id(x) in gradients and x.requires_grad and x.is_leaf:
+            kind = names[f"g{place}"] = gradients[id(x)]
+            found = f"t{place}.grad" if kind is None else f"gradient(t{place})"
+            lines.append(f"  if {found} {'is not' if kind is None else '!='} g{place}: return False")
+    lines.append(" except gone: return False\n return True")
+    made: Callable[[], bool] = compiled("\n".join(lines), names, "holds")
+    return made
+
+
+def _of_tensor(place: int, x: torch.Tensor, names: dict[str, Any]) -> list[str]:
+    """It is where it was: what an identity does not say of a tensor that may be given other data."""
+    asked = [f"t{place}.requires_grad is not {x.requires_grad}"]
+    if isinstance(x, DTensor):
+        names |= {f"l{place}": x._local_tensor, f"s{place}": x._spec.plain.token}
+        asked += [f"t{place}._local_tensor is not l{place}", f"t{place}._spec.plain.token is not s{place}"]
+    else:
+        names[f"s{place}"] = of_tensor(x)
+        asked.append(f"of_tensor(t{place}) != s{place}")
+    return [f"  if {' or '.join(asked)}: return False"]
+
+
+def gradient_of(x: torch.Tensor) -> Any:
+    """What a recording holds for of the gradient that a parameter has when the call begins."""
+    gradient = x.grad if x.is_leaf else None
+    return None if gradient is None else of_tensor(gradient)
+
+
+def same(one: Any, other: Any) -> bool:
+    """The same value of the same type; -0.0 is not 0.0, and nan is nan."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float | complex):
+        return repr(one) == repr(other)
+    return bool(one == other)
+
+
+def changed(facts: Iterable[Fact]) -> list[str]:
+    """Which facts hold no more, in words."""
+    found = []
+    for fact in facts:
+        try:
+            now = _read(fact)
+        except _GONE:
+            found.append(f"{fact.path} is gone")
+            continue
+        if fact.kind == "array" and now == fact.value:
+            continue
+        if now is not fact.value and not (isinstance(now, SCALARS) and same(now, fact.value)):
+            found.append(f"{fact.path}: {_short(fact.value)} -> {_short(now)}")
+    return found
+
+
+def _read(fact: Fact) -> Any:
+    if fact.kind == "length":
+        return len(fact.holder)
+    if fact.kind == "array":
+        return content(fact.holder)
+    if fact.kind == "cell":
+        return fact.holder.cell_contents
+    return getattr(fact.holder, fact.key) if fact.kind == "attribute" else fact.holder[fact.key]
+
+
+def _short(value: Any) -> str:
+    return repr(value) if isinstance(value, SCALARS) else f"<{type(value).__name__}>"

@@ -1,0 +1,243 @@
+"""Recording: a call runs as it is, and every operator on local tensors below it goes on a tape.
+
+The mode stands above the DTensor's dispatch and lets it pass; what dispatch calls on local tensors, and what
+a backward calls, comes by here. The call really runs: a recording costs one call more slowly, sends what the
+call sends, and nothing of it is a rehearsal.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.comm.record import Recorder as Events
+from shardwright.comm.record import source_line
+from shardwright.comm.told import told
+from shardwright.compat import FakeTensorMode, TorchDispatchMode, modes_stack, tree_leaves, tree_map
+from shardwright.erased import numbers
+from shardwright.erased.refuse import Refusal
+from shardwright.erased.tape import Line, Ref, Tape
+from shardwright.erased.walk import local_of
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+aten = torch.ops.aten
+_OPTIMIZERS = str(Path(torch.__file__).parent / "optim")
+# Between an operator and whoever asked for it.
+_BETWEEN = ("torch/_dynamo/eval_frame.py", "torch/_compile.py", "torch/utils/_pytree.py")
+_HERE = "shardwright/erased"
+_READS = frozenset({aten._local_scalar_dense.default, aten.item.default})
+_LOOKED_AT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_REPLACES_MEMORY = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
+FUNCTIONAL = "_c10d_functional"
+DATA = "aten::lift_fresh"
+_FROM_NOWHERE = "it takes a tensor that is neither given nor found in the program"
+
+
+class Recording(TorchDispatchMode):
+    """One call on its way to a tape. refusals: what it did that a replay cannot do."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = Tape()
+        self.refusals: list[Refusal] = []
+        self.events = Events()
+        self._numbers = 0
+        self._followed: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+
+    # -- what the recording is told -------------------------------------------------------------------
+
+    def refuse(self, what: str, why: str, where: str | None = None) -> None:
+        """Note what cannot be replayed; the call goes on as it is."""
+        self.refusals.append(Refusal(what, why, source_line() if where is None else where))
+
+    def values_read(self, x: torch.Tensor, what: str) -> None:
+        """The host looks at the values of a tensor beside the dispatcher."""
+        local = local_of(x)
+        if not self.tape.varies(local):
+            return
+        if _is_told():
+            self.tape.expect(local)
+        else:
+            self.refuse(what, "the host reads values of a tensor")
+
+    # -- one operator ---------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(cls, TorchDTensor) for cls in types):
+            return self._on_dtensors(func, args, kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if _without_data(tensors):
+            return func(*args, **kwargs)
+        if func in _READS:
+            return self._read(args[0])
+        return self._on_locals(func, args, kwargs, tensors)
+
+    def _on_dtensors(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Left to the DTensor's own dispatch, which gets plain numbers for those that are followed."""
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor) and not isinstance(x, TorchDTensor) and self.tape.find(x) is None:
+                self.refuse(str(func), _FROM_NOWHERE)
+        if not any(numbers.is_followed(value) for value in tree_leaves((args, kwargs))):
+            return NotImplemented
+        outer, self._followed = self._followed, (func, args, kwargs)
+        try:
+            with self:
+                return func(*tree_map(numbers.plain, args), **tree_map(numbers.plain, kwargs))
+        finally:
+            self._followed = outer
+
+    def _read(self, x: torch.Tensor) -> Any:
+        """The host asks for a number."""
+        value = x.item()
+        number = self.tape.find(x)
+        if number is None or not self.tape.values[number].varies:
+            return value
+        if isinstance(value, float) and _asked_by_an_optimizer():
+            name = f"n{self._numbers}"
+            self._numbers += 1
+            self.tape.lines.append(Line(torch.Tensor.item, (Ref(number),), {}, (), False, "", number=name))
+            return numbers.followed(value, name, lambda why: self.refuse("a step count", why))
+        self.refuse("item()", "the host reads a value; what it does with it is not known")
+        return value
+
+    def _on_locals(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        line_args, line_kwargs = self._operands(func, args, kwargs)
+        out = func(*tree_map(numbers.plain, args), **tree_map(numbers.plain, kwargs))
+        results = out if isinstance(out, list | tuple) else (out,)
+        if _without_data([x for x in results if isinstance(x, torch.Tensor)]):
+            return out
+        varies = _draws(func) or func.namespace == FUNCTIONAL
+        varies = varies or any(self.tape.varies(x) for x in tensors)
+        self._refuse_op(func, args, kwargs, results, varies)
+        if func._schema.name == DATA:  # a constant of the program, which it may write: a fresh one each time
+            self.tape.forget(out)
+        outs = tuple(self._result(x, varies) for x in results)
+        several = isinstance(out, list | tuple)
+        self.tape.lines.append(
+            Line(func, line_args, line_kwargs, outs, several, source_line(), sent=self._sent(func))
+        )
+        self._written(func, args, varies)
+        return out
+
+    def _operands(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self._followed is not None:
+            args, kwargs = self._with_followed(func, args, kwargs)
+
+        def line_of(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return self._known(func, value)
+            return numbers.text_of(value) if numbers.is_followed(value) else value
+
+        return tree_map(line_of, args), tree_map(line_of, kwargs)
+
+    def _with_followed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The numbers that were followed into an op on DTensors, at their places in the local op."""
+        assert self._followed is not None  # noqa: S101 - the caller asked
+        outer, given, named = self._followed
+        if outer is not func or len(given) != len(args):
+            self.refuse(str(outer), "a number that is followed into it is used by another operator")
+            return args, kwargs
+        placed = tuple(_placed(a, g) for a, g in zip(args, given, strict=True))
+        return placed, {name: _placed(value, named.get(name)) for name, value in kwargs.items()}
+
+    def _known(self, func: Any, x: torch.Tensor) -> Ref:
+        number = self.tape.find(x)
+        if number is None:
+            number = self.tape.enter(x, "constant", varies=False)
+            if func._schema.name != DATA and not _of_a_mesh():
+                self.refuse(str(func), _FROM_NOWHERE)
+        return Ref(number)
+
+    def _result(self, x: Any, varies: bool) -> int | None:
+        if not isinstance(x, torch.Tensor):
+            return None
+        return None if self.tape.knows(x) else self.tape.enter(x, varies=varies)
+
+    def _written(self, func: Any, args: tuple[Any, ...], varies: bool) -> None:
+        """What is written varies as what was written into it does."""
+        if varies and func._schema.is_mutable:
+            for x in tree_leaves(args):
+                number = self.tape.find(x) if isinstance(x, torch.Tensor) else None
+                if number is not None:
+                    self._vary(func, number)
+
+    def _vary(self, func: Any, number: int) -> None:
+        value = self.tape.values[number]
+        value.varies = True
+        if value.source == "constant":
+            self.refuse(str(func), "it writes a tensor that is neither given nor found in the program")
+
+    def _refuse_op(self, func: Any, args: Any, kwargs: Any, results: Any, varies: bool) -> None:
+        name = func._schema.name
+        if name in _REPLACES_MEMORY:
+            self.refuse(name, "it gives a tensor other memory")
+        elif func.namespace == "c10d":
+            self.refuse(name, "it talks to a process group beside the functional collectives")
+        elif varies and any(tag in func.tags for tag in _LOOKED_AT):
+            self.refuse(name, "its result depends on values")
+        elif any(isinstance(value, torch.Generator) for value in tree_leaves((args, kwargs))):
+            self.refuse(name, "it draws from a generator of its own")
+        elif varies and any(isinstance(x, bool | int | float) for x in results):
+            self.refuse(name, "the host gets a number")
+
+    def _sent(self, func: Any) -> tuple[Any, ...]:
+        """The collective that the library is about: it noted it just before it called."""
+        if func.namespace != FUNCTIONAL or func._schema.name.endswith("wait_tensor"):
+            return ()
+        event = self.events.collectives[-1]
+        return event.op, event.axis, event.bytes_sent, event.reason
+
+
+def _placed(value: Any, given: Any) -> Any:
+    if isinstance(given, list | tuple) and isinstance(value, list | tuple) and len(given) == len(value):
+        return [_placed(v, g) for v, g in zip(value, given, strict=True)]
+    return given if numbers.is_followed(given) else value
+
+
+def _without_data(tensors: list[torch.Tensor]) -> bool:
+    """Tensors of a rehearsal: no part of the program."""
+    if any(x.is_meta for x in tensors):
+        return True
+    return any(isinstance(mode, FakeTensorMode) for mode in modes_stack())
+
+
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _asked_by_an_optimizer() -> bool:
+    return _first_frame(skip=_BETWEEN).startswith(_OPTIMIZERS)
+
+
+def _is_told() -> bool:
+    """Do ranks read what they told each other about their programs? The frame below the watching ones."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and f"{_HERE}/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is told.__code__
+
+
+def _of_a_mesh() -> bool:
+    """Does a mesh read the numbers of its ranks? They are what it is made of."""
+    return _first_frame(skip=_BETWEEN).endswith(("distributed/device_mesh.py", "distributed/_mesh_layout.py"))
+
+
+def _first_frame(skip: tuple[str, ...]) -> str:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if f"{_HERE}/" not in name and not any(part in name for part in skip):
+            return name
+        frame = frame.f_back
+    return ""

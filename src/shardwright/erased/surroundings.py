@@ -1,0 +1,75 @@
+"""What stands around a call and decides how it runs: modes, flags, blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.comm import guard
+from shardwright.comm.record import recording
+from shardwright.compat import function_modes_on, implicitly_replicated, modes_on, under_transforms
+from shardwright.rules import registry
+from shardwright.tensor.explicit_mode import is_explicit
+from shardwright.tensor.random import mode as random_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_DEVICES = ("cpu", "cuda")
+
+
+def _autocast() -> tuple[Any, ...]:
+    """Per device None outside; else the dtype, and whether casts are kept."""
+    return tuple(
+        (torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
+        if torch.is_autocast_enabled(device)
+        else None
+        for device in _DEVICES
+    )
+
+
+# What is asked at every call, by its name.
+FLAGS: dict[str, Callable[[], Any]] = {
+    "grad mode": torch.is_grad_enabled,
+    "inference mode": torch.is_inference_mode_enabled,
+    "autocast": _autocast,
+    "default dtype": torch.get_default_dtype,
+    "deterministic": torch.are_deterministic_algorithms_enabled,
+    "deterministic, warn only": torch.is_deterministic_algorithms_warn_only_enabled,
+    "precision of products": torch.get_float32_matmul_precision,
+    "flash attention": torch.backends.cuda.flash_sdp_enabled,
+    "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "attention in steps": torch.backends.cuda.math_sdp_enabled,
+    "explicit": is_explicit,
+    "random mode": random_mode.is_counter,
+    "rules": lambda: registry.registry.generation,
+    "implicit replication": implicitly_replicated,
+}
+
+
+def flags() -> tuple[Any, ...]:
+    """What a recording holds for, beside its arguments and what the program reaches."""
+    return tuple([ask() for ask in FLAGS.values()])
+
+
+def autocast_devices() -> tuple[str, ...]:
+    """Where autocast is on."""
+    return tuple(device for device in _DEVICES if torch.is_autocast_enabled(device))
+
+
+def why_unerased() -> str:
+    """Why a call here is run as it is, "" where it may be replayed."""
+    if torch.compiler.is_compiling():
+        return "torch.compile traces it"
+    if recording():
+        return "sw.trace() looks at it, with the program's own lines"
+    if guard.on:
+        return "sw.guarded() compares what it sends, line by line"
+    if under_transforms():
+        return "a transform of torch.func follows it"
+    if modes_on():
+        return "a dispatch mode of torch looks at each operator"
+    if function_modes_on():
+        return "a mode changes torch's functions around the call (sw.spmd, a default device): put it inside"
+    return ""

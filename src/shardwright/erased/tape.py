@@ -1,0 +1,169 @@
+"""The tape: what this rank did on plain local tensors, line by line, with its values by number.
+
+A tensor is found on it by its object or by its memory: what autograd saved comes back as another object of
+the same storage and geometry. All that was met is held while the tape runs, so that neither an `id` nor a
+storage can be taken again by another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.errors import EraseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor of the program: its number among the values."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A Python number of the program, as text: what an optimizer makes of a step count that it reads."""
+
+    text: str
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """One call on local tensors.
+
+    call:   an operator, or a function of this package that stands for what the host did.
+    outs:   per result the number of the value that it makes; None: it makes none, or gives a known one back.
+    number: for a read by an optimizer, the name of the number that it makes.
+    sent:   the collective that this line is: axis, bytes that this rank sends, reason.
+    """
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: tuple[int | None, ...]
+    several: bool
+    where: str
+    number: str = ""
+    sent: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What is called, as it is printed."""
+        call = self.call
+        return str(call) if isinstance(call, torch._ops.OpOverload) else getattr(call, "__name__", str(call))
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """A tensor of the program. source: where a replay finds it, None for what a line makes.
+
+    varies: does it depend on what is given, on random numbers or on other ranks? What does not is the same
+        in every replay, and may be read.
+    """
+
+    tensor: torch.Tensor
+    source: Any = None
+    varies: bool = True
+
+
+def expect(x: torch.Tensor, values: list[Any]) -> None:
+    """Raise where ranks told each other something else than when the program was recorded."""
+    if x.tolist() != values:
+        raise EraseError(
+            "the ranks told each other something else than when this program was recorded (which of them "
+            "have which gradients, say)\n  fix: run the same backward passes on all ranks"
+        )
+
+
+Geometry = tuple[Any, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Tape:
+    """Lines, and the values that they make and take."""
+
+    lines: list[Line] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    _by_id: dict[int, int] = field(default_factory=dict)
+    _by_memory: dict[Geometry, int] = field(default_factory=dict)
+    _storages: dict[int, int] = field(default_factory=dict)
+
+    def enter(self, x: torch.Tensor, source: Any = None, *, varies: bool = True) -> int:
+        """A new value, which is this tensor from now on."""
+        number = len(self.values)
+        self.values.append(Value(x, source, varies))
+        self._by_id[id(x)] = number
+        memory = _memory(x)
+        if memory is not None:
+            self._by_memory[memory] = number
+            self._storages.setdefault(memory[0], number)
+        return number
+
+    def find(self, x: torch.Tensor) -> int | None:
+        """The number of a tensor, None if the tape does not know it."""
+        number = self._by_id.get(id(x))
+        if number is not None:
+            return number
+        memory = _memory(x)
+        if memory is None:
+            return None
+        number = self._by_memory.get(memory)
+        if number is None:
+            number = self._seen_otherwise(x, memory[0])
+        if number is not None:
+            self._by_id[id(x)] = number
+            self.values.append(Value(x, varies=False))  # held, so that nothing takes its `id`
+        return number
+
+    def knows(self, x: torch.Tensor) -> bool:
+        """Is this very object a value?"""
+        return id(x) in self._by_id
+
+    def expect(self, x: torch.Tensor) -> None:
+        """The values are read: a replay compares them with what they are now."""
+        number = self.find(x)
+        if number is not None:
+            self.lines.append(Line(expect, (Ref(number), x.tolist()), {}, (), False, ""))
+
+    def forget(self, x: torch.Tensor) -> None:
+        """From now on this object is another value."""
+        self._by_id.pop(id(x), None)
+
+    def _seen_otherwise(self, x: torch.Tensor, storage: int) -> int | None:
+        """A known storage, seen with other sizes or strides by code that no operator showed."""
+        first = self._storages.get(storage)
+        if first is None or x.is_conj() or x.is_neg():
+            return None
+        known = self.values[first]
+        if known.tensor.dtype != x.dtype or known.tensor.is_conj() or known.tensor.is_neg():
+            return None
+        args = (Ref(first), list(x.shape), list(x.stride()), x.storage_offset())
+        number = self.enter(x, varies=known.varies)
+        self.lines.append(Line(torch.ops.aten.as_strided.default, args, {}, (number,), False, ""))
+        return number
+
+    def settle(self, kept: set[int]) -> None:
+        """Let go of all tensors but these: of the others only sizes and dtypes are asked from now on."""
+        for number, value in enumerate(self.values):
+            if number not in kept:
+                value.tensor = torch.empty(value.tensor.shape, dtype=value.tensor.dtype, device="meta")
+        for table in (self._by_id, self._by_memory, self._storages):
+            table.clear()
+
+    def varies(self, x: torch.Tensor) -> bool:
+        """May the values of a tensor be others in a replay? What the tape does not know is not asked here."""
+        number = self.find(x)
+        return number is not None and self.values[number].varies
+
+
+def _memory(x: torch.Tensor) -> Geometry | None:
+    """What two objects of one tensor have in common."""
+    if x.layout is not torch.strided:
+        return None
+    storage = x.untyped_storage()._cdata
+    return storage, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()

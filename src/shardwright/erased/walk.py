@@ -1,0 +1,265 @@
+"""What the program reaches in Python: scalars, containers, modules, optimizers and tensors, each by its path.
+
+The walk begins at the function and goes where its code can go: cells, globals that its code names, the object
+it is bound to, and what these hold. Each thing that was looked at is a `Fact`: a place, and what was there.
+A recording holds as long as its facts do, and what a call changes among them is seen by comparing before and
+after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.comm.record import of_library
+from shardwright.erased.refuse import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_OF_MODULES = frozenset(nn.Module().__dict__)
+_KEPT_OF_MODULES = (
+    "training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks",
+    "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+_OF_OPTIMIZERS = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_NOT_THE_USERS = frozenset({"torch", "shardwright", "numpy", *sys.stdlib_module_names}) - {"__main__"}
+_HELPERS = ("/site-packages/numpy/",)
+_ABOUT_GRADIENTS = frozenset({"grad", "getattr", "backward", "zero_grad"})
+_MOST = 50_000
+_LARGEST_ARRAY = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What stood at a place. read(holder, key) looks again.
+
+    kind: "item" of a dict or list, "cell" of a closure, "attribute", "length" of a container, "array" for the
+        content of one.
+    """
+
+    path: str
+    kind: str
+    holder: Any
+    key: Any
+    value: Any
+
+
+@dataclass(slots=True, eq=False)
+class World:
+    """All that was found.
+
+    met: told of each tensor, once, before the code that reached it runs.
+    sees_gradients: can the program ask which gradients exist? By an optimizer, or by their name.
+    """
+
+    met: Callable[[str, torch.Tensor], None]
+    facts: list[Fact] = field(default_factory=list)
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    sees_gradients: bool = False
+    _seen: dict[int, Any] = field(default_factory=dict)
+    _codes: set[tuple[int, int]] = field(default_factory=set)
+    _todo: list[tuple[str, Any]] = field(default_factory=list)
+
+    def reach(self, path: str, value: Any) -> None:
+        """Look at a value and at all that it holds."""
+        self._todo.append((path, value))
+        while self._todo:
+            self._visit(*self._todo.pop())
+
+    def holds(self, value: Any) -> bool:
+        """Was this object met?"""
+        return id(value) in self._seen
+
+    def run_code(self, code: types.CodeType, globals_: dict[str, Any]) -> None:
+        """The globals that a piece of code names, before it runs."""
+        key = id(code), id(globals_)
+        if key in self._codes:
+            return
+        self._codes.add(key)
+        self._seen[id(code)] = code  # held, so that nothing takes its `id`
+        name, names = str(globals_.get("__name__", "?")), _names_of(code)
+        self.sees_gradients |= not _ABOUT_GRADIENTS.isdisjoint(names)
+        for used in names:
+            if used in globals_:
+                self._place(f"{name}.{used}", "item", globals_, used, globals_[used])
+                if isinstance(globals_[used], types.ModuleType):
+                    self._of_python_module(used, globals_[used], code)
+        while self._todo:
+            self._visit(*self._todo.pop())
+
+    # -- one thing after the other --------------------------------------------------------------------
+
+    def _place(self, path: str, kind: str, holder: Any, key: Any, value: Any) -> None:
+        self.facts.append(Fact(path, kind, holder, key, value))
+        self._todo.append((path, value))
+
+    def _visit(self, path: str, value: Any) -> None:
+        if isinstance(value, SCALARS) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if len(self._seen) > _MOST:
+            if not any(refusal.what == "the state" for refusal in self.refusals):
+                why = f"more than {_MOST} objects are reached, at {path}"
+                self.refusals.append(Refusal("the state", why))
+            self._todo.clear()
+            return
+        if isinstance(value, torch.Tensor):
+            self.tensors.append((path, value))
+            self.met(path, value)
+        else:
+            visitor = next((visit for cls, visit in _VISITORS if isinstance(value, cls)), World._object)
+            visitor(self, path, value)
+
+    def _items(self, path: str, holder: Mapping[Any, Any]) -> None:
+        self.facts.append(Fact(path, "length", holder, None, len(holder)))
+        for key, value in holder.items():
+            self._place(f"{path}[{_named(key)}]", "item", holder, key, value)
+
+    def _sequence(self, path: str, holder: Any) -> None:
+        if not isinstance(holder, tuple):
+            self.facts.append(Fact(path, "length", holder, None, len(holder)))
+        for place, value in enumerate(holder):
+            self._place(f"{path}[{place}]", "item", holder, place, value)
+
+    def _set(self, path: str, holder: Any) -> None:
+        self.facts.append(Fact(path, "length", holder, None, len(holder)))
+
+    def _attributes(self, path: str, holder: Any, names: Any) -> None:
+        fields = vars(holder)
+        for name in names:
+            if name in fields:
+                self._place(f"{path}.{name}", "item", fields, name, fields[name])
+
+    def _module(self, path: str, module: nn.Module) -> None:
+        own = [name for name in vars(module) if name not in _OF_MODULES]
+        self.facts.append(Fact(path, "length", vars(module), None, len(vars(module))))
+        self._attributes(path, module, (*_KEPT_OF_MODULES, *own))
+        if "forward" not in vars(module):
+            self._function(f"{path}.forward", type(module).forward)
+
+    def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
+        self.sees_gradients = True
+        self._attributes(path, optimizer, _OF_OPTIMIZERS)
+
+    def _function(self, path: str, function: Any) -> None:
+        if not isinstance(function, types.FunctionType) or is_library(function.__code__.co_filename):
+            return
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                self._place(f"{path}.<{name}>", "cell", cell, None, cell.cell_contents)
+            except ValueError:  # an empty cell: assigned later
+                continue
+        for name in ("__defaults__", "__kwdefaults__"):
+            self._place(f"{path}.{name}", "attribute", function, name, getattr(function, name))
+        self.run_code(function.__code__, function.__globals__)
+
+    def _method(self, path: str, method: types.MethodType) -> None:
+        self._todo.append((path, method.__func__))
+        self._todo.append((path.rpartition(".")[0] or "self", method.__self__))
+
+    def _partial(self, path: str, made: functools.partial[Any]) -> None:
+        for name, value in (("func", made.func), ("args", made.args), ("keywords", made.keywords)):
+            self._todo.append((f"{path}.{name}", value))
+
+    def _of_python_module(self, name: str, module: types.ModuleType, code: types.CodeType) -> None:
+        if module.__name__.partition(".")[0] in _NOT_THE_USERS:
+            return
+        for used in _names_of(code):
+            if used in vars(module):
+                self._place(f"{name}.{used}", "item", vars(module), used, vars(module)[used])
+
+    def _iterator(self, path: str, value: Any) -> None:
+        what = f"{path} ({type(value).__name__})"
+        self.refusals.append(Refusal(what, "an iterator, which a replay would not ask"))
+
+    def _array(self, path: str, array: Any) -> None:
+        """The content: a tensor that the program makes of it is a constant of the recording."""
+        if array.nbytes > _LARGEST_ARRAY:
+            self.refusals.append(Refusal(path, "a large array of numpy, whose content nobody watches"))
+        else:
+            self.facts.append(Fact(path, "array", array, None, content(array)))
+
+    def _namespace(self, path: str, holder: Any) -> None:
+        self._items(path, vars(holder))
+
+    def _nothing(self, path: str, value: Any) -> None:
+        """Identity is all that is asked of it."""
+
+    def _object(self, path: str, value: Any) -> None:
+        cls = type(value)
+        if cls.__module__.partition(".")[0] in _NOT_THE_USERS:
+            return
+        if hasattr(value, "__dict__"):
+            self.facts.append(Fact(path, "length", vars(value), None, len(vars(value))))
+            self._attributes(path, value, list(vars(value)))
+        for name in _slots_of(cls):
+            if hasattr(value, name):
+                self._place(f"{path}.{name}", "attribute", value, name, getattr(value, name))
+        call = getattr(cls, "__call__", None)  # noqa: B004 - the function is wanted, not whether it is there
+        if isinstance(call, types.FunctionType):
+            self._function(f"{path}.__call__", call)
+
+
+_VISITORS: tuple[tuple[Any, Callable[[World, str, Any], None]], ...] = (
+    (nn.Module, World._module),
+    (torch.optim.Optimizer, World._optimizer),
+    (types.FunctionType, World._function),
+    (types.MethodType, World._method),
+    (functools.partial, World._partial),
+    ((type, types.ModuleType, types.BuiltinFunctionType), World._nothing),
+    (np.ndarray, World._array),
+    ((types.SimpleNamespace, argparse.Namespace), World._namespace),
+    (Mapping, World._items),
+    (Sequence, World._sequence),
+    ((set, frozenset), World._set),
+    (Iterator, World._iterator),
+)
+
+
+def content(array: Any) -> tuple[Any, ...]:
+    """What an array holds, to be compared."""
+    return array.shape, array.dtype.str, array.tobytes()
+
+
+def _slots_of(cls: type) -> list[str]:
+    names: list[str] = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _named(key: Any) -> str:
+    return f"<{type(key).__name__}>" if isinstance(key, torch.Tensor) else repr(key)
+
+
+def _names_of(code: types.CodeType) -> list[str]:
+    """The names that a function and the functions inside it use."""
+    names = dict.fromkeys(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names.update(dict.fromkeys(_names_of(const)))
+    return list(names)
+
+
+def is_library(filename: str) -> bool:
+    """torch, this package, the standard library, or code without a file."""
+    return of_library(filename) or any(part in filename for part in _HELPERS)
+
+
+def local_of(x: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it."""
+    return x._local_tensor if isinstance(x, TorchDTensor) else x

@@ -1,0 +1,140 @@
+"""What the program does on the host while it is recorded, that no operator shows.
+
+The interpreter tells of each call: pieces of the user's code (their globals are looked at before they run),
+and functions of C that look at the world (a clock, Python's random numbers, a file), at values of tensors, or
+move a generator of torch. A replay would do none of it.
+"""
+
+from __future__ import annotations
+
+import _io
+import datetime as dt
+import dis
+import random
+import sys
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from shardwright.comm.record import source_line
+from shardwright.erased.refuse import Refusal
+from shardwright.erased.walk import is_library
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwright.erased.walk import World
+
+_OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_BUILTIN = {
+    "print": "it prints; a replay would not",
+    "input": "it asks the user",
+    "open": "it opens a file",
+    "next": "it takes the next of an iterator; a replay would not",
+}
+_CLOCK = "it reads the clock, which says something else in a replay"
+_DRAWS = "Python draws a random number; a replay would not"
+_VALUES = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
+_GENERATOR = frozenset({"set_state", "get_state", "manual_seed", "seed"})
+_NAMES = frozenset({*_BUILTIN, *_VALUES, *_GENERATOR, "run_backward", "now", "today", "utcnow", "urandom"})
+
+
+class Watch:
+    """Within the block the program is looked at; nothing of what it does is changed.
+
+    ran_backward: did a backward run inside?
+    """
+
+    def __init__(self, world: World, values_read: Callable[[torch.Tensor, str], None]) -> None:
+        self.world, self.values_read = world, values_read
+        self.refusals: list[Refusal] = []
+        self.ran_backward = False
+        self._of_users: dict[CodeType, bool] = {}
+
+    def __enter__(self) -> Self:
+        self._outer = sys.getprofile()
+        self._numpy = _numpy_state()
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.setprofile(self._outer)
+        if _numpy_state() != self._numpy:
+            self.refusals.append(Refusal("numpy.random", _DRAWS))
+
+    def _event(self, frame: FrameType, event: str, what: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            known = self._of_users.get(code)
+            if known is None:
+                known = self._of_users[code] = not (is_library(code.co_filename) or _imports(frame.f_back))
+                if known:
+                    self._met(code, frame)
+        elif event == "c_call":
+            self._called(what, frame)
+
+    def _met(self, code: CodeType, frame: FrameType) -> None:
+        """The user's code, for the first time."""
+        self.world.run_code(code, frame.f_globals)
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in {"STORE_GLOBAL", "DELETE_GLOBAL"}:
+                where = f"{code.co_filename}:{instruction.positions.lineno if instruction.positions else 0}"
+                name = f"the global {instruction.argval!r}"
+                self.refusals.append(Refusal(name, "it is assigned; a replay would not", where))
+
+    def _called(self, function: Any, frame: FrameType) -> None:
+        name = getattr(function, "__name__", "")
+        owner = getattr(function, "__self__", None)
+        if name in _VALUES and isinstance(owner, torch.Tensor):
+            self.values_read(owner, f"Tensor.{name}")
+        elif name == "run_backward":
+            self.ran_backward = True
+        elif name in _GENERATOR and isinstance(owner, torch.Generator):  # whoever asks
+            why = "it reads or moves the state of a generator of random numbers"
+            self.refusals.append(Refusal(f"Generator.{name}", why, source_line()))
+        else:
+            why = _why(name, owner, getattr(function, "__module__", None))
+            if why and _by_the_user(frame):
+                self.refusals.append(Refusal(name, why, source_line()))
+
+
+def _why(name: str, owner: Any, module: str | None) -> str:
+    """Why a function of C cannot be replayed; "" where it can."""
+    if name in _BUILTIN and module in {"builtins", "io", "_io"}:
+        return _BUILTIN[name]
+    if module == "time" or (name in _NAMES and (owner is dt.datetime or owner is dt.date)):
+        return _CLOCK
+    if isinstance(owner, random.Random) or (name == "urandom" and module == "posix"):
+        return _DRAWS
+    if isinstance(owner, _io._IOBase) and name in {"write", "writelines", "read", "readline"}:
+        return "it reads or writes a file"
+    return ""
+
+
+def _imports(caller: FrameType | None) -> bool:
+    """Is a module found or run because something is imported for the first time?"""
+    return caller is not None and caller.f_code.co_filename.startswith("<frozen importlib")
+
+
+def _by_the_user(frame: FrameType | None) -> bool:
+    """The user's code, perhaps through the standard library (logging, say); not torch, not this package."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_OURS):
+            return False
+        if not is_library(name):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    kind, keys, *rest = numpy.random.get_state()
+    return kind, keys.tobytes(), tuple(rest)

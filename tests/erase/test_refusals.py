@@ -1,0 +1,10 @@
+"""Programs that cannot be recorded give the right answers, and the report says why and where."""
+
+import pytest
+
+from .refused import NAMES, is_refused
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_that_cannot_be_recorded_runs_as_it_is(ranks, name):
+    ranks(1 if name == "times" else 2, is_refused, name)

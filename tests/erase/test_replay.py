@@ -1,0 +1,125 @@
+"""A replay gives what one device gives: values, gradients, parameters and states after steps."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwright as sw
+from shardwright.grads import clip_grad_norm_
+from shardwright.testing.meshes import rank_mesh
+from tests.tiers import one_in
+
+from .programs import assert_equal, assert_replayed, batches, block, placed
+
+
+def _function():
+    mesh = rank_mesh((dist.get_world_size(),), ("tp",))
+    torch.manual_seed(1)
+    a, b = torch.randn(6, 8), torch.randn(8, 10)
+
+    def pair(x, y, scale, *, shift=0.0):
+        z = x @ y
+        return {"z": nn.functional.gelu(z) * scale + shift, "parts": [z.sum(), z.softmax(-1)]}
+
+    fast = sw.erase(pair)
+    for step in range(3):
+        wanted = pair(a + step, b, 2.0, shift=1.0)
+        x = sw.distribute_tensor(a + step, mesh, {"tp": sw.Shard(1)})
+        y = sw.distribute_tensor(b, mesh, {"tp": sw.Shard(0)})
+        found = fast(x, y, 2.0, shift=1.0)
+        assert_equal(found["z"], wanted["z"])
+        for one, other in zip(found["parts"], wanted["parts"], strict=True):
+            assert_equal(one, other)
+    assert_replayed(fast, 1, 2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_function_gives_what_one_device_gives(ranks, world):
+    ranks(world, _function)
+
+
+def _forward_and_backward(placing):
+    plain = block()
+    model, place = placed(plain, placing, dist.get_world_size())
+    fast = sw.erase(model)
+    for batch in batches(3):
+        x = batch.clone().requires_grad_()
+        y = plain(x)
+        y.pow(2).sum().backward()
+        given = place(batch).requires_grad_()
+        found = fast(given)
+        assert_equal(found, y)
+        found.pow(2).sum().backward()
+        assert_equal(given.grad, x.grad)
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None, name
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=2e-5, atol=1e-5, msg=name)
+        for module in (plain, model):
+            module.zero_grad()
+    assert_replayed(fast, 1, 2)
+
+
+@pytest.mark.parametrize("placing", ["batch", "tensor"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_module_has_the_gradients_of_one_device(ranks, world, placing):
+    ranks(world, _forward_and_backward, placing)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3, fused=True),
+}
+
+
+def make_step(model, optimizer, clip):
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        if clip is not None:
+            clip(model.parameters(), 0.5)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _steps(name, placing):
+    plain = block()
+    model, place = placed(plain, placing, dist.get_world_size())
+    eager, _ = placed(plain, placing, dist.get_world_size())
+    one = make_step(plain, OPTIMIZERS[name](plain.parameters()), nn.utils.clip_grad_norm_)
+    optimizer, other = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](eager.parameters())
+    fast = sw.erase(make_step(model, optimizer, clip_grad_norm_))
+    slow = make_step(eager, other, clip_grad_norm_)
+    for batch in batches(6):
+        wanted = one(batch)
+        assert_equal(fast(place(batch)), wanted)
+        slow(place(batch))
+    for p, q, e in zip(model.parameters(), plain.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q, rtol=1e-4, atol=1e-5)
+        assert torch.equal(p.to_local(), e.to_local())
+        for key, value in other.state[e].items():
+            assert torch.equal(sw_local(optimizer.state[p][key]), sw_local(value)), key
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5)
+    report = fast.report()
+    assert (report.recordings, report.replays) == (1, 4), str(report)  # the first step makes the states
+
+
+def sw_local(x):
+    return x.to_local() if isinstance(x, sw.DTensor) else x
+
+
+STEPS = list(product(OPTIMIZERS, [(1, "batch"), (2, "batch"), (2, "tensor")]))
+
+
+@pytest.mark.parametrize(("name", "case"), one_in(4, STEPS))
+def test_steps_leave_the_parameters_of_one_device(ranks, name, case):
+    world, placing = case
+    ranks(world, _steps, name, placing)

@@ -1,0 +1,224 @@
+"""What comes back of an erased function takes part in the program around it as the call's own results do."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwright as sw
+from shardwright.grads import GradientSynchronizer
+from shardwright.parallel import parallelize_replicate
+from shardwright.testing.meshes import rank_mesh
+
+from .programs import assert_equal, assert_replayed, batches, block, full, placed
+
+
+def _mesh():
+    return rank_mesh((dist.get_world_size(),), ("tp",))
+
+
+def _on_mesh(x, placement=None):
+    return sw.distribute_tensor(x, _mesh(), {"tp": placement or sw.Shard(0)})
+
+
+def _in_a_graph():
+    """Arguments with a graph of their own, two backwards that add up, one result in the next call."""
+    torch.manual_seed(0)
+    w, batch = torch.randn(6, 6), torch.randn(4, 6)
+
+    def layer(x, w):
+        return torch.tanh(x @ w)
+
+    one = w.clone().requires_grad_()
+    ours = sw.distribute_tensor(w, _mesh(), {"tp": sw.Replicate()}).requires_grad_()
+    fast = sw.erase(layer)
+    for turn in range(3):
+        x = batch + turn
+        layer(layer(x * one[0], one), one).sum().backward()
+        fast(fast(_on_mesh(x) * ours[0], ours), ours).sum().backward()
+        assert_equal(ours.grad, one.grad)
+    assert fast.report().replays >= 4, str(fast.report())
+
+
+def test_results_are_part_of_the_graph_around(ranks):
+    ranks(2, _in_a_graph)
+
+
+def _two_results():
+    """Gradients of the pattern that was recorded; another one is an error, never a wrong gradient."""
+    w = _on_mesh(torch.ones(4, 4), sw.Replicate()).requires_grad_()
+
+    def both(x):
+        return x @ w, (x * 2 @ w).sum()
+
+    fast = sw.erase(both)
+    x = _on_mesh(torch.ones(4, 4))
+    for _ in range(3):
+        first, second = fast(x)
+        (first.sum() + second).backward()
+    assert_equal(w.grad, torch.full((4, 4), 3 * 3 * 4.0))
+    first, _ = fast(x)
+    with pytest.raises(sw.errors.EraseError, match="recorded with a gradient for a result"):
+        first.sum().backward()
+    assert_replayed(fast, 1, 3)
+
+
+def test_a_backward_of_other_results_than_recorded_is_refused(ranks):
+    ranks(2, _two_results)
+
+
+def _other_backwards():
+    w = _on_mesh(torch.ones(4, 4), sw.Replicate()).requires_grad_()
+    fast = sw.erase(lambda x: (x @ w).exp())
+    x = _on_mesh(torch.ones(4, 4)).requires_grad_()
+    for _ in range(2):
+        fast(x).sum().backward()
+    out = fast(x)
+    with pytest.raises(sw.errors.EraseError, match="no second derivative"):
+        torch.autograd.grad(out.sum(), w, create_graph=True)
+    out = fast(x)
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match="written in place"):
+        out.sum().backward()
+    # Another layout of the gradient than the one that was recorded.
+    w.grad = None
+    (fast(x) * _on_mesh(torch.ones(4, 4), sw.Shard(1))).sum().backward()
+    other = torch.full((4, 4), 2.0).requires_grad_()
+    (torch.ones(4, 4) @ other).exp().sum().backward()
+    assert_equal(w.grad, other.grad)
+
+
+def test_backwards_that_a_replay_has_not_are_errors(ranks):
+    ranks(2, _other_backwards)
+
+
+def _buffers():
+    """What a forward writes into buffers, and the mode of evaluation."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    model, _ = placed(plain, "batch", dist.get_world_size())
+    fast = sw.erase(model)
+    for turn in range(6):
+        for module in (plain, model):
+            module.train(turn < 4)
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(turn))
+        wanted = plain(x)
+        found = fast(_on_mesh(x))
+        assert_equal(found, wanted)
+        if turn < 4:
+            wanted.sum().backward()
+            found.sum().backward()
+    for found, wanted in zip(model.buffers(), plain.buffers(), strict=True):
+        assert_equal(found, wanted)
+
+
+def test_buffers_are_written_in_place(ranks):
+    ranks(2, _buffers)
+
+
+def _many():
+    fast = sw.erase(lambda x, s: x * s, most=3)
+    x = _on_mesh(torch.ones(4))
+    for s in range(3):
+        assert_equal(fast(x, float(s)), torch.full((4,), float(s)))
+    with pytest.warns(UserWarning, match="3 recordings, and none holds"):
+        assert_equal(fast(x, 7.0), torch.full((4,), 7.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_equal(fast(x, 8.0), torch.full((4,), 8.0))
+    assert_equal(fast(x, 1.0), torch.ones(4))
+    report = fast.report()
+    assert (report.recordings, report.replays) == (3, 1)
+    assert "3 recordings already" in str(report)
+
+
+def test_recordings_are_bounded_and_say_so_once(ranks):
+    ranks(2, _many)
+
+
+def _uneven():
+    """Rank 0 meets a new size while rank 1 replays: they send the same, and nobody waits."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plain = block()
+    model, _ = placed(plain, "batch", 1) if world == 1 else (block(), None)
+    parallelize_replicate(model, rank_mesh((world,), ("dp",)))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    synchronizer = GradientSynchronizer(model)
+
+    def step(x):
+        optimizers[1].zero_grad()
+        (model(x).pow(2).sum() / COUNT).backward()
+        synchronizer.synchronize()
+        optimizers[1].step()
+
+    fast = sw.erase(step)
+    for rows, long in zip((4, 4, 5, 4, 5, 3), batches(6, (5, 6, 16)), strict=True):
+        batch = long[:rows]
+        optimizers[0].zero_grad()
+        (plain(batch).pow(2).sum() / COUNT).backward()
+        optimizers[0].step()
+        fast(batch[:-2] if rank == 0 else batch[-2:])
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(p), q, rtol=1e-4, atol=1e-5)
+    return str(fast.report())
+
+
+COUNT = 4 * 6 * 16
+
+
+def _lets_go():
+    """Of a recorded call only what its results need is left: no intermediate lives as long as the program."""
+    w = _on_mesh(torch.ones(6, 37), sw.Replicate()).requires_grad_()
+
+    def run(x):
+        h = (x @ w).exp()
+        return h.sum(-1)
+
+    fast = sw.erase(run)
+    for _ in range(2):
+        with torch.no_grad():
+            fast(_on_mesh(torch.ones(82, 6)))
+        fast(_on_mesh(torch.ones(82, 6))).sum().backward()
+    gc.collect()
+    local = (82 // dist.get_world_size(), 37)
+    alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and tuple(x.shape) == local]
+    assert not [x for x in alive if not x.is_meta]
+    assert str(fast).count(f"f32{list(local)}") >= 4
+    assert (fast.report().recordings, fast.report().replays) == (2, 2), str(fast.report())
+
+
+def test_a_recording_lets_go_of_what_it_saw(ranks):
+    ranks(2, _lets_go)
+
+
+def test_a_rank_that_records_meets_one_that_replays(ranks):
+    first, second = ranks(2, _uneven)
+    assert "4 recordings, 2 replays" in first, first
+    assert "2 recordings, 4 replays" in second, second
+
+
+def _traced():
+    """Inside `trace()` the program's own lines are seen, and as much is sent as the text says."""
+    model, place = placed(block(), "tensor", dist.get_world_size())
+    fast = sw.erase(lambda x: model(x).redistribute({"tp": sw.Replicate()}))
+    x = place(batches(1)[0])
+    with torch.no_grad():
+        fast(x)
+        with sw.trace() as seen:
+            fast(x)
+        fast(x)
+    assert (fast.report().recordings, fast.report().replays) == (1, 1)
+    assert "sw.trace() looks at it" in str(fast.report())
+    return str(fast), len(seen.collectives), seen.bytes
+
+
+def test_the_text_says_what_is_sent(ranks):
+    for text, collectives, sent in ranks(2, _traced):
+        assert collectives > 0
+        assert f"{collectives} collectives, {sent} B sent by this rank" in text
+        assert "over tp" in text
+        assert "_parameters['weight']" in text
