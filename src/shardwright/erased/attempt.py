@@ -91,7 +91,7 @@ class Attempt:
     # -- after ----------------------------------------------------------------------------------------
 
     def _after(self, out: Any) -> Any:
-        flat, structure = (([out], None) if isinstance(out, torch.Tensor) else tree_flatten(out))
+        flat, structure = ([out], None) if isinstance(out, torch.Tensor) else tree_flatten(out)
         gradients, refusals = gradients_after(self.before, self.tape)
         written, of_written = written_of(self.before)
         refusals = [*self._refusals(), *refusals, *of_written]
