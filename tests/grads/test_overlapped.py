@@ -158,6 +158,24 @@ def _twice():
     return [p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks]
 
 
+def _twice_after_it_was_sent():
+    model = parallelize_replicate(nn.Linear(WIDTH, WIDTH), rank_mesh((2,), ("a",)))
+    synchronizer = GradientSynchronizer(model, 1)
+    rows = _batch(0).float()
+
+    def twice():
+        with synchronizer.overlapped():
+            model(rows).sum().backward()
+            model(rows).sum().backward()
+
+    with pytest.raises(ParallelError, match=r"second gradient.*one backward"):
+        twice()
+
+
+def test_a_second_gradient_is_refused_also_when_its_bucket_was_sent(ranks):
+    ranks(2, _twice_after_it_was_sent)
+
+
 def test_a_second_backward_in_the_block_is_refused_and_no_hook_stays(ranks):
     assert ranks(2, _twice) == [[], []]
 

@@ -350,13 +350,13 @@ def _held_gradients(**options):
     close(ours[0], plain[0].detach(), "one gradient for two")
 
 
-def _closures():
+def _closures(**options):
     """What a closure leaves in gradients stays there."""
     mesh = rank_mesh((2,))
     ours, plain = _replicated(mesh, 1)
     given = _pending(mesh, 4, 6)
     for (p,), g in zip((ours, plain), given, strict=True):
-        optimizer = torch.optim.SGD([p], lr=0.1)
+        optimizer = torch.optim.SGD([p], lr=0.1, **options)
         p.grad = g.clone()
 
         def closure(p=p, optimizer=optimizer):
@@ -525,6 +525,7 @@ def test_a_step_leaves_gradients_the_objects_that_they_were(ranks, options):
 
 def test_what_a_closure_leaves_in_gradients_stays(ranks):
     ranks(2, _closures)
+    ranks(2, _closures, fused=True)
 
 
 def test_a_differentiable_step(ranks):

@@ -81,9 +81,8 @@ class OverlappedSum:
         last: dict[_Kind, _Bucket] = {}
         told: dict[_Kind, list[Entry]] = {}
         self.left = dict(parameters)
-        for name, parameter in reversed(
-            list(parameters.items())
-        ):  # the backward goes from the last to the first
+        backwards = list(parameters.items())[::-1]  # the backward goes from the last to the first
+        for name, parameter in backwards:
             kind = _kind_of(parameter)
             if kind is None:
                 continue
@@ -115,7 +114,7 @@ class OverlappedSum:
 
     def _completed(self, parameter: Tensor) -> None:
         bucket, at = self._place[id(parameter)]
-        if at in bucket.terms:
+        if id(parameter) in self._had:  # also where its bucket is gone
             raise ParallelError(
                 f"{bucket.members[at].name} got a second gradient after its first was sent: run one backward "
                 "in a block of `overlapped()`, and those before it outside"

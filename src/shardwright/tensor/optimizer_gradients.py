@@ -54,13 +54,15 @@ def bring_gradients(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) 
     vars(optimizer)[_LENT] = lent
 
 
-def give_back(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def give_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Put back the gradients as the backward left them: others may hold them, or views of them.
 
     Not where the step made new ones (a closure), or wrote into those that it got.
     """
+    has_closure = any(map(callable, (*args, *kwargs.values())))
+    keeps_writes = has_closure or _keeps_writes(optimizer)
     for parameter, gradient, brought, version in vars(optimizer).pop(_LENT, ()):
-        if parameter.grad is brought and (brought._version == version or not _keeps_writes(optimizer)):
+        if parameter.grad is brought and (brought._version == version or not keeps_writes):
             parameter.grad = gradient
 
 
