@@ -54,14 +54,31 @@ def as_on_one_device(
     out = route(func, args, kwargs)
     with DisableTorchFunctionSubclass():
         begin = base.storage_offset()
-    if func._schema.name in _WHERE_IT_IS and func._schema.overload_name != "dtype":
+    if _begins_there(func):
         return out if not begin else _placed(out, begin, base)
-    meta = base._spec.tensor_meta
-    seen = (tuple(meta.shape), tuple(meta.stride), meta.dtype, begin)
-    begins = _offsets(func, seen, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
+    begins = _begins(func, args, kwargs, begin)
     if isinstance(out, list | tuple):
         return type(out)(_placed(x, at, base) for x, at in zip(out, begins, strict=True))
     return _placed(out, begins[0], base)
+
+
+def from_the_start(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[int, ...] | None:
+    """The offsets of the results where the operand has none; None: always those of the operand."""
+    return None if _begins_there(func) else _begins(func, args, kwargs, 0)
+
+
+def _begins_there(func: torch._ops.OpOverload) -> bool:
+    return func._schema.name in _WHERE_IT_IS and func._schema.overload_name != "dtype"
+
+
+def _begins(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], begin: int
+) -> tuple[int, ...]:
+    meta = args[0]._spec.tensor_meta
+    seen = (tuple(meta.shape), tuple(meta.stride), meta.dtype, begin)
+    return _offsets(func, seen, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
 
 
 def _frozen(value: Any) -> Any:
