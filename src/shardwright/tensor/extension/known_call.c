@@ -681,8 +681,12 @@ static int boundary_init(PyObject *self, PyObject *args, PyObject *kwargs) {
 
 static PyObject *make_class(const char *name, initproc init) {
     Py_ssize_t base = PyClassMethod_Type.tp_basicsize;
+    /* torch asks each callee for `__self__`, as a bound method has it: without one an error is made each time */
     PyMemberDef members[] = {
-        {"__vectorcalloffset__", T_PYSSIZET, base + (Py_ssize_t)offsetof(Door, call), READONLY, NULL}, {0}};
+        {"__vectorcalloffset__", T_PYSSIZET, base + (Py_ssize_t)offsetof(Door, call), READONLY, NULL},
+        {"__self__", T_OBJECT, base + (Py_ssize_t)offsetof(Door, held[PYTHON]), READONLY, NULL},
+        {0},
+    };
     PyType_Slot slots[] = {
         {Py_tp_init, (void *)init},
         {Py_tp_call, (void *)PyVectorcall_Call},
