@@ -13,6 +13,7 @@ import shardwright as sw
 from shardwright.remember import forget
 from shardwright.tensor import doors
 from shardwright.tensor.dispatch import short
+from shardwright.tensor.plain import boundary
 from shardwright.tensor.under_way import ArrivingDTensor
 
 F = torch.nn.functional
@@ -58,21 +59,29 @@ CALLS = {
 
 
 class InPython:
-    """How many calls reach the functions in Python behind the doors, inside the block."""
+    """What reaches the functions in Python behind the doors, inside the block.
+
+    calls, functions: ops and functions of torch. depths: in how many functions of torch each op was asked.
+    """
 
     def __enter__(self):
-        self.calls = []
-        self._given = doors.dispatch
-        doors.dispatch = self._counted
+        self.calls, self.functions, self.depths = [], [], []
+        self._given = doors.dispatch, boundary.call
+        doors.dispatch, boundary.call = self._op, self._function
         doors.open_doors()
         return self
 
-    def _counted(self, cls, func, types, args=(), kwargs=None):
+    def _op(self, cls, func, types, args=(), kwargs=None):
         self.calls.append(str(func))
-        return self._given(cls, func, types, args, kwargs or {})
+        self.depths.append(boundary.state.functions)
+        return self._given[0](cls, func, types, args, kwargs or {})
+
+    def _function(self, cls, func, types, args=(), kwargs=None):
+        self.functions.append(func.__name__)
+        return self._given[1](cls, func, types, args, kwargs)
 
     def __exit__(self, *error):
-        doors.dispatch = self._given
+        doors.dispatch, boundary.call = self._given
         doors.open_doors()
 
 
@@ -104,7 +113,8 @@ def _one_way_and_the_other(names):
         with InPython() as python:
             known = _told(call(*operands))
         forget()
-        found[name] = (python.calls, known == _told(call(*operands)))
+        with doors.in_python():
+            found[name] = (python.calls + python.functions, known == _told(call(*operands)))
     return found
 
 
@@ -116,7 +126,7 @@ def test_known_calls_stay_in_c_and_give_what_python_gives(ranks):
 def _gradients():
     mesh = _mesh()
     results = []
-    for known in range(3):
+    for _ in range(3):
         x, y, w, v = (t.detach().requires_grad_() for t in _operands(mesh))
         out = F.layer_norm(F.linear(x, w, v), (6,), v, v) + y.t().contiguous().t() * 2
         torch.cat([out.view(8, 3, 2).reshape(8, 6), *x.split(2, 1)], 1).square().sum().backward()
@@ -278,7 +288,7 @@ def test_a_recorded_graph_holds_the_op_not_the_values(ranks):
 
 def _compiled():
     mesh = _mesh()
-    x, y, w, v = _operands(mesh)
+    x, y, w, _ = _operands(mesh)
     for _ in range(3):
         torch.relu(x @ w) + y
     compiled = torch.compile(lambda a, b: torch.relu(a @ w) + b, backend="aot_eager", fullgraph=True)
@@ -294,7 +304,7 @@ def test_a_known_call_is_compiled_in_one_graph(ranks):
 
 def _traced_and_explicit():
     mesh = _mesh()
-    x, y, w, v = _operands(mesh)
+    x, y, *_ = _operands(mesh)
     columns = y.redistribute({"tp": sw.Shard(1)})
     for _ in range(3):
         x + columns
@@ -432,7 +442,7 @@ def test_errors_are_those_of_python(ranks):
 
 def _in_threads():
     mesh = _mesh()
-    x, y, w, v = _operands(mesh)
+    x, y, w, _ = _operands(mesh)
     expected = torch.cat([x.to_local() + y.to_local(), x.to_local() @ w.to_local()], 1)
     wrong = []
 
@@ -474,7 +484,7 @@ def _what_stays():
     def held():
         gc.collect()
         touched = [x, y, x._spec, x._spec.token, x._local_tensor, sw.DTensor, None, short.Short, ()]
-        touched += [*short.recipes.values(), *(value for recipe in short.recipes.values() for value in recipe)]
+        touched += [part for key, recipe in short.recipes.items() for part in (recipe, *key, *recipe)]
         return [sys.getrefcount(value) for value in touched], len(gc.get_objects())
 
     for _ in range(5):
@@ -491,6 +501,86 @@ def test_no_reference_is_lost_or_kept(ranks):
     for grown, objects in ranks(1, _what_stays):
         assert grown == []
         assert objects < 100
+
+
+# ------------------------------------------------------------------------------------------ the boundary
+
+# Functions that Python judges or does in its own way, and what one device gives.
+JUDGED = {
+    "a plain tensor": (lambda x, y: x + torch.ones(1), lambda x, y: x + 1),
+    "in a list": (
+        lambda x, y: torch.cat([x[0], torch.ones(1)]),
+        lambda x, y: torch.cat([x[0], torch.ones(1)]),
+    ),
+    "out": (lambda x, y: torch.add(x, y, out=torch.empty_like(x)), torch.add),
+    "read to the host": (lambda x, y: torch.tensor(x.tolist()), lambda x, y: x),
+    "of sizes": (lambda x, y: torch.tensor(torch.is_same_size(x, y)), lambda x, y: torch.tensor(True)),
+}
+
+
+def _judged():
+    x, y, *_ = _operands(_mesh())
+    plain = x.full_tensor(), y.full_tensor()
+    found = {}
+    for name, (call, of_plain) in JUDGED.items():
+        call(x, y)
+        with InPython() as python:
+            out = call(x, y)
+        whole = out.full_tensor() if isinstance(out, sw.DTensor) else out
+        found[name] = (bool(python.functions), torch.equal(whole, of_plain(*plain)))
+    return found
+
+
+def test_what_the_boundary_judges_is_for_python(ranks):
+    for found in ranks(2, _judged):
+        assert found == dict.fromkeys(JUDGED, (True, True))
+
+
+def _while_torch_traces():
+    x, *_ = _operands(_mesh())
+    x + x
+    torch.compiler._is_compiling_flag = True
+    try:
+        with InPython() as python:
+            x + x
+    finally:
+        torch.compiler._is_compiling_flag = False
+    return python.functions
+
+
+def test_a_trace_of_torch_is_for_python(ranks):
+    assert ranks(1, _while_torch_traces) == [["add"]]
+
+
+def _depth():
+    x, *_ = _operands(_mesh())
+    x + x
+    forget()
+    with InPython() as python:
+        x + x
+        with pytest.raises(RuntimeError):
+            x.view(7, 7)
+        torch.ops.aten.mul.Tensor(x, x)
+    return python.functions, python.depths, boundary.state.functions
+
+
+def test_how_deep_in_functions_of_torch_a_call_is_stays_known(ranks):
+    """Plain tensors that torch makes inside of its functions count as replicated, those of a user do not."""
+    ((functions, depths, left),) = ranks(1, _depth)
+    assert "add" in functions  # the classes of its arguments are forgotten too
+    assert set(depths) == {1}
+    assert left == 0
+
+
+def _plain_results():
+    """torch makes the rank of a matrix without elements of none of its operands' data."""
+    empty = sw.distribute_tensor(torch.empty(0, 3), _mesh(), [sw.Replicate()])
+    found = [torch.linalg.matrix_rank(empty) for _ in range(2)]
+    return [type(x) is sw.DTensor for x in found]
+
+
+def test_a_plain_result_is_the_same_on_every_rank(ranks):
+    assert ranks(1, _plain_results) == [[True, True]]
 
 
 # ------------------------------------------------------------------------------------------- on and off
@@ -517,8 +607,6 @@ def test_one_that_was_built_for_other_recipes_is_not_used(monkeypatch):
 
 def test_who_looks_at_the_doors_finds_the_functions_in_python():
     """torch._dynamo reads `__torch_function__` from the class, and inlines the function that it finds."""
-    from shardwright.tensor.plain import boundary
-
     door = vars(sw.DTensor)["__torch_function__"]
     assert isinstance(door, classmethod)
     assert door.__func__ is boundary.call

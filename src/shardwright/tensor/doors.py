@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -33,19 +35,29 @@ _SCALARS = frozenset(
 )
 
 
-def open_doors() -> str:
-    """Put in the doors of C where they can be had, else those of Python.
+def open_doors(*, extension: bool = True) -> str:
+    """Put in the doors of C where they can be had (and `extension`), else those of Python.
 
-    Returns: why not those of C; empty where they are.
+    Returns: why those of C cannot be had; empty where they can.
     """
     why = why_python()
-    if why:
+    if why or not extension:
         _put(classmethod(boundary.call), classmethod(dispatch))
     else:
         made = _module()
         _put(_boundary(made), _dispatch(made))
     short.reader.there = not why
     return why
+
+
+@contextmanager
+def in_python() -> Iterator[None]:
+    """Known calls run in Python inside the block, in all threads: to see how they run, or to compare."""
+    open_doors(extension=False)
+    try:
+        yield
+    finally:
+        open_doors()
 
 
 def why_python() -> str:
@@ -63,7 +75,7 @@ def why_python() -> str:
 
 
 def uses_extension() -> bool:
-    """Do known calls run in C?"""
+    """Do known calls run in C, but for blocks that run them in Python?"""
     return short.reader.there
 
 

@@ -74,8 +74,9 @@ def _whole_route_of(func: torch._ops.OpOverload) -> Handler:
     What is added here is judged by `short.learn` as well: known calls of the extension do not come by.
     """
     route = _route_of(func)
-    if offsets.begins_as_its_operand(func):
-        route = partial(offsets.as_on_one_device, route)
+    there = offsets.begins_there(func)
+    if there is not None:
+        route = partial(offsets.as_on_one_device, route, there)
     if memory_order.asks(func):
         route = partial(memory_order.as_described, route)
     if made_gradients.asks(func):
@@ -270,6 +271,7 @@ _SCALARS = frozenset({bool, int, float, str, torch.dtype})
 def _store(key: tuple[Any, ...], prepared: Any) -> None:
     if len(_cache) >= _CACHE_SIZE:
         _cache.clear()
+        short.recipes.clear()  # a call that is decided, and has no recipe, gets none any more
     _cache[key] = prepared
 
 

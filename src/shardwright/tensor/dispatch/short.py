@@ -51,7 +51,7 @@ class Short(NamedTuple):
     begins: tuple[int, ...] | None
 
 
-_MANY = 65536
+# Bounded by who fills it: each of these calls is also one of those that `call._store` keeps.
 recipes: dict[tuple[Any, ...], Short] = memo("recipes of known calls", {})
 
 
@@ -85,10 +85,8 @@ def learn(
         found = Short(func._op, (known.spec,), False, None, ((1, known.size),), False, None)
     if found is None or _something_around(func, args):
         return
-    if offsets.begins_as_its_operand(func):
+    if offsets.begins_there(func) is not None:
         found = found._replace(placed=True, begins=offsets.from_the_start(func, args, kwargs))
-    if len(recipes) >= _MANY:
-        recipes.clear()
     recipes[func._op, *key[1:]] = found  # an overload hashes in Python, what it calls does not
 
 
