@@ -375,17 +375,80 @@ def _shares_memory():
             told.append("")
         except RuntimeError as error:
             told.append("single memory location" in str(error))
-    memory = torch.zeros(6)
-    one, two = (sw.DTensor.from_local(memory[i : i + 4], mesh, [sw.Replicate()]) for i in (0, 2))
-    memory.copy_(torch.arange(6.0))
-    one.copy_(two)  # their logical tensors are two: what is read is what was there
-    return told, memory.tolist()
+    return told
 
 
 def test_a_write_over_what_is_read_is_for_python(ranks):
-    for told, memory in ranks(2, _shares_memory):
+    for told in ranks(2, _shares_memory):
         assert told == [True, True]
-        assert memory == [2.0, 3.0, 4.0, 5.0, 4.0, 5.0]
+
+
+def _shares_memory_on_one_device_alone():
+    """The view's part was replaced: the logical tensors lie over each other, the local ones do not."""
+    mesh = _mesh()
+    x, *free = (sw.distribute_tensor(torch.ones(4, 4), mesh, [sw.Replicate()]) for _ in range(3))
+    for _ in range(3):
+        free[0][1:3].add_(free[1][0:2])
+    view = x[1:3]
+    view._local_tensor = view._local_tensor.clone()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        view.add_(x[0:2])
+
+
+def test_what_one_device_refuses_is_refused_where_the_parts_lie_apart(ranks):
+    ranks(2, _shares_memory_on_one_device_alone)
+
+
+def _written_with_itself():
+    """A copy of itself asks nothing of memory; what was seen of it says nothing of other copies."""
+    ones = [sw.distribute_tensor(torch.ones(1, 4), _mesh(), [sw.Replicate()]) for _ in range(2)]
+    one, two = (x.expand(3, 4) for x in ones)
+    for _ in range(3):
+        one.copy_(one)
+    with pytest.raises(sw.errors.RuleError, match="single memory location"):
+        one.copy_(two)
+
+
+def test_a_write_of_a_tensor_into_itself_is_no_example(ranks):
+    ranks(1, _written_with_itself)
+
+
+def _shares_local_memory_alone():
+    """Two logical tensors whose parts lie over each other: what is read is what was there."""
+    mesh = _mesh()
+    memory = torch.arange(6.0)
+    one, two, three, four = (
+        sw.DTensor.from_local(local, mesh, [sw.Replicate()])
+        for local in (memory[0:4], memory[2:6], torch.ones(4), torch.ones(4))
+    )
+    for _ in range(3):
+        three.add_(four)
+    with InPython() as python:
+        one.add_(two)
+    return python.calls, memory.tolist()
+
+
+def test_parts_that_lie_over_each_other_are_copied_by_python(ranks):
+    for calls, memory in ranks(2, _shares_local_memory_alone):
+        assert calls == ["aten.add_.Tensor"]
+        assert memory == [2.0, 4.0, 6.0, 8.0, 4.0, 5.0]
+
+
+def _begins():
+    """Where views begin on one device: of parts that begin elsewhere, and of views that begin later."""
+    mesh = _mesh()
+    x, _, w, _ = _operands(mesh)
+    columns = x.redistribute({"tp": sw.Shard(1)})
+    fresh, later = w[:4].clone(), w[2:]
+    for _ in range(3):
+        columns[2:5], fresh[1:3], fresh.split(2)
+    with InPython() as python:
+        known = columns[2:5].storage_offset()
+    return known, python.calls, later[1:3].storage_offset(), [x.storage_offset() for x in later.split(2)]
+
+
+def test_views_begin_where_they_do_on_one_device(ranks):
+    assert ranks(2, _begins) == [(12, [], 18, [12, 24])] * 2
 
 
 def _strides_do_not_merge():
@@ -473,8 +536,10 @@ def _what_stays():
     mesh = _mesh()
     operands = _operands(mesh)
     x, y, *_ = operands
+    target = x.clone()
 
     def every_call():
+        target.copy_(y).mul_(2.0).add_(y)
         for call in CALLS.values():
             call(*operands)
         for wrong in (lambda: x.view(7, 7), lambda: x @ x, lambda: x + torch.ones(3, 3)):
@@ -483,7 +548,7 @@ def _what_stays():
 
     def held():
         gc.collect()
-        touched = [x, y, x._spec, x._spec.token, x._local_tensor, sw.DTensor, None, short.Short, ()]
+        touched = [x, y, target, x._spec, x._spec.token, x._local_tensor, sw.DTensor, None, short.Short, ()]
         touched += [part for key, recipe in short.recipes.items() for part in (recipe, *key, *recipe)]
         return [sys.getrefcount(value) for value in touched], len(gc.get_objects())
 
@@ -501,6 +566,42 @@ def test_no_reference_is_lost_or_kept(ranks):
     for grown, objects in ranks(1, _what_stays):
         assert grown == []
         assert objects < 100
+
+
+# Calls around which more stands than C asks for, and the op that Python must see each time.
+AROUND = {
+    "aten._linalg_det.default": lambda w, v: torch.linalg.det(w),
+    "aten.median.default": lambda w, v: w.median(),
+    "aten.cat.default": lambda w, v: torch.cat([v, v[:0]]),
+    "aten.t_.default": lambda w, v: w.clone().t_(),
+    "aten.native_batch_norm.default": lambda w, v: F.batch_norm(w, v.clone(), v.clone(), training=True),
+}
+
+
+def _around():
+    *_, w, v = _operands(_mesh())
+    found = {}
+    for name, call in AROUND.items():
+        for _ in range(3):
+            call(w, v)
+        with InPython() as python:
+            call(w, v)
+        found[name] = name in python.calls
+    return found
+
+
+def test_an_op_that_asks_more_of_each_call_is_for_python(ranks):
+    for found in ranks(1, _around):
+        assert found == dict.fromkeys(AROUND, True)
+
+
+def _holds_nothing():
+    x = sw.distribute_tensor(torch.tensor([[1.0, 2.0]]), _mesh(), [sw.Shard(0)])
+    return [torch.amax(x, 0).full_tensor().tolist() for _ in range(4)]
+
+
+def test_a_rank_that_holds_nothing_calls_no_kernel(ranks):
+    assert ranks(2, _holds_nothing) == [[[1.0, 2.0]] * 4] * 2
 
 
 # ------------------------------------------------------------------------------------------ the boundary
