@@ -401,7 +401,8 @@ def test_what_one_device_refuses_is_refused_where_the_parts_lie_apart(ranks):
 
 def _written_with_itself():
     """A copy of itself asks nothing of memory; what was seen of it says nothing of other copies."""
-    ones = [sw.distribute_tensor(torch.ones(1, 4), _mesh(), [sw.Replicate()]) for _ in range(2)]
+    mesh = _mesh()
+    ones = [sw.distribute_tensor(torch.ones(1, 4), mesh, [sw.Replicate()]) for _ in range(2)]
     one, two = (x.expand(3, 4) for x in ones)
     for _ in range(3):
         one.copy_(one)
