@@ -707,6 +707,11 @@ def test_one_that_was_built_for_other_recipes_is_not_used(monkeypatch):
     assert doors.why_python() == "it was built from another version of the library"
 
 
+def test_a_torch_whose_tensors_have_no_slots_is_served_by_python(monkeypatch):
+    monkeypatch.setattr(doors, "_slots", lambda: (property(), None))
+    assert doors.why_python() == "this torch keeps the parts of a DTensor otherwise"
+
+
 def test_who_looks_at_the_doors_finds_the_functions_in_python():
     """torch._dynamo reads `__torch_function__` from the class, and inlines the function that it finds."""
     door = vars(sw.DTensor)["__torch_function__"]

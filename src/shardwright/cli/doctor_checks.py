@@ -158,7 +158,7 @@ def _extras() -> Iterator[Finding]:
 
 def _known_calls() -> Iterator[Finding]:
     why = why_python()
-    advice = "install with a C compiler at hand to halve the time of a small op" if "not built" in why else ""
+    advice = "install with a C compiler at hand: small ops are quicker then" if "not built" in why else ""
     yield Finding("known calls", f"in Python: {why}" if why else "in C", advice)
 
 

@@ -11,7 +11,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -71,12 +71,20 @@ def why_python() -> str:
     fields: int = made.FIELDS
     if fields != len(short.Short._fields):
         return "it was built from another version of the library"
+    if not all(isinstance(slot, MemberDescriptorType) for slot in _slots()):
+        return "this torch keeps the parts of a DTensor otherwise"
     return ""
 
 
 def uses_extension() -> bool:
     """Do known calls run in C, but for blocks that run them in Python?"""
     return short.reader.there
+
+
+def _slots() -> tuple[Any, Any]:
+    """Where a DTensor has its local tensor and its spec."""
+    held = vars(TorchDTensor)
+    return held.get("_local_tensor"), held.get("_spec")
 
 
 def _module() -> Any:
@@ -103,6 +111,7 @@ def _boundary(made: ModuleType) -> Any:
 
 
 def _dispatch(made: ModuleType) -> Any:
+    local, spec = _slots()
     return made.Dispatch(
         dispatch,
         recipes=short.recipes,
@@ -115,7 +124,7 @@ def _dispatch(made: ModuleType) -> Any:
         localized=LocalizedDTensor,
         new=DTensor.__new__,
         wrap=wrap,
-        local=TorchDTensor.__dict__["_local_tensor"],
-        spec=TorchDTensor.__dict__["_spec"],
+        local=local,
+        spec=spec,
         made_by={"requires_grad": False},
     )
