@@ -214,8 +214,8 @@ def _a_finished_form_is_known():
     locals_ = torch.full((4, 4), 1.0 + torch.distributed.get_rank())
     counts, values = [], []
     for _ in range(3):
-        x = sw.DTensor.from_local(locals_.clone(), mesh, [sw.Partial()])
-        with sw.trace() as t:
+        x = 1 * sw.DTensor.from_local(locals_, mesh, [sw.Partial()])  # nobody has its memory in his hands
+        with sw.spmd(mesh), sw.trace() as t:
             values += [torch.relu(x).full_tensor(), torch.relu(x).full_tensor()]
             x.add_(x)
             values.append(torch.relu(x).full_tensor() / 2)
@@ -236,15 +236,16 @@ def test_finished_forms_are_taken_and_lose_their_hold_by_a_write(ranks):
 def _writes_are_counted():
     """A form that is kept counts the writes into its storage by other names, also those of C."""
     mesh = _mesh()
-    x = sw.DTensor.from_local(torch.ones(4, 4), mesh, [sw.Partial()])
+    x = 1 * sw.DTensor.from_local(torch.ones(4, 4), mesh, [sw.Partial()])
     raw = x.data
     for _ in range(3):
         raw.mul_(3)
-    torch.relu(x)
-    with InPython() as python:
-        raw.mul_(3)
-        written = [*python.calls]
-    seen = torch.relu(x).full_tensor()
+    with sw.spmd(mesh):
+        torch.relu(x)
+        with InPython() as python:
+            raw.mul_(3)
+            written = [*python.calls]
+        seen = torch.relu(x).full_tensor()
     return written, torch.equal(seen, torch.full((4, 4), 81.0 * torch.distributed.get_world_size()))
 
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwright.tensor import autograd, conversions
 from shardwright.tensor.algorithms import key_parts, orders, scans, windows
 from shardwright.tensor.doors import open_doors
-from shardwright.tensor.dtensor import above
+from shardwright.tensor.dtensor import DTensor, above
 from shardwright.tensor.localized import LocalizedDTensor
 from shardwright.tensor.optimizer_gradients import bring_gradients, give_back
 from shardwright.tensor.plain import backward, boundary, made_gradients, packed_sequences, set_data
