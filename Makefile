@@ -2,6 +2,7 @@
 #   make train    train a mixture-of-experts language model on 4 local processes
 #   make test     what must be green before a change lands: minutes (tests/README.md)
 #   make test-unit   what starts no process: seconds     make test-all   the whole suite
+#   make test-python   the tests of tensors, known calls in Python where C would run them
 #   make lint     ruff, mypy, import-linter
 #   make bench    time beside torch's DTensor make docs     the manual, in docs/_build/html
 #   make laws     the laws of placements and redistribution, a hundred thousand times
@@ -25,7 +26,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-RECIPE := pyproject.toml constraints.txt Makefile
+RECIPE := pyproject.toml constraints.txt Makefile src/shardwright/tensor/extension/known_call.c
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID)
 TRAIN_FLAGS ?=
 PYTEST_FLAGS ?= -n 2 --dist loadfile
@@ -40,10 +41,10 @@ MODELS_FLAGS ?=
 WALKS_FLAGS ?= --check
 FUZZ_FLAGS ?= --programs 20000
 
-.PHONY: help install train test test-unit test-all laws ops fuzz rules models witness explain compositions corpus walks verify lint bench docs clean
+.PHONY: help install train test test-unit test-python test-all laws ops fuzz rules models witness explain compositions corpus walks verify lint bench docs clean
 
 help:
-	@sed -n '2,17s/^# *//p' Makefile
+	@sed -n '2,18s/^# *//p' Makefile
 
 # torch comes first and alone: no range of another package can then choose a different build of it.
 $(VENV)/.torch: constraints.txt
@@ -75,6 +76,10 @@ test: $(VENV)/.dev
 
 test-unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "unit and not slow"
+
+# The same answers without the extension: what calls on tensors come to.
+test-python: $(VENV)/.dev
+	SHARDWRIGHT_EXTENSION=0 $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow" tests/tensor
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)

@@ -11,14 +11,16 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - its name in every program
 from torch.distributed import tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright as sw
-from bench.paired import HEADER, Comparison, compare
+from bench.paired import HEADER_OVER_PLAIN, Comparison, compare
 
 _Op = Callable[..., object]
+_VECTOR = -2  # of one dim, whole; -1: a whole square
 _OPS: dict[str, tuple[_Op, tuple[int, ...]]] = {
     "x + y, rows cut": (torch.add, (0, 0)),
     "x * y, columns cut": (torch.mul, (1, 1)),
@@ -27,9 +29,18 @@ _OPS: dict[str, tuple[_Op, tuple[int, ...]]] = {
     "relu": (torch.relu, (0,)),
     "sum over the cut dim": (lambda x: torch.sum(x, 0), (0,)),
     "softmax over a whole dim": (lambda x: torch.softmax(x, 1), (0,)),
-    "view that splits a dim": (lambda x: x.view(8, 4, 2), (0,)),
+    "view that splits a dim": (lambda x: x.view(-1, 4, 2), (0,)),
     "transpose": (lambda x: x.t(), (0,)),
+    "slice of a whole dim": (lambda x: x[:, 2:6], (0,)),
     "detach": (lambda x: x.detach(), (0,)),
+    "x * 2.0": (lambda x: x * 2.0, (0,)),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b), (0, _VECTOR, _VECTOR)),
+    "linear": (F.linear, (0, -1, _VECTOR)),
+    "cat along a whole dim": (lambda x, y: torch.cat([x, y], 1), (0, 0)),
+    "split of a whole dim": (lambda x: x.split(4, 1), (0,)),
+    "add with alpha=2": (lambda x, y: torch.add(x, y, alpha=2), (0, 0)),
+    "x.add_(y)": (lambda x, y: x.add_(y), (0, 0)),
+    "x.copy_(y)": (lambda x, y: x.copy_(y), (0, 0)),
 }
 
 
@@ -37,7 +48,7 @@ def run() -> None:
     """Print one line per op, without gradients and with."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     torch.set_num_threads(1)
-    print(HEADER)
+    print(HEADER_OVER_PLAIN)
     for name, (op, dims) in _OPS.items():
         print(_compare(name, op, dims).row(), flush=True)
     print(_compare("x @ y, forward and backward", _with_backward, (0, -1), grad=True).row())
@@ -48,7 +59,7 @@ def run() -> None:
 
 def _compare(name: str, op: _Op, dims: tuple[int, ...], *, grad: bool = False) -> Comparison:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    full = [torch.randn(8, 8, requires_grad=grad) for _ in dims]
+    full = [torch.randn((8,) if dim == _VECTOR else (8, 8), requires_grad=grad) for dim in dims]
     ours, peers = (
         [
             library.distribute_tensor(x, mesh, [_placed(library, dim)])
@@ -57,7 +68,9 @@ def _compare(name: str, op: _Op, dims: tuple[int, ...], *, grad: bool = False) -
         for library in (sw, theirs)
     )
     _check_same(op(*ours), op(*peers))
-    return compare(name, lambda: op(*ours), lambda: op(*peers))
+    plain = [x.to_local() for x in peers]
+    below = None if grad else lambda: op(*plain)
+    return compare(name, lambda: op(*ours), lambda: op(*peers), plain=below)
 
 
 def _unmoved() -> Iterator[Comparison]:

@@ -17,49 +17,68 @@ Program = Callable[[], object]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds per call of ours and theirs, their ratio, and the ratio of ours against itself."""
+    """Seconds per call of ours and theirs, their ratio, and the ratio of ours against itself.
+
+    plain, over_plain: seconds of what both stand around, and the ratio of what each needs above that.
+    """
 
     name: str
     ours: float
     theirs: float
     ratio: float
     noise: float
+    plain: float | None = None
+    over_plain: float | None = None
 
     def row(self) -> str:
         """Return one line of the report."""
         return (
             f"{self.name:<44} {self.ours * 1e6:>10.1f} {self.theirs * 1e6:>10.1f} "
             f"{self.ratio:>8.2f} {self.noise:>8.2f}"
-        )
+        ) + ("" if self.plain is None else f" {self.plain * 1e6:>10.1f} {self.over_plain:>8.2f}")
 
 
 HEADER = f"{'':<44} {'ours us':>10} {'torch us':>10} {'ratio':>8} {'A vs A':>8}"
+HEADER_OVER_PLAIN = f"{HEADER} {'plain us':>10} {'over it':>8}"
 
 
-def compare(name: str, ours: Program, theirs: Program, *, calls: int = 100, turns: int = 31) -> Comparison:
+def compare(
+    name: str,
+    ours: Program,
+    theirs: Program,
+    *,
+    plain: Program | None = None,
+    calls: int = 100,
+    turns: int = 31,
+) -> Comparison:
     """Let two programs take turns, `calls` calls each; and ours against itself in the same turns.
 
     Args:
         name: what the report calls it.
         ours: our program.
         theirs: the peer's.
+        plain: what both stand around: the same on plain tensors.
         calls: calls per turn.
         turns: odd number of turns.
     Returns: medians over the turns.
     """
-    for program in (ours, theirs):
+    programs = (ours, theirs, ours) if plain is None else (ours, theirs, ours, plain)
+    for program in programs:
         _time(program, calls)
-    rows = [_turn((ours, theirs, ours), calls, first=turn % 3) for turn in range(turns)]
+    rows = [_turn(programs, calls, first=turn % len(programs)) for turn in range(turns)]
+    median = statistics.median
     return Comparison(
         name,
-        ours=statistics.median(mine for mine, _, _ in rows),
-        theirs=statistics.median(peer for _, peer, _ in rows),
-        ratio=statistics.median(mine / peer for mine, peer, _ in rows),
-        noise=statistics.median(mine / again for mine, _, again in rows),
+        ours=median(row[0] for row in rows),
+        theirs=median(row[1] for row in rows),
+        ratio=median(row[0] / row[1] for row in rows),
+        noise=median(row[0] / row[2] for row in rows),
+        plain=None if plain is None else median(row[3] for row in rows),
+        over_plain=None if plain is None else median((row[0] - row[3]) / (row[1] - row[3]) for row in rows),
     )
 
 
-def _turn(programs: tuple[Program, Program, Program], calls: int, *, first: int) -> tuple[float, ...]:
+def _turn(programs: tuple[Program, ...], calls: int, *, first: int) -> tuple[float, ...]:
     """Time each program once, beginning with another one each turn."""
     seconds = [0.0] * len(programs)
     for step in range(len(programs)):

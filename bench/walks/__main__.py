@@ -16,7 +16,7 @@ from bench.walks.ceilings import Numbers
 from bench.walks.child import in_a_child
 from bench.walks.counting import Count
 from bench.walks.library import OURS, TORCHS, Library, world
-from bench.walks.walk import WALKS
+from bench.walks.walk import WALKS, there
 
 _WAYS_OUT = (
     "where the calls go: python -m bench.walks --lines --walk NAME\n"
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     console = Console(width=max(Console().width, 120), highlight=False, markup=False)
     mesh = world()
-    names = options.walk or list(WALKS)
+    names = options.walk or there()
     if options.lines:
         library = TORCHS if options.torch else OURS
         for name in names:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bench.walks.counting import Count, count
 from bench.walks.library import Library
+from shardwright.tensor.doors import open_doors, uses_extension
 
 # Makes the operands; then each call makes what one call needs, and what is returned is the call.
 _Walking = Callable[[Library, DeviceMesh], Callable[[], Callable[[], object]]]
@@ -22,6 +23,7 @@ class Walk:
     """One call, the first of its kind or a known one.
 
     goal: the most calls and files that it shall take in the end.
+    in_c: with known calls in C, where the extension was built; the other walks are those of Python.
     counted: the numbers that are told of it.
     """
 
@@ -30,9 +32,12 @@ class Walk:
     goal: Mapping[str, int]
     known: bool
     counted: Sequence[str] = ("calls", "files")
+    in_c: bool = False
 
     def count(self, library: Library, mesh: DeviceMesh) -> Count:
         """Count it in this process, which must not have walked it before."""
+        if not self.in_c:
+            open_doors(extension=False)
         ready = self.walking(library, mesh)
         for _ in range(_KNOWN_AFTER if self.known else 0):
             ready()()
@@ -76,6 +81,14 @@ def _softmax(library: Library, mesh: DeviceMesh) -> Callable[[], Callable[[], ob
 WALKS = {
     "matmul": Walk("x @ w, known", _matmul, {"calls": 6, "files": 4}, known=True),
     "backward": Walk("backward of (x @ w).sum(), known", _backward, {"calls": 100, "files": 12}, known=True),
+    "matmul_in_c": Walk("x @ w, known, in C", _matmul, {"calls": 0, "files": 0}, known=True, in_c=True),
+    "backward_in_c": Walk(
+        "backward of (x @ w).sum(), known, in C",
+        _backward,
+        {"calls": 40, "files": 12},
+        known=True,
+        in_c=True,
+    ),
     "redistribute": Walk("redistribute, known", _redistribute, {"calls": 40, "files": 10}, known=True),
     "redistribute_first": Walk(
         "redistribute, first", _redistribute, {"calls": 250, "files": 20}, known=False
@@ -89,3 +102,8 @@ WALKS = {
         counted=("calls", "files", "changes"),
     ),
 }
+
+
+def there() -> list[str]:
+    """The walks that can be counted here: those in C where the extension was built."""
+    return [name for name, walk in WALKS.items() if uses_extension() or not walk.in_c]

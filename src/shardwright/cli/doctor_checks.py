@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shardwright.checkpoint.library import library_version
 from shardwright.cli.doctor_ping import check_ping
 from shardwright.plan.network import Network
+from shardwright.tensor.doors import why_python
 
 OLDEST_TORCH = (2, 11)
 _GIB = 1 << 30
@@ -55,6 +56,7 @@ def examine() -> Iterator[Finding]:
         _host,
         _environment,
         _extras,
+        _known_calls,
         _ping,
     )
     for check in checks:
@@ -152,6 +154,12 @@ def _extras() -> Iterator[Finding]:
     found = importlib.util.find_spec("matplotlib") is not None
     advice = "" if found else "no loss curve is drawn without it: pip install 'shardwright[plot]'"
     yield Finding("matplotlib", _yes(found), advice)
+
+
+def _known_calls() -> Iterator[Finding]:
+    why = why_python()
+    advice = "install with a C compiler at hand: small ops are quicker then" if "not built" in why else ""
+    yield Finding("known calls", f"in Python: {why}" if why else "in C", advice)
 
 
 def _ping() -> Iterator[Finding]:

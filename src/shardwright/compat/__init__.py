@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 EnableTorchFunction = torch._C._EnableTorchFunction
 all_schemas = torch._C._jit_get_all_schemas
 assert_async = torch._assert_async
+compiler_names = vars(torch.compiler)  # `_is_compiling_flag` is what `is_compiling()` answers
 current_autograd_node = torch._C._current_autograd_node
 current_graph_task_id = torch._C._current_graph_task_id  # -1: no backward is running in this thread
 function_modes_on = torch._C._len_torch_function_stack  # how many modes see each function
@@ -70,6 +71,8 @@ modes_stack = _python_dispatch._get_current_dispatch_mode_stack
 preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
 view_tracking = torch.autograd._force_original_view_tracking
 without_modes = _python_dispatch._disable_current_modes
+# Calls a function below the classes of its arguments: (function, types, args, kwargs).
+without_subclasses = torch._C._disabled_torch_function_impl
 
 
 def view_again(view: Any, base: Any) -> Any:

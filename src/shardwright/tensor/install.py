@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwright.tensor import autograd, conversions
 from shardwright.tensor.algorithms import key_parts, orders, scans, windows
-from shardwright.tensor.dispatch.call import dispatch
+from shardwright.tensor.doors import open_doors
 from shardwright.tensor.dtensor import DTensor, above
 from shardwright.tensor.localized import LocalizedDTensor
 from shardwright.tensor.optimizer_gradients import bring_gradients, give_back
@@ -43,8 +43,7 @@ def install() -> None:
         boundary.OWN.update(table)
     above.from_local, above.to_local = conversions.from_local, autograd.to_local
     above.redistribute, above.replicated = conversions.redistribute, conversions.replicated
-    DTensor.__torch_function__ = classmethod(boundary.call)
-    DTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[method-assign, assignment]
+    open_doors()
     register_optimizer_step_pre_hook(bring_gradients)
     register_optimizer_step_post_hook(give_back)
     allow_safe_loading()

@@ -17,7 +17,7 @@ from shardwright.compat import modes_on, tree_leaves, tree_map_only
 from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.tensor import proxies
-from shardwright.tensor.dispatch import memory_order, other_sizes, torch_shardings, written_memory
+from shardwright.tensor.dispatch import memory_order, other_sizes, short, torch_shardings, written_memory
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.run import check_simple, is_simple, run, run_simple
@@ -69,10 +69,14 @@ def dispatch(
 
 
 def _whole_route_of(func: torch._ops.OpOverload) -> Handler:
-    """The route of an op, and what stands around it for views and for ops that write."""
+    """The route of an op, and what stands around it for views and for ops that write.
+
+    What is added here is judged by `short.learn` as well: known calls of the extension do not come by.
+    """
     route = _route_of(func)
-    if offsets.begins_as_its_operand(func):
-        route = partial(offsets.as_on_one_device, route)
+    there = offsets.begins_there(func)
+    if there is not None:
+        route = partial(offsets.as_on_one_device, route, there)
     if memory_order.asks(func):
         route = partial(memory_order.as_described, route)
     if made_gradients.asks(func):
@@ -137,13 +141,18 @@ def _first(
         reshape = local_reshape.adapt(func, args)
         if reshape is not None:
             _store(key, reshape)
-            return reshape.run(func, args)
+            out = reshape.run(func, args)
+            if short.reader.there:
+                short.learn(key, func, args, kwargs, tensors, reshape, out)
+            return out
     rules = registry.registry.generation
     known = other_sizes.adapt(func, key, args, kwargs, tensors)
     if isinstance(known, Spec):
         out = run_simple(known, func, args)
         check_simple(known, func, out, tensors)
         _store(key, known)
+        if short.reader.there:
+            short.learn(key, func, args, kwargs, tensors, known, out)
         return out
     decided = decide(Asked(func, args, kwargs, tensors)) if known is None else known
     if registry.registry.generation != rules:  # a rule came meanwhile: it takes part
@@ -193,6 +202,8 @@ def _settle(
         prepared.simple = is_simple(prepared, out, len(tensors), args, kwargs)
         if prepared.simple and prepared.results[0] is not None:
             _store(key, prepared.results[0])
+    if short.reader.there:
+        short.learn(key, func, args, kwargs, tensors, reshape or prepared, out)
     other_sizes.remember(func, key, args, kwargs, prepared)
 
 
@@ -260,6 +271,7 @@ _SCALARS = frozenset({bool, int, float, str, torch.dtype})
 def _store(key: tuple[Any, ...], prepared: Any) -> None:
     if len(_cache) >= _CACHE_SIZE:
         _cache.clear()
+        short.recipes.clear()  # a call that is decided, and has no recipe, gets none any more
     _cache[key] = prepared
 
 

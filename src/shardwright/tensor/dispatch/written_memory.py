@@ -148,6 +148,11 @@ def _is_one_view(one: DTensor, two: DTensor) -> bool:
     return views[0][0] is views[1][0] and views[0][1:] == views[1][1:]
 
 
+def share_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Are they views of one tensor, or the same one?"""
+    return _memory_of(one) is _memory_of(two)
+
+
 def _memory_of(x: torch.Tensor) -> torch.Tensor:
     return x if x._base is None else x._base
 

@@ -121,12 +121,15 @@ def call(
             out = func(*args, **kwargs) if own is None else own(func, args, kwargs)
     finally:
         state.functions = depth
-    if out.__class__ is not torch.Tensor or is_functorch_wrapped_tensor(out):
-        return out
-    return _made_by_torch(func, args, kwargs, out)
+    return out if out.__class__ is not torch.Tensor else judged(func, args, kwargs, out)
 
 
 never_compiled_alone(call)
+
+
+def judged(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: torch.Tensor) -> Any:
+    """A plain tensor that a function of torch gave: as it is where a transform of `torch.func` wraps it."""
+    return out if is_functorch_wrapped_tensor(out) else _made_by_torch(func, args, kwargs or {}, out)
 
 
 def _recomputes() -> bool:

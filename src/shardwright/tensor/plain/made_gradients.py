@@ -64,12 +64,17 @@ def asks(func: torch._ops.OpOverload) -> bool:
     return func._schema.name in _WATCHED
 
 
+def passes_over(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """May this call of such an op have an operand that gets zeros of a size?"""
+    only = _ONLY.get(func._schema.name)
+    return only is None or only(*args)
+
+
 def awaited(
     route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """The op; plain gradients of its operands will be laid out as these are."""
-    only = _ONLY.get(func._schema.name)
-    if torch.is_grad_enabled() and (only is None or only(*args)):
+    if torch.is_grad_enabled() and passes_over(func, args):
         for x in tree_leaves((args, dict(kwargs))):
             if isinstance(x, DTensor) and x.requires_grad:
                 _await(x)

@@ -11,14 +11,19 @@ from typing import Any
 
 import torch
 
-from shardwright.compat import DisableTorchFunctionSubclass, tree_leaves, tree_map_only, without_modes
+from shardwright.compat import (
+    DisableTorchFunctionSubclass,
+    TensorMeta,
+    tree_leaves,
+    tree_map_only,
+    without_modes,
+)
 from shardwright.remember import remembered
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import offset_of, wrap
 
 Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
-Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]
 
 # Views that begin where what they view begins: nothing has to be asked.
 _BEGIN_THERE = frozenset(
@@ -35,33 +40,46 @@ _OF_ALL_MEMORY = frozenset({"aten::diagonal_scatter", "aten::select_scatter", "a
 _WHERE_IT_IS = _BEGIN_THERE | _OF_ALL_MEMORY
 
 
-def begins_as_its_operand(func: torch._ops.OpOverload) -> bool:
-    """Does the storage offset of the op's results follow from that of its first argument?"""
-    return write_back.is_view(func) or func._schema.name in _OF_ALL_MEMORY
+def begins_there(func: torch._ops.OpOverload) -> bool | None:
+    """Do the op's results begin in memory exactly where its first argument does?
+
+    None: where they begin does not follow from where that does.
+    """
+    name = func._schema.name
+    if not write_back.is_view(func) and name not in _OF_ALL_MEMORY:
+        return None
+    return name in _WHERE_IT_IS and func._schema.overload_name != "dtype"
 
 
 def as_on_one_device(
-    route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    route: Call, there: bool, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The views, each at the storage offset that it has on one device.
+    """The views, each at the storage offset that it has on one device; `there`: `begins_there`.
 
     Ordinary tensors where their base is one: torch asks that in inference mode too.
     """
     base = args[0]
     if torch.is_inference_mode_enabled() and write_back.is_view(func) and not base.is_inference():
         with torch.inference_mode(False), torch.no_grad():
-            return as_on_one_device(route, func, args, kwargs)
+            return as_on_one_device(route, there, func, args, kwargs)
     out = route(func, args, kwargs)
     with DisableTorchFunctionSubclass():
         begin = base.storage_offset()
-    if func._schema.name in _WHERE_IT_IS and func._schema.overload_name != "dtype":
+    if there:
         return out if not begin else _placed(out, begin, base)
-    meta = base._spec.tensor_meta
-    seen = (tuple(meta.shape), tuple(meta.stride), meta.dtype, begin)
-    begins = _offsets(func, seen, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
+    begins = _offsets(func, base._spec.tensor_meta, begin, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
     if isinstance(out, list | tuple):
         return type(out)(_placed(x, at, base) for x, at in zip(out, begins, strict=True))
     return _placed(out, begins[0], base)
+
+
+def from_the_start(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[int, ...] | None:
+    """The offsets of the results where the operand has none; None: always those of the operand."""
+    if begins_there(func):
+        return None
+    return _offsets(func, args[0]._spec.tensor_meta, 0, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
 
 
 def _frozen(value: Any) -> Any:
@@ -78,10 +96,11 @@ def _placed(out: Any, offset: int, base: torch.Tensor) -> Any:
 
 
 @remembered(16384)
-def _offsets(func: torch._ops.OpOverload, base: Meta, rest: tuple[Any, ...], named: Any) -> tuple[int, ...]:
-    """The offsets of the views of a tensor of this shape, stride, dtype and offset, as torch has it."""
-    shape, stride, dtype, offset = base
+def _offsets(
+    func: torch._ops.OpOverload, base: TensorMeta, offset: int, rest: tuple[Any, ...], named: Any
+) -> tuple[int, ...]:
+    """The offsets of the views of a tensor like this, at this offset, as torch has it."""
     with without_modes(), torch.no_grad():
-        held = torch.empty(0, dtype=dtype, device="meta").as_strided(shape, stride, offset)
+        held = torch.empty(0, dtype=base.dtype, device="meta").as_strided(base.shape, base.stride, offset)
         rest, named = tree_map_only(torch.device, lambda _: held.device, (rest, dict(named)))
         return tuple(x.storage_offset() for x in tree_leaves(func(held, *rest, **named)))

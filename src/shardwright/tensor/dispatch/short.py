@@ -1,0 +1,133 @@
+"""Recipes of known calls: those that are one call on the local tensors as they are, and what it gives.
+
+Python decides, and writes down what it decided; the extension (`extension/known_call.c`) follows. So there is
+one place that says which calls can go the short way, and none in C. A recipe is found by the key of its call,
+and holds for every call with this key, but for what C asks each time:
+
+* no mode sees the op, and no view that had to copy is alive;
+* a view: inference mode is off, and the local strides merge where they must;
+* a write: nothing that is read lies in the memory that is written.
+
+Where the answer is another one, Python runs the call, as it does without the extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwright.remember import memo
+from shardwright.tensor.dispatch import memory_order, written_memory
+from shardwright.tensor.dispatch.prepared import Prepared
+from shardwright.tensor.dispatch.ways.local_reshape import LocalReshape
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.plain import made_gradients
+from shardwright.tensor.spec import Spec
+from shardwright.tensor.views import offsets
+
+Op = torch._ops.OpOverload
+
+
+class Short(NamedTuple):
+    """What C does for one key; it reads the fields by their place.
+
+    call:      what is called on the local tensors.
+    results:   the specs of new tensors; None for a result that is no tensor.
+    several:   the results are in a list or a tuple.
+    written:   which operand the call writes and gives back; None: it gives new tensors.
+    overrides: places of arguments that the local call has otherwise, and what it has there.
+    placed:    where the results begin in memory follows from where the first operand does, as for views.
+    begins:    where they begin on one device if the operand begins at 0; None: where it does.
+    """
+
+    call: Callable[..., Any]
+    results: tuple[Spec | None, ...]
+    several: bool
+    written: int | None
+    overrides: tuple[tuple[int, Any], ...]
+    placed: bool
+    begins: tuple[int, ...] | None
+
+
+# Bounded by who fills it: each of these calls is also one of those that `call._store` keeps.
+recipes: dict[tuple[Any, ...], Short] = memo("recipes of known calls", {})
+
+
+class _Reader:
+    """Is there somebody who follows recipes? Without the extension none is written."""
+
+    there = False
+
+
+reader = _Reader()
+
+
+def learn(
+    key: tuple[Any, ...],
+    func: Op,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: Sequence[DTensor],
+    known: Spec | LocalReshape | Prepared,
+    out: Any,
+) -> None:
+    """Write down how a call was run that just gave `out`, if it can be run so by its key alone.
+
+    Args: known: how it was run: all that surrounds it is judged here.
+    """
+    if isinstance(known, Prepared):
+        found = _of_prepared(known, func, args, tensors, out)
+    elif isinstance(known, Spec):
+        found = Short(func._op, (known,), False, None, (), False, None)
+    else:
+        found = Short(func._op, (known.spec,), False, None, ((1, known.size),), False, None)
+    if found is None or _something_around(func, args):
+        return
+    if offsets.begins_there(func) is not None:
+        found = found._replace(placed=True, begins=offsets.from_the_start(func, args, kwargs))
+    recipes[func._op, *key[1:]] = found  # an overload hashes in Python, what it calls does not
+
+
+def _of_prepared(
+    prepared: Prepared, func: Op, args: tuple[Any, ...], tensors: Sequence[DTensor], out: Any
+) -> Short | None:
+    """The local call that was prepared; None where more belongs to it."""
+    if not prepared.checked or prepared.moves or prepared.skip or prepared.gather_all:
+        return None
+    if prepared.brought_back or prepared.outs or prepared.call or prepared.written_out is not None:
+        return None
+    overrides = _by_place(prepared, func, len(args))
+    written = prepared.written
+    if overrides is None or (prepared.mutated and not _writes_one(prepared, tensors)):
+        return None
+    results, several = prepared.results, type(out) in {list, tuple}
+    if len(results) != (len(out) if several else 1) or not (several or isinstance(out, DTensor)):
+        return None
+    call = prepared.local or func._op
+    return Short(call, results, several, written[0] if prepared.mutated else None, overrides, False, None)
+
+
+def _by_place(prepared: Prepared, func: Op, given: int) -> tuple[tuple[int, Any], ...] | None:
+    """What is overridden, by its place among the arguments that were given so; None where one was not."""
+    places = {argument.name: place for place, argument in enumerate(func._schema.arguments)}
+    found = tuple([(places[name], value) for name, value in prepared.overrides])
+    return found if all(place < given for place, _ in found) else None
+
+
+def _writes_one(prepared: Prepared, tensors: Sequence[DTensor]) -> bool:
+    """Does the call write one operand, which is its result, and was memory no question?"""
+    if len(prepared.mutated) != 1 or prepared.written != prepared.mutated:
+        return False
+    target = tensors[prepared.mutated[0]]
+    return not any(
+        written_memory.share_memory(target, x) for i, x in enumerate(tensors) if i != prepared.mutated[0]
+    )
+
+
+def _something_around(func: Op, args: tuple[Any, ...]) -> bool:
+    """Does more stand around the op (`call._whole_route_of`) than what C asks at each call?"""
+    if func._schema.is_mutable and not written_memory.asks(func):
+        return True
+    return memory_order.asks(func) or (made_gradients.asks(func) and made_gradients.passes_over(func, args))

@@ -1,0 +1,748 @@
+/* The two doors of a known call, in C: `DTensor.__torch_function__` and `DTensor.__torch_dispatch__`.
+ *
+ * Nothing is decided here. A door looks whether Python has left a recipe for exactly this call (`short.Short`,
+ * found by the key that `call._collect` makes), asks what may be otherwise at each call, and does what Python
+ * does then: unwrap, call, wrap. Whatever it does not know it hands to the Python function that it stands
+ * before, with the very arguments; that function answers, and leaves a recipe where there is one.
+ *
+ * Only CPython's API: torch is what its Python objects are. The interpreter's lock is held throughout, and
+ * other threads run inside of what is called, so every object that is used after a call is owned.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <structmember.h>
+
+#if PY_VERSION_HEX < 0x030D0000
+#define PyObject_GetOptionalAttr _PyObject_LookupAttr
+#endif
+
+/* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
+enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 16 };
+enum {
+    RECIPES = OF_DISPATCH, /* key -> Short */
+    RECIPE,                /* the class Short */
+    COPIES,                /* a dict: views that had to copy and are alive */
+    MODES,                 /* how many modes see each op */
+    INFERENCE,             /* is inference mode on? */
+    SCALARS,               /* classes whose values are told apart by class and value */
+    ORDINARY,              /* the class of DTensors */
+    LOCALIZED,             /* the class of parameters that compute as their local tensor */
+    NEW,                   /* makes a DTensor: (class, local, spec, requires_grad=) */
+    WRAP,                  /* wrap.wrap */
+    LOCAL,                 /* the slot of the local tensor */
+    SPEC,                  /* the slot of the spec */
+    MADE_BY,               /* the keyword arguments of NEW */
+    END_OF_DISPATCH
+};
+enum {
+    COMPILER = OF_BOUNDARY, /* the names of torch.compiler: does torch trace? */
+    HARMLESS,               /* classes that are known to be no foreign tensors */
+    READING,                /* functions that read to the host */
+    OWN,                    /* functions that are done in a way of our own */
+    STATE,                  /* counts, per thread, in how many functions of torch it is */
+    BELOW,                  /* calls a function without asking the classes of its arguments */
+    PLAIN,                  /* torch.Tensor */
+    MADE,                   /* judges a plain result */
+    END_OF_BOUNDARY
+};
+static const char *const held_by_dispatch[] = {"recipes", "recipe", "copies", "modes", "inference", "scalars",
+    "ordinary", "localized", "new", "wrap", "local", "spec", "made_by", NULL};
+static const char *const held_by_boundary[] = {
+    "compiler", "harmless", "reading", "own", "state", "below", "plain", "made", NULL};
+
+/* The fields of a recipe, in the order of `short.Short`. */
+enum { CALL, RESULTS, SEVERAL, WRITTEN, OVERRIDES, PLACED, BEGINS, FIELDS };
+
+static PyObject *str_token, *str_use, *str_storage_offset, *str_untyped_storage, *str_writes, *str_base;
+static PyObject *str_functions, *str_out, *str_offset, *str_op, *str_compiles, *no_arguments;
+
+/* ------------------------------------------------------------------------------------------------ doors */
+
+/* A classmethod, so that whoever looks at the class without calling it (torch._dynamo) finds the Python
+ * function; but looked up as an attribute it is itself, and called it is C. */
+typedef struct {
+    vectorcallfunc call;
+    const char *const *names;
+    Py_ssize_t local_at, spec_at;
+    PyObject *held[MOST_HELD];
+} Door;
+
+static Door *door_of(PyObject *self) {
+    return (Door *)((char *)self + PyClassMethod_Type.tp_basicsize);
+}
+
+static PyObject *get_itself(PyObject *self, PyObject *object, PyObject *type) {
+    (void)object;
+    (void)type;
+    return Py_NewRef(self);
+}
+
+static int door_traverse(PyObject *self, visitproc visit, void *arg) {
+    Door *door = door_of(self);
+    for (int i = 0; i < MOST_HELD; i++) {
+        Py_VISIT(door->held[i]);
+    }
+    Py_VISIT(Py_TYPE(self));
+    return PyClassMethod_Type.tp_traverse(self, visit, arg);
+}
+
+static int door_clear(PyObject *self) {
+    Door *door = door_of(self);
+    for (int i = 0; i < MOST_HELD; i++) {
+        Py_CLEAR(door->held[i]);
+    }
+    return PyClassMethod_Type.tp_clear(self);
+}
+
+static void door_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    Door *door = door_of(self);
+    for (int i = 0; i < MOST_HELD; i++) {
+        Py_CLEAR(door->held[i]);
+    }
+    PyClassMethod_Type.tp_dealloc(self);
+    Py_DECREF(type);
+}
+
+/* Where in an object the slot lies that a member descriptor describes; -1: an error is set. */
+static Py_ssize_t place_of(PyObject *slot) {
+    if (!Py_IS_TYPE(slot, &PyMemberDescr_Type)) {
+        PyErr_SetString(PyExc_TypeError, "not the descriptor of a slot");
+        return -1;
+    }
+    return ((PyMemberDescrObject *)slot)->d_member->offset;
+}
+
+static int door_init(PyObject *self, PyObject *args, PyObject *kwargs, const char *const *names) {
+    Door *door = door_of(self);
+    if (PyClassMethod_Type.tp_init(self, args, NULL) < 0) {
+        return -1;
+    }
+    Py_XSETREF(door->held[PYTHON], Py_NewRef(PyTuple_GET_ITEM(args, 0)));
+    for (int i = 0; names[i] != NULL; i++) {
+        PyObject *value = kwargs == NULL ? NULL : PyDict_GetItemString(kwargs, names[i]);
+        if (value == NULL) {
+            PyErr_Format(PyExc_TypeError, "a door needs %s", names[i]);
+            return -1;
+        }
+        Py_XSETREF(door->held[1 + i], Py_NewRef(value));
+    }
+    return 0;
+}
+
+/* The Python function behind the door, given what the door was given. */
+static PyObject *python(Door *door, PyObject *cls, PyObject *const *args, Py_ssize_t n, PyObject *names) {
+    PyObject *given[8] = {NULL, cls};
+    Py_ssize_t all = n + (names == NULL ? 0 : PyTuple_GET_SIZE(names));
+    if (all > 6) {
+        PyErr_SetString(PyExc_TypeError, "too many arguments");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < all; i++) {
+        given[2 + i] = args[i];
+    }
+    return PyObject_Vectorcall(
+        door->held[PYTHON], given + 1, (size_t)(n + 1) | PY_VECTORCALL_ARGUMENTS_OFFSET, names);
+}
+
+/* --------------------------------------------------------------------------------------------- dispatch */
+
+enum { MOST_PARTS = 160, MOST_OPERANDS = 64 };
+enum Found { FAILED = -1, UNKNOWN = 0, FOUND = 1 };
+
+/* One call: the parts of its key, its operands, and their local tensors. All owned. */
+typedef struct {
+    Py_ssize_t parts, operands;
+    PyObject *part[MOST_PARTS];
+    PyObject *operand[MOST_OPERANDS];
+    PyObject *local[MOST_OPERANDS];
+} Call;
+
+static void let_go(Call *call) {
+    for (Py_ssize_t i = 0; i < call->parts; i++) {
+        Py_DECREF(call->part[i]);
+    }
+    for (Py_ssize_t i = 0; i < call->operands; i++) {
+        Py_DECREF(call->operand[i]);
+        Py_DECREF(call->local[i]);
+    }
+}
+
+/* Append to the key; takes the reference. */
+static enum Found append(Call *call, PyObject *part) {
+    if (part == NULL) {
+        return FAILED;
+    }
+    if (call->parts == MOST_PARTS) {
+        Py_DECREF(part);
+        return UNKNOWN;
+    }
+    call->part[call->parts++] = part;
+    return FOUND;
+}
+
+/* A DTensor: its token is a part of the key, its local tensor is what the local call gets. */
+static enum Found collect_operand(Door *door, Call *call, PyObject *value, PyObject **given) {
+    PyObject *local = *(PyObject **)((char *)value + door->local_at);
+    PyObject *spec = *(PyObject **)((char *)value + door->spec_at);
+    if (local == NULL || spec == NULL || call->operands == MOST_OPERANDS) {
+        return UNKNOWN;
+    }
+    call->operand[call->operands] = Py_NewRef(value);
+    call->local[call->operands++] = Py_NewRef(local);
+    *given = Py_NewRef(local);
+    Py_INCREF(spec);
+    PyObject *token = PyObject_GetAttr(spec, str_token);
+    Py_DECREF(spec);
+    return append(call, token);
+}
+
+static enum Found collect(Door *door, Call *call, PyObject *value, PyObject **given);
+
+/* A list: its length, then its elements. The local call gets a list of its own if a DTensor is in it. */
+static enum Found collect_list(Door *door, Call *call, PyObject *value, PyObject **given) {
+    Py_ssize_t before = call->operands, size = PySequence_Fast_GET_SIZE(value);
+    enum Found found = append(call, PyLong_FromSsize_t(size));
+    PyObject *made = found == FOUND ? PyList_New(size) : NULL;
+    for (Py_ssize_t i = 0; made != NULL && i < size; i++) {
+        PyObject *local = NULL;
+        if (i >= PySequence_Fast_GET_SIZE(value)) { /* another thread took something out */
+            found = UNKNOWN;
+        } else {
+            PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(value, i));
+            found = collect(door, call, item, &local);
+            Py_DECREF(item);
+        }
+        if (found != FOUND) {
+            Py_XDECREF(local);
+            Py_CLEAR(made);
+        } else {
+            PyList_SET_ITEM(made, i, local);
+        }
+    }
+    if (made == NULL) {
+        return found == FOUND ? FAILED : found;
+    }
+    if (call->operands == before) {
+        Py_SETREF(made, Py_NewRef(value));
+    }
+    *given = made;
+    return FOUND;
+}
+
+/* Append what identifies a value, as `call._collect` does; `given`, a new reference: what stands for it in the
+ * local call. UNKNOWN: a value that only Python knows how to take. */
+static enum Found collect(Door *door, Call *call, PyObject *value, PyObject **given) {
+    PyTypeObject *type = Py_TYPE(value);
+    if ((PyObject *)type == door->held[ORDINARY] || (PyObject *)type == door->held[LOCALIZED]) {
+        return collect_operand(door, call, value, given);
+    }
+    if (value == Py_None) {
+        *given = Py_NewRef(value);
+        return append(call, Py_NewRef((PyObject *)type));
+    }
+    if (PyList_Check(value) || PyTuple_Check(value)) {
+        return collect_list(door, call, value, given);
+    }
+    int scalar = PySet_Contains(door->held[SCALARS], (PyObject *)type);
+    if (scalar <= 0) {
+        return scalar < 0 ? FAILED : UNKNOWN;
+    }
+    *given = Py_NewRef(value);
+    enum Found found = append(call, Py_NewRef((PyObject *)type));
+    return found == FOUND ? append(call, Py_NewRef(value)) : found;
+}
+
+/* The positional arguments of the local call; NULL with `found` set where there is none. */
+static PyObject *collect_args(Door *door, Call *call, PyObject *args, enum Found *found) {
+    Py_ssize_t n = PyTuple_GET_SIZE(args);
+    PyObject *made = PyTuple_New(n);
+    *found = made == NULL ? FAILED : FOUND;
+    for (Py_ssize_t i = 0; *found == FOUND && i < n; i++) {
+        PyObject *given = NULL;
+        *found = collect(door, call, PyTuple_GET_ITEM(args, i), &given);
+        PyTuple_SET_ITEM(made, i, given);
+    }
+    if (*found != FOUND) {
+        Py_CLEAR(made);
+    }
+    return made;
+}
+
+static PyObject *collect_kwargs(Door *door, Call *call, PyObject *kwargs, enum Found *found) {
+    PyObject *made = PyDict_New(), *name, *value;
+    Py_ssize_t place = 0;
+    *found = made == NULL ? FAILED : FOUND;
+    while (*found == FOUND && PyDict_Next(kwargs, &place, &name, &value)) {
+        PyObject *given = NULL;
+        *found = append(call, Py_NewRef(name));
+        if (*found == FOUND) {
+            *found = collect(door, call, value, &given);
+        }
+        if (*found == FOUND && PyDict_SetItem(made, name, given) < 0) {
+            *found = FAILED;
+        }
+        Py_XDECREF(given);
+    }
+    if (*found != FOUND) {
+        Py_CLEAR(made);
+    }
+    return made;
+}
+
+/* The recipe of the call, a new reference; NULL with an error, or without: there is none. */
+static PyObject *recipe_of(Door *door, Call *call) {
+    PyObject *key = PyTuple_New(call->parts);
+    if (key == NULL) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < call->parts; i++) {
+        PyTuple_SET_ITEM(key, i, call->part[i]);
+    }
+    call->parts = 0; /* they are the key's now */
+    PyObject *recipe = PyDict_GetItemWithError(door->held[RECIPES], key);
+    Py_XINCREF(recipe);
+    Py_DECREF(key);
+    return recipe;
+}
+
+/* Does a function without arguments say 0 or False? -1: error. */
+static int is_off(PyObject *asked) {
+    PyObject *answer = PyObject_CallNoArgs(asked);
+    int on = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    return on < 0 ? -1 : !on;
+}
+
+static Py_ssize_t storage_offset(PyObject *x) {
+    PyObject *offset = PyObject_CallMethodNoArgs(x, str_storage_offset);
+    Py_ssize_t found = offset == NULL ? -1 : PyLong_AsSsize_t(offset);
+    Py_XDECREF(offset);
+    return found;
+}
+
+/* `wrap.wrap`: made here where the local tensor begins where the logical one does. */
+static PyObject *wrapped(Door *door, PyObject *local, PyObject *spec, Py_ssize_t begin) {
+    Py_ssize_t found = storage_offset(local);
+    if (found == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    if (found != begin) {
+        PyObject *names = PyTuple_Pack(1, str_offset), *offset = PyLong_FromSsize_t(begin), *made = NULL;
+        if (names != NULL && offset != NULL) {
+            PyObject *given[] = {NULL, local, spec, offset};
+            made = PyObject_Vectorcall(
+                door->held[WRAP], given + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, names);
+        }
+        Py_XDECREF(names);
+        Py_XDECREF(offset);
+        return made;
+    }
+    PyObject *use = PyObject_GetAttr(spec, str_use);
+    if (use == NULL) {
+        return NULL;
+    }
+    PyObject *given = PyTuple_Pack(3, door->held[use == Py_None ? ORDINARY : LOCALIZED], local, spec);
+    Py_DECREF(use);
+    PyObject *made = given == NULL ? NULL : PyObject_Call(door->held[NEW], given, door->held[MADE_BY]);
+    Py_XDECREF(given);
+    return made;
+}
+
+/* Where result number `i` begins in memory on one device. */
+static Py_ssize_t begin_of(PyObject *recipe, Py_ssize_t i, Py_ssize_t base) {
+    PyObject *begins = PyTuple_GET_ITEM(recipe, BEGINS);
+    return begins == Py_None ? base : PyLong_AsSsize_t(PyTuple_GET_ITEM(begins, i));
+}
+
+static PyObject *wrapped_one(Door *door, PyObject *recipe, Py_ssize_t i, PyObject *local, Py_ssize_t base) {
+    PyObject *spec = PyTuple_GET_ITEM(PyTuple_GET_ITEM(recipe, RESULTS), i);
+    if (spec == Py_None || local == Py_None) {
+        return Py_NewRef(local);
+    }
+    return wrapped(door, local, spec, begin_of(recipe, i, base));
+}
+
+/* The results of the local call as DTensors, in a list or tuple as it gave them. */
+static PyObject *wrapped_all(Door *door, PyObject *recipe, PyObject *out, Py_ssize_t base) {
+    if (PyTuple_GET_ITEM(recipe, SEVERAL) != Py_True) {
+        return wrapped_one(door, recipe, 0, out, base);
+    }
+    int is_list = PyList_CheckExact(out);
+    Py_ssize_t n = PyTuple_GET_SIZE(PyTuple_GET_ITEM(recipe, RESULTS));
+    if ((!is_list && !PyTuple_CheckExact(out)) || PySequence_Fast_GET_SIZE(out) != n) {
+        PyErr_SetString(PyExc_SystemError, "a known call gave other results than before");
+        return NULL;
+    }
+    PyObject *made = is_list ? PyList_New(n) : PyTuple_New(n);
+    for (Py_ssize_t i = 0; made != NULL && i < n; i++) {
+        PyObject *one = wrapped_one(door, recipe, i, PySequence_Fast_GET_ITEM(out, i), base);
+        if (one == NULL) {
+            Py_CLEAR(made);
+        } else if (is_list) {
+            PyList_SET_ITEM(made, i, one);
+        } else {
+            PyTuple_SET_ITEM(made, i, one);
+        }
+    }
+    return made;
+}
+
+/* Put in the arguments that the local call has otherwise: ((place, value), ...). */
+static int override(PyObject *recipe, PyObject *args) {
+    PyObject *overrides = PyTuple_GET_ITEM(recipe, OVERRIDES);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(overrides); i++) {
+        PyObject *pair = PyTuple_GET_ITEM(overrides, i);
+        Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(pair, 0));
+        if (place < 0 || place >= PyTuple_GET_SIZE(args)) {
+            PyErr_SetString(PyExc_SystemError, "a known call has fewer arguments than before");
+            return -1;
+        }
+        PyObject *before = PyTuple_GET_ITEM(args, place);
+        PyTuple_SET_ITEM(args, place, Py_NewRef(PyTuple_GET_ITEM(pair, 1)));
+        Py_DECREF(before);
+    }
+    return 0;
+}
+
+/* What a tensor is a view of; itself if it is none. */
+static PyObject *memory_of(PyObject *x) {
+    PyObject *base = PyObject_GetAttr(x, str_base);
+    if (base == Py_None) {
+        Py_SETREF(base, Py_NewRef(x));
+    }
+    return base;
+}
+
+/* Is nothing that the call reads a part of what it writes, on one device or in local memory? Where it is, one
+ * device may refuse, or the local call needs copies: Python asks (`written_memory`). -1: error. */
+static int lie_apart(Call *call, Py_ssize_t written, PyObject *storage) {
+    PyObject *memory = call->operands > 1 ? memory_of(call->operand[written]) : NULL;
+    int apart = call->operands > 1 && memory == NULL ? -1 : 1;
+    for (Py_ssize_t i = 0; apart > 0 && i < call->operands; i++) {
+        if (i == written) {
+            continue;
+        }
+        PyObject *other = memory_of(call->operand[i]);
+        PyObject *local = other == NULL ? NULL : PyObject_CallMethodNoArgs(call->local[i], str_untyped_storage);
+        apart = local == NULL ? -1 : other != memory && local != storage;
+        Py_XDECREF(other);
+        Py_XDECREF(local);
+    }
+    Py_XDECREF(memory);
+    return apart;
+}
+
+/* `finished_forms.count_write`, of a tensor without copied views; an error that is set stays. */
+static int count_write(PyObject *storage) {
+    PyObject *type, *value, *trace, *writes = NULL;
+    PyErr_Fetch(&type, &value, &trace);
+    int done = PyObject_GetOptionalAttr(storage, str_writes, &writes);
+    if (done > 0) {
+        Py_ssize_t before = PyLong_AsSsize_t(writes);
+        PyObject *after = PyLong_FromSsize_t(before + 1);
+        done = after == NULL ? -1 : PyObject_SetAttr(storage, str_writes, after);
+        Py_XDECREF(after);
+    }
+    Py_XDECREF(writes);
+    if (type != NULL) {
+        PyErr_Restore(type, value, trace);
+    }
+    return done < 0 ? -1 : 0;
+}
+
+/* The call that writes an operand, and gives it. FOUND: `result` is set. */
+static enum Found run_writing(Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
+    Py_ssize_t written = PyLong_AsSsize_t(PyTuple_GET_ITEM(recipe, WRITTEN));
+    PyObject *storage = PyObject_CallMethodNoArgs(call->local[written], str_untyped_storage);
+    int apart = storage == NULL ? -1 : lie_apart(call, written, storage);
+    if (apart <= 0) {
+        Py_XDECREF(storage);
+        return apart < 0 ? FAILED : UNKNOWN;
+    }
+    PyObject *out = PyObject_Call(PyTuple_GET_ITEM(recipe, CALL), args, kwargs);
+    int counted = count_write(storage);
+    Py_DECREF(storage);
+    if (out == NULL || counted < 0) {
+        Py_XDECREF(out);
+        return FAILED;
+    }
+    Py_DECREF(out);
+    *result = Py_NewRef(call->operand[written]);
+    return FOUND;
+}
+
+/* Where the results begin on one device; UNKNOWN: Python must say. */
+static enum Found begin_of_operand(Door *door, Call *call, PyObject *recipe, Py_ssize_t *base) {
+    int off = is_off(door->held[INFERENCE]);
+    if (off <= 0) {
+        return off < 0 ? FAILED : UNKNOWN;
+    }
+    *base = storage_offset(call->operand[0]);
+    if (*base == -1 && PyErr_Occurred()) {
+        return FAILED;
+    }
+    /* stated beginnings are those of views of what begins at 0 */
+    return *base == 0 || PyTuple_GET_ITEM(recipe, BEGINS) == Py_None ? FOUND : UNKNOWN;
+}
+
+/* The call as its recipe says. FOUND: `result` is set; UNKNOWN: this one is for Python after all. */
+static enum Found run(Door *door, Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
+    int off = is_off(door->held[MODES]);
+    if (off <= 0) {
+        return off < 0 ? FAILED : UNKNOWN;
+    }
+    if (override(recipe, args) < 0) {
+        return FAILED;
+    }
+    if (PyTuple_GET_ITEM(recipe, WRITTEN) != Py_None) {
+        return run_writing(call, recipe, args, kwargs, result);
+    }
+    Py_ssize_t base = 0;
+    int placed = PyTuple_GET_ITEM(recipe, PLACED) == Py_True;
+    enum Found found = placed ? begin_of_operand(door, call, recipe, &base) : FOUND;
+    if (found != FOUND) {
+        return found;
+    }
+    PyObject *out = PyObject_Call(PyTuple_GET_ITEM(recipe, CALL), args, kwargs);
+    if (out == NULL) { /* of a view whose local strides do not merge Python makes a copy */
+        if (placed && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+            PyErr_Clear();
+            return UNKNOWN;
+        }
+        return FAILED;
+    }
+    *result = wrapped_all(door, recipe, out, base);
+    Py_DECREF(out);
+    return *result == NULL ? FAILED : FOUND;
+}
+
+static enum Found run_known(Door *door, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **result) {
+    Call call;
+    PyObject *op, *local_args, *local_kwargs = NULL, *recipe = NULL;
+    int is_op = PyObject_GetOptionalAttr(func, str_op, &op);
+    if (is_op <= 0) {
+        return is_op < 0 ? FAILED : UNKNOWN;
+    }
+    enum Found found;
+    call.parts = call.operands = 0;
+    append(&call, op);
+    local_args = collect_args(door, &call, args, &found);
+    if (found == FOUND && kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
+        local_kwargs = collect_kwargs(door, &call, kwargs, &found);
+    }
+    if (found == FOUND) {
+        recipe = recipe_of(door, &call);
+        found = recipe != NULL ? FOUND : PyErr_Occurred() ? FAILED : UNKNOWN;
+    }
+    if (found == FOUND) {
+        found = run(door, &call, recipe, local_args, local_kwargs, result);
+    }
+    Py_XDECREF(recipe);
+    Py_XDECREF(local_args);
+    Py_XDECREF(local_kwargs);
+    let_go(&call);
+    return found;
+}
+
+/* (func, types, args=(), kwargs={}) */
+static PyObject *dispatch(PyObject *self, PyObject *const *args, size_t flags, PyObject *names) {
+    Door *door = door_of(self);
+    Py_ssize_t n = PyVectorcall_NARGS(flags);
+    PyObject *given = n > 2 ? args[2] : no_arguments;
+    PyObject *named = n > 3 && args[3] != Py_None ? args[3] : NULL;
+    if (names == NULL && n >= 2 && n <= 4 && PyTuple_CheckExact(given) &&
+        (named == NULL || PyDict_CheckExact(named)) && PyDict_GET_SIZE(door->held[COPIES]) == 0) {
+        PyObject *result = NULL;
+        enum Found found = run_known(door, args[0], given, named, &result);
+        if (found != UNKNOWN) {
+            return found == FOUND ? result : NULL;
+        }
+    }
+    return python(door, door->held[ORDINARY], args, n, names);
+}
+
+/* --------------------------------------------------------------------------------------------- boundary */
+
+/* Is a value, or every value of a list, of a class that is known to be harmless? -1: error. */
+static int is_harmless(PyObject *harmless, PyObject *value) {
+    if (!PyTuple_Check(value) && !PyList_Check(value)) {
+        return PySet_Contains(harmless, (PyObject *)Py_TYPE(value));
+    }
+    int all = 1;
+    for (Py_ssize_t i = 0; all > 0 && i < PySequence_Fast_GET_SIZE(value); i++) {
+        PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(value, i));
+        all = is_harmless(harmless, item);
+        Py_DECREF(item);
+    }
+    return all;
+}
+
+static int all_harmless(PyObject *harmless, PyObject *args, PyObject *kwargs) {
+    PyObject *value;
+    Py_ssize_t place = 0;
+    int all = is_harmless(harmless, args);
+    while (all > 0 && kwargs != NULL && PyDict_Next(kwargs, &place, NULL, &value)) {
+        all = is_harmless(harmless, value);
+    }
+    return all;
+}
+
+/* May the function run as it is? 0: Python judges the call. -1: error. */
+static int goes_through(Door *door, PyObject *func, PyObject *args, PyObject *kwargs) {
+    PyObject *traces = PyDict_GetItemWithError(door->held[COMPILER], str_compiles);
+    int yes = traces == Py_False ? 1 : PyErr_Occurred() ? -1 : 0;
+    if (yes > 0) {
+        yes = all_harmless(door->held[HARMLESS], args, kwargs);
+    }
+    if (yes > 0 && kwargs != NULL) {
+        int has_out = PyDict_Contains(kwargs, str_out);
+        yes = has_out < 0 ? -1 : !has_out;
+    }
+    if (yes > 0) {
+        int reads = PySet_Contains(door->held[READING], func);
+        yes = reads < 0 ? -1 : !reads;
+    }
+    if (yes > 0) {
+        int own = PyDict_Contains(door->held[OWN], func);
+        yes = own < 0 ? -1 : !own;
+    }
+    return yes;
+}
+
+/* Run it one function of torch deeper, below the classes of its arguments. */
+static PyObject *run_below(Door *door, PyObject *func, PyObject *types, PyObject *args, PyObject *kwargs) {
+    PyObject *state = door->held[STATE], *depth = PyObject_GetAttr(state, str_functions);
+    PyObject *deeper = depth == NULL ? NULL : PyLong_FromSsize_t(PyLong_AsSsize_t(depth) + 1);
+    PyObject *out = NULL;
+    if (deeper != NULL && PyObject_SetAttr(state, str_functions, deeper) == 0) {
+        PyObject *given[] = {NULL, func, types, args, kwargs};
+        size_t n = kwargs == NULL ? 3 : 4;
+        out = PyObject_Vectorcall(door->held[BELOW], given + 1, n | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        if (PyObject_SetAttr(state, str_functions, depth) < 0) {
+            Py_CLEAR(out);
+            Py_XDECREF(type);
+            Py_XDECREF(value);
+            Py_XDECREF(trace);
+        } else {
+            PyErr_Restore(type, value, trace);
+        }
+    }
+    Py_XDECREF(deeper);
+    Py_XDECREF(depth);
+    return out;
+}
+
+/* (func, types, args=(), kwargs=None) */
+static PyObject *boundary(PyObject *self, PyObject *const *args, size_t flags, PyObject *names) {
+    Door *door = door_of(self);
+    Py_ssize_t n = PyVectorcall_NARGS(flags);
+    PyObject *given = n > 2 ? args[2] : no_arguments;
+    PyObject *named = n > 3 && args[3] != Py_None ? args[3] : NULL;
+    if (names != NULL || n < 2 || n > 4 || !PyTuple_CheckExact(given) ||
+        (named != NULL && !PyDict_CheckExact(named))) {
+        return python(door, door->held[PLAIN], args, n, names);
+    }
+    int through = goes_through(door, args[0], given, named);
+    if (through <= 0) {
+        return through < 0 ? NULL : python(door, door->held[PLAIN], args, n, names);
+    }
+    PyObject *out = run_below(door, args[0], args[1], given, named);
+    if (out == NULL || (PyObject *)Py_TYPE(out) != door->held[PLAIN]) {
+        return out;
+    }
+    PyObject *all[] = {NULL, args[0], given, named == NULL ? Py_None : named, out};
+    PyObject *judged = PyObject_Vectorcall(door->held[MADE], all + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+    Py_DECREF(out);
+    return judged;
+}
+
+/* ---------------------------------------------------------------------------------------------- classes */
+
+static int dispatch_init(PyObject *self, PyObject *args, PyObject *kwargs) {
+    Door *door = door_of(self);
+    if (door_init(self, args, kwargs, held_by_dispatch) < 0) {
+        return -1;
+    }
+    Py_XSETREF(door->held[MADE_BY], PyDict_Copy(door->held[MADE_BY]));
+    door->local_at = place_of(door->held[LOCAL]);
+    door->spec_at = place_of(door->held[SPEC]);
+    door->call = dispatch;
+    return door->held[MADE_BY] == NULL || door->local_at < 0 || door->spec_at < 0 ? -1 : 0;
+}
+
+static int boundary_init(PyObject *self, PyObject *args, PyObject *kwargs) {
+    door_of(self)->call = boundary;
+    return door_init(self, args, kwargs, held_by_boundary);
+}
+
+static PyObject *make_class(const char *name, initproc init) {
+    Py_ssize_t base = PyClassMethod_Type.tp_basicsize;
+    /* torch asks each callee for `__self__`, as a bound method has it: without one an error is made each time */
+    PyMemberDef members[] = {
+        {"__vectorcalloffset__", T_PYSSIZET, base + (Py_ssize_t)offsetof(Door, call), READONLY, NULL},
+        {"__self__", T_OBJECT, base + (Py_ssize_t)offsetof(Door, held[PYTHON]), READONLY, NULL},
+        {0},
+    };
+    PyType_Slot slots[] = {
+        {Py_tp_init, (void *)init},
+        {Py_tp_call, (void *)PyVectorcall_Call},
+        {Py_tp_descr_get, (void *)get_itself},
+        {Py_tp_traverse, (void *)door_traverse},
+        {Py_tp_clear, (void *)door_clear},
+        {Py_tp_dealloc, (void *)door_dealloc},
+        {Py_tp_members, members},
+        {0, NULL},
+    };
+    PyType_Spec spec = {name, (int)(base + (Py_ssize_t)sizeof(Door)), 0,
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+    return PyType_FromSpecWithBases(&spec, (PyObject *)&PyClassMethod_Type);
+}
+
+static int add(PyObject *module, const char *name, PyObject *made) {
+    int added = made == NULL ? -1 : PyModule_AddObjectRef(module, name, made);
+    Py_XDECREF(made);
+    return added;
+}
+
+static int intern_names(void) {
+    struct {
+        PyObject **at;
+        const char *text;
+    } names[] = {{&str_token, "token"}, {&str_use, "use"}, {&str_storage_offset, "storage_offset"},
+        {&str_untyped_storage, "untyped_storage"}, {&str_writes, "writes"}, {&str_base, "_base"},
+        {&str_functions, "functions"}, {&str_out, "out"}, {&str_offset, "offset"}, {&str_op, "_op"},
+        {&str_compiles, "_is_compiling_flag"}};
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        *names[i].at = PyUnicode_InternFromString(names[i].text);
+        if (*names[i].at == NULL) {
+            return -1;
+        }
+    }
+    no_arguments = PyTuple_New(0);
+    return no_arguments == NULL ? -1 : 0;
+}
+
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "known_call",
+    .m_doc = "The two doors of a known call, in C.",
+    .m_size = -1,
+};
+
+PyMODINIT_FUNC PyInit_known_call(void) {
+    PyObject *module = intern_names() < 0 ? NULL : PyModule_Create(&definition);
+    if (module == NULL) {
+        return NULL;
+    }
+    if (add(module, "Dispatch", make_class("shardwright.tensor.extension.known_call.Dispatch", dispatch_init)) < 0 ||
+        add(module, "Boundary", make_class("shardwright.tensor.extension.known_call.Boundary", boundary_init)) < 0 ||
+        PyModule_AddIntConstant(module, "FIELDS", FIELDS) < 0) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
+}

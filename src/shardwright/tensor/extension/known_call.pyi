@@ -1,0 +1,10 @@
+from collections.abc import Callable
+from typing import Any
+
+FIELDS: int
+
+class Dispatch(classmethod[Any, ..., Any]):
+    def __init__(self, dispatch: Callable[..., Any], /, **held: Any) -> None: ...
+
+class Boundary(classmethod[Any, ..., Any]):
+    def __init__(self, call: Callable[..., Any], /, **held: Any) -> None: ...

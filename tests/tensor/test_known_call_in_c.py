@@ -1,0 +1,720 @@
+"""Known calls in C: the same answers as in Python, and everything that makes a known call unknown is seen."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwright as sw
+from shardwright.remember import forget
+from shardwright.tensor import doors
+from shardwright.tensor.dispatch import short
+from shardwright.tensor.plain import boundary
+from shardwright.tensor.under_way import ArrivingDTensor
+
+F = torch.nn.functional
+assert sw.DTensor  # the package opens its doors when it is first used
+pytestmark = pytest.mark.skipif(not doors.uses_extension(), reason=f"known calls: {doors.why_python()}")
+
+
+def _mesh():
+    world = torch.distributed.get_world_size()
+    return sw.init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+
+
+def _operands(mesh):
+    draw = torch.Generator().manual_seed(0)
+    x, y, w, v = (torch.randn(size, generator=draw) for size in ((8, 6), (8, 6), (6, 6), (6,)))
+    cut, whole = [sw.Shard(0)], [sw.Replicate()]
+    pairs = ((x, cut), (y, cut), (w, whole), (v, whole))
+    return [sw.distribute_tensor(value, mesh, placed) for value, placed in pairs]
+
+
+CALLS = {
+    "add": lambda x, y, w, v: x + y,
+    "by a number": lambda x, y, w, v: x * 2.5,
+    "mm": lambda x, y, w, v: x @ w,
+    "pending": lambda x, y, w, v: torch.sum(x, 0),
+    "reshaped": lambda x, y, w, v: x.view(8, 3, 2),
+    "transposed": lambda x, y, w, v: x.t(),
+    "expanded": lambda x, y, w, v: v.expand(3, 6),
+    "sliced": lambda x, y, w, v: x[:, 2:5],
+    "view of a later part": lambda x, y, w, v: w[2:].t(),
+    "softmax": lambda x, y, w, v: torch.softmax(x, 1),
+    "keyword": lambda x, y, w, v: torch.add(x, y, alpha=2),
+    "dtype": lambda x, y, w, v: x.to(torch.float64),
+    "list": lambda x, y, w, v: torch.cat([x, y], 1),
+    "several": lambda x, y, w, v: x.split(2, 1),
+    "tuple": lambda x, y, w, v: F.layer_norm(x, (6,), v, v),
+    "linear": lambda x, y, w, v: F.linear(x, w, v),
+    "written": lambda x, y, w, v: x.clone().add_(y),
+    "written by a number": lambda x, y, w, v: x.clone().mul_(2.0),
+    "copied": lambda x, y, w, v: x.clone().copy_(y),
+    "where": lambda x, y, w, v: torch.where(x > 0, x, y),
+}
+
+
+class InPython:
+    """What reaches the functions in Python behind the doors, inside the block.
+
+    calls, functions: ops and functions of torch. depths: in how many functions of torch each op was asked.
+    """
+
+    def __enter__(self):
+        self.calls, self.functions, self.depths = [], [], []
+        self._given = doors.dispatch, boundary.call
+        doors.dispatch, boundary.call = self._op, self._function
+        doors.open_doors()
+        return self
+
+    def _op(self, cls, func, types, args=(), kwargs=None):
+        self.calls.append(str(func))
+        self.depths.append(boundary.state.functions)
+        return self._given[0](cls, func, types, args, kwargs or {})
+
+    def _function(self, cls, func, types, args=(), kwargs=None):
+        self.functions.append(func.__name__)
+        return self._given[1](cls, func, types, args, kwargs)
+
+    def __exit__(self, *error):
+        doors.dispatch, boundary.call = self._given
+        doors.open_doors()
+
+
+def _told(out):
+    """All that a program can see of a result."""
+    each = out if isinstance(out, list | tuple) else [out]
+    return type(out).__name__, [
+        (
+            sw.layout_of(x),
+            x.to_local().tolist(),
+            x.to_local().stride(),
+            x.stride(),
+            x.storage_offset(),
+            x.requires_grad,
+            x._base is None,
+        )
+        for x in each
+    ]
+
+
+def _one_way_and_the_other(names):
+    mesh = _mesh()
+    operands = _operands(mesh)
+    found = {}
+    for name in names:
+        call = CALLS[name]
+        for _ in range(3):
+            call(*operands)
+        with InPython() as python:
+            known = _told(call(*operands))
+        forget()
+        with doors.in_python():
+            found[name] = (python.calls + python.functions, known == _told(call(*operands)))
+    return found
+
+
+def test_known_calls_stay_in_c_and_give_what_python_gives(ranks):
+    for found in ranks(2, _one_way_and_the_other, list(CALLS)):
+        assert found == {name: ([], True) for name in CALLS}
+
+
+def _gradients():
+    mesh = _mesh()
+    results = []
+    for _ in range(3):
+        x, y, w, v = (t.detach().requires_grad_() for t in _operands(mesh))
+        out = F.layer_norm(F.linear(x, w, v), (6,), v, v) + y.t().contiguous().t() * 2
+        torch.cat([out.view(8, 3, 2).reshape(8, 6), *x.split(2, 1)], 1).square().sum().backward()
+        results.append([t.grad.full_tensor() for t in (x, y, w, v)])
+    return all(torch.equal(a, b) for later in results[1:] for a, b in zip(results[0], later, strict=True))
+
+
+def test_gradients_of_known_calls_are_those_of_the_first(ranks):
+    assert all(ranks(2, _gradients))
+
+
+# ------------------------------------------------------------------------------- what makes them unknown
+
+
+def _python_runs(call, *, before=None, within=None):
+    """The ops that reach Python when a known call is made once more, after `before`, inside `within`."""
+    for _ in range(3):
+        call()
+    with InPython() as python:
+        call()
+        assert python.calls == [], python.calls
+        kept = before() if before else None
+        if within is None:
+            call()
+        else:
+            with within():
+                call()
+        del kept
+    return python.calls
+
+
+def _a_rule_comes():
+    from shardwright.rules import registry
+
+    x, *_ = _operands(_mesh())
+    entries = []
+
+    def rule():
+        entries.append(sw.rule("nameless::known", "...[dim:_], ...[dim:_] -> ...[dim:_]", later=True))
+
+    try:
+        return _python_runs(lambda: x + x, before=rule)
+    finally:
+        registry.registry.remove(entries[0])
+
+
+def test_a_rule_that_comes_is_asked(ranks):
+    assert ranks(1, _a_rule_comes) == [["aten.add.Tensor"]]
+
+
+def _all_is_forgotten():
+    x, *_ = _operands(_mesh())
+    return _python_runs(lambda: x + x, before=forget)
+
+
+def test_one_call_forgets_the_recipes_too(ranks):
+    assert ranks(1, _all_is_forgotten) == [["aten.add.Tensor"]]
+
+
+def _a_copied_view_lives():
+    mesh = _mesh()
+    base = sw.distribute_tensor(torch.arange(16.0), mesh, [sw.Interleaved(0, 2)])
+    for _ in range(3):
+        base.clone().add_(1)
+        base * 2
+    view = base[::3]  # each rank had to copy
+    with InPython() as python:
+        base.add_(1)
+        seen = (view * 2).full_tensor()
+        view.zero_()
+        base_now = base.full_tensor()
+    expected = torch.arange(16.0) + 1
+    right = torch.equal(seen, expected[::3] * 2)
+    expected[::3] = 0
+    return "aten.add_.Tensor" in python.calls and right and torch.equal(base_now, expected)
+
+
+def test_a_view_that_had_to_copy_is_refreshed_and_written_back(ranks):
+    assert all(ranks(2, _a_copied_view_lives))
+
+
+def _a_finished_form_is_known():
+    """A pending value that was read twice is finished once; a write makes it be finished anew."""
+    mesh = _mesh()
+    locals_ = torch.full((4, 4), 1.0 + torch.distributed.get_rank())
+    counts, values = [], []
+    for _ in range(3):
+        x = 1 * sw.DTensor.from_local(locals_, mesh, [sw.Partial()])  # nobody has its memory in his hands
+        with sw.spmd(mesh), sw.trace() as t:
+            values += [torch.relu(x).full_tensor(), torch.relu(x).full_tensor()]
+            x.add_(x)
+            values.append(torch.relu(x).full_tensor() / 2)
+            other = x.detach()
+            other.mul_(2)
+            values.append(torch.relu(x).full_tensor() / 4)
+        counts.append(len(t.collectives))
+    whole = torch.full((4, 4), 3.0)
+    return counts, all(torch.equal(value, whole) for value in values)
+
+
+def test_finished_forms_are_taken_and_lose_their_hold_by_a_write(ranks):
+    for counts, right in ranks(2, _a_finished_form_is_known):
+        assert counts == [3, 3, 3]
+        assert right
+
+
+def _writes_are_counted():
+    """A form that is kept counts the writes into its storage by other names, also those of C."""
+    mesh = _mesh()
+    x = 1 * sw.DTensor.from_local(torch.ones(4, 4), mesh, [sw.Partial()])
+    raw = x.data
+    for _ in range(3):
+        raw.mul_(3)
+    with sw.spmd(mesh):
+        torch.relu(x)
+        with InPython() as python:
+            raw.mul_(3)
+            written = [*python.calls]
+        seen = torch.relu(x).full_tensor()
+    return written, torch.equal(seen, torch.full((4, 4), 81.0 * torch.distributed.get_world_size()))
+
+
+def test_a_write_through_data_is_counted(ranks):
+    for calls, right in ranks(2, _writes_are_counted):
+        assert calls == []
+        assert right
+
+
+class _Silent(TorchDispatchMode):
+    """Leaves ops on DTensors to these."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return NotImplemented if sw.DTensor in types else func(*args, **(kwargs or {}))
+
+
+def _a_mode_sees():
+    x, *_ = _operands(_mesh())
+    return _python_runs(lambda: x + x, within=_Silent)
+
+
+def test_modes_are_asked_in_python(ranks):
+    assert ranks(1, _a_mode_sees) == [["aten.add.Tensor"]]
+
+
+def _a_graph_is_recorded():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mesh = _mesh()
+    x, y, *_ = _operands(mesh)
+    for _ in range(3):
+        x * y
+    graph = make_fx(lambda a: a * y)(x)
+    other = sw.distribute_tensor(torch.full((8, 6), 2.0), mesh, [sw.Shard(0)])
+    return torch.equal(graph(other).full_tensor(), 2 * y.full_tensor())
+
+
+def test_a_recorded_graph_holds_the_op_not_the_values(ranks):
+    assert all(ranks(2, _a_graph_is_recorded))
+
+
+def _compiled():
+    mesh = _mesh()
+    x, y, w, _ = _operands(mesh)
+    for _ in range(3):
+        torch.relu(x @ w) + y
+    compiled = torch.compile(lambda a, b: torch.relu(a @ w) + b, backend="aot_eager", fullgraph=True)
+    first, again = compiled(x, y), compiled(y, x)
+    return torch.equal(first.full_tensor(), (torch.relu(x @ w) + y).full_tensor()) and torch.equal(
+        again.full_tensor(), (torch.relu(y @ w) + x).full_tensor()
+    )
+
+
+def test_a_known_call_is_compiled_in_one_graph(ranks):
+    assert all(ranks(2, _compiled))
+
+
+def _traced_and_explicit():
+    mesh = _mesh()
+    x, y, *_ = _operands(mesh)
+    columns = y.redistribute({"tp": sw.Shard(1)})
+    for _ in range(3):
+        x + columns
+        x + y
+    with sw.trace() as t:
+        x + y
+        quiet = (len(t.collectives), len(t.decisions))
+        x + columns
+    loud = len(t.decisions)
+    with sw.explicit():
+        x + y
+        try:
+            x + columns
+        except sw.errors.RuleError:
+            return quiet, loud, "refused"
+    return quiet, loud, "run"
+
+
+def test_trace_lists_and_explicit_refuses_what_moves(ranks):
+    for found in ranks(2, _traced_and_explicit):
+        assert found == ((0, 0), 1, "refused")
+
+
+def _part_under_way():
+    mesh = _mesh()
+    x, *_ = _operands(mesh)
+    whole = x.redistribute({"tp": sw.Replicate()})
+    for _ in range(3):
+        whole * 2
+    arriving = x.redistribute({"tp": sw.Replicate()}, async_op=True)
+    on_its_way = type(arriving) is ArrivingDTensor
+    return on_its_way, torch.equal((arriving * 2).to_local(), whole.to_local() * 2), type(arriving)
+
+
+def test_a_part_that_is_under_way_is_waited_for(ranks):
+    for on_its_way, right, now in ranks(2, _part_under_way):
+        assert right
+        assert now is sw.DTensor
+        assert on_its_way
+
+
+def _in_inference():
+    mesh = _mesh()
+    x, *_ = _operands(mesh)
+    found = []
+    for _ in range(3):
+        x.t()
+        with torch.inference_mode():
+            found.append((x.t().is_inference(), (x + x).is_inference(), x.clone().t().is_inference()))
+    return found
+
+
+def test_views_of_ordinary_tensors_are_ordinary_in_inference_mode(ranks):
+    assert ranks(1, _in_inference) == [[(False, True, True)] * 3]
+
+
+def _shares_memory():
+    """Written and read at once: refused, or copied first, as on one device."""
+    mesh = _mesh()
+    x = sw.distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [sw.Replicate()])
+    a, b = x.clone(), x.clone()
+    for _ in range(3):
+        a[1:3].add_(b[0:2])
+    told = []
+    for read in (slice(0, 2), slice(2, 4)):
+        try:
+            x[1:3].add_(x[read])
+            told.append("")
+        except RuntimeError as error:
+            told.append("single memory location" in str(error))
+    return told
+
+
+def test_a_write_over_what_is_read_is_for_python(ranks):
+    for told in ranks(2, _shares_memory):
+        assert told == [True, True]
+
+
+def _shares_memory_on_one_device_alone():
+    """The view's part was replaced: the logical tensors lie over each other, the local ones do not."""
+    mesh = _mesh()
+    x, *free = (sw.distribute_tensor(torch.ones(4, 4), mesh, [sw.Replicate()]) for _ in range(3))
+    for _ in range(3):
+        free[0][1:3].add_(free[1][0:2])
+    view = x[1:3]
+    view._local_tensor = view._local_tensor.clone()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        view.add_(x[0:2])
+
+
+def test_what_one_device_refuses_is_refused_where_the_parts_lie_apart(ranks):
+    ranks(2, _shares_memory_on_one_device_alone)
+
+
+def _written_with_itself():
+    """A copy of itself asks nothing of memory; what was seen of it says nothing of other copies."""
+    mesh = _mesh()
+    ones = [sw.distribute_tensor(torch.ones(1, 4), mesh, [sw.Replicate()]) for _ in range(2)]
+    one, two = (x.expand(3, 4) for x in ones)
+    for _ in range(3):
+        one.copy_(one)
+    with pytest.raises(sw.errors.RuleError, match="single memory location"):
+        one.copy_(two)
+
+
+def test_a_write_of_a_tensor_into_itself_is_no_example(ranks):
+    ranks(1, _written_with_itself)
+
+
+def _shares_local_memory_alone():
+    """Two logical tensors whose parts lie over each other: what is read is what was there."""
+    mesh = _mesh()
+    memory = torch.arange(6.0)
+    one, two, three, four = (
+        sw.DTensor.from_local(local, mesh, [sw.Replicate()])
+        for local in (memory[0:4], memory[2:6], torch.ones(4), torch.ones(4))
+    )
+    for _ in range(3):
+        three.add_(four)
+    with InPython() as python:
+        one.add_(two)
+    return python.calls, memory.tolist()
+
+
+def test_parts_that_lie_over_each_other_are_copied_by_python(ranks):
+    for calls, memory in ranks(2, _shares_local_memory_alone):
+        assert calls == ["aten.add_.Tensor"]
+        assert memory == [2.0, 4.0, 6.0, 8.0, 4.0, 5.0]
+
+
+def _begins():
+    """Where views begin on one device: of parts that begin elsewhere, and of views that begin later."""
+    mesh = _mesh()
+    x, _, w, _ = _operands(mesh)
+    columns = x.redistribute({"tp": sw.Shard(1)})
+    fresh, later = w[:4].clone(), w[2:]
+    for _ in range(3):
+        columns[2:5], fresh[1:3], fresh.split(2)
+    with InPython() as python:
+        known = columns[2:5].storage_offset()
+    return known, python.calls, later[1:3].storage_offset(), [x.storage_offset() for x in later.split(2)]
+
+
+def test_views_begin_where_they_do_on_one_device(ranks):
+    assert ranks(2, _begins) == [(12, [], 18, [12, 24])] * 2
+
+
+def _strides_do_not_merge():
+    mesh = _mesh()
+    x = sw.distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [sw.Replicate()])
+    for _ in range(3):
+        x.view(24)
+    turned = sw.DTensor.from_local(
+        torch.arange(24.0).view(6, 4).t(), mesh, [sw.Replicate()], shape=(4, 6), stride=(6, 1)
+    )
+    flat = turned.view(24)
+    plain = torch.arange(24.0).view(6, 4).t().reshape(24)
+    right = torch.equal(flat.full_tensor(), plain)
+    flat.add_(1)
+    return right and torch.equal(turned.full_tensor().reshape(24), plain + 1)
+
+
+def test_a_local_view_that_cannot_be_is_a_copy_of_python(ranks):
+    assert all(ranks(2, _strides_do_not_merge))
+
+
+def _numbers_look_alike():
+    x = sw.distribute_tensor(torch.arange(4), _mesh(), [sw.Replicate()])
+    told = []
+    for _ in range(3):
+        told.append([(x * value).dtype for value in (2, 2.0, True)])
+        told.append([torch.add(x, x, alpha=value).tolist() for value in (1, 2)])
+    return told[::2], told[1::2]
+
+
+def test_numbers_of_other_types_are_other_calls(ranks):
+    for dtypes, values in ranks(1, _numbers_look_alike):
+        assert dtypes == [[torch.int64, torch.float32, torch.int64]] * 3
+        assert values == [[[0, 2, 4, 6], [0, 3, 6, 9]]] * 3
+
+
+def _errors():
+    mesh = _mesh()
+    x, *_ = _operands(mesh)
+    told = []
+    for _ in range(2):
+        for call in (lambda: x.view(7, 7), lambda: x + torch.ones(8, 6), lambda: x @ x):
+            try:
+                call()
+            except RuntimeError as error:
+                told.append((type(error).__name__, str(error).splitlines()[0]))
+        forget() if _ else x.view(48)
+    return told[: len(told) // 2] == told[len(told) // 2 :], len(told)
+
+
+def test_errors_are_those_of_python(ranks):
+    assert ranks(1, _errors) == [(True, 6)]
+
+
+def _in_threads():
+    mesh = _mesh()
+    x, y, w, _ = _operands(mesh)
+    expected = torch.cat([x.to_local() + y.to_local(), x.to_local() @ w.to_local()], 1)
+    wrong = []
+
+    def work():
+        for turn in range(300):
+            out = torch.cat([x + y, x @ w], 1)
+            if not torch.equal(out.to_local(), expected):
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        forget()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+def test_threads_and_forgetting_do_not_disturb_each_other(ranks):
+    assert ranks(1, _in_threads) == [[]]
+
+
+def _what_stays():
+    """Objects that are alive, and references to those that every call touches, after many calls."""
+    import sys
+
+    mesh = _mesh()
+    operands = _operands(mesh)
+    x, y, *_ = operands
+    target = x.clone()
+
+    def every_call():
+        target.copy_(y).mul_(2.0).add_(y)
+        for call in CALLS.values():
+            call(*operands)
+        for wrong in (lambda: x.view(7, 7), lambda: x @ x, lambda: x + torch.ones(3, 3)):
+            with pytest.raises(RuntimeError):
+                wrong()
+
+    def held():
+        gc.collect()
+        touched = [x, y, target, x._spec, x._spec.token, x._local_tensor, sw.DTensor, None, short.Short, ()]
+        touched += [part for key, recipe in short.recipes.items() for part in (recipe, *key, *recipe)]
+        return [sys.getrefcount(value) for value in touched], len(gc.get_objects())
+
+    for _ in range(5):
+        every_call()
+    before, objects = held()
+    for _ in range(100):
+        every_call()
+    after, objects_after = held()
+    grown = [b - a for a, b in zip(before, after, strict=True) if abs(b - a) > 50]
+    return grown, objects_after - objects
+
+
+def test_no_reference_is_lost_or_kept(ranks):
+    for grown, objects in ranks(1, _what_stays):
+        assert grown == []
+        assert objects < 100
+
+
+# Calls around which more stands than C asks for, and the op that Python must see each time.
+AROUND = {
+    "aten._linalg_det.default": lambda w, v: torch.linalg.det(w),
+    "aten.median.default": lambda w, v: w.median(),
+    "aten.cat.default": lambda w, v: torch.cat([v, v[:0]]),
+    "aten.t_.default": lambda w, v: w.clone().t_(),
+    "aten.native_batch_norm.default": lambda w, v: F.batch_norm(w, v.clone(), v.clone(), training=True),
+}
+
+
+def _around():
+    *_, w, v = _operands(_mesh())
+    found = {}
+    for name, call in AROUND.items():
+        for _ in range(3):
+            call(w, v)
+        with InPython() as python:
+            call(w, v)
+        found[name] = name in python.calls
+    return found
+
+
+def test_an_op_that_asks_more_of_each_call_is_for_python(ranks):
+    for found in ranks(1, _around):
+        assert found == dict.fromkeys(AROUND, True)
+
+
+def _holds_nothing():
+    x = sw.distribute_tensor(torch.tensor([[1.0, 2.0]]), _mesh(), [sw.Shard(0)])
+    return [torch.amax(x, 0).full_tensor().tolist() for _ in range(4)]
+
+
+def test_a_rank_that_holds_nothing_calls_no_kernel(ranks):
+    assert ranks(2, _holds_nothing) == [[[1.0, 2.0]] * 4] * 2
+
+
+# ------------------------------------------------------------------------------------------ the boundary
+
+# Functions that Python judges or does in its own way, and what one device gives.
+JUDGED = {
+    "a plain tensor": (lambda x, y: x + torch.ones(1), lambda x, y: x + 1),
+    "in a list": (
+        lambda x, y: torch.cat([x[0], torch.ones(1)]),
+        lambda x, y: torch.cat([x[0], torch.ones(1)]),
+    ),
+    "out": (lambda x, y: torch.add(x, y, out=torch.empty_like(x)), torch.add),
+    "read to the host": (lambda x, y: torch.tensor(x.tolist()), lambda x, y: x),
+    "of sizes": (lambda x, y: torch.tensor(torch.is_same_size(x, y)), lambda x, y: torch.tensor(True)),
+}
+
+
+def _judged():
+    x, y, *_ = _operands(_mesh())
+    plain = x.full_tensor(), y.full_tensor()
+    found = {}
+    for name, (call, of_plain) in JUDGED.items():
+        call(x, y)
+        with InPython() as python:
+            out = call(x, y)
+        whole = out.full_tensor() if isinstance(out, sw.DTensor) else out
+        found[name] = (bool(python.functions), torch.equal(whole, of_plain(*plain)))
+    return found
+
+
+def test_what_the_boundary_judges_is_for_python(ranks):
+    for found in ranks(2, _judged):
+        assert found == dict.fromkeys(JUDGED, (True, True))
+
+
+def _while_torch_traces():
+    x, *_ = _operands(_mesh())
+    x + x
+    torch.compiler._is_compiling_flag = True
+    try:
+        with InPython() as python:
+            x + x
+    finally:
+        torch.compiler._is_compiling_flag = False
+    return python.functions
+
+
+def test_a_trace_of_torch_is_for_python(ranks):
+    assert ranks(1, _while_torch_traces) == [["add"]]
+
+
+def _depth():
+    x, *_ = _operands(_mesh())
+    x + x
+    forget()
+    with InPython() as python:
+        x + x
+        with pytest.raises(RuntimeError):
+            x.view(7, 7)
+        torch.ops.aten.mul.Tensor(x, x)
+    return python.functions, python.depths, boundary.state.functions
+
+
+def test_how_deep_in_functions_of_torch_a_call_is_stays_known(ranks):
+    """Plain tensors that torch makes inside of its functions count as replicated, those of a user do not."""
+    ((functions, depths, left),) = ranks(1, _depth)
+    assert "add" in functions  # the classes of its arguments are forgotten too
+    assert set(depths) == {1}
+    assert left == 0
+
+
+def _plain_results():
+    """torch makes the rank of a matrix without elements of none of its operands' data."""
+    empty = sw.distribute_tensor(torch.empty(0, 3), _mesh(), [sw.Replicate()])
+    found = [torch.linalg.matrix_rank(empty) for _ in range(2)]
+    return [type(x) is sw.DTensor for x in found]
+
+
+def test_a_plain_result_is_the_same_on_every_rank(ranks):
+    assert ranks(1, _plain_results) == [[True, True]]
+
+
+# ------------------------------------------------------------------------------------------- on and off
+
+
+def test_a_variable_turns_it_off(monkeypatch):
+    monkeypatch.setenv("SHARDWRIGHT_EXTENSION", "0")
+    assert doors.open_doors() == "SHARDWRIGHT_EXTENSION=0 turns it off"
+    try:
+        assert not doors.uses_extension()
+        assert type(vars(sw.DTensor)["__torch_dispatch__"]) is classmethod
+    finally:
+        monkeypatch.undo()
+        assert doors.open_doors() == ""
+    assert doors.uses_extension()
+
+
+def test_one_that_was_built_for_other_recipes_is_not_used(monkeypatch):
+    from shardwright.tensor.extension import known_call
+
+    monkeypatch.setattr(known_call, "FIELDS", 3)
+    assert doors.why_python() == "it was built from another version of the library"
+
+
+def test_a_torch_whose_tensors_have_no_slots_is_served_by_python(monkeypatch):
+    monkeypatch.setattr(doors, "_slots", lambda: (property(), None))
+    assert doors.why_python() == "this torch keeps the parts of a DTensor otherwise"
+
+
+def test_who_looks_at_the_doors_finds_the_functions_in_python():
+    """torch._dynamo reads `__torch_function__` from the class, and inlines the function that it finds."""
+    door = vars(sw.DTensor)["__torch_function__"]
+    assert isinstance(door, classmethod)
+    assert door.__func__ is boundary.call
