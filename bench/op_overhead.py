@@ -36,6 +36,8 @@ _OPS: dict[str, tuple[_Op, tuple[int, ...]]] = {
     "x * 2.0": (lambda x: x * 2.0, (0,)),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b), (0, _VECTOR, _VECTOR)),
     "linear": (F.linear, (0, -1, _VECTOR)),
+    "mean over a whole dim": (lambda x: x.mean(-1), (0,)),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (8,), w), (0, _VECTOR)),
     "cat along a whole dim": (lambda x, y: torch.cat([x, y], 1), (0, 0)),
     "split of a whole dim": (lambda x: x.split(4, 1), (0,)),
     "add with alpha=2": (lambda x, y: torch.add(x, y, alpha=2), (0, 0)),

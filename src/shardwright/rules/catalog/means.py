@@ -1,40 +1,84 @@
-"""Means, rewritten on the logical call as a sum over the logical count; moments likewise where dims are cut.
+"""Means as sums over the logical count; moments likewise where dims are cut.
 
 A mean of means is wrong on uneven parts, and not a number on an empty one; the logical count is always right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
+from shardwright.layout.layout import Layout
 from shardwright.rules.algorithms.algorithm import over_rows, register_algorithm
 from shardwright.rules.algorithms.ops import finish
+from shardwright.rules.call import Call
 from shardwright.rules.described import dims_of
+from shardwright.rules.formula import Formula, formula
+from shardwright.rules.held_label import Held
 from shardwright.rules.registry import rewrite
+from shardwright.rules.rule import register_rule
 
 _LOW_PRECISION = {torch.float16, torch.bfloat16}
 
 
-@rewrite("aten::mean.default")
-def mean_of_all(_op: object, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The mean of all elements."""
-    return _mean(x, tuple(range(x.dim())), keepdim=False, dtype=dtype)
+@register_rule("aten::mean", any_size=True)
+def mean(call: Call) -> Formula:
+    """Where a reduced dim is cut: the sum of what is held, divided by the logical count.
+
+    In low precision such dims are whole, or the algorithm runs: what is divided is a sum in float32.
+    """
+    rank = len(call.operands[0].shape)
+    over = dims_of(_hashable(call.arg("dim") if "dim" in call.bound else None), rank)
+    (made,) = call.results
+    dtype = None if made is None else made.dtype
+    low = dtype in _LOW_PRECISION
+    operand = [f"r{dim}{'!' * low}" if dim in over else f"d{dim}" for dim in range(rank)]
+    left = [
+        "1" if dim in over else f"d{dim}"
+        for dim in range(rank)
+        if call.bound.get("keepdim") or dim not in over
+    ]
+    text = f"{' '.join(operand) or '()'} -> {' '.join(left) or '()'}"
+    if low:
+        return formula(text)
+    facts = "self: sum->sum" if call.operands[0].dtype == dtype else ()
+    return formula(text, reduce="sum", hom=facts, local=_share, held=tuple(f"r{dim}" for dim in over))
 
 
-@rewrite("aten::mean.dim")
-def mean(
+def _share(
+    _op: object,
+    held: Mapping[str, Held],
+    x: Tensor,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What a rank contributes to a mean. 0 / 0 is the nan that torch gives for the mean of nothing."""
+    total = torch.sum(x, dims_of(_hashable(dim), x.dim()), keepdim=keepdim, dtype=dtype, out=out)
+    count = prod(label.size for label in held.values())
+    return total / count if out is None else total.div_(count)
+
+
+def _cost(call: Call, layouts: Sequence[Layout]) -> int | None:
+    """One number per row in float32, finished."""
+    return over_rows("self", "dim" if "dim" in call.bound else None, reductions=1, itemsize=4)(call, layouts)
+
+
+@register_algorithm("aten::mean", cost=_cost)
+def mean_in_float32(
     _op: object,
     x: Tensor,
-    dim: int | Sequence[int] | None,
+    dim: int | Sequence[int] | None = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The mean over some dims."""
+    """mean: the sum of each row is reduced."""
     return _mean(x, dims_of(_hashable(dim), x.dim()), keepdim=keepdim, dtype=dtype)
 
 
