@@ -201,3 +201,71 @@ def _fused():
 
 def test_a_fused_step_moves_nothing_unasked_and_unrecorded(ranks):
     ranks(2, _fused)
+
+
+def _steps_of_an_optimizer():
+    """Corrections of AdamW and rates of a schedule are other numbers at every step, for the same layouts."""
+    from shardwright.tensor.dispatch.ways import lists
+
+    mesh = rank_mesh((2,), ("tp",))
+    parameters = [torch.nn.Parameter(sw.distribute_tensor(_X.clone(), mesh, [p])) for p in (S0, S1, R, S0)]
+    alone = [torch.nn.Parameter(_X.clone()) for _ in parameters]
+    known = []
+    for fused in (False, True):
+        pairs = [
+            (x, torch.optim.AdamW(x, lr=0.1, foreach=not fused, fused=fused)) for x in (parameters, alone)
+        ]
+        for step in range(4):
+            for values, optimizer in pairs:
+                for value in values:
+                    value.grad = value.detach() * 0.5 + step
+                optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+                optimizer.step()
+            known.append(len(lists._known))
+        for mine, one in zip(parameters, alone, strict=True):
+            close(mine, one)
+    return known
+
+
+def test_steps_with_other_numbers_are_decided_once(ranks):
+    for known in ranks(2, _steps_of_an_optimizer):
+        assert known[1:4] == known[1:2] * 3
+        assert known[5:8] == known[5:6] * 3
+
+
+def _numbers_that_decide():
+    """Norms of parts combine by the norm itself; a factor of what is pending may be taken in or not."""
+    for order in (2.0, 1.0, torch.inf, 3.0):
+        x = sw.distribute_tensor(_X, rank_mesh((2,), ("tp",)), [S0])
+        for made in torch._foreach_norm([x, x], order):
+            close(made, torch.linalg.vector_norm(_X, order))
+    for factor in (2.0, -2.0):
+        largest = sw.distribute_tensor(_X, rank_mesh((2,), ("tp",)), [S0]).amax(0)
+        assert largest.placements[0].is_pending
+        for numbers in (factor, [factor] * 2):
+            close(torch._foreach_mul([largest, largest], numbers)[1], _X.amax(0) * factor)
+        torch._foreach_mul_([largest, largest.clone()], [factor, 1.0])
+        close(largest, _X.amax(0) * factor)
+
+
+def test_numbers_that_decide_are_part_of_the_decision(ranks):
+    ranks(2, _numbers_that_decide)
+
+
+def _beside_a_dtensor_of_torch():
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = rank_mesh((2,), ("tp",))
+    mine, foreign = (
+        sw.distribute_tensor(_X.clone(), mesh, [S0]),
+        distribute_tensor(_X.clone(), mesh, [Shard(0)]),
+    )
+    for made in (torch._foreach_add([mine, mine], [foreign, mine]), torch._foreach_add([mine, foreign], 1.0)):
+        assert all(isinstance(x, sw.DTensor) for x in made)
+    close(torch._foreach_add([mine, foreign], [foreign, mine])[1], _X * 2)
+    torch._foreach_mul_([mine], [foreign])
+    close(mine, _X * _X)
+
+
+def test_lists_take_dtensors_of_torch(ranks):
+    ranks(2, _beside_a_dtensor_of_torch)

@@ -32,7 +32,7 @@ from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import CLASSES, in_hands, is_reshaped, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -156,15 +156,23 @@ def versions(x: DTensor) -> tuple[int, int, int]:
 
 
 def count_write(x: DTensor) -> None:
-    """Tell the storage of what was written, if forms of what lies there are kept.
+    """`count_writes` of one tensor."""
+    count_writes((x,))
 
-    Also that of what a copied view is of: by their numbers of elements ranks would come to other answers.
+
+def count_writes(written: Sequence[DTensor]) -> None:
+    """Tell the storages of what was written, if forms of what lies there are kept.
+
+    Also those of what a copied view is of: by their numbers of elements ranks would come to other answers.
     """
-    for each in (x, *write_back.bases_of(x)):
-        storage: Any = each._local_tensor.untyped_storage()
+    for x in written:
+        storage: Any = x._local_tensor.untyped_storage()
         writes = getattr(storage, "writes", None)
         if writes is not None:
             storage.writes = writes + 1
+    if write_back.origins.data:
+        for x in written:
+            count_writes([*write_back.bases_of(x)])
 
 
 def finished_from(x: DTensor, of: DTensor, local: torch.Tensor) -> torch.Tensor:

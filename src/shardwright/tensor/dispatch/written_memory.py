@@ -20,6 +20,7 @@ from shardwright.tensor.dispatch import overlapping
 from shardwright.tensor.dispatch.overlapping import is_cut_there, writes_once
 from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.views.write_back import written_by
 from shardwright.tensor.wrap import offset_of
 
 # Ops that read operands by index while they write: no place may be both.
@@ -71,12 +72,16 @@ def _questions(func: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
 
 def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise what one device raises. Raises: RuleError (a RuntimeError): with the words of torch."""
-    once, partly, wholly = _questions(func)
+    once, partly, wholly = questions = _questions(func)
+    if not any(questions) and not func._schema.name.startswith("aten::index_put"):  # lists of parameters, say
+        if any(is_cut_there(x._spec.layout) for x in written_by(func, args, kwargs)):
+            _refuse_windows(func, args, kwargs)
+        return
     read, written = _sides(func, args, kwargs)
     if func._schema.name == "aten::copy_" and read and written and _is_one_view(read[0], written[0]):
         return  # of itself: torch leaves before it asks
-    if any(is_cut_there(x._spec.layout) for x in written) and not writes_once(func, args, kwargs):
-        overlapping.refuse(func)
+    if any(is_cut_there(x._spec.layout) for x in written):
+        _refuse_windows(func, args, kwargs)
     if func._schema.name.startswith("aten::index_put"):  # a mask is made indices before anything is written
         indices = args[1] if len(args) > 1 else kwargs["indices"]
         read = [x for x in read if x.dtype != torch.bool or not any(x is mask for mask in indices)]
@@ -91,6 +96,11 @@ def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
             found = _overlap(target, x)
             if found == "partly" or (found == "wholly" and apart):
                 _raise(func, _READ)
+
+
+def _refuse_windows(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if not writes_once(func, args, kwargs):
+        overlapping.refuse(func)
 
 
 @remembered(4096)

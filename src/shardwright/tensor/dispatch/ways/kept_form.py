@@ -88,5 +88,4 @@ def counting_writes(
     try:
         return route(func, args, kwargs)
     finally:
-        for x in write_back.written_by(func, args, kwargs):
-            finished_forms.count_write(x)
+        finished_forms.count_writes(write_back.written_by(func, args, kwargs))

@@ -23,7 +23,9 @@ from shardwright.tensor.dispatch.kernels import is_linear, kernel_of
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.run import check_simple, run
+from shardwright.tensor.dispatch.ways.list_arguments import Taken
 from shardwright.tensor.dispatch.ways.list_elements import ElementCall, element_calls, list_arguments
+from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import is_explicit
 from shardwright.tensor.plain.boundary import helpers_allowed
@@ -53,57 +55,65 @@ def run_on_lists(
     Raises: RuleError: what the op for one element raises for a position.
     Cost: what the op for one element costs at each position; nothing where each is one local call.
     """
-    args, kwargs = _each(args, as_ours), {name: _each(value, as_ours) for name, value in kwargs.items()}
-    key = (helpers_allowed(), func, *_described((*args, *kwargs.items())))
-    first = key not in _known
-    if first:
-        decided = _decided(decide, func, args, kwargs)
-        if len(_known) >= _MANY:
-            _known.clear()
-        _known[key] = decided
+    taken = Taken((helpers_allowed(), func), args, kwargs)
+    if taken.foreign:
+        args, kwargs = tree_map_only(TorchDTensor, as_ours, (args, dict(kwargs)))
+        return run_on_lists(decide, func, args, kwargs)
+    decided, first = _known_or_decided(decide, func, args, kwargs, taken)
+    written = written_by(func, args, kwargs)
+    if decided.specs is None or _may_overlap(func, written):
+        out = _each_alone(decide, decided, func, args, kwargs)
     else:
-        decided = _known[key]
-    specs = decided.specs
-    if specs is None or _may_overlap(func, args, kwargs):
-        calls = element_calls(func, args, kwargs)
-        if is_explicit():
-            _refuse(decide, calls)
-        if len(decided.finished) > 1:
-            finished_forms.finish_together(func.name(), [_tensors(calls[i])[j] for i, j in decided.finished])
-        out = [_run_alone(decide, call) for call in calls]
-    else:
-        out = _call(func, args, kwargs, specs)
+        out = _call(func, taken, decided.specs)
         if first:
-            _check(func, specs, out)
-    _raise_versions(func, args, kwargs)
+            _check(func, decided.specs, out)
+    _raise_versions(func, written)
     return out if func._schema.returns else None
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` of every DTensor; torch's trees would cost more, for every parameter at every step."""
-    if isinstance(value, TorchDTensor):
-        return change(value)
-    return [_each(v, change) for v in value] if isinstance(value, list | tuple) else value
+def _known_or_decided(
+    decide: Decide,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    taken: Taken,
+) -> tuple[_Decided, bool]:
+    """What was decided for this call, and whether that was now."""
+    key = tuple(taken.key)
+    known = _known.get(key)
+    if known is not None and known.by_numbers:
+        key = (*key, *taken.numbers)
+        known = _known.get(key)
+    if known is not None:
+        return known, False
+    decided = _decided(decide, func, args, kwargs)
+    _store(key, decided, taken)
+    return decided, True
 
 
-def _local(x: DTensor) -> torch.Tensor:
-    return x._local_tensor
+def _store(key: tuple[Any, ...], decided: _Decided, taken: Taken) -> None:
+    if len(_known) >= _MANY:
+        _known.clear()
+    if decided.by_numbers:
+        _known[tuple(taken.key)] = decided
+        key = (*taken.key, *taken.numbers)
+    _known[key] = decided
 
 
-def _described(values: Sequence[Any]) -> Iterator[Any]:
-    """What the decision depends on, flat; `1`, `1.0` and `True` must not look alike."""
-    for value in values:
-        if isinstance(value, DTensor):
-            yield value._spec.token
-        elif isinstance(value, torch.Tensor):
-            yield value.shape
-            yield value.dtype
-        elif isinstance(value, list | tuple):
-            yield len(value)
-            yield from _described(value)
-        else:
-            yield value.__class__
-            yield value
+def _each_alone(
+    decide: Decide,
+    decided: _Decided,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> list[Any]:
+    """Position after position, what they read finished in one list before."""
+    calls = element_calls(func, args, kwargs)
+    if is_explicit():
+        _refuse(decide, calls)
+    if len(decided.finished) > 1:
+        finished_forms.finish_together(func.name(), [_tensors(calls[i])[j] for i, j in decided.finished])
+    return [_run_alone(decide, call) for call in calls]
 
 
 # ---------------------------------------------------------------------------------------- the decision
@@ -115,10 +125,12 @@ class _Decided:
 
     specs: of the results, if every position is the op on its local tensors; else None.
     finished: the operands that are pending and that positions read finished, by position and number.
+    by_numbers: it holds for these numbers only.
     """
 
     specs: list[Spec | None] | None
     finished: tuple[tuple[int, int], ...] = ()
+    by_numbers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +145,40 @@ class _Alone:
 def _decided(
     decide: Decide, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> _Decided:
-    found: list[Spec | None] = []
     calls = element_calls(func, args, kwargs)
+    by_numbers = not all(map(_serves_all_numbers, calls))
+    decide = _once_for_each(decide, by_numbers=by_numbers)
     positions = [_prepared(decide, call) for call in calls]
     if not all(alone is None or _is_local(func, alone.prepared) for alone in positions):
-        return _Decided(None, tuple(_finished(calls, positions)))
+        return _Decided(None, tuple(_finished(calls, positions)), by_numbers)
     if any(written_memory.is_expanded(x) for x in written_by(func, args, kwargs)):
-        return _Decided(None)
+        return _Decided(None, (), by_numbers)
+    found: list[Spec | None] = []
     for alone in positions:
         found += (None,) if alone is None else alone.prepared.results
-    return _Decided(found)
+    return _Decided(found, (), by_numbers)
+
+
+def _once_for_each(decide: Decide, *, by_numbers: bool) -> Decide:
+    """Positions that differ in nothing that matters are decided once."""
+    made: dict[tuple[Any, ...], Any] = {}
+
+    def decided(asked: Asked) -> Any:
+        taken = Taken((asked.func,), asked.args, asked.kwargs)
+        key = (*taken.key, *taken.numbers) if by_numbers else tuple(taken.key)
+        if key not in made:
+            made[key] = decide(asked)
+        return made[key]
+
+    return decided
+
+
+def _serves_all_numbers(call: ElementCall) -> bool:
+    """Is the decision the same whatever the numbers are? A factor below 0 makes a largest value the least."""
+    func: Any = call.op
+    if not isinstance(func, torch._ops.OpOverload) or any(x._spec.pending for x in _tensors(call)):
+        return False
+    return takes_lists(func) or is_pointwise(func)
 
 
 def _finished(calls: Sequence[ElementCall], positions: Sequence[_Alone | None]) -> Iterator[tuple[int, int]]:
@@ -210,15 +246,9 @@ def _run_alone(decide: Decide, call: ElementCall) -> Any:
     return run(alone.prepared, func, alone.call.args, alone.call.kwargs, alone.tensors)
 
 
-def _call(
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    specs: Sequence[Spec | None],
-) -> Any:
+def _call(func: torch._ops.OpOverload, taken: Taken, specs: Sequence[Spec | None]) -> Any:
     """The list op on the local tensors."""
-    named = {name: _each(value, _local) for name, value in kwargs.items()}
-    out = (kernel_of(func, set()) or func)(*_each(args, _local), **named)
+    out = (kernel_of(func, set()) or func)(*taken.args, **taken.kwargs)
     if not isinstance(out, list | tuple):
         return out
     return [x if spec is None else wrap(x, spec) for x, spec in zip(out, specs, strict=True)]
@@ -231,23 +261,19 @@ def _check(func: torch._ops.OpOverload, specs: Sequence[Spec | None], out: Any) 
             check_simple(spec, func, x, ())
 
 
-def _raise_versions(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _raise_versions(func: torch._ops.OpOverload, written: Sequence[DTensor]) -> None:
     """What was written is another value: a backward that saved the old one must notice.
 
     On plain tensors the op of each element does so; on DTensors it runs below where versions are counted. The
     fused steps raise no version on one device either.
     """
-    if not func._schema.name.startswith("aten::_foreach_"):
-        return
-    written = [x for x in written_by(func, args, kwargs) if not x.is_inference()]
-    torch.autograd.graph.increment_version(written)
+    if func._schema.name.startswith("aten::_foreach_"):
+        torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
 
 
-def _may_overlap(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _may_overlap(func: torch._ops.OpOverload, written: Sequence[DTensor]) -> bool:
     """Is a view written beside another list? One device refuses some, when the position's turn has come.
 
     The local parts tell nothing: they may be copies, or empty.
     """
-    if not func._schema.is_mutable or len(list_arguments(func)) == 1:
-        return False
-    return any(x._base is not None for x in written_by(func, args, kwargs))
+    return len(list_arguments(func)) > 1 and any(x._base is not None for x in written)
