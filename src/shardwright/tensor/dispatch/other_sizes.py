@@ -1,4 +1,4 @@
-"""Prepared calls for shapes never seen: what was decided for one shape of a kind serves the others.
+"""Prepared calls for shapes and numbers never seen: what was decided for one of a kind serves the others.
 
 A look-up by kinds of specs in place of specs, then the layouts of the results from the labels of the rule: no
 metadata call, no search. What does not fit (sizes that the rule says are equal and are not, a rank that holds
@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardwright.remember import memo
+from shardwright.remember import memo, remembered
 from shardwright.tensor.dispatch.prepared import Move, Prepared
+from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.spec import Spec, SpecKind, Token, spec_kind
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from shardwright.tensor.dtensor import DTensor
 
 _MANY = 65536
+_NUMBERS = frozenset({int, float, complex})
+# Types in a schema; a tensor argument may be given a number.
+_COMPUTED_WITH = frozenset({"number", "float", "Tensor", "Optional[number]", "Optional[float]"})
 _known: dict[tuple[Any, ...], Known] = memo("calls of any size", {})
 # Ops with arguments that are a shape: their positions and names. Their values are no part of a key.
 _shape_arguments: dict[torch._ops.OpOverload, frozenset[int | str]] = memo("arguments that are a shape", {})
@@ -105,20 +109,34 @@ def _key(
 ) -> tuple[Any, ...]:
     """The same with kinds in place of specs; `arguments` gets those that are shapes.
 
-    A spec that has no kind stands for itself.
+    A spec that has no kind stands for itself. Numbers that decide nothing are told apart by their class.
     """
-    places = _shape_arguments.get(func)
-    if places is None:
+    places = _shape_arguments.get(func, frozenset())
+    numbers = _numbers(func)
+    if numbers and any(part.__class__ is Token and part.spec.pending for part in key):
+        numbers = frozenset()  # a factor below 0 makes a largest value the least
+    if not places and not numbers:
         return tuple([part.spec.kind or part if part.__class__ is Token else part for part in key])
     found: list[Any] = [func]
     for place, value in (*enumerate(args), *kwargs.items()):
+        found.append(place)
         if place in places:
             arguments.append(value)
             found.append(len(value))
+        elif place in numbers and value.__class__ in _NUMBERS:
+            found.append(value.__class__)
         else:
-            found.append(place)
             _describe(value, found)
     return tuple(found)
+
+
+@remembered(4096)
+def _numbers(func: torch._ops.OpOverload) -> frozenset[int | str]:
+    """The arguments, by position and by name, whose number is only computed with, element by element."""
+    if not is_pointwise(func):
+        return frozenset()
+    named = [(i, a.name) for i, a in enumerate(func._schema.arguments) if str(a.type) in _COMPUTED_WITH]
+    return frozenset(place for both in named for place in both)
 
 
 def _describe(value: Any, found: list[Any]) -> None:
