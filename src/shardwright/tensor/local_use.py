@@ -11,7 +11,8 @@ from shardwright.compat import axis_names
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
-from shardwright.tensor.spec import LocalUse, Spec, spec_of, with_dtype
+from shardwright.remember import remembered
+from shardwright.tensor.spec import LocalUse, Spec, Token, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours, wrap
 
 if TYPE_CHECKING:
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 
 def kept_spec(spec: Spec) -> Spec | None:
     """The spec that the computation sees: on the axes that are not localized; None when there are none."""
+    return _kept_spec(spec.token)
+
+
+@remembered(65536)
+def _kept_spec(token: Token) -> Spec | None:
+    """By the token: every parameter asks in every forward and every backward."""
+    spec = token.spec
     use = _use(spec)
     names = axis_names(spec.mesh)
     kept = tuple(name for name in names if name not in use.axes)
@@ -55,25 +63,29 @@ def _coords(layout: Layout) -> tuple[int, ...]:
 
 def restore_axes(spec: Spec, grad: torch.Tensor) -> DTensor:
     """The gradient of the computation's view as a gradient of the parameter: the localized axes come back."""
-    use = _use(spec)
-    layout = spec.layout
+    if not isinstance(grad, TorchDTensor):
+        return wrap(grad, _restored_spec(spec.token, None, grad.dtype))
+    ours = as_ours(grad)
+    return wrap(ours._local_tensor, _restored_spec(spec.token, ours._spec.plain.token, grad.dtype))
+
+
+@remembered(65536)
+def _restored_spec(token: Token, inside: Token | None, dtype: torch.dtype) -> Spec:
+    """The spec of the gradient of a parameter, by that and by what the computation's gradient has."""
+    spec, layout = token.spec, token.spec.layout
     inner: dict[str, Any] = {}
-    local = grad
-    if isinstance(grad, TorchDTensor):
-        ours = as_ours(grad)
-        local = ours._local_tensor
-        inner = dict(zip(ours._spec.layout.axes, ours._spec.layout.placements, strict=True))
+    if inside is not None:
+        left = inside.spec.layout
+        inner = dict(zip(left.axes, left.placements, strict=True))
     placements = []
     for axis, placement in zip(layout.axes, layout.placements, strict=True):
         if axis in inner:
             placements.append(inner[axis])
         else:
-            term = axis in use.summed and not placement.is_partition
+            term = axis in _use(spec).summed and not placement.is_partition
             placements.append(Partial("sum") if term else placement)
-    target = with_dtype(layout, local.dtype)
-    return wrap(
-        local, spec_of(target.with_placements(tuple(placements), order=layout.order_names), spec.mesh)
-    )
+    target = with_dtype(layout, dtype)
+    return spec_of(target.with_placements(tuple(placements), order=layout.order_names), spec.mesh)
 
 
 def _use(spec: Spec) -> LocalUse:

@@ -37,6 +37,8 @@ class LocalizedDTensor(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not kwargs and func not in _LOOKUPS and _on_one_mesh(args):
+            return boundary.call(cls, func, types, args, kwargs)  # an optimizer, on parameters and states
         kwargs = kwargs or {}
         if func in _LOOKUPS and kwargs.get("max_norm") is not None:
             raise RuleError(_RENORM.format(func.__name__))
@@ -65,6 +67,23 @@ _RENORM = (
 def compute_view(x: DTensor) -> torch.Tensor:
     """What a computation sees of a localized parameter: its local tensor (a DTensor where axes are left)."""
     return apply(Localize, x)
+
+
+def _on_one_mesh(values: Sequence[Any]) -> bool:
+    """Are all of them numbers and DTensors of one mesh? No list is looked into: `_mixes` does."""
+    mesh: Any = None
+    for value in values:
+        if isinstance(value, DTensor):
+            if mesh is None:
+                mesh = value._spec.mesh
+            elif value._spec.mesh is not mesh:
+                return False
+        elif value.__class__ not in _NO_TENSORS:
+            return False
+    return True
+
+
+_NO_TENSORS = frozenset({bool, int, float, complex, str, type(None), torch.dtype})
 
 
 def _mixes(values: Sequence[Any]) -> bool:
