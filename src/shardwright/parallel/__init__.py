@@ -1,5 +1,6 @@
 """Strategies: small functions that place the parameters of a module."""
 
+from shardwright.parallel.context_parallel import cut_sequence, parallelize_context
 from shardwright.parallel.expert import ShardMoESparseExpertsParallel, parallelize_expert_parallel
 from shardwright.parallel.fsdp import parallelize_fsdp
 from shardwright.parallel.hsdp import parallelize_hsdp
@@ -10,6 +11,8 @@ from shardwright.parallel.to_local import ToLocalParallel
 __all__ = [
     "ShardMoESparseExpertsParallel",
     "ToLocalParallel",
+    "cut_sequence",
+    "parallelize_context",
     "parallelize_expert_parallel",
     "parallelize_fsdp",
     "parallelize_hsdp",

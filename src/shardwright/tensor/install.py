@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwright.tensor import autograd, conversions
 from shardwright.tensor.algorithms import key_parts, orders, scans, windows
+from shardwright.tensor.attention import function as attention
 from shardwright.tensor.doors import open_doors
 from shardwright.tensor.dtensor import DTensor, above
 from shardwright.tensor.localized import LocalizedDTensor
@@ -29,6 +30,7 @@ OWN: tuple[dict[Any, boundary.Own], ...] = (
     set_data.OWN,
     backward.OWN,
     packed_sequences.OWN,
+    attention.OWN,
 )
 # Their algorithms are in the registry of rules, which is open: it is filled as they are imported.
 ALGORITHMS = (key_parts, orders, scans, windows)

@@ -62,6 +62,8 @@ def _guesses(held_by: HeldBy, length: int, n: int, known: Partition | None) -> I
     for kind in _SIMPLEST_FIRST[:2]:
         yield from kind.names(held_by, length, n)
     if isinstance(known, Sliced):
+        if isinstance(known.source, Spread):  # of another length it is what it spreads, under a longer name
+            yield known.source.source
         yield known.source
         if isinstance(known.source, Sliced):
             yield _one_slice(known, known.source)

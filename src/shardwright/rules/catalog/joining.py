@@ -10,11 +10,12 @@ from shardwright.rules.rule import register_rule
 
 @register_rule("aten::cat")
 def cat(call: Call) -> Formula:
-    """Legacy empty operands of shape (0,) take no part."""
+    """Legacy empty operands of shape (0,) take no part; where one operand is left, it is the result."""
     tensors = [operand for operand in call.flat_operands if not operand.out]
     rank = max(len(operand.info.shape) for operand in tensors)
     full = letters(rank)
-    full[call.arg("dim") % rank] = "_"
+    if sum(len(operand.info.shape) == rank for operand in tensors) > 1:
+        full[call.arg("dim") % rank] = "_"
     items = [" ".join(full) if len(operand.info.shape) == rank else "_" for operand in tensors]
     return formula(f"{', '.join(items)} -> {' '.join(full)}", hom="tensors: *")
 

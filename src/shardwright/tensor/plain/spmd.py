@@ -79,6 +79,11 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
             args, kwargs = with_replicated(func, args, kwargs, self._replicate)
         return func(*args, **kwargs)
 
+    def replicated(self, value: torch.Tensor) -> DTensor:
+        """A plain tensor as the block takes it: the same on every rank, compared if the block compares."""
+        made: DTensor = self._replicate(value)
+        return made
+
     def _replicate(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and not _is_distributed(value):
             if torch.compiler.is_compiling() or not under_transforms():

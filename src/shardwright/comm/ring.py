@@ -1,0 +1,105 @@
+"""Messages around a ring: to the next rank, from the one before, while this one computes.
+
+Of the default group, which every rank has, like all messages between pairs (`mailbox`): a ring may go over
+several axes, which have no group together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Work
+
+from shardwright.comm.dtype import bits
+from shardwright.comm.record import Sending, recording
+from shardwright.comm.uncounted import say_if_uncounted
+
+# Keeps these messages apart from those of redistributions, which may be under way between the same ranks.
+_TAG = 53188
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """One message to the next rank and one from the rank before, under way.
+
+    arriving: what is received; not to be read before `wait`. leaving: stays alive until then.
+    """
+
+    works: Sequence[Work]
+    arriving: Tensor
+    leaving: Tensor
+
+    def wait(self) -> Tensor:
+        """What has arrived, once what was sent has left."""
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """This rank's place in a ring.
+
+    Args:
+        ranks: all of them, in the order in which messages go round.
+        own: which of them this one is.
+        axis, reason: what the record says.
+        blocking: wait for each message before anything is computed; to measure what overlap is worth.
+    """
+
+    ranks: tuple[int, ...]
+    own: int
+    axis: str
+    reason: str
+    blocking: bool = False
+
+    def source(self, step: int) -> int:
+        """Whose part this rank has after `step` messages."""
+        return (self.own - step) % len(self.ranks)
+
+    def pass_on(self, leaving: Tensor, size: int, *, lane: int = 0) -> Passing:
+        """Post a flat tensor to the next rank, and the receipt of `size` elements from the one before.
+
+        Args: lane: 0 or 1; messages of one lane arrive in the order in which they are sent.
+        Cost: this rank sends `leaving`; an empty one is not sent.
+        """
+        arriving = leaving.new_empty(size)
+        if leaving.is_meta:
+            return Passing((), arriving, leaving)  # a rehearsal: there is nothing to send
+        say_if_uncounted()
+        if not recording():
+            return self._posted(leaving, arriving, lane)
+        with Sending(
+            "send_recv",
+            axis=self.axis,
+            bytes_sent=leaving.nbytes,
+            reason=self.reason,
+            shape=tuple(leaving.shape),
+            dtype=leaving.dtype,
+        ):
+            return self._posted(leaving, arriving, lane)
+
+    def _posted(self, leaving: Tensor, arriving: Tensor, lane: int) -> Passing:
+        after, before = self.ranks[(self.own + 1) % len(self.ranks)], self.ranks[self.own - 1]
+        operations = [
+            dist.P2POp(verb, bits(x), rank, tag=_TAG + lane)
+            for verb, x, rank in ((dist.irecv, arriving, before), (dist.isend, leaving, after))
+            if x.numel()
+        ]
+        passing = Passing(_started(operations, leaving), arriving, leaving)
+        if self.blocking:
+            passing.wait()
+        return passing
+
+
+def _started(operations: list[dist.P2POp], like: Tensor) -> list[Work]:
+    """gloo starts each message as it is posted; NCCL needs those that meet to be posted together."""
+    if not operations:
+        return []
+    if like.device.type != "cpu":
+        return dist.batch_isend_irecv(operations)
+    return [cast("Work", each.op(each.tensor, each.peer, tag=each.tag)) for each in operations]

@@ -1,0 +1,195 @@
+"""Context parallelism: the sequence is cut over an axis, the parameters are whole, attention goes round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.compat import axis_names
+from shardwright.errors import ParallelError
+from shardwright.parallel.meshes import is_other_view, named_axes
+from shardwright.parallel.sequence_scope import SequenceScope, find_scope
+from shardwright.parallel.swap import replace_parameters
+from shardwright.placement.base import Partition, Replicate
+from shardwright.placement.zigzag import ZigZag
+from shardwright.tensor.attention.asked import Asked
+from shardwright.tensor.attention.choice import AUTO, WAYS
+from shardwright.tensor.distribute import distribute_tensor
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.local_use import kept_spec
+from shardwright.tensor.modules.distribute import carry_over
+from shardwright.tensor.modules.more_axes import KEPT, on_more_axes
+from shardwright.tensor.modules.ties import ties_kept
+from shardwright.tensor.spec import spec_of
+from shardwright.tensor.wrap import as_ours, wrap
+
+_OUTPUTS = ("cut", "whole")
+
+
+def parallelize_context(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    attention: str = AUTO,
+    cut: Mapping[str, int] | None = None,
+    placement: Callable[[int], Partition] = ZigZag,
+    output: str = "cut",
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Compute `module` on sequences that are cut over the one axis of `mesh`, in place.
+
+    Every rank of the axis calls the module with the same whole tensors, or with DTensors (`cut_sequence` makes
+    them). Inside, one program runs on distributed tensors (`sw.spmd`): positions, masks and shifted labels
+    mean what they mean on one device, and each rank holds 1/n of every activation. Attention to the others'
+    keys is a ring (keys and values travel while the last are computed with) or an all-to-all of heads.
+
+    Args:
+        attention: "ring", "all_to_all", or "auto": the one that sends fewer bytes.
+        cut: `{argument: dim of its sequence}`, arguments of the forward that are cut; by default the first
+            tensor among them, along dim 1 ([batch, sequence, ...]). Other arguments count as replicated.
+        placement: of the sequence, from its dim. `sw.ZigZag` gives causal attention equal work on all ranks;
+            `sw.Shard` keeps neighbours together, for windows and convolutions.
+        output: "cut": the results are DTensors; "whole": plain tensors, gathered, for a module that plain ones
+            follow.
+        src_data_rank: the rank of the axis whose parameters count; None: each rank's own, all equal.
+    Returns: the module itself, with parameters replicated on the axis; class, names and ties are untouched.
+    Raises: ParallelError: not one axis, an unknown `attention`, `output` or argument, a module whose sequence
+        is cut already, parameters that `fully_shard` manages or that live on different axes; nothing has been
+        changed then. Place on tensor-parallel axes before this, on data-parallel ones after.
+    Cost: a broadcast of the parameters, once. Per attention and forward a ring sends n - 1 parts of keys and
+        values from each rank, the backward as much again and as many gradients; an all-to-all sends (n-1)/n of
+        the rank's queries, keys, values and results. Gradients of parameters are pending until somebody sums.
+    Source: Liu, Zaharia, Abbeel, arXiv 2310.01889; Jacobs et al., arXiv 2309.14509.
+    """
+    axis = _one_axis(mesh)
+    _check_words(attention, output)
+    _check_once(module, axis)
+    scope = SequenceScope(axis, dict(cut or {}), placement, Asked(attention, stated=True), output)
+    scope.check_arguments(module)
+    with ties_kept(module, "parallelize_context"):
+        homes: set[DeviceMesh] = set()
+
+        def make(path: str, parameter: nn.Parameter) -> nn.Parameter | None:
+            made = _placed(path, parameter, mesh, src_data_rank)
+            if made is not None:
+                homes.add(_computes_on(made))
+            return made
+
+        replace_parameters(module, make)
+        scope.mesh = _one_home(homes, mesh)
+        _place_buffers(module, mesh)
+        scope.enter_with(module)
+    return module
+
+
+def cut_sequence(
+    batch: Any, mesh: DeviceMesh, *, dim: int = 1, placement: Callable[[int], Partition] = ZigZag
+) -> Any:
+    """The tensors of a batch, equal on every rank of the axis, as DTensors cut along their sequence.
+
+    Args:
+        batch: a tensor, or tensors in lists, tuples and dicts; what has no such dim is left as it is.
+        mesh: of one axis, or of several of which the last is cut and the others replicate.
+        dim: of the sequence.
+    Cost: none; each rank keeps its part.
+    """
+    names = named_axes(mesh, "cut_sequence")
+    placed = {names[-1]: placement(dim)}
+    if isinstance(batch, Mapping):
+        return {k: cut_sequence(v, mesh, dim=dim, placement=placement) for k, v in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(cut_sequence(v, mesh, dim=dim, placement=placement) for v in batch)
+    if not hasattr(batch, "ndim") or batch.ndim <= dim or isinstance(batch, TorchDTensor):
+        return batch
+    return distribute_tensor(batch, mesh, placed, src_data_rank=None)
+
+
+def _one_axis(mesh: DeviceMesh) -> str:
+    axes = named_axes(mesh, "parallelize_context")
+    if len(axes) != 1:
+        raise ParallelError(f"parallelize_context takes one axis, got {axes}; slice the mesh: mesh['cp']")
+    return axes[0]
+
+
+def _check_words(attention: str, output: str) -> None:
+    for name, given, known in (("attention", attention, WAYS), ("output", output, _OUTPUTS)):
+        if given not in known:
+            raise ParallelError(
+                f"parallelize_context: {name}={given!r}; there are {', '.join(map(repr, known))}"
+            )
+
+
+def _check_once(module: nn.Module, axis: str) -> None:
+    for path, child in module.named_modules():
+        scope = find_scope(child)
+        if scope is not None:
+            raise ParallelError(
+                f"parallelize_context: {path or 'the module'} computes on sequences that are cut over "
+                f"{scope.axis!r} already; apply it once, to the whole module or to its parts"
+                + ("" if scope.axis == axis else f" (asked for now: {axis!r})")
+            )
+
+
+def _placed(path: str, parameter: nn.Parameter, mesh: DeviceMesh, source: int | None) -> nn.Parameter | None:
+    """The parameter on one axis more, whole there; None for one that is spread over these ranks as an expert."""
+    if getattr(parameter, "_fully_sharded", ""):
+        raise ParallelError(
+            f"{path}: fully_shard manages this parameter; call parallelize_context before parallelize_fsdp"
+        )
+    whole = (Replicate(),)
+    if not isinstance(parameter, TorchDTensor):
+        value = distribute_tensor(parameter.detach(), mesh, whole, src_data_rank=source)
+    else:
+        before = as_ours(parameter)
+        if is_other_view(before.device_mesh, mesh):
+            return None
+        if axis_names(mesh)[0] in axis_names(before.device_mesh):
+            raise ParallelError(
+                f"{path}: axis {axis_names(mesh)[0]!r} places this parameter already "
+                f"({before._spec.layout}); apply a strategy once per parameter and axis"
+            )
+        value = _computing(on_more_axes(before, mesh, whole, KEPT, source))
+    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    carry_over(parameter, new)
+    return new
+
+
+def _computing(x: DTensor) -> DTensor:
+    """A parameter that no axis lets compute locally computes as what it is."""
+    use = x._spec.use
+    if use is not None and not use.axes:
+        return wrap(x._local_tensor, spec_of(x._spec.layout, x.device_mesh))
+    return x
+
+
+def _computes_on(parameter: nn.Parameter) -> DeviceMesh:
+    spec = kept_spec(as_ours(parameter)._spec)  # type: ignore[arg-type]  # a parameter that is a DTensor
+    assert spec is not None  # the axis of the sequence is kept
+    return spec.mesh
+
+
+def _one_home(homes: set[DeviceMesh], mesh: DeviceMesh) -> DeviceMesh:
+    if len(homes) > 1:
+        said = " and ".join(str(axis_names(home)) for home in homes)
+        raise ParallelError(
+            f"parallelize_context: some parameters compute on axes {said}: one program runs on one mesh\n"
+            "  fix: place every parameter on the tensor-parallel axis first, with placements by name "
+            "(sw.distribute_module), which replicates what the plan does not name; torch's styles place some"
+        )
+    return homes.pop() if homes else mesh
+
+
+def _place_buffers(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Buffers that an earlier strategy distributed come along; plain ones count as replicated inside."""
+    made: dict[Any, Any] = {}
+    for child in module.modules():
+        for name, value in child._buffers.items():
+            if not isinstance(value, TorchDTensor) or is_other_view(value.device_mesh, mesh):
+                continue
+            if value not in made:
+                made[value] = _computing(on_more_axes(as_ours(value), mesh, (Replicate(),), KEPT, None))
+            child._buffers[name] = made[value]

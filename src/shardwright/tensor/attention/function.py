@@ -1,0 +1,245 @@
+"""`scaled_dot_product_attention` of DTensors whose sequence is cut, above autograd: one choice for both passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.nn import functional
+
+from shardwright.comm.record import record_decision, recording
+from shardwright.comm.ring import Ring
+from shardwright.errors import RuleError
+from shardwright.index.stride import stride_like
+from shardwright.tensor.attention.asked import Asked, asked_here
+from shardwright.tensor.attention.choice import AUTO, EXCHANGE, CutCall, cheaper, cut_call, exchange_of
+from shardwright.tensor.attention.ring import Call, Pair, ring_backward, ring_forward
+from shardwright.tensor.autograd import Redistribute, apply, differentiated
+from shardwright.tensor.explicit_mode import refuse_exchange
+from shardwright.tensor.move import move_asked
+from shardwright.tensor.plain.boundary import Own
+from shardwright.tensor.spec import spec_of, with_dtype
+from shardwright.tensor.wrap import as_ours, as_replicated, up_to_date, wrap
+
+if TYPE_CHECKING:
+    from shardwright.layout.layout import Layout
+    from shardwright.tensor.dtensor import DTensor
+
+_NAME = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a call, by name."""
+
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def factor(self) -> float:
+        """Of the scores."""
+        width: int = self.query.shape[-1]
+        return width**-0.5 if self.scale is None else self.scale
+
+
+def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention` where a DTensor is among the operands.
+
+    Where one set of mesh axes cuts queries and keys along the sequence: a ring, or an exchange of heads, as
+    the block around asks or by bytes. Everything else goes to the rules of the ops.
+    Raises: RuleError: the way that the program asked for cannot serve this call.
+    ImplicitRedistributionError: inside `explicit()`, where no way was asked for.
+    """
+    given, asked = Given(*args, **kwargs), asked_here()
+    call = _cut_call(given)
+    refusal = "" if call is None else _refusal(given, call, asked.way)
+    if call is None or refusal:
+        if refusal and asked.way != AUTO:
+            raise RuleError(refusal)
+        return func(*args, **kwargs)
+    way = cheaper(call) if asked.way == AUTO else asked.way
+    _announce(call, way, asked)
+    if way == EXCHANGE:
+        return _exchanged(func, given, call)
+    return _in_ring(given, call, asked)
+
+
+def _cut_call(given: Given) -> CutCall | None:
+    operands = (given.query, given.key, given.value)
+    if not all(isinstance(x, TorchDTensor) for x in operands):
+        return None
+    ours = [as_ours(x) for x in operands]
+    if any(x.device_mesh != ours[0].device_mesh for x in ours):
+        return None
+    call = cut_call(*(x._spec.layout for x in ours))
+    grouped = given.query.shape[1] != given.key.shape[1] if call is not None else False
+    return None if grouped and not given.enable_gqa else call
+
+
+def _refusal(given: Given, call: CutCall, way: str) -> str:
+    """Why neither way serves the call, or the one that was asked for does not; the rules serve it then."""
+    if given.dropout_p:
+        return (
+            f"{_NAME}: dropout inside attention is drawn for whole rows of keys, which no rank of "
+            f"{call.axis_names} has\n  fix: dropout_p=0.0 (attention_dropout=0.0 in a configuration), or attention='auto', "
+            "which gathers the keys where dropout is asked for"
+        )
+    if not _takes_mask(given):
+        return (
+            f"{_NAME}: attention='{way}' takes a boolean mask or one of the dtype of the queries, without a "
+            "gradient of its own, that broadcasts to the scores; and either a mask or is_causal\n"
+            "  fix: attention='auto', which follows torch's own steps there"
+        )
+    if way == EXCHANGE and exchange_of(call) is None:
+        return (
+            f"{_NAME}: attention='all_to_all' needs heads for all ranks of {call.axis_names}: "
+            f"{call.key.shape[1]} heads of keys (of {call.query.shape[1]}) cannot be shared out over "
+            f"{len(call.keys.held)} ranks\n  fix: attention='ring', which cuts no heads, or 'auto'"
+        )
+    return ""
+
+
+def _takes_mask(given: Given) -> bool:
+    mask = given.attn_mask
+    if mask is None:
+        return True
+    if given.is_causal or not isinstance(mask, torch.Tensor) or mask.requires_grad or not 2 <= mask.ndim <= 4:
+        return False
+    if isinstance(mask, TorchDTensor) and mask.device_mesh != given.query.device_mesh:
+        return False
+    scores = (*given.query.shape[:3], given.key.shape[2])
+    fits = all(size in (1, full) for size, full in zip(mask.shape, scores[4 - mask.ndim :], strict=True))
+    return fits and mask.dtype in (torch.bool, given.query.dtype)
+
+
+def _announce(call: CutCall, way: str, asked: Asked) -> None:
+    """Refuse, inside `explicit()`, what nobody asked for; record what is done."""
+    exchange = exchange_of(call)
+    sent = exchange.bytes if way == EXCHANGE and exchange is not None else call.ring_bytes
+    each = sent // len(call.key.ranks)
+    if not asked.stated:
+        refuse_exchange(_NAME, each, "attend over a sequence that is cut")
+    if recording():
+        other = "" if exchange is None else f", an all-to-all of heads {exchange.bytes} B"
+        record_decision(
+            _NAME,
+            f"{way} over {call.axis_names}: about {each} B sent by each rank and pass",
+            f"over all ranks a ring sends {call.ring_bytes} B{other}",
+        )
+
+
+def _exchanged(func: Any, given: Given, call: CutCall) -> DTensor:
+    """Every rank attends with some heads, to whole sequences, and sends the positions back."""
+    exchange = exchange_of(call)
+    assert exchange is not None  # `_refusal` asked
+    mesh = as_ours(given.query).device_mesh
+    query = apply(Redistribute, as_ours(given.query), exchange.query, mesh)
+    key = apply(Redistribute, as_ours(given.key), exchange.key, mesh)
+    value = apply(Redistribute, as_ours(given.value), exchange.value, mesh)
+    arguments = {"is_causal": given.is_causal, "scale": given.scale, "enable_gqa": given.enable_gqa}
+    mask = given.attn_mask
+    if mask is not None and not isinstance(mask, TorchDTensor):
+        mask = as_replicated(mask, mesh)
+    made = func(query, key, value, attn_mask=mask, **arguments)
+    target = made._spec.layout.with_placements(call.result.placements, order=call.result.order_names)
+    return apply(Redistribute, made, target, mesh)
+
+
+def _in_ring(given: Given, call: CutCall, asked: Asked) -> DTensor:
+    operands = tuple(as_ours(x) for x in (given.query, given.key, given.value))
+    mask = None if given.attn_mask is None else _rows_of_mask(given.attn_mask, operands[0], call)
+    return apply(RingAttention, *operands, mask, Facts(call, given.is_causal, given.factor, asked.blocking))
+
+
+def _rows_of_mask(mask: Any, query: DTensor, call: CutCall) -> torch.Tensor:
+    """The rows of a mask that this rank's queries need, over all keys:  [b or 1, h or 1, l/n or 1, s or 1]."""
+    whole = as_ours(mask) if isinstance(mask, TorchDTensor) else as_replicated(mask, query.device_mesh)
+    for _ in range(4 - whole.ndim):
+        whole = whole.unsqueeze(0)
+    up_to_date(whole)
+    return move_asked(whole, call.mask_layout(whole._spec.layout), reason=f"{_NAME}: rows of the mask")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What both passes of a ring need to know."""
+
+    cut: CutCall
+    causal: bool
+    scale: float
+    blocking: bool
+
+    def at(self, coords: tuple[int, ...], mask: torch.Tensor | None, reason: str) -> Call:
+        """The call as the rank of these coords sees it."""
+        cut = self.cut
+        own = cut.keys.own(cut.key, coords)
+        ring = Ring(cut.ring(coords), own, cut.axis_names, reason, self.blocking)
+        queries = cut.queries.held[cut.queries.own(cut.query, coords)]
+        return Call(ring, queries, cut.keys.held, self.causal, self.scale, mask)
+
+
+class RingAttention(torch.autograd.Function):
+    """Queries, keys and values cut along the sequence -> the result, cut as the queries are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: DTensor, key: DTensor, value: DTensor, mask: torch.Tensor | None, facts: Facts
+    ) -> torch.Tensor:
+        for x in (query, key, value):
+            up_to_date(x)
+        spec = spec_of(_result(facts.cut), query.device_mesh)
+        coords = query._spec.coords
+        ctx.facts = facts
+        if coords is None:
+            ctx.save_for_backward(query, key, value)
+            return wrap(query._local_tensor.new_empty(0), spec)
+        call = facts.at(coords, mask, f"{_NAME}: keys and values go round")
+        own = Pair(key._local_tensor, value._local_tensor)
+        out, logs = ring_forward(query._local_tensor, own, call)
+        ctx.save_for_backward(query, key, value, out, logs, mask)
+        return wrap(out, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor | None, ...]:
+        if differentiated(grad):
+            raise RuleError(
+                f"{_NAME}: a ring has no second derivative (the kernels of one device have none either)\n"
+                "  fix: attention='all_to_all' within `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`"
+            )
+        query, key, value, *saved = ctx.saved_tensors
+        facts: Facts = ctx.facts
+        result = grad._spec.layout.with_placements(
+            facts.cut.result.placements, order=facts.cut.result.order_names
+        )
+        local = move_asked(grad, result, reason=f"gradient of {_NAME}")
+        if not saved:
+            return query, key, value, None, None
+        out, logs, mask = saved
+        call = facts.at(query._spec.coords, mask, f"gradient of {_NAME}: keys, values and terms go round")
+        own = Pair(key._local_tensor, value._local_tensor)
+        of_query, of_own = ring_backward(local, query._local_tensor, own, (out, logs), call)
+        made = (of_query, of_own.key, of_own.value)
+        return *(_like(x, g) for x, g in zip((query, key, value), made, strict=True)), None, None
+
+
+def _like(x: DTensor, gradient: torch.Tensor) -> DTensor:
+    return wrap(gradient.to(x.dtype), spec_of(with_dtype(x._spec.layout, x.dtype), x.device_mesh))
+
+
+def _result(cut: CutCall) -> Layout:
+    """The result lies in memory as one device's does: like the queries, where it is as wide."""
+    layout = cut.result
+    if cut.query.shape == layout.shape:
+        return layout.with_shape(layout.shape, stride_like(layout.shape, cut.query.stride))
+    return layout
+
+
+OWN: dict[Any, Own] = {functional.scaled_dot_product_attention: attention}
