@@ -1,4 +1,4 @@
-"""Unmodified models on sequences that are cut, beside one device: loss, logits, every gradient, three steps."""
+"""Unmodified models on sequences that are cut, beside one device: loss, logits, gradients, three steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def whole(found: Found) -> Found:
 def differing(
     architecture: Architecture, place: Place, length: int, batch: dict[str, Any] | None = None
 ) -> list[str]:
-    """What is not one device's, as lines; the loss within 1e-5, all else within 1e-4 of the largest element."""
+    """What is not one device's; the loss within 1e-5, all else within 1e-4 of the largest element."""
     warnings.simplefilter("ignore")
     batch = batch_of(architecture, ROWS, length) if batch is None else batch
     plain, model = architecture.build(), architecture.build()

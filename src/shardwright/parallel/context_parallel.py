@@ -42,10 +42,10 @@ def parallelize_context(
 ) -> nn.Module:
     """Compute `module` on sequences that are cut over the one axis of `mesh`, in place.
 
-    Every rank of the axis calls the module with the same whole tensors, or with DTensors (`cut_sequence` makes
-    them). Inside, one program runs on distributed tensors (`sw.spmd`): positions, masks and shifted labels
-    mean what they mean on one device, and each rank holds 1/n of every activation. Attention to the others'
-    keys is a ring (keys and values travel while the last are computed with) or an all-to-all of heads.
+    Every rank of the axis calls the module with the same whole tensors, or with DTensors (`cut_sequence`
+    makes them). Inside, one program runs on distributed tensors (`sw.spmd`): positions, masks and shifted
+    labels mean what they mean on one device, and each rank holds 1/n of every activation. Attention to the
+    others' keys is a ring (they travel while the last are computed with) or an all-to-all of heads.
 
     Args:
         attention: "ring", "all_to_all", or "auto": the one that sends fewer bytes.
@@ -53,16 +53,16 @@ def parallelize_context(
             tensor among them, along dim 1 ([batch, sequence, ...]). Other arguments count as replicated.
         placement: of the sequence, from its dim. `sw.ZigZag` gives causal attention equal work on all ranks;
             `sw.Shard` keeps neighbours together, for windows and convolutions.
-        output: "cut": the results are DTensors; "whole": plain tensors, gathered, for a module that plain ones
+        output: "cut": the results are DTensors; "whole": plain tensors, gathered, where plain modules
             follow.
         src_data_rank: the rank of the axis whose parameters count; None: each rank's own, all equal.
     Returns: the module itself, with parameters replicated on the axis; class, names and ties are untouched.
     Raises: ParallelError: not one axis, an unknown `attention`, `output` or argument, a module whose sequence
         is cut already, parameters that `fully_shard` manages or that live on different axes; nothing has been
         changed then. Place on tensor-parallel axes before this, on data-parallel ones after.
-    Cost: a broadcast of the parameters, once. Per attention and forward a ring sends n - 1 parts of keys and
-        values from each rank, the backward as much again and as many gradients; an all-to-all sends (n-1)/n of
-        the rank's queries, keys, values and results. Gradients of parameters are pending until somebody sums.
+    Cost: a broadcast of the parameters, once. In a forward of attention each rank sends n - 1 parts of keys
+        and values in a ring, in the backward as many again and as many gradients; in an all-to-all (n-1)/n of
+        its queries, keys, values and results. Gradients of parameters are pending until somebody sums them.
     Source: Liu, Zaharia, Abbeel, arXiv 2310.01889; Jacobs et al., arXiv 2309.14509.
     """
     axis = _one_axis(mesh)
@@ -135,7 +135,7 @@ def _check_once(module: nn.Module, axis: str) -> None:
 
 
 def _placed(path: str, parameter: nn.Parameter, mesh: DeviceMesh, source: int | None) -> nn.Parameter | None:
-    """The parameter on one axis more, whole there; None for one that is spread over these ranks as an expert."""
+    """The parameter on one axis more, whole there; None for one spread over these ranks as an expert."""
     if getattr(parameter, "_fully_sharded", ""):
         raise ParallelError(
             f"{path}: fully_shard manages this parameter; call parallelize_context before parallelize_fsdp"
@@ -167,9 +167,8 @@ def _computing(x: DTensor) -> DTensor:
 
 
 def _computes_on(parameter: nn.Parameter) -> DeviceMesh:
-    spec = kept_spec(as_ours(parameter)._spec)  # type: ignore[arg-type]  # a parameter that is a DTensor
-    assert spec is not None  # the axis of the sequence is kept
-    return spec.mesh
+    spec = as_ours(parameter)._spec  # type: ignore[arg-type]  # a parameter that is a DTensor
+    return (kept_spec(spec) or spec).mesh
 
 
 def _one_home(homes: set[DeviceMesh], mesh: DeviceMesh) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""What surrounds the forward of a module whose sequences are cut: its arguments are cut, the rest is replicated."""
+"""What surrounds a module whose sequences are cut: some arguments are cut, the rest counts as replicated."""
 
 from __future__ import annotations
 
@@ -79,10 +79,9 @@ class SequenceScope:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         block = spmd(self.mesh, check=not self._compared)
-        given = self._bound(module, args, kwargs)
-        block.__enter__()
-        self._open.append(block)
-        begin(self.asked)
+        begin(self.asked, module)
+        self._open.append(block.__enter__())
+        given = self._bound(module, args, kwargs)  # from here on an error finds the block open, and `_end`
         changed = {id(value): self._cut(value, dim, name, block) for name, value, dim in given}
         self._compared = True
         return (
@@ -90,16 +89,16 @@ class SequenceScope:
             {name: changed.get(id(value), value) for name, value in kwargs.items()},
         )
 
-    def _end(self, _: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], out: Any) -> Any:
-        end()
-        self._open.pop().__exit__(None, None, None)
+    def _end(self, module: nn.Module, _: tuple[Any, ...], __: dict[str, Any], out: Any) -> Any:
+        if end(module):
+            self._open.pop().__exit__(None, None, None)
         return tree_map_only(TorchDTensor, _whole, out) if self.output == "whole" else None
 
-    def _begin_inner(self, *_: Any) -> None:
-        begin(self.asked)
+    def _begin_inner(self, module: nn.Module, *_: Any) -> None:
+        begin(self.asked, module)
 
-    def _end_inner(self, *_: Any) -> None:
-        end()
+    def _end_inner(self, module: nn.Module, *_: Any) -> None:
+        end(module)
 
     def _bound(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -23,7 +23,7 @@ class Asked:
 
 
 class _Stack(threading.local):
-    asked: tuple[Asked, ...] = ()
+    asked: tuple[tuple[object, Asked], ...] = ()
 
 
 _stack = _Stack()
@@ -31,24 +31,28 @@ _stack = _Stack()
 
 def asked_here() -> Asked:
     """What the innermost block of this thread asks for."""
-    return _stack.asked[-1] if _stack.asked else Asked()
+    return _stack.asked[-1][1] if _stack.asked else Asked()
 
 
-def begin(asked: Asked) -> None:
+def begin(asked: Asked, owner: object) -> None:
     """Open a block; for hooks, which cannot use `with`."""
-    _stack.asked = (*_stack.asked, asked)
+    _stack.asked = (*_stack.asked, (owner, asked))
 
 
-def end() -> None:
-    """Close the innermost block."""
+def end(owner: object) -> bool:
+    """Close the innermost block, if it is this owner's: an error may have come before its owner opened one."""
+    if not (_stack.asked and _stack.asked[-1][0] is owner):
+        return False
     _stack.asked = _stack.asked[:-1]
+    return True
 
 
 @contextmanager
 def attention_by(way: str, *, blocking: bool = False) -> Iterator[None]:
     """Within the block (of this thread) attention over a cut sequence goes this way."""
-    begin(Asked(way, stated=True, blocking=blocking))
+    owner = object()
+    begin(Asked(way, stated=True, blocking=blocking), owner)
     try:
         yield
     finally:
-        end()
+        end(owner)

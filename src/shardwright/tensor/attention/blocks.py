@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.remember import remembered
@@ -87,7 +87,7 @@ def causal_blocks(queries: Held, keys: Held) -> tuple[Block, ...]:
 
 
 def _ascending(pieces: Sequence[Span]) -> bool:
-    return all(one.stop <= other.start for one, other in zip(pieces, pieces[1:], strict=False))
+    return all(one.stop <= other.start for one, other in pairwise(pieces))
 
 
 def _causal(queries: Span, keys: Span) -> Sees:

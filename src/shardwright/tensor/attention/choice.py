@@ -1,7 +1,7 @@
 """Which way attention over a cut sequence goes: a ring, or an exchange of heads for positions. Pure.
 
-Both leave every rank with 1/n of the work and of the memory. They differ in bytes: with E elements of keys and
-values over n ranks a ring sends (n - 1) E in all, whatever the queries; an exchange sends (n - 1)/n of
+Both leave every rank with 1/n of the work and of the memory. They differ in bytes: with E elements of keys
+and values over n ranks a ring sends (n - 1) E in all, whatever the queries; an exchange sends (n - 1)/n of
 queries, keys, values and results, which is less where n is large and more where few heads share keys.
 """
 
@@ -125,7 +125,7 @@ def _alike(axis: int, query: Layout, key: Layout, value: Layout) -> bool:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The layouts in which each rank has whole sequences of some heads, and what going there and back sends."""
+    """The layouts in which each rank has whole sequences of some heads; what there and back sends."""
 
     query: Layout
     key: Layout

@@ -1,8 +1,8 @@
-"""`scaled_dot_product_attention` of DTensors whose sequence is cut, above autograd: one choice for both passes."""
+"""`scaled_dot_product_attention` of DTensors whose sequence is cut: chosen once, for both passes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,21 +10,20 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.nn import functional
 
 from shardwright.comm.record import record_decision, recording
-from shardwright.comm.ring import Ring
 from shardwright.errors import RuleError
 from shardwright.index.stride import stride_like
 from shardwright.tensor.attention.asked import Asked, asked_here
 from shardwright.tensor.attention.choice import AUTO, EXCHANGE, CutCall, cheaper, cut_call, exchange_of
-from shardwright.tensor.attention.ring import Call, Pair, ring_backward, ring_forward
-from shardwright.tensor.autograd import Redistribute, apply, differentiated
+from shardwright.tensor.attention.ring_function import Facts, RingAttention
+from shardwright.tensor.autograd import Redistribute, apply
 from shardwright.tensor.explicit_mode import refuse_exchange
 from shardwright.tensor.move import move_asked
 from shardwright.tensor.plain.boundary import Own
-from shardwright.tensor.spec import spec_of, with_dtype
-from shardwright.tensor.wrap import as_ours, as_replicated, up_to_date, wrap
+from shardwright.tensor.wrap import as_ours, as_replicated, up_to_date
 
 if TYPE_CHECKING:
     from shardwright.layout.layout import Layout
+    from shardwright.tensor.attention.choice import Exchange
     from shardwright.tensor.dtensor import DTensor
 
 _NAME = "scaled_dot_product_attention"
@@ -58,7 +57,7 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises: RuleError: the way that the program asked for cannot serve this call.
     ImplicitRedistributionError: inside `explicit()`, where no way was asked for.
     """
-    given, asked = Given(*args, **kwargs), asked_here()
+    given, asked = _cast(Given(*args, **kwargs)), asked_here()
     call = _cut_call(given)
     refusal = "" if call is None else _refusal(given, call, asked.way)
     if call is None or refusal:
@@ -67,9 +66,25 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     way = cheaper(call) if asked.way == AUTO else asked.way
     _announce(call, way, asked)
-    if way == EXCHANGE:
-        return _exchanged(func, given, call)
+    exchange = exchange_of(call)
+    if way == EXCHANGE and exchange is not None:
+        return _exchanged(func, given, call, exchange)
     return _in_ring(given, call, asked)
+
+
+def _cast(given: Given) -> Given:
+    """The operands in the type that `torch.autocast` runs attention in."""
+    device = given.query.device.type
+    if not torch.is_autocast_enabled(device):
+        return given
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x: Any) -> Any:
+        wider = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype is not torch.float64
+        return x.to(dtype) if wider else x
+
+    operands = {n: cast(getattr(given, n)) for n in ("query", "key", "value", "attn_mask")}
+    return replace(given, **operands)
 
 
 def _cut_call(given: Given) -> CutCall | None:
@@ -89,8 +104,8 @@ def _refusal(given: Given, call: CutCall, way: str) -> str:
     if given.dropout_p:
         return (
             f"{_NAME}: dropout inside attention is drawn for whole rows of keys, which no rank of "
-            f"{call.axis_names} has\n  fix: dropout_p=0.0 (attention_dropout=0.0 in a configuration), or attention='auto', "
-            "which gathers the keys where dropout is asked for"
+            f"{call.axis_names} has\n  fix: dropout_p=0.0 (attention_dropout=0.0 in a configuration), or "
+            "attention='auto', which gathers the keys where dropout is asked for"
         )
     if not _takes_mask(given):
         return (
@@ -101,10 +116,17 @@ def _refusal(given: Given, call: CutCall, way: str) -> str:
     if way == EXCHANGE and exchange_of(call) is None:
         return (
             f"{_NAME}: attention='all_to_all' needs heads for all ranks of {call.axis_names}: "
-            f"{call.key.shape[1]} heads of keys (of {call.query.shape[1]}) cannot be shared out over "
-            f"{len(call.keys.held)} ranks\n  fix: attention='ring', which cuts no heads, or 'auto'"
+            f"{call.key.shape[1]} heads of keys (of {call.query.shape[1]}{_cut_further(call)}) cannot "
+            f"be shared out over {len(call.keys.held)} ranks\n"
+            "  fix: attention='ring', which cuts no heads, or 'auto'"
         )
     return ""
+
+
+def _cut_further(call: CutCall) -> str:
+    pairs = zip(call.key.axes, call.key.placements, strict=True)
+    axes = [a for i, (a, p) in enumerate(pairs) if p.is_partition and i not in call.axes]
+    return f", cut over {', '.join(axes)} too" if axes else ""
 
 
 def _takes_mask(given: Given) -> bool:
@@ -136,10 +158,8 @@ def _announce(call: CutCall, way: str, asked: Asked) -> None:
         )
 
 
-def _exchanged(func: Any, given: Given, call: CutCall) -> DTensor:
+def _exchanged(func: Any, given: Given, call: CutCall, exchange: Exchange) -> DTensor:
     """Every rank attends with some heads, to whole sequences, and sends the positions back."""
-    exchange = exchange_of(call)
-    assert exchange is not None  # `_refusal` asked
     mesh = as_ours(given.query).device_mesh
     query = apply(Redistribute, as_ours(given.query), exchange.query, mesh)
     key = apply(Redistribute, as_ours(given.key), exchange.key, mesh)
@@ -156,88 +176,22 @@ def _exchanged(func: Any, given: Given, call: CutCall) -> DTensor:
 def _in_ring(given: Given, call: CutCall, asked: Asked) -> DTensor:
     operands = tuple(as_ours(x) for x in (given.query, given.key, given.value))
     mask = None if given.attn_mask is None else _rows_of_mask(given.attn_mask, operands[0], call)
-    return apply(RingAttention, *operands, mask, Facts(call, given.is_causal, given.factor, asked.blocking))
+    facts = Facts(call, _result(given, call), given.is_causal, given.factor, asked.blocking)
+    return apply(RingAttention, *operands, mask, facts)
 
 
 def _rows_of_mask(mask: Any, query: DTensor, call: CutCall) -> torch.Tensor:
-    """The rows of a mask that this rank's queries need, over all keys:  [b or 1, h or 1, l/n or 1, s or 1]."""
-    whole = as_ours(mask) if isinstance(mask, TorchDTensor) else as_replicated(mask, query.device_mesh)
-    for _ in range(4 - whole.ndim):
-        whole = whole.unsqueeze(0)
+    """The rows of a mask for this rank's queries, over all keys:  [b or 1, h or 1, l/n or 1, s or 1]."""
+    whole = mask if isinstance(mask, TorchDTensor) else as_replicated(mask, query.device_mesh)
+    whole = as_ours(whole[(None,) * (4 - mask.ndim)])
     up_to_date(whole)
     return move_asked(whole, call.mask_layout(whole._spec.layout), reason=f"{_NAME}: rows of the mask")
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What both passes of a ring need to know."""
-
-    cut: CutCall
-    causal: bool
-    scale: float
-    blocking: bool
-
-    def at(self, coords: tuple[int, ...], mask: torch.Tensor | None, reason: str) -> Call:
-        """The call as the rank of these coords sees it."""
-        cut = self.cut
-        own = cut.keys.own(cut.key, coords)
-        ring = Ring(cut.ring(coords), own, cut.axis_names, reason, self.blocking)
-        queries = cut.queries.held[cut.queries.own(cut.query, coords)]
-        return Call(ring, queries, cut.keys.held, self.causal, self.scale, mask)
-
-
-class RingAttention(torch.autograd.Function):
-    """Queries, keys and values cut along the sequence -> the result, cut as the queries are."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: DTensor, key: DTensor, value: DTensor, mask: torch.Tensor | None, facts: Facts
-    ) -> torch.Tensor:
-        for x in (query, key, value):
-            up_to_date(x)
-        spec = spec_of(_result(facts.cut), query.device_mesh)
-        coords = query._spec.coords
-        ctx.facts = facts
-        if coords is None:
-            ctx.save_for_backward(query, key, value)
-            return wrap(query._local_tensor.new_empty(0), spec)
-        call = facts.at(coords, mask, f"{_NAME}: keys and values go round")
-        own = Pair(key._local_tensor, value._local_tensor)
-        out, logs = ring_forward(query._local_tensor, own, call)
-        ctx.save_for_backward(query, key, value, out, logs, mask)
-        return wrap(out, spec)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor | None, ...]:
-        if differentiated(grad):
-            raise RuleError(
-                f"{_NAME}: a ring has no second derivative (the kernels of one device have none either)\n"
-                "  fix: attention='all_to_all' within `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`"
-            )
-        query, key, value, *saved = ctx.saved_tensors
-        facts: Facts = ctx.facts
-        result = grad._spec.layout.with_placements(
-            facts.cut.result.placements, order=facts.cut.result.order_names
-        )
-        local = move_asked(grad, result, reason=f"gradient of {_NAME}")
-        if not saved:
-            return query, key, value, None, None
-        out, logs, mask = saved
-        call = facts.at(query._spec.coords, mask, f"gradient of {_NAME}: keys, values and terms go round")
-        own = Pair(key._local_tensor, value._local_tensor)
-        of_query, of_own = ring_backward(local, query._local_tensor, own, (out, logs), call)
-        made = (of_query, of_own.key, of_own.value)
-        return *(_like(x, g) for x, g in zip((query, key, value), made, strict=True)), None, None
-
-
-def _like(x: DTensor, gradient: torch.Tensor) -> DTensor:
-    return wrap(gradient.to(x.dtype), spec_of(with_dtype(x._spec.layout, x.dtype), x.device_mesh))
-
-
-def _result(cut: CutCall) -> Layout:
-    """The result lies in memory as one device's does: like the queries, where it is as wide."""
-    layout = cut.result
-    if cut.query.shape == layout.shape:
+def _result(given: Given, cut: CutCall) -> Layout:
+    """The result lies in memory as one device's: like the queries, where torch's kernel takes the call."""
+    layout, mask = cut.result, given.attn_mask
+    if cut.query.shape == layout.shape and (mask is None or mask.ndim in (2, 4)):
         return layout.with_shape(layout.shape, stride_like(layout.shape, cut.query.stride))
     return layout
 

@@ -1,7 +1,7 @@
 """Attention of some queries to some keys on one rank: the result, the log of the sums, and the gradients.
 
-torch's CPU kernel gives the log of the sums; where it does not apply (values of another width than keys, other
-devices) the same is written in products of matrices, which hold all scores at once.
+torch's CPU kernel gives the log of the sums; where it does not apply (values of another width than keys,
+other devices) the same is written in products of matrices, which hold all scores at once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-# Beside scores so far from 0 (of a query that a mask hides from all keys by a large number) the log of a number
-# of keys is rounded away: maximum and sum are kept apart then.
+# Beside scores so far from 0 (of a query that a mask hides from all keys by a large number) the log of a
+# number of keys is rounded away: maximum and sum are kept apart then.
 _FAR = -1000.0
 
 
@@ -86,7 +86,8 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
 
 def _as_the_kernel_has_them(logs: Tensor) -> Tensor:
     """The kernel keeps the logs of a query's heads side by side, and reads them so."""
-    return logs.transpose(1, 2).contiguous().transpose(1, 2)
+    made: Tensor = logs.transpose(1, 2).contiguous().transpose(1, 2)
+    return made
 
 
 def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:

@@ -42,7 +42,7 @@ class Merged:
         top.copy_(highest)
 
     def finished(self) -> tuple[Tensor, Tensor]:
-        """[b, h, l, v] in the dtype of the queries; the logs of the sums [b, h, l], -inf where there is none."""
+        """[b, h, l, v] in the dtype of the queries; the logs of the sums [b, h, l], -inf for no key."""
         sees = self._total != 0
         out = self._sum / self._total.masked_fill(~sees, 1.0)[..., None]
         logs = torch.where(sees, self._top + self._total.log(), -torch.inf)

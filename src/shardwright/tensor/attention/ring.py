@@ -181,9 +181,9 @@ class Terms:
         found = Pair(*(x.new_zeros(x.shape, dtype=self._wide) for x in part))
         for block, seen in self._call.shown(source):
             rows, keys = block.queries, block.keys
-            mine = tuple(x[:, :, rows] for x in (grad, self._query))
             of_query, of_key, of_value = attend_backward(
-                *mine,
+                grad[:, :, rows],
+                self._query[:, :, rows],
                 part.key[:, :, keys],
                 part.value[:, :, keys],
                 (done[0][:, :, rows], done[1][:, :, rows]),

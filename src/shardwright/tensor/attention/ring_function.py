@@ -1,0 +1,86 @@
+"""The ring as a function of DTensors with a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from shardwright.comm.ring import Ring
+from shardwright.tensor.attention.ring import Call, Pair, ring_backward, ring_forward
+from shardwright.tensor.move import move_asked
+from shardwright.tensor.spec import spec_of, with_dtype
+from shardwright.tensor.wrap import up_to_date, wrap
+
+if TYPE_CHECKING:
+    from shardwright.layout.layout import Layout
+    from shardwright.tensor.attention.choice import CutCall
+    from shardwright.tensor.dtensor import DTensor
+
+_NAME = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What both passes of a ring need to know."""
+
+    cut: CutCall
+    result: Layout
+    causal: bool
+    scale: float
+    blocking: bool
+
+    def at(self, coords: tuple[int, ...], mask: torch.Tensor | None, reason: str) -> Call:
+        """The call as the rank of these coords sees it."""
+        cut = self.cut
+        own = cut.keys.own(cut.key, coords)
+        ring = Ring(cut.ring(coords), own, cut.axis_names, reason, self.blocking)
+        queries = cut.queries.held[cut.queries.own(cut.query, coords)]
+        return Call(ring, queries, cut.keys.held, self.causal, self.scale, mask)
+
+
+class RingAttention(torch.autograd.Function):
+    """Queries, keys and values cut along the sequence -> the result, cut as the queries are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: DTensor, key: DTensor, value: DTensor, mask: torch.Tensor | None, facts: Facts
+    ) -> torch.Tensor:
+        """One round: every rank has the results of its own queries."""
+        for x in (query, key, value):
+            up_to_date(x)
+        spec = spec_of(facts.result, query.device_mesh)
+        coords = query._spec.coords
+        ctx.facts = facts
+        if coords is None:
+            ctx.save_for_backward(query, key, value)
+            return wrap(query._local_tensor.new_empty(0), spec)
+        call = facts.at(coords, mask, f"{_NAME}: keys and values go round")
+        own = Pair(key._local_tensor, value._local_tensor)
+        with torch.autocast(query.device.type, enabled=False):  # the types were chosen before
+            out, logs = ring_forward(query._local_tensor, own, call)
+        ctx.save_for_backward(query, key, value, out, logs, mask)
+        return wrap(out, spec)
+
+    @staticmethod
+    @once_differentiable  # like the kernels of one device
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor | None, ...]:
+        """Another round; the terms of the gradients of keys and values follow these."""
+        query, key, value, *saved = ctx.saved_tensors
+        facts: Facts = ctx.facts
+        result = grad._spec.layout.with_placements(facts.result.placements, order=facts.result.order_names)
+        local = move_asked(grad, result, reason=f"gradient of {_NAME}")
+        if not saved:
+            return query, key, value, None, None
+        out, logs, mask = saved
+        call = facts.at(query._spec.coords, mask, f"gradient of {_NAME}: keys, values and terms go round")
+        own = Pair(key._local_tensor, value._local_tensor)
+        of_query, of_own = ring_backward(local, query._local_tensor, own, (out, logs), call)
+        made = (of_query, of_own.key, of_own.value)
+        return *(_like(x, g) for x, g in zip((query, key, value), made, strict=True)), None, None
+
+
+def _like(x: DTensor, gradient: torch.Tensor) -> DTensor:
+    return wrap(gradient.to(x.dtype), spec_of(with_dtype(x._spec.layout, x.dtype), x.device_mesh))

@@ -1,0 +1,188 @@
+"""What context parallelism refuses, in words that teach; and that a module is then as it was."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import shardwright as sw
+from shardwright.errors import ImplicitRedistributionError, ParallelError, RuleError
+from shardwright.parallel import cut_sequence, parallelize_context, parallelize_fsdp
+from shardwright.tensor.attention.asked import asked_here, attention_by
+from shardwright.testing import rank_mesh
+
+
+class Block(nn.Module):
+    """Attention among the positions of a batch, and a way to fail."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.mix, self.dropout, self.fails = nn.Linear(8, 24), dropout, False
+
+    def forward(self, x, mask=None):
+        if self.fails:
+            raise ValueError("in the middle")
+        heads = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.mix(x).chunk(3, -1))
+        out = scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=self.dropout)
+        return out.transpose(1, 2).flatten(-2)
+
+
+def _said(call, *args, **kwargs):
+    with pytest.raises((ParallelError, RuleError, ImplicitRedistributionError)) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+def _state(module):
+    return {n: (type(p), p) for n, p in module.named_parameters()}, dict(module._forward_pre_hooks)
+
+
+def _refused_before_anything_changes():
+    line, grid = rank_mesh((4,), ("cp",)), rank_mesh((2, 2), ("dp", "cp"))
+    module, found = Block(), []
+    before = _state(module)
+    for call in (
+        lambda: parallelize_context(module, grid),
+        lambda: parallelize_context(module, line, attention="rings"),
+        lambda: parallelize_context(module, line, output="plain"),
+        lambda: parallelize_context(module, line, cut={"tokens": 1}),
+    ):
+        found.append(_said(call))
+        assert _state(module) == before
+    sharded = parallelize_fsdp(Block(), grid["dp"])
+    kept = _state(sharded)
+    found.append(_said(parallelize_context, sharded, grid["cp"]))
+    assert _state(sharded) == kept
+    parallelize_context(module, line)
+    found.append(_said(parallelize_context, nn.Sequential(module), line))
+    return found
+
+
+def test_what_cannot_be_placed_is_refused_before_anything_is_changed(ranks):
+    several, way, output, argument, sharded, twice = ranks(4, _refused_before_anything_changes, fresh=True)[0]
+    assert "takes one axis, got ('dp', 'cp'); slice the mesh" in several
+    assert "attention='rings'; there are 'auto', 'ring', 'all_to_all'" in way
+    assert "output='plain'; there are 'cut', 'whole'" in output
+    assert "Block.forward takes no argument 'tokens'; it takes x, mask" in argument
+    assert "call parallelize_context before parallelize_fsdp" in sharded
+    assert "0 computes on sequences that are cut over 'cp' already" in twice
+
+
+def _refused_calls():
+    line, found = rank_mesh((4,), ("cp",)), []
+    x = torch.randn(2, 6, 8)
+    for module, way in ((Block(dropout=0.5), "ring"), (Block(), "all_to_all")):
+        parallelize_context(module, line, attention=way)
+        found.append(_said(module, x))
+    ring = parallelize_context(Block(), line, attention="ring")
+    with sw.spmd(line):
+        found.append(_said(ring, x, sw.ones(6, 6, device_mesh=line).requires_grad_()))
+    found.append(_said(ring))
+    found.append(_said(ring, x[0, 0]))
+    q = sw.distribute_tensor(torch.randn(1, 2, 8, 4), line, [sw.ZigZag(2)]).requires_grad_()
+    with sw.explicit():
+        found.append(_said(scaled_dot_product_attention, q, q, q))
+        with attention_by("ring"):
+            out = scaled_dot_product_attention(q, q, q)
+    (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+    return found
+
+
+def test_a_call_that_no_way_serves_says_what_to_do(ranks):
+    dropout, heads, mask, nothing, flat, silent = ranks(4, _refused_calls, fresh=True)[0]
+    assert "dropout inside attention is drawn for whole rows" in dropout
+    assert "2 heads of keys (of 2) cannot be shared out over 4 ranks" in heads
+    assert "attention='ring', which cuts no heads" in heads
+    assert "without a gradient of its own" in mask
+    assert "no tensor among the arguments (none)" in nothing
+    assert "argument 'x' has shape (8,), and no dim 1 for a sequence" in flat
+    assert "explicit mode allows no implicit communication" in silent
+
+
+def _after_an_error():
+    """The blocks that a call opens are closed, whatever ends it; the next call is right."""
+    line, module = rank_mesh((2,), ("cp",)), Block()
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+    wanted = module(x)
+    parallelize_context(module, line, attention="ring", src_data_rank=0)
+    module.fails = True
+    with pytest.raises(ValueError, match="in the middle"):
+        module(x)
+    assert asked_here().way == "auto"
+    assert not torch.overrides._get_current_function_mode_stack()
+    module.fails = False
+    torch.testing.assert_close(module(x).full_tensor(), wanted.detach())
+
+
+def test_an_error_in_the_forward_leaves_nothing_behind(ranks):
+    ranks(2, _after_an_error, fresh=True)
+
+
+def _ranks_read_different_batches():
+    module = parallelize_context(Block(), rank_mesh((2,), ("cp",)))
+    with pytest.raises(sw.errors.SpmdError, match="differs between the ranks"):
+        module(torch.randn(2, 6, 8) + torch.distributed.get_rank())
+
+
+def test_ranks_that_are_given_different_sequences_are_told(ranks):
+    ranks(2, _ranks_read_different_batches, fresh=True)
+
+
+def _a_part_of_a_plain_model():
+    """Attention alone is parallel; what is around it is plain, and whole on every rank."""
+    line = rank_mesh((2,), ("cp",))
+    x = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 3))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 3))
+    parallelize_context(model[1], line, output="whole")
+    out, wanted = model(x), plain(x)
+    assert type(out) is torch.Tensor
+    out.sin().sum().backward()
+    wanted.sin().sum().backward()
+    torch.testing.assert_close(out, wanted)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        got = mine.grad.full_tensor() if isinstance(mine, sw.DTensor) else mine.grad
+        torch.testing.assert_close(got, theirs.grad)
+
+
+def test_one_submodule_of_a_plain_model(ranks):
+    ranks(2, _a_part_of_a_plain_model, fresh=True)
+
+
+def _a_batch_that_was_cut():
+    """The batch is cut by one call; the module takes its parts as they are."""
+    line, module = rank_mesh((2,), ("cp",)), Block()
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(2, 7, 8), "mask": None}
+    wanted = module(**batch)
+    parallelize_context(module, line)
+    placed = cut_sequence(batch, line)
+    assert placed["x"].placements == (sw.ZigZag(1),)
+    torch.testing.assert_close(module(**placed).full_tensor(), wanted.detach())
+
+
+def test_a_batch_is_cut_by_one_call(ranks):
+    ranks(2, _a_batch_that_was_cut, fresh=True)
+
+
+def _under_autocast():
+    """Attention runs in the type that autocast runs it in on one device; its gradients have the operands'."""
+    line = rank_mesh((2,), ("cp",))
+    q = torch.randn(1, 2, 6, 4, generator=torch.Generator().manual_seed(0))
+    found = []
+    for made in (q.clone(), sw.distribute_tensor(q, line, [sw.ZigZag(2)])):
+        x = made.requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = scaled_dot_product_attention(x, x, x, is_causal=True)
+        out.float().sin().sum().backward()
+        found.append([y.full_tensor() if isinstance(y, sw.DTensor) else y for y in (out.detach(), x.grad)])
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_chooses_the_type(ranks):
+    ranks(2, _under_autocast)
