@@ -12,6 +12,7 @@ from pathlib import Path
 
 _NAMES = (
     "data_parallel",
+    "context",
     "erased",
     "first_call",
     "meshes",
