@@ -115,7 +115,7 @@ def overlap(length: int) -> tuple[float, float, float]:
 
 def _messages(length: int) -> Callable[[], None]:
     n = dist.get_world_size()
-    ring = Ring(tuple(range(n)), dist.get_rank(), "cp", "messages alone", blocking=True)
+    ring = Ring(tuple(range(n)), dist.get_rank(), None, "cp", "messages alone", blocking=True)
     part = torch.zeros(2 * _HEADS * _WIDTH * length // n)
 
     def send() -> None:

@@ -186,3 +186,31 @@ def _under_autocast():
 
 def test_autocast_chooses_the_type(ranks):
     ranks(2, _under_autocast)
+
+
+def _erased():
+    """A replay sends what its recording sent: through the group of the axis, which a program can hold."""
+    line = rank_mesh((3,), ("cp",))
+
+    def step(q, k, v):
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    found = []
+    with attention_by("ring"):
+        erased = sw.erase(step)
+        for seed in range(4):
+            made = torch.Generator().manual_seed(seed)
+            plain = [torch.randn(2, h, 13, 4, generator=made).requires_grad_() for h in (4, 2, 2)]
+            placed = [sw.distribute_tensor(x.detach(), line, [sw.ZigZag(2)]).requires_grad_() for x in plain]
+            step(*plain).sin().sum().backward()
+            out = erased(*placed)
+            out.sin().sum().backward()
+            torch.testing.assert_close(out.full_tensor(), step(*plain))
+            for x, y in zip(placed, plain, strict=True):
+                torch.testing.assert_close(x.grad.full_tensor(), y.grad)
+            found.append(str(erased.report()))
+    return found[-1]
+
+
+def test_an_erased_function_replays_a_ring(ranks):
+    assert "not replayed" not in ranks(3, _erased, fresh=True)[0]

@@ -12,10 +12,12 @@ from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
 from shardwright.comm.dtype import bits
+from shardwright.comm.functional import exchange_rows
 from shardwright.comm.record import Sending, recording
+from shardwright.comm.traced import goes_in_groups
 from shardwright.comm.uncounted import say_if_uncounted
 
 # Keeps these messages apart from those of redistributions, which may be under way between the same ranks.
@@ -47,12 +49,14 @@ class Ring:
     Args:
         ranks: all of them, in the order in which messages go round.
         own: which of them this one is.
+        group: that of the axis, for what may not go between pairs of ranks (`traced`); None: several axes.
         axis, reason: what the record says.
         blocking: wait for each message before anything is computed; to measure what overlap is worth.
     """
 
     ranks: tuple[int, ...]
     own: int
+    group: ProcessGroup | None
     axis: str
     reason: str
     blocking: bool = False
@@ -67,6 +71,8 @@ class Ring:
         Args: lane: 0 or 1; messages of one lane arrive in the order in which they are sent.
         Cost: this rank sends `leaving`; an empty one is not sent.
         """
+        if self.group is not None and goes_in_groups(leaving):
+            return Passing((), self._exchanged(leaving, size, self.group), leaving)
         arriving = leaving.new_empty(size)
         if leaving.is_meta:
             return Passing((), arriving, leaving)  # a rehearsal: there is nothing to send
@@ -83,6 +89,12 @@ class Ring:
         ):
             return self._posted(leaving, arriving, lane)
 
+    def _exchanged(self, leaving: Tensor, size: int, group: ProcessGroup) -> Tensor:
+        n = len(self.ranks)
+        incoming, outgoing = [0] * n, [0] * n
+        incoming[self.own - 1], outgoing[(self.own + 1) % n] = size, leaving.numel()
+        return exchange_rows(leaving, incoming, outgoing, group, axis=self.axis, reason=self.reason)
+
     def _posted(self, leaving: Tensor, arriving: Tensor, lane: int) -> Passing:
         after, before = self.ranks[(self.own + 1) % len(self.ranks)], self.ranks[self.own - 1]
         operations = [
@@ -91,9 +103,9 @@ class Ring:
             if x.numel()
         ]
         passing = Passing(_started(operations, leaving), arriving, leaving)
-        if self.blocking:
-            passing.wait()
-        return passing
+        if not self.blocking:
+            return passing
+        return Passing((), passing.wait(), leaving)  # gloo waits for ever for what was waited for
 
 
 def _started(operations: list[dist.P2POp], like: Tensor) -> list[Work]:

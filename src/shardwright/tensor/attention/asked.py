@@ -40,7 +40,7 @@ def begin(asked: Asked, owner: object) -> None:
 
 
 def end(owner: object) -> bool:
-    """Close the innermost block, if it is this owner's: an error may have come before its owner opened one."""
+    """Close the innermost block, if it is this owner's: an error may come before it opens one."""
     if not (_stack.asked and _stack.asked[-1][0] is owner):
         return False
     _stack.asked = _stack.asked[:-1]

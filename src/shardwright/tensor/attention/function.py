@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.nn import functional
 
 from shardwright.comm.record import record_decision, recording
+from shardwright.comm.traced import goes_in_groups
 from shardwright.errors import RuleError
 from shardwright.index.stride import stride_like
 from shardwright.tensor.attention.asked import Asked, asked_here
@@ -95,6 +96,8 @@ def _cut_call(given: Given) -> CutCall | None:
     if any(x.device_mesh != ours[0].device_mesh for x in ours):
         return None
     call = cut_call(*(x._spec.layout for x in ours))
+    if call is not None and len(call.axes) > 1 and goes_in_groups(ours[0]._local_tensor):
+        return None  # several axes have no group together
     grouped = given.query.shape[1] != given.key.shape[1] if call is not None else False
     return None if grouped and not given.enable_gqa else call
 

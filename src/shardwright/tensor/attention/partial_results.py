@@ -30,9 +30,17 @@ class Merged:
         )
         self._top = query.new_full(shape, -torch.inf, dtype=wide)
         self._total = query.new_zeros(shape, dtype=wide)
+        self._empty = True
 
     def add(self, queries: slice, part: Part) -> None:
         """Merge what some of the queries found in further keys."""
+        if self._empty and queries == slice(0, self._top.shape[2]):
+            self._sum.copy_(part.out).mul_(part.total[..., None])
+            self._top.copy_(part.top)
+            self._total.copy_(part.total)
+            self._empty = False
+            return
+        self._empty = False
         total, top = self._total[:, :, queries], self._top[:, :, queries]
         highest = torch.maximum(top, part.top)
         shift = highest.masked_fill(highest == -torch.inf, 0.0)

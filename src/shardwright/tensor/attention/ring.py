@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from shardwright.errors import PlanError
 from shardwright.tensor.attention.blocks import Block, Sees, Span, blocks, causal_blocks, spans
 from shardwright.tensor.attention.kernel import Seen, attend, attend_backward
 from shardwright.tensor.attention.partial_results import Merged
@@ -151,34 +152,39 @@ def ring_backward(
     Cost: each rank sends n - 1 parts of keys and values, and as many of their gradients.
     """
     terms = Terms(query, own, call)
-    under_way: Passing | None = None
+    mine = under_way = None
     for step, (source, part) in enumerate(_rounds(call, own)):
-        made = terms.made(grad, part, done, source)
+        flat = terms.made(grad, part, done, source)
         if step == 0:
-            terms.of_own = made
+            mine = flat
             continue
-        flat = made.flat()
         if under_way is not None:
             flat += under_way.wait()
         size = own.numel(call.keys[call.ring.source(step + 1)].length)
         under_way = call.ring.pass_on(flat, size, lane=1)
-    if under_way is not None:
-        terms.come_home(under_way.wait())
-    return terms.of_query, terms.of_own
+    return terms.of_query, own.shaped(_sum(mine, under_way), call.keys[call.ring.own].length)
+
+
+def _sum(mine: Tensor | None, under_way: Passing | None) -> Tensor:
+    """The owner's terms and those that come home; there is a step, so there are the owner's."""
+    if mine is None:
+        raise PlanError("a ring has at least one rank")
+    return mine if under_way is None else mine.add_(under_way.wait())
 
 
 class Terms:
-    """The gradients as they grow: of the own queries, and of the own keys and values."""
+    """The gradient of the own queries as it grows, and terms for the parts that come by."""
 
     def __init__(self, query: Tensor, own: Pair, call: Call) -> None:
         self._query, self._own, self._call = query, own, call
         self._wide = torch.promote_types(query.dtype, torch.float32)
         self.of_query = query.new_zeros(query.shape, dtype=self._wide)
-        self.of_own = own
 
-    def made(self, grad: Tensor, part: Pair, done: tuple[Tensor, Tensor], source: int) -> Pair:
-        """The terms of a part's gradients that the own queries make; theirs are added to `of_query`."""
-        found = Pair(*(x.new_zeros(x.shape, dtype=self._wide) for x in part))
+    def made(self, grad: Tensor, part: Pair, done: tuple[Tensor, Tensor], source: int) -> Tensor:
+        """The terms of a part's gradients that the own queries make, flat; theirs are added to `of_query`."""
+        length = self._call.keys[source].length
+        flat = self._query.new_zeros(self._own.numel(length), dtype=self._wide)
+        found = self._own.shaped(flat, length)
         for block, seen in self._call.shown(source):
             rows, keys = block.queries, block.keys
             of_query, of_key, of_value = attend_backward(
@@ -192,9 +198,4 @@ class Terms:
             self.of_query[:, :, rows] += of_query
             found.key[:, :, keys] += of_key
             found.value[:, :, keys] += of_value
-        return found
-
-    def come_home(self, flat: Tensor) -> None:
-        """Add what the other ranks made for the own part."""
-        others = self._own.shaped(flat, self._call.keys[self._call.ring.own].length)
-        self.of_own = Pair(self.of_own.key + others.key, self.of_own.value + others.value)
+        return flat

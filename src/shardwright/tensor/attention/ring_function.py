@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from shardwright.comm.ring import Ring
+from shardwright.errors import PlanError
 from shardwright.tensor.attention.ring import Call, Pair, ring_backward, ring_forward
 from shardwright.tensor.move import move_asked
 from shardwright.tensor.spec import spec_of, with_dtype
@@ -32,11 +33,14 @@ class Facts:
     scale: float
     blocking: bool
 
-    def at(self, coords: tuple[int, ...], mask: torch.Tensor | None, reason: str) -> Call:
-        """The call as the rank of these coords sees it."""
-        cut = self.cut
+    def at(self, query: DTensor, mask: torch.Tensor | None, reason: str) -> Call:
+        """The call as this rank sees it."""
+        cut, coords, mesh = self.cut, query._spec.coords, query.device_mesh
+        if coords is None:
+            raise PlanError(f"{_NAME}: this rank is not in the mesh of the operands")
+        group = mesh.get_group(cut.axes[0]) if len(cut.axes) == 1 else None
         own = cut.keys.own(cut.key, coords)
-        ring = Ring(cut.ring(coords), own, cut.axis_names, reason, self.blocking)
+        ring = Ring(cut.ring(coords), own, group, cut.axis_names, reason, self.blocking)
         queries = cut.queries.held[cut.queries.own(cut.query, coords)]
         return Call(ring, queries, cut.keys.held, self.causal, self.scale, mask)
 
@@ -52,12 +56,11 @@ class RingAttention(torch.autograd.Function):
         for x in (query, key, value):
             up_to_date(x)
         spec = spec_of(facts.result, query.device_mesh)
-        coords = query._spec.coords
         ctx.facts = facts
-        if coords is None:
+        if query._spec.coords is None:
             ctx.save_for_backward(query, key, value)
             return wrap(query._local_tensor.new_empty(0), spec)
-        call = facts.at(coords, mask, f"{_NAME}: keys and values go round")
+        call = facts.at(query, mask, f"{_NAME}: keys and values go round")
         own = Pair(key._local_tensor, value._local_tensor)
         with torch.autocast(query.device.type, enabled=False):  # the types were chosen before
             out, logs = ring_forward(query._local_tensor, own, call)
@@ -75,7 +78,7 @@ class RingAttention(torch.autograd.Function):
         if not saved:
             return query, key, value, None, None
         out, logs, mask = saved
-        call = facts.at(query._spec.coords, mask, f"gradient of {_NAME}: keys, values and terms go round")
+        call = facts.at(query, mask, f"gradient of {_NAME}: keys, values and terms go round")
         own = Pair(key._local_tensor, value._local_tensor)
         of_query, of_own = ring_backward(local, query._local_tensor, own, (out, logs), call)
         made = (of_query, of_own.key, of_own.value)
