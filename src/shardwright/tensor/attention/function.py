@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -186,7 +186,7 @@ def _in_ring(given: Given, call: CutCall, asked: Asked) -> DTensor:
 def _rows_of_mask(mask: Any, query: DTensor, call: CutCall) -> torch.Tensor:
     """The rows of a mask for this rank's queries, over all keys:  [b or 1, h or 1, l/n or 1, s or 1]."""
     whole = mask if isinstance(mask, TorchDTensor) else as_replicated(mask, query.device_mesh)
-    whole = as_ours(whole[(None,) * (4 - mask.ndim)])
+    whole = as_ours(cast("TorchDTensor", whole[(None,) * (4 - mask.ndim)]))
     up_to_date(whole)
     return move_asked(whole, call.mask_layout(whole._spec.layout), reason=f"{_NAME}: rows of the mask")
 

@@ -103,7 +103,7 @@ def _scores(query: Tensor, key: Tensor, seen: Seen) -> Tensor:
     """[b, h, l, d], [b, k, s, d] -> [b, k, h / k, l, s], in float32 at least, -inf where not seen."""
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.unflatten(1, (key.shape[1], -1)).to(wide)
-    scores = grouped @ key.unsqueeze(2).to(wide).transpose(-1, -2) * seen.scale
+    scores: Tensor = grouped @ key.unsqueeze(2).to(wide).transpose(-1, -2) * seen.scale
     mask = _added(seen.mask, scores)
     if mask is not None:
         scores = scores + (mask.unflatten(1, (key.shape[1], -1)) if mask.shape[1] > 1 else mask.unsqueeze(2))
