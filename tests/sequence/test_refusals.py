@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import scaled_dot_product_attention
 
 import shardwright as sw
@@ -214,3 +215,19 @@ def _erased():
 
 def test_an_erased_function_replays_a_ring(ranks):
     assert "not replayed" not in ranks(3, _erased, fresh=True)[0]
+
+
+def _within_torchs_own():
+    line = rank_mesh((2,), ("cp",))
+    module = parallelize_context(Block(), line)
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+    with context_parallel(line, buffers=[torch.zeros(1, 8)], buffer_seq_dims=[1]):
+        called = _said(module, x)
+    buffer = sw.distribute_tensor(torch.randn(2, 8, 8), line, [sw.Replicate()])
+    return called, _said(context_parallel(line, buffers=[buffer], buffer_seq_dims=[1]).__enter__)
+
+
+def test_torchs_context_parallel_names_ours(ranks):
+    called, buffer = ranks(2, _within_torchs_own, fresh=True)[0]
+    assert "a module that parallelize_context placed needs no such block" in called
+    assert "shardwright.parallel.cut_sequence(batch, mesh) cuts a batch" in buffer

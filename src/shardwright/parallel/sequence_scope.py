@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.nn import functional
 
 from shardwright.compat import tree_map_only
 from shardwright.errors import ParallelError
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 
     from shardwright.placement.base import Partition
 
+_ATTENTION = functional.scaled_dot_product_attention
+_REPLACED = (
+    "something has replaced torch.nn.functional.scaled_dot_product_attention, as torch's context_parallel "
+    "does in its block: a module that parallelize_context placed needs no such block\n"
+    "  fix: call it outside of the block; attention='ring' or 'all_to_all' chooses how keys travel"
+)
 _DIM = 1  # of the sequence in [batch, sequence, ...]
 
 
@@ -78,6 +85,8 @@ class SequenceScope:
                 child.register_forward_hook(self._end_inner, always_call=True)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if functional.scaled_dot_product_attention is not _ATTENTION:
+            raise ParallelError(_REPLACED)
         block = spmd(self.mesh, check=not self._compared)
         begin(self.asked, module)
         self._open.append(block.__enter__())

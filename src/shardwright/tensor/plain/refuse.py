@@ -6,6 +6,7 @@ may communicate.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -44,11 +45,27 @@ def plain_among(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: tor
         names[id(t)]: layout_of(t) if isinstance(t, TorchDTensor) else _plain_text(t) for t in tensors
     }
     lines = scene(_headline(name, x), said, {names[id(x)]: "the whole tensor, or this rank's part of one?"})
+    if _in_context_parallel():
+        return "\n".join([*lines, _CUT_SEQUENCE])
     for placements in _proposals(x, ours):
         if _runs(func, args, kwargs, placements, run):
             text = mapping_code(dict(zip(layout_of(ours[0]).axes, placements, strict=True)))
             return "\n".join([*lines, *_ways_out(names[id(x)].replace(" ", "_"), text, checked=True)])
     return "\n".join([*lines, *_ways_out(names[id(x)].replace(" ", "_"), "placements", checked=False)])
+
+
+_CUT_SEQUENCE = (
+    "  fix:  torch's context_parallel cuts plain ones; shardwright.parallel.cut_sequence(batch, mesh) cuts "
+    "a batch, and parallelize_context(module, mesh) takes the place of the block"
+)
+
+
+def _in_context_parallel() -> bool:
+    """Is it torch's own context parallelism that was handed a DTensor?"""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardwright."):
+        frame = frame.f_back
+    return "._context_parallel." in str(frame.f_globals["__name__"])
 
 
 def _headline(name: str, x: torch.Tensor) -> str:
