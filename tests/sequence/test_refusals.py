@@ -8,7 +8,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import shardwright as sw
 from shardwright.errors import ImplicitRedistributionError, ParallelError, RuleError
-from shardwright.parallel import cut_sequence, parallelize_context, parallelize_fsdp
+from shardwright.grads import GradientSynchronizer
+from shardwright.parallel import (
+    cut_sequence,
+    parallelize_context,
+    parallelize_fsdp,
+    parallelize_replicate,
+)
 from shardwright.tensor.attention.asked import asked_here, attention_by
 from shardwright.testing import rank_mesh
 
@@ -67,6 +73,42 @@ def test_what_cannot_be_placed_is_refused_before_anything_is_changed(ranks):
     assert "Block.forward takes no argument 'tokens'; it takes x, mask" in argument
     assert "call parallelize_context before parallelize_fsdp" in sharded
     assert "0 computes on sequences that are cut over 'cp' already" in twice
+
+
+def _parameters_on_different_axes():
+    grid = rank_mesh((2, 2), ("cp", "tp"))
+    module = nn.Sequential(Block(), nn.Linear(8, 3))
+    sw.distribute_module(module[1], grid["tp"], {"weight": {"tp": sw.Shard(0)}})
+    before = _state(module)
+    said = _said(parallelize_context, module, grid["cp"])
+    assert _state(module) == before
+    return said
+
+
+def test_parameters_that_compute_on_different_axes_are_refused(ranks):
+    said = ranks(4, _parameters_on_different_axes, fresh=True)[0]
+    assert "one program runs on one mesh" in said
+    assert "place every parameter on the tensor-parallel axis first" in said
+
+
+def _rows_first():
+    """Replicas over the rows may be placed before: their axis stays local, this one does not."""
+    grid = rank_mesh((2, 2), ("dp", "cp"))
+    torch.manual_seed(0)
+    plain, module = Block(), Block()
+    module.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 7, 8)
+    plain(x).sin().sum().backward()
+    parallelize_replicate(module, grid["dp"])
+    parallelize_context(module, grid["cp"])
+    module(x.chunk(2)[grid.get_local_rank("dp")]).sin().sum().backward()
+    GradientSynchronizer(module).synchronize()
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+
+def test_replicas_over_rows_may_be_placed_before(ranks):
+    ranks(4, _rows_first, fresh=True)
 
 
 def _refused_calls():
