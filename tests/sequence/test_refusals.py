@@ -273,3 +273,12 @@ def test_torchs_context_parallel_names_ours(ranks):
     called, buffer = ranks(2, _within_torchs_own, fresh=True)[0]
     assert "a module that parallelize_context placed needs no such block" in called
     assert "shardwright.parallel.cut_sequence(batch, mesh) cuts a batch" in buffer
+
+
+def _compiled():
+    module = parallelize_context(Block(), rank_mesh((2,), ("cp",)))
+    return _said(torch.compile(module, backend="eager"), torch.randn(2, 6, 8))
+
+
+def test_a_compiled_module_is_refused(ranks):
+    assert "runs as it is, not under torch.compile" in ranks(2, _compiled, fresh=True)[0]

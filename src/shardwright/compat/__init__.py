@@ -13,7 +13,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 from torch._C import DispatchKey as DispatchKey
 from torch._C import TensorType as TensorType
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_code_exec_strategy
 from torch._C._functorch import get_unwrapped as get_unwrapped
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
 from torch._dynamo.types import FrameAction, FrameExecStrategy
@@ -247,6 +247,11 @@ def never_compiled_alone(function: Callable[..., Any]) -> None:
     """
     skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip)
+
+
+def compiles_what_is_called() -> bool:
+    """Does Dynamo compile the functions that are called here?"""
+    return torch.compiler.is_compiling() or callable(get_eval_frame_callback())
 
 
 def before_each_call(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.nn import functional
 
-from shardwright.compat import tree_map_only
+from shardwright.compat import compiles_what_is_called, tree_map_only
 from shardwright.errors import ParallelError
 from shardwright.tensor.attention.asked import Asked, begin, end
 from shardwright.tensor.dtensor import DTensor
@@ -28,6 +28,11 @@ _REPLACED = (
     "something has replaced torch.nn.functional.scaled_dot_product_attention, as torch's context_parallel "
     "does in its block: a module that parallelize_context placed needs no such block\n"
     "  fix: call it outside of the block; attention='ring' or 'all_to_all' chooses how keys travel"
+)
+_COMPILED = (
+    "a module that parallelize_context placed runs as it is, not under torch.compile: which positions a rank "
+    "holds would be compiled into its graphs, and ranks would not send alike\n"
+    "  fix: call the module itself; torch.compile parts of the model that are not placed"
 )
 _DIM = 1  # of the sequence in [batch, sequence, ...]
 
@@ -85,6 +90,8 @@ class SequenceScope:
                 child.register_forward_hook(self._end_inner, always_call=True)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if compiles_what_is_called():
+            raise ParallelError(_COMPILED)
         if functional.scaled_dot_product_attention is not _ATTENTION:
             raise ParallelError(_REPLACED)
         block = spmd(self.mesh, check=not self._compared)
