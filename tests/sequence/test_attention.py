@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import shardwright as sw
+from shardwright.tensor.attention.asked import attention_by
 from shardwright.testing import rank_mesh
 from tests.tiers import only
 
@@ -124,3 +126,28 @@ def test_the_way_of_fewer_bytes_is_chosen(ranks):
 def test_what_differs_is_said(found, wanted):
     whole = [torch.ones(2)] * 4
     assert differing([torch.ones(2) + wanted, *whole[1:]], whole) == found
+
+
+def _rows_for_some_ranks():
+    """One row over two ranks of another axis, and a mask that is repeated without memory."""
+    mesh = rank_mesh((2, 2), ("other", "cp"))
+    made = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 7, 4, generator=made)
+    later = torch.ones(7, 7, dtype=torch.bool).tril().expand(1, 2, 7, 7)
+    found = []
+    for options in ({"is_causal": True}, {"attn_mask": later}):
+        plain = q.clone().requires_grad_()
+        wanted = scaled_dot_product_attention(plain, plain, plain, **options)
+        wanted.sin().sum().backward()
+        x = sw.distribute_tensor(q, mesh, [sw.Shard(0), sw.ZigZag(2)]).requires_grad_()
+        with attention_by("ring"), sw.spmd(mesh, check=False):
+            out = scaled_dot_product_attention(x, x, x, **options)
+            out.sin().sum().backward()
+        torch.testing.assert_close(out.full_tensor(), wanted)
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+        found.append(out.to_local().shape[0])
+    return found
+
+
+def test_ranks_without_rows_take_part_in_no_kernel(ranks):
+    assert sorted(ranks(4, _rows_for_some_ranks)) == [[0, 0], [0, 0], [1, 1], [1, 1]]

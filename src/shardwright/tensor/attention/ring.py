@@ -44,10 +44,10 @@ class Call:
     scale: float
     mask: Tensor | None = None
 
-    def shown(self, source: int) -> Iterator[tuple[Block, Seen]]:
-        """What is to be computed with the part of one rank."""
+    def shown(self, source: int, query: Tensor) -> Iterator[tuple[Block, Seen]]:
+        """What is to be computed with the part of one rank; nothing without rows, heads or queries."""
         keys = self.keys[source]
-        if not (self.queries.length and keys.length):
+        if not (query.numel() and keys.length):
             return
         if self.causal:
             yield from ((block, self._causal(block, keys)) for block in causal_blocks(self.queries, keys))
@@ -136,7 +136,7 @@ def ring_forward(query: Tensor, own: Pair, call: Call) -> tuple[Tensor, Tensor]:
     """
     merged = Merged(query, own.value.shape[3])
     for source, part in _rounds(call, own):
-        for block, seen in call.shown(source):
+        for block, seen in call.shown(source, query):
             keys, values = part.key[:, :, block.keys], part.value[:, :, block.keys]
             merged.add(block.queries, attend(query[:, :, block.queries], keys, values, seen))
     return merged.finished()
@@ -185,7 +185,7 @@ class Terms:
         length = self._call.keys[source].length
         flat = self._query.new_zeros(self._own.numel(length), dtype=self._wide)
         found = self._own.shaped(flat, length)
-        for block, seen in self._call.shown(source):
+        for block, seen in self._call.shown(source, self._query):
             rows, keys = block.queries, block.keys
             of_query, of_key, of_value = attend_backward(
                 grad[:, :, rows],
