@@ -18,6 +18,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.base import Partition, Pending, Placement, Replicate
 from shardwright.placement.block_cyclic import BlockCyclic
+from shardwright.placement.fused import Fused
 from shardwright.placement.interleaved import Interleaved
 from shardwright.placement.made_by_views.flat import Flat
 from shardwright.placement.made_by_views.imaged import Imaged
@@ -89,6 +90,12 @@ def _ragged(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
     return Ragged(units, sorted(draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))))
 
 
+def _fused(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
+    parts = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3).filter(any))
+    units = draw(st.none() | st.lists(st.integers(0, 3), min_size=n, max_size=n).filter(any))
+    return Fused(_dim(draw, shape), parts, units)
+
+
 def _flat(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
     dims = draw(st.permutations(range(len(shape))))[: draw(st.integers(1, len(shape)))]
     return Flat(tuple(dims), of_one_dim(draw, prod(shape[dim] for dim in dims), n))
@@ -153,6 +160,7 @@ PARTITIONS: dict[type[Partition], Maker] = {
     Owner: lambda draw, _, n: Owner(draw(st.integers(0, n - 1))),
     Ragged: _ragged,
     Flat: _flat,
+    Fused: _fused,
     Imaged: _imaged,
     Joint: _joint,
     Moved: lambda draw, shape, n: Moved(_dim(draw, shape), of_one_dim(draw, 5, n, simple=True), 1, 0),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwright.placement import (
         BlockCyclic,
         Box,
+        Fused,
         Interleaved,
         Owner,
         Partial,
@@ -60,6 +61,7 @@ _HOME = {
     "shardwright.placement": (
         "BlockCyclic",
         "Box",
+        "Fused",
         "Interleaved",
         "Owner",
         "Partial",
@@ -98,6 +100,7 @@ __all__ = [
     "Box",
     "DTensor",
     "DeviceMesh",
+    "Fused",
     "Interleaved",
     "Layout",
     "Network",

@@ -19,6 +19,7 @@ from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement import (
     BlockCyclic,
     Flat,
+    Fused,
     Imaged,
     Interleaved,
     Joint,
@@ -85,6 +86,7 @@ def kinds(rng: random.Random, full: Tensor, n: int) -> list[Placement]:
         dim = rng.randrange(full.dim())
         found += [Shard(dim), Interleaved(dim, rng.randint(1, 4)), ZigZag(dim)]
         found += [BlockCyclic(dim, rng.randint(1, 3)), Ragged(_units(rng, n), (dim,))]
+        found.append(Fused(dim, (2, 1, 1), rng.choice([None, _units(rng, n)])))
     if full.dim() > 1:
         group = sorted(rng.sample(range(full.dim()), rng.randint(2, full.dim())))
         found.append(Ragged(_units(rng, n), group))

@@ -11,6 +11,7 @@ from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement import (
     BlockCyclic,
     Flat,
+    Fused,
     Imaged,
     Interleaved,
     Joint,
@@ -54,6 +55,8 @@ REFUSED = [
     (ZigZag(0.5), "dim must be an integer, got 0.5"),
     (BlockCyclic("0", 1), "dim must be an integer, got '0'"),
     (Interleaved(None, 1), "dim must be an integer, got None"),
+    (Fused(None, (2, 1)), "dim must be an integer, got None"),
+    (Fused(0, (2, 1), (1, 1, 1)), "3 unit counts for an axis of size 2"),
 ]
 
 

@@ -10,6 +10,7 @@ from shardwright.errors import PlacementError
 from shardwright.placement import (
     BlockCyclic,
     Flat,
+    Fused,
     Imaged,
     Interleaved,
     Joint,
@@ -35,6 +36,9 @@ SHIPPED: tuple[Placement, ...] = (
     Interleaved(1, 3),
     ZigZag(0),
     ZigZag(1),
+    Fused(0, (2, 1, 1)),
+    Fused(1, (3, 0, 1)),
+    Fused(0, (2, 1), (1, 0, 2)),
     BlockCyclic(0, 1),
     BlockCyclic(-1, 2),
     Owner(0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from shardwright.errors import ParallelError
 from shardwright.layout.of_tensor import layout_of
+from shardwright.parallel.names import matches
 from shardwright.parallel.styles import for_torch
 from shardwright.tensor.modules.distribute import carry_over
 from shardwright.tensor.modules.slots import slots_of, unchanged_on_error
@@ -53,7 +53,7 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Paralle
 def _once_each(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[Styled]:
     seen: dict[nn.Module, Styled] = {}
     for pattern, style in plan.items():
-        named = [(path, child) for path, child in _modules(module) if _matches(path, pattern)]
+        named = [(path, child) for path, child in _modules(module) if matches(path, pattern)]
         if not named:
             some = ", ".join(name for name, _ in list(module.named_children())[:6])
             raise ParallelError(f"no module is named {pattern!r}; {type(module).__name__} has {some}")
@@ -72,14 +72,6 @@ def _once_each(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator
 def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every path of every module: one that is shared has several."""
     yield from module.named_modules(remove_duplicate=False)
-
-
-def _matches(path: str, pattern: str) -> bool:
-    """Name by name, as torch does: a star stands for one name; the empty pattern is the module itself."""
-    names, patterns = path.split("."), pattern.split(".")
-    if "" in (path, pattern):
-        return path == pattern
-    return len(names) == len(patterns) and all(map(fnmatch.fnmatch, names, patterns))
 
 
 def _alike(one: ParallelStyle, other: ParallelStyle) -> bool:

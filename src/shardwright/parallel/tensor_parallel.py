@@ -1,4 +1,4 @@
-"""Tensor parallelism: torch's styles, or placements by parameter name, on one axis."""
+"""Tensor parallelism on one axis: the words of models, placements by parameter name, or torch's styles."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.plan_of_styles import apply_styles
 from shardwright.parallel.swap import put_all, replace_parameters
+from shardwright.parallel.tensor.bring import brought_plan
+from shardwright.parallel.tensor.by_words import place_by_words
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.modules.distribute import carry_over, distribute_module
 from shardwright.tensor.modules.more_axes import KEPT, is_free_for, on_more_axes
@@ -22,35 +24,75 @@ from shardwright.tensor.modules.slots import Slot, slots_of
 from shardwright.tensor.modules.ties import ties_kept
 from shardwright.tensor.wrap import as_ours
 
+AUTO = "auto"
+
 
 def parallelize_tensor(
-    module: nn.Module, mesh: DeviceMesh, parallelize_plan: ParallelStyle | Mapping[str, Any]
+    module: nn.Module,
+    mesh: DeviceMesh,
+    parallelize_plan: ParallelStyle | str | Mapping[str, Any],
+    *,
+    sequence_parallel: bool = False,
 ) -> nn.Module:
     """Cut the parameters that the plan names over the one axis of `mesh`, in place; compute on DTensors.
 
     Args:
-        parallelize_plan: a style for the module itself; `{submodule pattern: style}` with torch's own styles
-            (`ColwiseParallel`, ...); or `{parameter pattern: placements}` (see `distribute_module`), which
-            replicates every other parameter.
-    Raises: ParallelError: not one axis, an empty plan, styles and placements mixed, an unknown name, two
-        styles for one shared module, a style for parameters that are placed already or for a module that it
-        does not take; nothing has been changed then.
-    Cost: as the styles say: an all-reduce (or its two halves) per pair of cut layers and pass.
-    Source: Megatron-LM, arXiv 1909.08053, section 3.
+        parallelize_plan: one of
+            `"auto"`: the words that the model brings (`_tp_plan` of `transformers`);
+            `{pattern: word}`: the same words (`"colwise"`, `"rowwise"`, `"embedding_rowwise"`, ...) of
+            submodules or parameters, a star for one name; beside them `{parameter pattern: placements}`;
+            `{parameter pattern: placements}` (see `distribute_module`); what no pattern names is replicated;
+            `{submodule pattern: style}` with torch's own styles (`ColwiseParallel`, ...), which hand plain
+            tensors from one module to the next;
+            a style or a word for the module itself.
+        sequence_parallel: with words: between the parts of blocks that are cut, each rank holds 1/n of the
+            tokens of [rows, tokens, features]. So too where the plan has the word `"sequence_parallel"`.
+    By words and by placements the model computes on distributed tensors: run it inside `sw.spmd(mesh)`. Its
+    logits stay cut over the vocabulary, and a loss of them sends a few numbers per row.
+
+    Heads stay whole: where the axis does not divide them, some ranks have one more; where there are fewer
+    key-value heads than ranks, their weights are whole. Matrices that are fused in one are cut one by one.
+
+    Raises: ParallelError: not one axis, an empty plan, styles beside anything else, an unknown name or word,
+        `"auto"` of a model that brings no plan, two words or styles for one shared parameter or module, a
+        parameter that this axis has placed already, a style for parameters that are placed already or for a
+        module that it does not take; nothing has been changed then.
+    Cost: an all-reduce (or, sequence-parallel, its two halves) per pair of cut layers and pass; as the
+        styles say.
+    Source: Megatron-LM, arXiv 1909.08053, section 3; of sequence parallelism arXiv 2205.05198, section 4.
     """
     axes = named_axes(mesh, "parallelize_tensor")
     if len(axes) != 1:
         raise ParallelError(f"parallelize_tensor takes one axis, got {axes}; slice the mesh: mesh['tp']")
-    if isinstance(parallelize_plan, ParallelStyle):
-        return _by_styles(module, mesh, {"": parallelize_plan})
-    styles = [isinstance(value, ParallelStyle) for value in parallelize_plan.values()]
-    if not styles or (any(styles) and not all(styles)):
+    plan = _as_mapping(parallelize_plan)
+    kinds = {_kind(value) for value in plan.values()} if plan is not None else {str}
+    if not kinds or (ParallelStyle in kinds and len(kinds) > 1):
         raise ParallelError(
-            "parallelize_tensor: the plan names styles, or placements, at least one and not both"
+            "parallelize_tensor: the plan names styles, or words and placements, at least one and not both"
         )
-    if not all(styles):
-        return distribute_module(module, mesh, parallelize_plan)
-    return _by_styles(module, mesh, parallelize_plan)
+    if sequence_parallel and str not in kinds:
+        raise ParallelError(
+            "parallelize_tensor: sequence_parallel=True goes with a plan of words ('auto', 'colwise', ...); "
+            "among torch's styles it is SequenceParallel and its kin"
+        )
+    if ParallelStyle in kinds:
+        return _by_styles(module, mesh, cast("Mapping[str, ParallelStyle]", plan))
+    if plan is not None and str not in kinds:
+        return distribute_module(module, mesh, plan)
+    words = brought_plan(module) if plan is None else {p: w for p, w in plan.items() if isinstance(w, str)}
+    placed = {} if plan is None else {p: v for p, v in plan.items() if not isinstance(v, str)}
+    return place_by_words(module, mesh, words, placed, strict=plan is not None, sequence=sequence_parallel)
+
+
+def _as_mapping(plan: ParallelStyle | str | Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """A plan by patterns; None for that which the model brings."""
+    if isinstance(plan, (ParallelStyle, str)):
+        return None if plan == AUTO else {"": plan}
+    return plan
+
+
+def _kind(value: Any) -> type:
+    return next((kind for kind in (ParallelStyle, str) if isinstance(value, kind)), object)
 
 
 def _by_styles(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:

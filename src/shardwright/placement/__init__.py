@@ -6,6 +6,7 @@ from shardwright.placement.along_dim import AlongDim
 from shardwright.placement.base import Partition, Pending, Placement, Replicate
 from shardwright.placement.block_cyclic import BlockCyclic
 from shardwright.placement.convert import as_placement
+from shardwright.placement.fused import Fused
 from shardwright.placement.interleaved import Interleaved
 from shardwright.placement.made_by_views.flat import Flat
 from shardwright.placement.made_by_views.imaged import Imaged
@@ -26,6 +27,7 @@ __all__ = [
     "Box",
     "Chunk",
     "Flat",
+    "Fused",
     "Imaged",
     "Interleaved",
     "Joint",

@@ -1,0 +1,115 @@
+"""A plan of words, applied: every parameter that it names is placed, all or none."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import warnings
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.compat import axis_names
+from shardwright.errors import ParallelError
+from shardwright.layout.of_tensor import layout_of
+from shardwright.parallel.tensor.cuts import placement_of
+from shardwright.parallel.tensor.said import Said, Spoken, spoken
+from shardwright.parallel.tensor.sequence import cut_between_blocks, read_blocks
+from shardwright.tensor.modules.distribute import distribute_module
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwright.placement.base import Placement
+    from shardwright.tensor.placements import PlacementsArgument
+
+
+def place_by_words(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    words: Mapping[str, str],
+    placed: Mapping[str, PlacementsArgument],
+    *,
+    strict: bool,
+    sequence: bool,
+) -> nn.Module:
+    """Place the parameters as the words say, or as `placed` says by name; every other one is whole.
+
+    Args:
+        strict: refuse patterns without effect; else they are passed over, as plans that a family of models
+            shares have some for each of its members.
+        sequence: between the blocks, the stream is cut along the sequence.
+    """
+    said = spoken(module, words, strict=strict)
+    _refuse_placed(said, mesh)
+    _tell_idle(module, said)
+    cuts = _placements(module, said, placed, mesh.size(), strict=strict)
+    sequence = sequence or any(word.sequence for word in said.modules.values())
+    blocks = read_blocks(module, said, cuts) if sequence else None
+    (axis,) = axis_names(mesh)
+    by_name = {glob.escape(name): {axis: placement} for name, placement in cuts.items()}
+    distribute_module(module, mesh, {**placed, **by_name})
+    if blocks is not None:
+        cut_between_blocks(blocks, mesh)
+    return module
+
+
+def _placements(
+    module: nn.Module,
+    said: Spoken,
+    placed: Mapping[str, PlacementsArgument],
+    n: int,
+    *,
+    strict: bool,
+) -> dict[str, Placement]:
+    """`{name of a parameter: placement}` of those that a word reaches, under all names of a tied one."""
+    chosen: dict[nn.Parameter, tuple[Said, Placement]] = {}
+    for each in said.parameters:
+        if any(fnmatch.fnmatchcase(each.name, pattern) for pattern in placed):
+            continue
+        parent = module.get_submodule(each.path.rpartition(".")[0])
+        placement = placement_of(each, parent, n)
+        first = chosen.setdefault(each.parameter, (each, placement))
+        if first[1] != placement:
+            _differ(first, (each, placement), strict=strict)
+    names = {id(p): [] for p in chosen}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in names:
+            names[id(parameter)].append(name)
+    return {name: placement for p, (_, placement) in chosen.items() for name in names[id(p)]}
+
+
+def _differ(first: tuple[Said, Placement], second: tuple[Said, Placement], *, strict: bool) -> None:
+    """Two names of one parameter for which the plan has two words."""
+    text = (
+        f"parallelize_tensor: {first[0].name} and {second[0].name} are one parameter (tied weights), and the "
+        f"plan says {first[1]} by {first[0].pattern!r} and {second[1]} by {second[0].pattern!r}"
+    )
+    if strict:
+        raise ParallelError(f"{text}; give both the same word")
+    warnings.warn(f"{text}; it is placed by the first", stacklevel=5)
+
+
+def _refuse_placed(said: Spoken, mesh: DeviceMesh) -> None:
+    """A parameter that this axis, or `fully_shard`, has placed already."""
+    (axis,) = axis_names(mesh)
+    for each in said.parameters:
+        if isinstance(each.parameter, TorchDTensor):
+            layout = layout_of(each.parameter)
+            if axis in layout.axes:
+                raise ParallelError(
+                    f"parallelize_tensor: axis {axis!r} places {each.name} already ({layout}); apply tensor "
+                    "parallelism once per parameter"
+                )
+
+
+def _tell_idle(module: nn.Module, said: Spoken) -> None:
+    if said.idle:
+        warnings.warn(
+            f"parallelize_tensor: the plan that {type(module).__name__} brings cuts {', '.join(said.idle)}, "
+            "which have no parameters of their own: nothing is cut there",
+            stacklevel=4,
+        )

@@ -1,0 +1,175 @@
+"""Sequence parallelism: between the parts of blocks that are cut, each rank holds some tokens of each row.
+
+A block is a stream that is normed and added to, and parts (attention, MLP) that the plan cuts. A part is
+handed all tokens and leaves some: what it leaves is a pending sum, whose reduction sends half of what an
+all-reduce does when each rank is handed its tokens only; the other half is the gather at the next part. So
+norms, dropouts and additions compute on, and keep for the backward, 1/n of the stream.
+
+This is the one strategy that hangs hooks on modules: where an activation lives is said of no parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from shardwright.compat import axis_names
+from shardwright.errors import ParallelError
+from shardwright.parallel.tensor.words import Along
+from shardwright.placement.base import Placement, Replicate
+from shardwright.placement.shard import Shard
+from shardwright.tensor.dtensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwright.parallel.tensor.said import Spoken
+
+_SEQUENCE = 1  # of [rows, tokens, features]
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What happens to the stream at one module.
+
+    Args:
+        gathers: what it is handed has all tokens.
+        leaves: what it returns has this rank's.
+        cuts: what it is handed has this rank's tokens.
+    """
+
+    gathers: bool = False
+    leaves: bool = False
+    cuts: bool = False
+
+
+Borders = dict[nn.Module, Border]
+
+
+def read_blocks(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement]) -> Borders:
+    """Where the stream is gathered and cut.
+
+    Raises: ParallelError: there are no blocks: no list of modules holds what the plan cuts.
+    """
+    along = _cut_modules(module, said, cuts)
+    blocks = list(_blocks(module, set(along)))
+    if not blocks:
+        raise ParallelError(
+            "parallelize_tensor: sequence parallelism cuts what stands between blocks, and "
+            f"{type(module).__name__} has no list of modules (nn.ModuleList, nn.Sequential) of which the "
+            "plan cuts anything"
+        )
+    borders: Borders = {}
+    for block in blocks:
+        borders |= _parts(block, along)
+    inside = {m for block in blocks for m in block.modules()}
+    for child in module.modules():
+        if child not in inside:
+            borders |= _outside(child, along)
+    for path, word in said.modules.items():
+        if word.sequence:
+            named = module.get_submodule(path)
+            borders[named] = replace(borders.get(named, Border()), cuts=True, gathers=False)
+    return borders
+
+
+def _cut_modules(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement]) -> dict[nn.Module, Along]:
+    """Modules that own a parameter which is cut, and along what its matrix is."""
+    found: dict[nn.Module, Along] = {}
+    for each in said.parameters:
+        if each.name in cuts and cuts[each.name].is_partition:
+            found[each.owner] = each.word.along
+    for name, placement in cuts.items():
+        if placement.is_partition:
+            found.setdefault(module.get_submodule(name.rpartition(".")[0]), Along.NONE)
+    return found
+
+
+def _holds(module: nn.Module, cut: set[nn.Module]) -> bool:
+    return any(child in cut for child in module.modules())
+
+
+def _blocks(module: nn.Module, cut: set[nn.Module]) -> Iterator[nn.Module]:
+    """What the outermost lists hold that the plan cuts."""
+    for child in module.children():
+        if isinstance(child, _LISTS) and _holds(child, cut):
+            yield from (item for item in child.children() if _holds(item, cut))
+        elif child not in cut:
+            yield from _blocks(child, cut)
+
+
+def _parts(block: nn.Module, along: Mapping[nn.Module, Along]) -> Borders:
+    """The parts of a block that are cut; a list of parts (T5) is a list of blocks."""
+    found: Borders = {}
+    for child in block.children():
+        if not _holds(child, set(along)):
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            for item in child.children():
+                found |= _parts(item, along)
+        else:
+            kind = along.get(child)
+            found[child] = Border(gathers=kind is not Along.INPUTS, leaves=kind is not Along.OUTPUTS)
+    return found
+
+
+def _outside(module: nn.Module, along: Mapping[nn.Module, Along]) -> Borders:
+    """An embedding begins the stream; a head that is cut reads all of it."""
+    if isinstance(module, nn.Embedding):
+        return {module: Border(leaves=True)}
+    if along.get(module) is Along.OUTPUTS:
+        return {module: Border(gathers=True)}
+    return {}
+
+
+def cut_between_blocks(borders: Borders, mesh: DeviceMesh) -> None:
+    """Hang the hooks that gather and cut the stream on the modules."""
+    (axis,) = axis_names(mesh)
+    for module, border in borders.items():
+        if border.gathers or border.cuts:
+            handed = _whole if border.gathers else _some
+            module.register_forward_pre_hook(partial(_before, partial(handed, axis)), with_kwargs=True)
+        if border.leaves:
+            module.register_forward_hook(partial(_after, partial(_some, axis)))
+
+
+def _before(
+    handed: Any, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(map(handed, args)), {name: handed(value) for name, value in kwargs.items()}
+
+
+def _after(left: Any, _: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
+    """The stream is what a module returns, or the first of it."""
+    if isinstance(out, tuple) and out and type(out) is tuple:
+        return (left(out[0]), *out[1:])
+    return left(out)
+
+
+def _whole(axis: str, value: Any) -> Any:
+    """All tokens, of what has this rank's."""
+    if _is_stream(value) and _placement(value, axis) == Shard(_SEQUENCE):
+        return value.redistribute({axis: Replicate()})
+    return value
+
+
+def _some(axis: str, value: Any) -> Any:
+    """This rank's tokens, of what has all of them."""
+    if _is_stream(value) and not _placement(value, axis).is_partition:
+        return value.redistribute({axis: Shard(_SEQUENCE)})
+    return value
+
+
+def _is_stream(value: Any) -> bool:
+    """Is it [rows, tokens, features]?"""
+    return isinstance(value, DTensor) and value.ndim == 3 and value.dtype.is_floating_point
+
+
+def _placement(value: DTensor, axis: str) -> Placement:
+    layout = value._spec.layout
+    return layout.placements[layout.axes.index(axis)] if axis in layout.axes else Shard(0)
