@@ -19,8 +19,10 @@ class Fused(AlongDim):
     """The dim is runs in the proportion of `parts`; coord i holds share i of each run in turn.
 
     A run is `parts[j]` pieces of ceil(length / sum(parts)), clamped at the end. It is shared as `Shard` does,
-    or, where `units` are given, `units[i]` of sum(units) pieces for coord i, as `Ragged` does: heads that the
-    axis does not divide. `Fused(d, (1,) * k)` is `Interleaved(d, k)`.
+    or, where `units` are given, as `Ragged(units)` does: heads that the axis does not divide.
+    `Fused(d, (1,) * k)` is `Interleaved(d, k)`.
+
+    Args: units: one count per coord, zeros allowed.
     """
 
     dim: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
@@ -45,13 +45,20 @@ class Ragged(Partition):
             raise PlacementError(f"{self.text()}: name at least one dim")
 
     @classmethod
+    def of_lengths(cls, lengths: Iterable[int], dims: Iterable[int] | int = (0,)) -> Ragged:
+        """The shares of these lengths, in the largest units: one cut has one name, whatever it was made of."""
+        lengths = tuple(lengths)
+        unit = gcd(*lengths) or 1
+        return cls((length // unit for length in lengths), dims)
+
+    @classmethod
     def names(cls, held: HeldBy, length: int, n: int) -> Iterable[Ragged]:
-        """The lengths of the coords as units, on short axes."""
+        """The lengths of the coords, on short axes."""
         first = held(0)
         if n > _SHORT_AXIS or len(first) > 1 or any(run.repeat > 1 for run in first):
             return ()
         lengths = tuple(total(held(coord)) for coord in range(n))
-        return (cls(lengths, (0,)),) if sum(lengths) == length > 0 else ()
+        return (cls.of_lengths(lengths),) if sum(lengths) == length > 0 else ()
 
     def bounds(self, length: int, coord: int) -> tuple[int, int]:
         """Start and stop of the share of `coord` in a flattening of this length."""

@@ -83,7 +83,7 @@ def _lifted(part: Partition, outer: int, size: int, n: int) -> Iterator[Partitio
 def _as_lengths(part: Partition, size: int, n: int) -> Iterator[Partition]:
     lengths = tuple(part.local_shape((size,), n, coord)[0] for coord in range(n))
     if sum(lengths) == size > 0:
-        yield Ragged(lengths, dims=(0,))
+        yield Ragged.of_lengths(lengths)
 
 
 @remembered(4096)
@@ -103,7 +103,7 @@ def _lowered(flat: Partition, size: int, inner: int, n: int, held: list[Runs]) -
     if size and inner and all(length % inner == 0 for length in lengths):
         units = tuple(length // inner for length in lengths)
         if sum(units) == size and len(units) == n:
-            yield Ragged(units, dims=(0,))
+            yield Ragged.of_lengths(units)
 
 
 def runs_held(flat: Partition, size: int, n: int, coord: int) -> Runs:

@@ -48,12 +48,20 @@ class Heads:
         return features == (self.queries + 2 * self.groups) * self.size
 
     def cut_fused(self, dim: int, n: int) -> Placement:
-        """The cut of a dim with all queries, then all keys, then all values: each of them between heads."""
-        uneven = self.groups >= n and self.groups % n
-        if self.queries == self.groups and not uneven:
+        """The cut of a dim with all queries, then all keys, then all values: each of them between groups.
+
+        Also where there are fewer groups than ranks, and some ranks have none: in one parameter, queries
+        cannot be cut between heads and their keys be whole.
+        """
+        even = self.groups % n == 0
+        if even and self.queries == self.groups:
             return Interleaved(dim, 3)
         parts = (self.queries // self.groups, 1, 1)
-        return Fused(dim, parts, balanced(self.groups, n) if uneven else None)
+        return Fused(dim, parts, None if even else balanced(self.groups, n))
+
+    def cut_after_fused(self, dim: int, n: int) -> Placement:
+        """The cut of the inputs of what reads the heads that `cut_fused` leaves."""
+        return Shard(dim) if self.groups % n == 0 else Ragged(balanced(self.groups, n), (dim,))
 
 
 def balanced(units: int, n: int) -> tuple[int, ...]:

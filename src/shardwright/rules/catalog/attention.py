@@ -1,5 +1,8 @@
 """Scaled-dot-product attention kernels: batch, heads and the sequence of queries may be cut.
 
+Where several queries share a head of keys, a plain cut of the heads is one of whole groups. Queries may also
+be cut between any heads, beside keys that are whole: a rank takes the heads of keys that its queries share.
+
 With a causal mask the positions matter: a rank makes the mask of the queries and keys that it holds, so the
 queries may be cut by any partition. Keys and values are whole in the forward (an algorithm of its own
 combines parts of them); in the backward, where the log of the sums is known, they may be cut as well.
@@ -31,12 +34,11 @@ _FORWARD = (
 class _Labels:
     """The items of queries, keys and the rest for one call."""
 
-    def __init__(self, call: Call, *, keys: str = "s!") -> None:
-        heads, shared = call.arg("query").shape[1], call.arg("key").shape[1]
-        grouped = heads != shared
-        by_position = bool(call.arg("is_causal")) and not takes_mask(call)
-        self.head = "(k g)" if grouped else "h"
-        self.shared_head = "k" if grouped else "h"
+    def __init__(self, call: Call, *, keys: str = "s!", any_heads: bool = False) -> None:
+        grouped = is_grouped(call)
+        by_position = bool(call.arg("is_causal")) and (any_heads or not takes_mask(call))
+        self.head = "(k g)" if grouped and not any_heads else "h"
+        self.shared_head = "_" if any_heads else "k" if grouped else "h"
         self.length = "l!" if by_position else "l"
         self.keys = keys if takes_mask(call) else "s!"
         self.query = ["b", self.head, self.length, "_"]
@@ -52,6 +54,12 @@ class _Labels:
             item if size == full else "_"
             for item, size, full in zip(scores[skipped:], info.shape, sizes[skipped:], strict=True)
         ]
+
+
+def is_grouped(call: Call) -> bool:
+    """Whether several heads of queries share one of keys."""
+    heads, shared = (call.arg(name).shape[1] for name in ("query", "key"))
+    return bool(shared) and heads != shared
 
 
 def takes_mask(call: Call) -> bool:
@@ -86,21 +94,65 @@ def _local(call: Call) -> dict[str, Any]:
     return {}
 
 
+def with_own_keys(op: torch._ops.OpOverload, held: Mapping[str, Held], *args: Any, **kwargs: Any) -> Any:
+    """A call on some heads of queries: with the heads of keys and values that they share."""
+    given = by_name(op, args, kwargs)
+    own = _shared_heads(held["h"], given["key"])
+    given["key"], given["value"] = given["key"][:, own], given["value"][:, own]
+    return op(**given)
+
+
+def gradients_of_own_keys(
+    op: torch._ops.OpOverload, held: Mapping[str, Held], *args: Any, **kwargs: Any
+) -> tuple[Tensor | None, ...]:
+    """The backward of `with_own_keys`: what no query of this rank shares has a gradient of zeros."""
+    given = by_name(op, args, kwargs)
+    whole, own = given["key"], _shared_heads(held["h"], given["key"])
+    given["key"], given["value"] = given["key"][:, own], given["value"][:, own]
+    of_query, of_key, of_value, *rest = op(**given)
+    index = torch.arange(whole.shape[1], device=whole.device)[own]
+    spread = (
+        None if g is None else g.new_zeros(g.shape[0], whole.shape[1], *g.shape[2:]).index_add_(1, index, g)
+        for g in (of_key, of_value)
+    )
+    return of_query, *spread, *rest
+
+
+def _shared_heads(queries: Held, key: Tensor) -> slice | Tensor:
+    """The heads of keys that these queries share: once each where equally many share each, else for each."""
+    shared = queries.positions() // (queries.size // key.shape[1])
+    heads, counts = torch.unique_consecutive(shared, return_counts=True)
+    first, last = int(heads[0]), int(heads[-1])
+    in_order = len(heads) == last - first + 1 and bool((heads.diff() == 1).all())
+    if in_order and bool((counts == counts[0]).all()):
+        return slice(first, last + 1)
+    return shared.to(key.device)
+
+
 @register_rule(*_FORWARD)
 def attention(call: Call) -> Formula | None:
     """Linear in the values. The log of the sums depends on queries and keys alone."""
     if call.arg("dropout_p"):  # the mask is drawn inside the kernel, for the heads that it sees
         return None
-    labels = _Labels(call)
+    return _forward(call, _Labels(call), _local(call))
+
+
+@register_rule(*_FORWARD)
+def attention_of_any_heads(call: Call) -> Formula | None:
+    """Grouped heads, cut anywhere: the keys and values of all are whole."""
+    if call.arg("dropout_p") or not is_grouped(call):
+        return None
+    return _forward(call, _Labels(call, any_heads=True), {"local": with_own_keys, "held": ("h",)})
+
+
+def _forward(call: Call, labels: _Labels, local: Mapping[str, Any]) -> Formula:
     operands = [labels.query, labels.key, labels.key]
     for name in ("attn_bias", "attn_mask"):
         info = call.bound.get(name)
         if name in call.bound:
             operands.append(labels.mask(info, call) if isinstance(info, TensorInfo) else ["-"])
     results = [labels.query, *(_statistic(info, call, labels) for info in call.results[1:])]
-    return formula(
-        join(operands, results), hom="value: sum->sum", depends={1: ("query", "key")}, **_local(call)
-    )
+    return formula(join(operands, results), hom="value: sum->sum", depends={1: ("query", "key")}, **local)
 
 
 def _statistic(info: TensorInfo | None, call: Call, labels: _Labels) -> list[str]:
@@ -117,7 +169,19 @@ def attention_backward(call: Call) -> Formula | None:
     """Linear in the gradient; cut queries or keys give every rank a term of the gradients of the others."""
     if call.arg("dropout_p"):
         return None
-    labels = _Labels(call, keys="s")
+    return _backward(call, _Labels(call, keys="s"), _local(call))
+
+
+@register_rule(*(f"{name}_backward" for name in _FORWARD))
+def attention_of_any_heads_backward(call: Call) -> Formula | None:
+    """The gradients of shared keys and values are sums over the queries that share them."""
+    if call.arg("dropout_p") or not is_grouped(call):
+        return None
+    local = {"local": gradients_of_own_keys, "held": ("h",)}
+    return _backward(call, _Labels(call, any_heads=True), local)
+
+
+def _backward(call: Call, labels: _Labels, local: Mapping[str, Any]) -> Formula:
     operands: list[list[str]] = []
     for parameter in call.op._schema.arguments:
         value = call.bound[parameter.name]
@@ -130,7 +194,7 @@ def attention_backward(call: Call) -> Formula | None:
     ]
     fact = f"{call.op._schema.arguments[0].name}: sum->sum"
     reduce = ("sum" if labels.keys == "s" else None, "sum", "sum", "sum")
-    return formula(join(operands, results), reduce=reduce, hom=fact, **_local(call))
+    return formula(join(operands, results), reduce=reduce, hom=fact, **local)
 
 
 def _backward_items(name: str, value: object, call: Call, labels: _Labels) -> list[str]:
