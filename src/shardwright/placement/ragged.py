@@ -46,7 +46,7 @@ class Ragged(Partition):
 
     @classmethod
     def of_lengths(cls, lengths: Iterable[int], dims: Iterable[int] | int = (0,)) -> Ragged:
-        """The shares of these lengths, in the largest units: one cut has one name, whatever it was made of."""
+        """The shares of these lengths, in the largest units, so that one cut has one name."""
         lengths = tuple(lengths)
         unit = gcd(*lengths) or 1
         return cls((length // unit for length in lengths), dims)

@@ -46,9 +46,13 @@ class Whole:
 
     @property
     def has_values(self) -> bool:
-        """False for random and uninitialised results: only where they go can be compared."""
-        op = self.call.op
-        return torch.Tag.nondeterministic_seeded not in op.tags and "empty" not in op._schema.name
+        """False for random and uninitialised results: only where they go can be compared.
+
+        Attention is random by its tag; without dropout it is not.
+        """
+        op, drawn = self.call.op, self.call.bound.get("dropout_p") != 0.0
+        random = torch.Tag.nondeterministic_seeded in op.tags and drawn
+        return not random and "empty" not in op._schema.name
 
 
 def run_whole(op: torch._ops.OpOverload, sample: Sample) -> Whole:

@@ -88,7 +88,7 @@ def _read(module: nn.Module) -> Heads | None:
     shared = _first(module, ("num_key_value_groups",))
     groups = _first(module, _GROUPS) or (queries // shared if shared else _first(config, _GROUPS)) or queries
     size = _first(module, _SIZE) or _first(config, _SIZE) or (_first(config, ("hidden_size",)) // queries)
-    return Heads(queries, groups, size) if groups <= queries and not queries % groups else None
+    return Heads(queries, queries if queries % groups else groups, size)
 
 
 def _first(of: Any, names: tuple[str, ...]) -> int:
