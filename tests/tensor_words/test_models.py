@@ -30,13 +30,14 @@ def _damaged(fault):
 
 @pytest.mark.parametrize("fault", ["doubled_on_one_rank", "averaged"])
 def test_a_planted_fault_goes_red(ranks, fault):
-    for found in ranks(2, _damaged, fault, timeout=170):
-        assert any(line.startswith("gradient of") for line in found)
+    found = ranks(2, _damaged, fault, timeout=170)
+    assert any(line.startswith("gradient of") for lines in found for line in lines)
+    assert all(any(line.startswith("parameter") for line in lines) for lines in found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-@pytest.mark.parametrize("sizes", [(2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2,), (3,), (4,), (2, 2)], ids=["tp2", "tp3", "tp4", "dp2tp2"])
 @pytest.mark.parametrize("name", [*BRINGING, *ODD])
 def test_every_model_trains_as_on_one_device(ranks, name, sizes, sequence):
     data = ("replicate", "fsdp") if len(sizes) > 1 else ("",)

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
 from shardwright.layout.of_tensor import layout_of
+from shardwright.parallel.tensor.borders import hang, of_embeddings
 from shardwright.parallel.tensor.cuts import placement_of
 from shardwright.parallel.tensor.said import Said, Spoken, spoken
-from shardwright.parallel.tensor.sequence import cut_between_blocks, read_blocks
+from shardwright.parallel.tensor.sequence import read_blocks
 from shardwright.tensor.modules.distribute import distribute_module
 
 if TYPE_CHECKING:
@@ -48,12 +49,13 @@ def place_by_words(
     _tell_idle(module, said)
     cuts = _placements(module, said, placed, mesh.size(), strict=strict)
     sequence = sequence or any(word.sequence for word in said.modules.values())
-    blocks = read_blocks(module, said, cuts) if sequence else None
+    borders = of_embeddings(said, cuts)
+    if sequence:
+        borders |= read_blocks(module, said, cuts)
     (axis,) = axis_names(mesh)
     by_name = {glob.escape(name): {axis: placement} for name, placement in cuts.items()}
     distribute_module(module, mesh, {**placed, **by_name})
-    if blocks is not None:
-        cut_between_blocks(blocks, mesh)
+    hang(borders, mesh)
     return module
 
 

@@ -4,51 +4,25 @@ A block is a stream that is normed and added to, and parts (attention, MLP) that
 handed all tokens and leaves some: what it leaves is a pending sum, whose reduction sends half of what an
 all-reduce does when each rank is handed its tokens only; the other half is the gather at the next part. So
 norms, dropouts and additions compute on, and keep for the backward, 1/n of the stream.
-
-This is the one strategy that hangs hooks on modules: where an activation lives is said of no parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
+from shardwright.parallel.tensor.borders import Border, Borders
 from shardwright.parallel.tensor.words import Along
-from shardwright.placement.base import Placement, Replicate
-from shardwright.placement.shard import Shard
-from shardwright.tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from shardwright.parallel.tensor.said import Spoken
+    from shardwright.placement.base import Placement
 
-_SEQUENCE = 1  # of [rows, tokens, features]
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
-@dataclass(frozen=True, slots=True)
-class Border:
-    """What happens to the stream at one module.
-
-    Args:
-        gathers: what it is handed has all tokens.
-        leaves: what it returns has this rank's.
-        cuts: what it is handed has this rank's tokens.
-    """
-
-    gathers: bool = False
-    leaves: bool = False
-    cuts: bool = False
-
-
-Borders = dict[nn.Module, Border]
 
 
 def read_blocks(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement]) -> Borders:
@@ -125,51 +99,3 @@ def _outside(module: nn.Module, along: Mapping[nn.Module, Along]) -> Borders:
     if along.get(module) is Along.OUTPUTS:
         return {module: Border(gathers=True)}
     return {}
-
-
-def cut_between_blocks(borders: Borders, mesh: DeviceMesh) -> None:
-    """Hang the hooks that gather and cut the stream on the modules."""
-    (axis,) = axis_names(mesh)
-    for module, border in borders.items():
-        if border.gathers or border.cuts:
-            handed = _whole if border.gathers else _some
-            module.register_forward_pre_hook(partial(_before, partial(handed, axis)), with_kwargs=True)
-        if border.leaves:
-            module.register_forward_hook(partial(_after, partial(_some, axis)))
-
-
-def _before(
-    handed: Any, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(map(handed, args)), {name: handed(value) for name, value in kwargs.items()}
-
-
-def _after(left: Any, _: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
-    """The stream is what a module returns, or the first of it."""
-    if isinstance(out, tuple) and out and type(out) is tuple:
-        return (left(out[0]), *out[1:])
-    return left(out)
-
-
-def _whole(axis: str, value: Any) -> Any:
-    """All tokens, of what has this rank's."""
-    if _is_stream(value) and _placement(value, axis) == Shard(_SEQUENCE):
-        return value.redistribute({axis: Replicate()})
-    return value
-
-
-def _some(axis: str, value: Any) -> Any:
-    """This rank's tokens, of what has all of them."""
-    if _is_stream(value) and not _placement(value, axis).is_partition:
-        return value.redistribute({axis: Shard(_SEQUENCE)})
-    return value
-
-
-def _is_stream(value: Any) -> bool:
-    """Is it [rows, tokens, features]?"""
-    return isinstance(value, DTensor) and value.ndim == 3 and value.dtype.is_floating_point
-
-
-def _placement(value: DTensor, axis: str) -> Placement:
-    layout = value._spec.layout
-    return layout.placements[layout.axes.index(axis)] if axis in layout.axes else Shard(0)

@@ -1,0 +1,121 @@
+"""Where an activation lives at the border of a module: the few things that no parameter can say.
+
+The one place of a strategy that hangs hooks on modules, by torch's own `register_forward_hook`: an embedding
+finishes what it looked up, and between blocks the stream is cut and gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from shardwright.compat import axis_names
+from shardwright.placement.base import Placement, Replicate
+from shardwright.placement.shard import Shard
+from shardwright.tensor.dtensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwright.parallel.tensor.said import Spoken
+
+_SEQUENCE = 1  # of [rows, tokens, features]
+_NOT_CUT = Replicate()
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What happens to the stream at one module.
+
+    Args:
+        gathers: what it is handed has all tokens.
+        leaves: what it returns has this rank's.
+        cuts: what it is handed has this rank's tokens.
+        finishes: what it looked up in a cut table is finished, if that sends less than its table would.
+    """
+
+    gathers: bool = False
+    leaves: bool = False
+    cuts: bool = False
+    finishes: bool = False
+
+
+Borders = dict[nn.Module, Border]
+
+
+def of_embeddings(said: Spoken, cuts: Mapping[str, Placement]) -> Borders:
+    """Embeddings whose rows are cut.
+
+    A rank has the rows of its own tokens, and zeros: a pending sum. Its gradient, left pending, would make
+    that of the whole table pending too, to be reduced in the size of the vocabulary.
+    """
+    return {
+        each.owner: Border(finishes=True)
+        for each in said.parameters
+        if isinstance(each.owner, nn.Embedding) and cuts.get(each.name) == Shard(0)
+    }
+
+
+def hang(borders: Borders, mesh: DeviceMesh) -> None:
+    """Hang the hooks that gather, cut and finish the stream on the modules."""
+    (axis,) = axis_names(mesh)
+    for module, border in borders.items():
+        if border.gathers or border.cuts:
+            handed = partial(_whole if border.gathers else _some, axis)
+            module.register_forward_pre_hook(partial(_before, handed), with_kwargs=True)
+        if border.leaves:
+            module.register_forward_hook(partial(_after, partial(_some, axis)))
+        elif border.finishes:
+            module.register_forward_hook(partial(_finished, axis))
+
+
+def _before(
+    handed: Callable[[Any], Any], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(map(handed, args)), {name: handed(value) for name, value in kwargs.items()}
+
+
+def _after(left: Callable[[Any], Any], _: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
+    """The stream is what a module returns, or the first of it."""
+    if type(out) is tuple and out:
+        return (left(out[0]), *out[1:])
+    return left(out)
+
+
+def _whole(axis: str, value: Any) -> Any:
+    """All tokens, of what has this rank's."""
+    if _is_stream(value) and _placement(value, axis) == Shard(_SEQUENCE):
+        return value.redistribute({axis: Replicate()})
+    return value
+
+
+def _some(axis: str, value: Any) -> Any:
+    """This rank's tokens, of what has all of them."""
+    if _is_stream(value) and not _placement(value, axis).is_partition:
+        return value.redistribute({axis: Shard(_SEQUENCE)})
+    return value
+
+
+def _finished(axis: str, table: nn.Module, _: tuple[Any, ...], out: Any) -> Any:
+    """What was looked up, finished, so that its gradient is reduced and not the table's.
+
+    An all-reduce of the one sends twice its size, the reduction of the other to its parts once.
+    """
+    if not isinstance(out, DTensor) or not _placement(out, axis).is_pending:
+        return out
+    smaller = 2 * out.numel() < sum(p.numel() for p in table.parameters(recurse=False))
+    return out.redistribute({axis: Replicate()}) if smaller else out
+
+
+def _is_stream(value: Any) -> bool:
+    """Is it [rows, tokens, features]?"""
+    return isinstance(value, DTensor) and value.ndim == 3 and value.dtype.is_floating_point
+
+
+def _placement(value: DTensor, axis: str) -> Placement:
+    layout = value._spec.layout
+    return layout.placements[layout.axes.index(axis)] if axis in layout.axes else _NOT_CUT
