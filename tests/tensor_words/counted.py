@@ -20,7 +20,7 @@ from tests.witness.witness import Witness, compare
 
 ROWS, TOKENS, WIDTH = 2, 24, 48
 _SIZES = {
-    "vocab_size": 96, "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 2,
+    "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
 }  # fmt: skip
 
@@ -40,12 +40,12 @@ class Counted(NamedTuple):
     collectives: int
 
 
-def step(sequence: bool, **sizes: Any) -> Counted:
+def step(sequence: bool, vocabulary: int) -> Counted:
     """One step of a Llama, tensor-parallel over all ranks."""
     warnings.simplefilter("ignore")
     mesh = rank_mesh((dist.get_world_size(),), ("tp",))
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**(_SIZES | sizes)))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **_SIZES))
     parallelize_tensor(model, mesh, "auto", sequence_parallel=sequence)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     tokens = torch.randint(3, 96, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))

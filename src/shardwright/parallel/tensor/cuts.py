@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardwright.parallel.tensor.heads import Heads, heads_near
+from shardwright.parallel.tensor.heads import heads_near
 from shardwright.parallel.tensor.words import Along
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.interleaved import Interleaved
@@ -38,11 +38,7 @@ def placement_of(said: Said, parent: nn.Module, n: int) -> Placement:
         return heads.cut_fused(dim, n)
     if said.word.gathers and _is_pair(features, parent):
         return Interleaved(dim, 2)
-    if heads is None:
-        return Shard(dim)
-    if said.word.along is Along.INPUTS and _has_fused(parent, heads):
-        return heads.cut_after_fused(dim, n)
-    return heads.cut(dim, features, n)
+    return Shard(dim) if heads is None else heads.cut(dim, features, n)
 
 
 def cut_dim(said: Said) -> int | None:
@@ -66,11 +62,6 @@ def cut_dim(said: Said) -> int | None:
     if type(said.owner).__name__ == "Conv1D":
         outputs, inputs = inputs, outputs
     return outputs if along is Along.OUTPUTS else inputs
-
-
-def _has_fused(parent: nn.Module, heads: Heads) -> bool:
-    """Does a child make queries, keys and values in one?"""
-    return any(heads.is_fused(getattr(child, "out_features", 0)) for child in parent.children())
 
 
 def _is_pair(features: int, parent: nn.Module) -> bool:

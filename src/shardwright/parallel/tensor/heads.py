@@ -2,7 +2,8 @@
 
 Where an axis divides the number of key-value heads, a plain cut does that. Else ranks get whole groups (a
 key-value head and its queries), some one more than others; and where there are fewer groups than ranks, the
-queries are cut between heads, and keys and values are whole on every rank.
+queries are cut between heads, and keys and values are whole on every rank. Where there are fewer heads of
+queries than ranks, a plain cut tears them: no rank is left without a part, which `fully_shard` does not take.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ class Heads:
     size: int
 
     def cut(self, dim: int, features: int, n: int) -> Placement:
-        """The cut of a dim of `features` over n ranks: whole heads where it has whole ones."""
-        units = self.groups
-        if self.groups < n and self.groups < self.queries:
-            if features == self.groups * self.size:
-                return Replicate()
-            units = self.queries
-        if units % n == 0 or features % units:
+        """The cut of a dim of `features` over n ranks: between heads where each rank gets one."""
+        if self._few(n) and features == self.groups * self.size:
+            return Replicate()
+        units = self.queries if self._few(n) else self.groups
+        if units % n == 0 or features % units or units < n:
             return Shard(dim)
         return Ragged(balanced(units, n), (dim,))
+
+    def _few(self, n: int) -> bool:
+        """Are there ranks without a head of keys, which could have one of queries?"""
+        return self.groups < n and self.groups < self.queries
 
     def is_fused(self, features: int) -> bool:
         """Are these the features of queries, keys and values, one after the other?"""
@@ -50,18 +53,13 @@ class Heads:
     def cut_fused(self, dim: int, n: int) -> Placement:
         """The cut of a dim with all queries, then all keys, then all values: each of them between groups.
 
-        Also where there are fewer groups than ranks, and some ranks have none: in one parameter, queries
-        cannot be cut between heads and their keys be whole.
+        Not so where there are fewer groups than ranks: then keys are cut inside their heads.
         """
-        even = self.groups % n == 0
+        even = self.groups % n == 0 or self.groups < n
         if even and self.queries == self.groups:
             return Interleaved(dim, 3)
         parts = (self.queries // self.groups, 1, 1)
         return Fused(dim, parts, None if even else balanced(self.groups, n))
-
-    def cut_after_fused(self, dim: int, n: int) -> Placement:
-        """The cut of the inputs of what reads the heads that `cut_fused` leaves."""
-        return Shard(dim) if self.groups % n == 0 else Ragged(balanced(self.groups, n), (dim,))
 
 
 def balanced(units: int, n: int) -> tuple[int, ...]:
