@@ -180,7 +180,7 @@ def compositions_of(model: str) -> tuple[Composition, ...]:
     family = MODELS[model]
     if model == "stack of experts":
         return table.ONLY_EXPERTS
-    chosen = table.EXPERTS if family.experts else (*table.DENSE, *table.PARTS)
+    chosen = table.EXPERTS if family.experts else (*table.DENSE, *table.PARTS, *table.BY_WORDS)
     return tuple(c for c in chosen if _can_be_cut(model, c))
 
 
@@ -189,6 +189,8 @@ def _can_be_cut(model: str, composition: Composition) -> bool:
     if composition.uses(SEQUENCE) and not family.sequence:
         return False
     if composition.uses(STYLES) and not family.by_style:
+        return False
+    if composition.uses(*table.BROUGHT) and not family.words:
         return False
     return model.startswith("decoder") or not composition.uses(BLOCKS)
 

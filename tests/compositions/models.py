@@ -37,6 +37,7 @@ class Model:
         experts: whether it has `MoELayer`s.
         no_rows: whether plain torch takes a batch of no rows.
         sequence: whether the plan that also cuts tokens between the matrices (`SEQUENCE`) fits.
+        words: whether it brings a plan of words.
     """
 
     build: Callable[..., nn.Module]
@@ -48,6 +49,7 @@ class Model:
     no_rows: bool = False
     vocab: int = huggingface.VOCAB
     sequence: bool = False
+    words: bool = False
 
     def styles(self) -> dict[str, ParallelStyle]:
         """Torch's styles, made anew: one object serves one module."""
@@ -155,16 +157,16 @@ MODELS: dict[str, Model] = {
         strangers.arithmetic, {"*.base.weight": _ROWS, "*.left.*": _ROWS, "*.high": _COLUMNS, "*.low": _ROWS},
         "base",
     ),
-    "llama": Model(huggingface.llama, _LLAMA, _LLAMA_STYLES, (_LAYERS,), "mlp"),
+    "llama": Model(huggingface.llama, _LLAMA, _LLAMA_STYLES, (_LAYERS,), "mlp", words=True),
     "qwen3": Model(
         huggingface.qwen3, _LLAMA, _LLAMA_STYLES | {f"{_LAYERS}.*.self_attn.?_norm": "heads"},
-        (_LAYERS,), "mlp",
+        (_LAYERS,), "mlp", words=True,
     ),
     "gpt2": Model(huggingface.gpt2, _GPT2, {}, ("inner.transformer.h",), "mlp"),
     "mixtral": Model(
         huggingface.mixtral,
         _LLAMA_HEADS | {"*.gate_up_proj": sw.Interleaved(1, 2), "*.experts.down_proj": sw.Shard(2)},
-        _LLAMA_HEAD_STYLES, (_LAYERS,), "mlp",
+        _LLAMA_HEAD_STYLES, (_LAYERS,), "mlp", words=True,
     ),
     "mixtral of our layers": Model(
         huggingface.mixtral_of_our_layers, _LLAMA_HEADS, _LLAMA_HEAD_STYLES, (_LAYERS,), "mlp", experts=True

@@ -23,7 +23,7 @@ from shardwright.parallel import (
 )
 from shardwright.testing.meshes import rank_mesh
 from tests.compositions.models import MODELS, SEQUENCE, blocks_of
-from tests.compositions.table import EXPERT_AXES, SOME, TENSOR, Composition, Step
+from tests.compositions.table import EXPERT_AXES, SOME, STREAM, TENSOR, WORDS, Composition, Step
 
 Call = Callable[[], object]
 
@@ -63,7 +63,9 @@ class Place:
 
     def inside(self) -> AbstractContextManager[Any]:
         """Where the forward runs: by names, the model computes on distributed tensors."""
-        return sw.spmd(self.mesh["tp"]) if self.composition.uses(TENSOR, SOME) else nullcontext()
+        return (
+            sw.spmd(self.mesh["tp"]) if self.composition.uses(TENSOR, SOME, WORDS, STREAM) else nullcontext()
+        )
 
 
 def place(model: nn.Module, name: str, at: Place) -> nn.Module:
@@ -109,6 +111,11 @@ def _by_styles(model: nn.Module, name: str, at: Place, step: Step) -> Iterator[C
 def _by_tokens(model: nn.Module, name: str, at: Place, step: Step) -> Iterator[Call]:
     styles = {pattern: style() for pattern, style in SEQUENCE.items()}
     yield lambda: parallelize_tensor(model, at.mesh["tp"], styles)
+
+
+def _by_words(model: nn.Module, name: str, at: Place, step: Step) -> Iterator[Call]:
+    cut = step.strategy == STREAM
+    yield lambda: parallelize_tensor(model, at.mesh["tp"], "auto", sequence_parallel=cut)
 
 
 def _by_parts(model: nn.Module, name: str, at: Place, step: Step) -> Iterator[Call]:
@@ -165,6 +172,8 @@ _CALLS: dict[str, Callable[[nn.Module, str, Place, Step], Iterator[Call]]] = {
     "sequence": _by_tokens,
     "blocks": _by_parts,
     "some": _of_some,
+    "words": _by_words,
+    "stream": _by_words,
     "replicate": _replicate,
     "fsdp": _fsdp,
     "hsdp": _hsdp,

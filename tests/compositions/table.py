@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from math import prod
 
 TENSOR, STYLES, SEQUENCE, BLOCKS, SOME = "tensor", "styles", "sequence", "blocks", "some"
+WORDS, STREAM = "words", "stream"
 REPLICATE, FSDP, HSDP, EXPERT = "replicate", "fsdp", "hsdp", "expert"
 # By names in an spmd block; torch's styles; these with tokens cut between them; by names, block by block; by
-# names in an spmd block, every second module alone.
+# names in an spmd block, every second module alone; by the words that a model brings, and these with the
+# stream between blocks cut.
 _OF_ALL = (TENSOR, STYLES, SEQUENCE, BLOCKS)
-TENSORS = (*_OF_ALL, SOME)
+BROUGHT = (WORDS, STREAM)
+TENSORS = (*_OF_ALL, SOME, *BROUGHT)
 EXPERT_AXES = ("ep_replicate", "ep_shard")
 
 
@@ -172,5 +175,9 @@ _FROZEN = (*ROUTERS, composition("tensor tp, expert, replicate dp", spread=2, dp
 
 DENSE = (*ALONE[:14], *_DATA, *_OF_UNITS, *(c for kind in _OF_ALL for c in _with_tensor(kind)))
 PARTS = (composition("some tp", tp=2), *_with_tensor(SOME))
+BY_WORDS = (
+    *(composition(f"{kind} tp", tp=2) for kind in BROUGHT),
+    *(c for k in BROUGHT for c in _with_tensor(k)),
+)
 EXPERTS = (*_WITH_EXPERTS, *(c for kind in (STYLES, BLOCKS, TENSOR) for c in _experts_with_tensor(kind)))
 ONLY_EXPERTS = (*ALONE[14:], *_FROZEN)

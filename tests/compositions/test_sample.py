@@ -37,6 +37,8 @@ SAMPLE = [
     ("gpt2", composition("tensor tp", tp=2), "tied"),
     ("mixtral of our layers", composition("expert, fsdp dp", spread=2, dp=2), "uneven"),
     ("t5", composition("replicate cr, fsdp ds", ds=2, cr=2), "twice"),
+    ("llama", composition("words tp, replicate dp", dp=2, tp=2), "everything"),
+    ("qwen3", composition("stream tp, fsdp* dp", dp=2, tp=2), "reentrant"),
 ]
 CASES = [Case(model, placed, VARIANTS[variant]) for model, placed, variant in SAMPLE]
 

@@ -46,8 +46,8 @@ def place_by_words(
     """
     said = spoken(module, words, strict=strict)
     _refuse_placed(said, mesh)
-    _tell_idle(module, said)
-    cuts = _placements(module, said, placed, mesh.size(), strict=strict)
+    cuts = _placements(module, said, placed, mesh.size())
+    _tell_idle(module, said, cuts)
     sequence = sequence or any(word.sequence for word in said.modules.values())
     borders = of_embeddings(said, cuts)
     if sequence:
@@ -64,8 +64,6 @@ def _placements(
     said: Spoken,
     placed: Mapping[str, PlacementsArgument],
     n: int,
-    *,
-    strict: bool,
 ) -> dict[str, Placement]:
     """`{name of a parameter: placement}` of those that a word reaches, under all names of a tied one."""
     chosen: dict[nn.Parameter, tuple[Said, Placement]] = {}
@@ -76,7 +74,7 @@ def _placements(
         placement = placement_of(each, parent, n)
         first = chosen.setdefault(each.parameter, (each, placement))
         if first[1] != placement:
-            _differ(first, (each, placement), strict=strict)
+            _differ(first, (each, placement), strict=said.strict)
     names = {id(p): [] for p in chosen}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in names:
@@ -108,10 +106,24 @@ def _refuse_placed(said: Spoken, mesh: DeviceMesh) -> None:
                 )
 
 
-def _tell_idle(module: nn.Module, said: Spoken) -> None:
+def _tell_idle(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement]) -> None:
+    """Warn of a plan that a model brings and that does less than it says."""
+    brings = f"parallelize_tensor: the plan that {type(module).__name__} brings cuts"
     if said.idle:
+        names = ", ".join(said.idle)
         warnings.warn(
-            f"parallelize_tensor: the plan that {type(module).__name__} brings cuts {', '.join(said.idle)}, "
-            "which have no parameters of their own: nothing is cut there",
+            f"{brings} {names}, which have no parameters of their own: nothing is cut there", stacklevel=4
+        )
+    cut = [name for name, placement in cuts.items() if placement.is_partition]
+    if not said.strict and not any(_in_a_list(module, name) for name in cut):
+        warnings.warn(
+            f"{brings} nothing in its blocks, but {', '.join(cut) or 'nothing'}; write words for them",
             stacklevel=4,
         )
+
+
+def _in_a_list(module: nn.Module, name: str) -> bool:
+    """Is the parameter of a module that stands in a list, as blocks do?"""
+    path = name.split(".")[:-1]
+    above = (module.get_submodule(".".join(path[:depth])) for depth in range(len(path)))
+    return any(isinstance(each, nn.ModuleList) for each in above)

@@ -46,11 +46,13 @@ class Spoken:
         parameters: those that a word reaches, each name of a tied one.
         modules: the modules that a pattern names, by path, and the word.
         idle: patterns of matrices that are cut which reach no parameter.
+        strict: it is a plan of the user's, every word of which must have an effect.
     """
 
     parameters: tuple[Said, ...]
     modules: Mapping[str, Word]
     idle: tuple[str, ...]
+    strict: bool
 
 
 def spoken(module: nn.Module, plan: Mapping[str, str], *, strict: bool) -> Spoken:
@@ -69,7 +71,7 @@ def spoken(module: nn.Module, plan: Mapping[str, str], *, strict: bool) -> Spoke
     if strict:
         _refuse_unknown(module, [p for p in words if p not in named])
         _refuse_idle(module, idle)
-    return Spoken(parameters, modules, idle)
+    return Spoken(parameters, modules, idle, strict)
 
 
 def _checked(pattern: str, name: str) -> Word:

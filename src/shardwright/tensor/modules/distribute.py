@@ -79,14 +79,40 @@ def _place_by_pattern(module: nn.Module, mesh: DeviceMesh, patterns: ByPattern, 
     named = _tensors(module)
     chosen = {name: _placements_for(name, patterns, mesh) for name in named}
     _check_patterns(patterns, named)
-    asked = {name for name in named if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    asked = _asked(named, patterns, chosen, mesh)
     made: dict[int, torch.Tensor] = {}
     for name, tensor in named.items():
-        if id(tensor) not in made and _to_be_placed(name, tensor, mesh, chosen[name], name in asked):
-            made[id(tensor)] = _distributed(name, tensor, mesh, chosen[name], source)
+        by_name = asked.get(id(tensor), name)
+        given = chosen[by_name]
+        if id(tensor) not in made and _to_be_placed(by_name, tensor, mesh, given, id(tensor) in asked):
+            made[id(tensor)] = _distributed(by_name, tensor, mesh, given, source)
     for name, tensor in named.items():
         if id(tensor) in made:
             _set(module, name, made[id(tensor)])
+
+
+def _asked(
+    named: Mapping[str, torch.Tensor],
+    patterns: ByPattern,
+    chosen: Mapping[str, PlacementsArgument],
+    mesh: DeviceMesh,
+) -> dict[int, str]:
+    """The name by which each tensor is asked for: of a tied one the first that a pattern names.
+
+    Raises: ParallelError: two names of one tensor are placed differently.
+    """
+    asked: dict[int, str] = {}
+    for name, tensor in named.items():
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            continue
+        first = asked.setdefault(id(tensor), name)
+        one, other = (resolve_placements(mesh, chosen[n], default="replicate") for n in (first, name))
+        if one != other:
+            raise ParallelError(
+                f"distribute_module: {first} and {name} are one parameter (tied weights), and the plan "
+                f"places them differently, {list(one[0])} and {list(other[0])}; give both the same placements"
+            )
+    return asked
 
 
 def _placements_for(name: str, patterns: ByPattern, mesh: DeviceMesh) -> PlacementsArgument:
