@@ -75,7 +75,7 @@ def _placements(
         first = chosen.setdefault(each.parameter, (each, placement))
         if first[1] != placement:
             _differ(first, (each, placement), strict=said.strict)
-    names = {id(p): [] for p in chosen}
+    names: dict[int, list[str]] = {id(p): [] for p in chosen}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in names:
             names[id(parameter)].append(name)
