@@ -22,6 +22,7 @@ _NAMES = (
     "redistribution",
     "regions",
     "step",
+    "words",
 )
 _WITH_OPTIONS = ("redistribution",)
 

@@ -70,10 +70,10 @@ def _holds(module: nn.Module, cut: set[nn.Module]) -> bool:
 
 def _blocks(module: nn.Module, cut: set[nn.Module]) -> Iterator[nn.Module]:
     """What the outermost lists hold that the plan cuts."""
-    for child in module.children():
-        if isinstance(child, _LISTS) and _holds(child, cut):
-            yield from (item for item in child.children() if _holds(item, cut))
-        elif child not in cut:
+    if isinstance(module, _LISTS) and _holds(module, cut):
+        yield from (item for item in module.children() if _holds(item, cut))
+    elif module not in cut:
+        for child in module.children():
             yield from _blocks(child, cut)
 
 
