@@ -1,6 +1,6 @@
-"""Sequence parallelism: between the parts of blocks that are cut, each rank holds some tokens of each row.
+"""Sequence parallelism: between the parts of blocks each rank holds some tokens of each row.
 
-A block is a stream that is normed and added to, and parts (attention, MLP) that the plan cuts. A part is
+A block is a stream that is normed and added to, and parts (attention, MLP) that hold matrices. A part is
 handed all tokens and leaves some: what it leaves is a pending sum, whose reduction sends half of what an
 all-reduce does when each rank is handed its tokens only; the other half is the gather at the next part. So
 norms, dropouts and additions compute on, and keep for the backward, 1/n of the stream.
@@ -78,10 +78,13 @@ def _blocks(module: nn.Module, cut: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _parts(block: nn.Module, along: Mapping[nn.Module, Along]) -> Borders:
-    """The parts of a block that are cut; a list of parts (T5) is a list of blocks."""
+    """The parts of a block, which hold matrices; a list of parts (T5) is a list of blocks.
+
+    Those too that the plan leaves whole: on some tokens, each rank would make a term of all their gradients.
+    """
     found: Borders = {}
     for child in block.children():
-        if not _holds(child, set(along)):
+        if not any(p.ndim > 1 for p in child.parameters()):
             continue
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             for item in child.children():
