@@ -69,9 +69,9 @@ def _holds(module: nn.Module, cut: set[nn.Module]) -> bool:
 
 
 def _blocks(module: nn.Module, cut: set[nn.Module]) -> Iterator[nn.Module]:
-    """What the outermost lists hold that the plan cuts."""
+    """What the outermost lists hold of which the plan cuts anything; the stream goes through all of it."""
     if isinstance(module, _LISTS) and _holds(module, cut):
-        yield from (item for item in module.children() if _holds(item, cut))
+        yield from module.children()
     elif module not in cut:
         for child in module.children():
             yield from _blocks(child, cut)

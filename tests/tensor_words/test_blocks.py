@@ -1,0 +1,97 @@
+"""Where the stream between blocks is gathered and cut; torch's own block for a loss of cut logits."""
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional
+
+import shardwright as sw
+from shardwright.parallel.tensor.borders import Border
+from shardwright.parallel.tensor.said import spoken
+from shardwright.parallel.tensor.sequence import read_blocks
+from shardwright.testing.meshes import rank_mesh
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+
+class Block(nn.Module):
+    """A norm, a part, and two matrices that the block multiplies itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.drop = nn.LayerNorm(4), Mlp(), nn.Dropout()
+        self.wide, self.narrow = nn.Linear(4, 6), nn.Linear(6, 4)
+
+
+class Nested(nn.Module):
+    """A block whose parts stand in a list, each with a norm of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList([Block()])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.positions = nn.Embedding(8, 4), nn.Embedding(8, 4)
+        self.blocks, self.norm = nn.ModuleList([Block(), Block()]), nn.LayerNorm(4)
+        self.more, self.head = nn.ModuleList([Nested()]), nn.Linear(4, 8)
+
+
+PART, INTO, OUT_OF = Border(gathers=True, leaves=True), Border(gathers=True), Border(leaves=True)
+
+
+def _borders(words):
+    model = Model()
+    said = spoken(model, words, strict=True)
+    placements = {"colwise": sw.Shard(0), "rowwise": sw.Shard(1), "sequence_parallel": sw.Replicate()}
+    cuts = {each.name: placements[words[each.pattern]] for each in said.parameters}
+    names = {module: name for name, module in model.named_modules()}
+    return {names[module]: border for module, border in read_blocks(model, said, cuts).items()}
+
+
+def test_parts_gather_and_leave_and_so_do_matrices_of_the_block_itself():
+    words = {"blocks.0.mlp.up": "colwise", "blocks.0.wide": "colwise", "blocks.0.narrow": "rowwise"}
+    assert _borders(words) == {
+        "table": OUT_OF, "positions": OUT_OF,
+        "blocks.0.mlp": PART, "blocks.0.wide": INTO, "blocks.0.narrow": OUT_OF,
+        # Whole, but the stream goes through them.
+        "blocks.1.mlp": PART, "blocks.1.wide": PART, "blocks.1.narrow": PART,
+    }  # fmt: skip
+
+
+def test_a_head_that_is_cut_reads_all_tokens_and_a_list_of_parts_is_a_list_of_blocks():
+    found = _borders({"more.0.layer.0.mlp.up": "colwise", "head": "colwise"})
+    assert found["head"] == INTO
+    assert {name for name in found if name.startswith("more")} == {
+        "more.0.layer.0.mlp", "more.0.layer.0.wide", "more.0.layer.0.narrow",
+    }  # fmt: skip
+
+
+def test_a_word_cuts_what_a_module_reads():
+    found = _borders({"blocks.0.mlp.up": "colwise", "norm": "sequence_parallel"})
+    assert found["norm"] == Border(cuts=True)
+
+
+def _loss():
+    """torch's `loss_parallel` and ours say the same: the rules serve the loss inside as outside."""
+    mesh = rank_mesh((2,), ("tp",))
+    full, labels = torch.randn(6, 41, generator=torch.Generator().manual_seed(1)), torch.arange(6)
+    plain = full.clone().requires_grad_()
+    functional.cross_entropy(plain, labels).backward()
+    logits = sw.distribute_tensor(full, mesh, [sw.Shard(1)]).requires_grad_()
+    with loss_parallel(), sw.spmd(mesh):
+        loss = functional.cross_entropy(logits, labels)
+        loss.backward()
+    torch.testing.assert_close(loss.detach().full_tensor(), functional.cross_entropy(full, labels))
+    torch.testing.assert_close(logits.grad.full_tensor(), plain.grad)
+    assert logits.grad.placements == (sw.Shard(1),)
+
+
+def test_torchs_loss_parallel_works_on_our_logits(ranks):
+    ranks(2, _loss)
