@@ -40,7 +40,7 @@ NAMED = [
     ("the front of a zigzag", [ZigZag(0)], (8,), sliced((8,), 0, 0, 1, 4), Shard(0)),
     ("whole rounds of blocks", [BlockCyclic(0, 2)], (16,), sliced((16,), 0, 4, 1, 8), BlockCyclic(0, 2)),
     ("columns, flattened", [Shard(1)], (6, 4), reshaped((6, 4), (24,)), Interleaved(0, 6)),
-    ("uneven rows, flattened", [Shard(0)], (5, 7), reshaped((5, 7), (35,)), Ragged((21, 14), (0,))),
+    ("uneven rows, flattened", [Shard(0)], (5, 7), reshaped((5, 7), (35,)), Ragged((3, 2), (0,))),
     ("back to columns", [Interleaved(0, 6)], (24,), reshaped((24,), (6, 4)), Shard(1)),
     ("windows that a rank has whole", [Shard(0)], (8,), unfolded((8,), 0, 2, 2), Shard(0)),
     ("another dim", [Shard(0)], (8, 6), sliced((8, 6), 1, 1, 2, 2), Shard(0)),
