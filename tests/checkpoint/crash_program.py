@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.checkpoint import choose, list_checkpoints, load, prune, save, step_of, step_path
+from shardwright.checkpoint import choose, latest, list_checkpoints, load, prune, save, step_of, step_path
 from shardwright.checkpoint.folder import why_unusable
 
-DIED = 77
+DIED = -signal.SIGKILL
+REPLACED = 20.0
 CHANGING = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
 
@@ -75,7 +76,7 @@ def _die_before(folder: str, operation: int) -> None:
         nonlocal count
         count += 1
         if count == operation:
-            os._exit(DIED)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         writes = event == "open" and isinstance(args[0], str | Path) and bool(args[2] & os.O_WRONLY)
@@ -98,12 +99,20 @@ def save_step(out: Path, step: int) -> None:
     save(step_path(out, step), model=model, step=step)
 
 
-def check_loads(out: Path) -> None:
+def replace(out: Path) -> None:
     model = nn.Linear(3, 3)
-    path = choose(out).path
-    load(path, model=model)
-    if model.weight[0, 0].item() != step_of(path):
-        raise SystemExit("a checkpoint holds the values of another")
+    nn.init.constant_(model.weight, REPLACED)
+    save(step_path(out, 2), model=model, step=2)
+
+
+def check_loads(out: Path, verb: str) -> None:
+    """By `latest` and by its own path, the checkpoint loads, and holds what one save gave it."""
+    for path in {latest(out), step_path(out, 2)} if verb == "replace" else {latest(out)}:
+        model = nn.Linear(3, 3)
+        load(path, model=model)
+        allowed = {float(step_of(path)), REPLACED if verb == "replace" else float(step_of(path))}
+        if set(model.weight.flatten().tolist()) - allowed or len(set(model.weight.flatten().tolist())) != 1:
+            raise SystemExit("a checkpoint holds the values of another")
 
 
 def prune_to_one(out: Path) -> None:
@@ -113,15 +122,15 @@ def prune_to_one(out: Path) -> None:
 def attempt(template: Path, out: Path, verb: str, rank: int, operation: int) -> dict[str, Any]:
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(template, out)
-    doing = {"save": (save_step, out, 3), "replace": (save_step, out, 2), "prune": (prune_to_one, out)}[verb]
+    doing = {"save": (save_step, out, 3), "replace": (replace, out), "prune": (prune_to_one, out)}[verb]
     died = in_two_ranks(*doing, dies=(rank, operation))
     unusable = [one.name for one in list_checkpoints(out).committed if why_unusable(one)]
     chosen = step_of(choose(out).path)
-    check_loads(out)
+    check_loads(out, verb)
     if died and verb != "prune":
         in_two_ranks(*doing)
     prune_to_one(out)
-    check_loads(out)
+    check_loads(out, verb)
     return {
         "died": died,
         "unusable": unusable,

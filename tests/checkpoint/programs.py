@@ -122,12 +122,12 @@ def save_then_draw(path: Path) -> tuple[float, float]:
     """What the generators of this rank give after a checkpoint was saved."""
     torch.manual_seed(100 + dist.get_rank())
     random.seed(100 + dist.get_rank())
-    save(path, model=nn.Linear(1, 1, bias=False), step=0)
+    save(path, model=nn.BatchNorm1d(1), step=0)
     return torch.rand(()).item(), random.random()
 
 
 def load_then_draw(path: Path) -> tuple[float, float]:
-    load(path, model=nn.Linear(1, 1, bias=False))
+    load(path, model=nn.BatchNorm1d(1))
     return torch.rand(()).item(), random.random()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,11 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("shape", "another model: scale is float32[] in the checkpoint but float32[2] in the model"),
+        ("shape", "another model: model/scale is float32[] in the checkpoint but float32[2] in the model"),
         ("dtype", "scale is float32[] in the checkpoint but float64[] in the model"),
         ("one more", "more is not in the checkpoint"),
         ("one less", "seen is not in the model"),
-        ("untied", "head is tied to embedding in the checkpoint but not in the model"),
+        ("untied", "head is tied to model/embedding in the checkpoint but not in the model"),
         ("regroup", "the optimizer's groups differ"),
         ("foreign parameter", "is no parameter of the model"),
     ],
@@ -56,7 +55,7 @@ def test_another_optimizer_is_refused_and_nothing_changes(saved: Path) -> None:
 
 
 def damage(path: Path, how: str) -> None:
-    data = next(path.glob("*.distcp"))
+    data = next(path.glob("data-*.safetensors"))
     content = data.read_bytes()
     if how == "short":
         data.write_bytes(content[:-100])
@@ -69,18 +68,17 @@ def damage(path: Path, how: str) -> None:
         (path / "manifest.json").write_text((path / "manifest.json").read_text()[:-50])
     elif how == "edited manifest":
         text = (path / "manifest.json").read_text()
-        (path / "manifest.json").write_text(text.replace('"step": 3', '"step": 4'))
+        (path / "manifest.json").write_text(text.replace('"step":3', '"step":4'))
     elif how == "newer":
-        outer = json.loads((path / "manifest.json").read_text())
-        outer["manifest"]["version"] = 99
-        (path / "manifest.json").write_text(json.dumps(outer))
+        text = (path / "manifest.json").read_text()
+        (path / "manifest.json").write_text(text.replace('"version":2', '"version":99'))
 
 
 DAMAGE = {
     "short": "bytes, the manifest says",
     "missing": "is missing",
     "flipped": "wrong checksum",
-    "short manifest": "its manifest cannot be read",
+    "short manifest": "its manifest has been changed or damaged (it ends too early)",
     "edited manifest": "its manifest has been changed or damaged",
     "newer": "its format is version 99",
 }
@@ -149,37 +147,36 @@ class TestChoice:
         assert str(choice.skipped[0]).startswith("skipped step-00000003: ")
 
     def test_an_unfinished_one_is_skipped_and_reported(self, out: Path) -> None:
-        step_path(out, 3).rename(step_path(out, 3).with_suffix(".partial"))
+        (step_path(out, 3) / "manifest.json").unlink()
         choice = choose(out)
         assert choice.path == step_path(out, 2)
         assert "never finished" in str(choice.skipped[0])
 
     def test_an_unfinished_one_that_is_named_is_refused(self, out: Path) -> None:
-        step_path(out, 3).rename(step_path(out, 3).with_suffix(".partial"))
+        (step_path(out, 3) / "manifest.json").unlink()
         with pytest.raises(CheckpointError, match="never finished"):
-            choose(out, "step-00000003.partial")
-        with pytest.raises(
-            CheckpointError, match=r"no checkpoint 'step-00000003' in .*step-00000002, step-0"
-        ):
             choose(out, "step-00000003")
+        with pytest.raises(CheckpointError, match=r"no checkpoint 'step-9' in .*step-00000002, step-0"):
+            choose(out, "step-9")
 
     def test_a_folder_without_a_finished_one_is_refused(self, tmp_path: Path) -> None:
-        step_path(tmp_path, 7).with_suffix(".partial").mkdir(parents=True)
+        step_path(tmp_path, 7).mkdir(parents=True)
         with pytest.raises(CheckpointError, match=r"no finished checkpoint to resume from \(skipped step-0"):
             choose(tmp_path)
 
     def test_pruning_keeps_the_newest_and_removes_what_was_left_unfinished(self, out: Path) -> None:
-        step_path(out, 1).rename(step_path(out, 1).with_suffix(".partial"))
-        step_path(out, 9).with_suffix(".partial").mkdir()
+        (step_path(out, 1) / "manifest.json").unlink()
+        step_path(out, 9).mkdir()
         prune(out, keep=1)
         listing = list_checkpoints(out)
         assert listing.committed == (step_path(out, 3),)
-        assert listing.unfinished == (step_path(out, 9).with_suffix(".partial"),)
+        assert listing.unfinished == (step_path(out, 9),)
+        assert not step_path(out, 1).exists()
 
     def test_the_manifest_says_what_is_inside(self, out: Path) -> None:
         manifest = read_manifest(step_path(out, 2))
         assert manifest.step == 2
-        assert {name: str(one) for name, one in manifest.model.items()} == {
-            "weight": "float32[2, 2]",
-            "bias": "float32[2]",
+        assert {name: str(one) for name, one in manifest.tensors.items()} == {
+            "model/weight": "float32[2, 2]",
+            "model/bias": "float32[2]",
         }

@@ -1,7 +1,4 @@
-"""Checkpoints that read placements and know no strategy by name.
-
-They are unpickled when they are loaded: load only those that you trust.
-"""
+"""Checkpoints that read placements and know no strategy by name, and of which nothing is executed."""
 
 from shardwright.checkpoint.folder import (
     NEWEST,
@@ -9,14 +6,15 @@ from shardwright.checkpoint.folder import (
     Choice,
     Skipped,
     choose,
+    latest,
     list_checkpoints,
     prune,
     step_of,
     step_path,
 )
 from shardwright.checkpoint.load import Loaded, load
-from shardwright.checkpoint.manifest import Manifest, read_manifest
 from shardwright.checkpoint.save import save
+from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 
 __all__ = [
     "NEWEST",
@@ -26,6 +24,7 @@ __all__ = [
     "Manifest",
     "Skipped",
     "choose",
+    "latest",
     "list_checkpoints",
     "load",
     "prune",

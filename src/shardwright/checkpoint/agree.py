@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from shardwright.errors import CheckpointError, ShardwrightError
 
 T = TypeVar("T")
+Group = Any
 
 
 def world() -> int:
@@ -23,28 +23,38 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def gather(mine: T) -> list[T]:
-    """What each rank gave, in rank order. Cost: one all-gather of pickled objects."""
-    if world() == 1:
-        return [mine]
-    everybody: list[T | None] = [None] * world()
-    dist.all_gather_object(everybody, mine)
-    return [one for one in everybody if one is not None]
+class _Outcome(NamedTuple):
+    """What a rank has to tell: a result, or why there is none."""
+
+    result: Any
+    reason: str
 
 
-@contextlib.contextmanager
-def together(what: str) -> Iterator[None]:
-    """Run a block that holds no collective on every rank; where one rank fails, every rank raises.
+def agreed(what: str, function: Callable[[], T], group: Group = None) -> list[T]:
+    """Run a function that holds no collective on every rank; their results, in rank order.
 
-    Raises: CheckpointError: the first rank's reason, the same text on every rank.
+    Raises: CheckpointError: the first failing rank's reason, the same text on every rank.
+    Cost: one all-gather of pickled results.
     """
-    reason = ""
-    try:
-        yield
-    except ShardwrightError as error:
-        reason = str(error)
-    except Exception as error:  # noqa: BLE001  a peer that does not hear of it would wait for ever
-        reason = f"{what} failed on rank {rank()}: {type(error).__name__}: {error}"
-    first = next((one for one in gather(reason) if one), "")
+    outcomes = _gather(_try(what, function), group)
+    first = next((one.reason for one in outcomes if one.reason), "")
     if first:
         raise CheckpointError(first)
+    return [one.result for one in outcomes]
+
+
+def _try(what: str, function: Callable[[], Any]) -> _Outcome:
+    try:
+        return _Outcome(function(), "")
+    except ShardwrightError as error:
+        return _Outcome(None, str(error))
+    except Exception as error:  # noqa: BLE001  a peer that does not hear of it would wait for ever
+        return _Outcome(None, f"{what} failed on rank {rank()}: {type(error).__name__}: {error}")
+
+
+def _gather(mine: _Outcome, group: Group) -> list[_Outcome]:
+    if world() == 1:
+        return [mine]
+    everybody: list[Any] = [None] * world()
+    dist.all_gather_object(everybody, mine, group=group)
+    return everybody

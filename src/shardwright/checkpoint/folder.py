@@ -1,22 +1,27 @@
 """The checkpoints of a run: their names, which are finished, which to go on from, which to remove.
 
-A run's folder holds `checkpoints/step-00000100` (finished) and `checkpoints/step-00000100.partial` (being
-written, or left by a run that ended while it wrote).
+A run's folder holds `checkpoints/step-00000100`; one that has no manifest is being written, or was left by a
+run that ended while it wrote.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.checkpoint.agree import rank
-from shardwright.checkpoint.files import PARTIAL, REMOVED, check_sizes, remove
-from shardwright.checkpoint.manifest import read_manifest
+from shardwright.checkpoint.storage.commit import lock, remove, tidy
+from shardwright.checkpoint.storage.folder_names import look
+from shardwright.checkpoint.storage.manifest import NAME, is_named, read_manifest
+from shardwright.checkpoint.storage.proof import prove
+from shardwright.checkpoint.storage.reader import check_sizes
 from shardwright.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
+_OLD_PARTIAL = ".partial"  # how the first format called what it had not finished
 NEWEST = "newest"
 
 
@@ -59,12 +64,25 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(out: Path | str) -> Checkpoints:
-    """The finished and the unfinished checkpoints of a run."""
-    folder = Path(out) / "checkpoints"
+    """The finished and the unfinished checkpoints of a run, in `<out>/checkpoints` or `out` itself."""
+    folder = _home(Path(out))
     found = sorted(folder.glob("step-*"), key=step_of, reverse=True) if folder.is_dir() else []
-    named = [one for one in found if _STEP.fullmatch(one.name.removesuffix(PARTIAL)) and one.is_dir()]
-    finished = [one for one in named if not one.name.endswith(PARTIAL) and (one / "manifest.json").is_file()]
+    named = [one for one in found if _STEP.fullmatch(one.name.removesuffix(_OLD_PARTIAL)) and one.is_dir()]
+    finished = [one for one in named if not one.name.endswith(_OLD_PARTIAL) and is_named(one / NAME)]
     return Checkpoints(tuple(finished), tuple(one for one in named if one not in finished))
+
+
+def _home(out: Path) -> Path:
+    return out / "checkpoints" if (out / "checkpoints").is_dir() else out
+
+
+def latest(out: Path | str) -> Path:
+    """The newest checkpoint of a run that can be used, as far as names, sizes and its manifest tell.
+
+    Args: out: the folder of a run, or of its checkpoints (`step-00000100`, ...).
+    Raises: CheckpointError: there is none; each that was skipped is named, with the reason.
+    """
+    return choose(out).path
 
 
 def choose(out: Path | str, name: str = NEWEST) -> Choice:
@@ -98,35 +116,57 @@ def choose(out: Path | str, name: str = NEWEST) -> Choice:
 
 
 def why_unusable(path: Path) -> str:
-    """Why a checkpoint cannot be used, as far as names and sizes tell; empty if it can."""
+    """Why a checkpoint cannot be used, as far as its manifest, names and sizes tell; empty if it can."""
     try:
-        check_sizes(path, read_manifest(path))
+        manifest = read_manifest(path)
+        prove(manifest)
+        check_sizes(path, manifest)
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-def prune(out: Path | str, *, keep: int) -> None:
+def prune(out: Path | str, *, keep: int, every: int | None = None) -> tuple[Path, ...]:
     """Remove all but the newest `keep` finished checkpoints, and what was left unfinished before the newest.
 
-    Only rank 0 removes. Raises: CheckpointError: `keep` is less than 1.
+    Only rank 0 removes, and only what is proven to be this library's: files that a manifest or a journal
+    names.
+
+    Args: every: keep also those whose step is a multiple of this, for ever.
+    Returns: the checkpoints that were removed, or tidied away (on rank 0).
+    Raises: CheckpointError: `keep` or `every` is less than 1.
     """
-    if keep < 1:
-        raise CheckpointError(f"keep={keep} would remove every checkpoint: keep at least 1")
+    if keep < 1 or (every is not None and every < 1):
+        raise CheckpointError(f"keep={keep}, every={every} would remove every checkpoint: keep at least 1")
     listing = list_checkpoints(out)
     if rank() != 0 or not listing.committed:
-        return
-    for path in listing.committed[keep:]:
+        return ()
+    old = [one for one in listing.committed[keep:] if every is None or step_of(one) % every]
+    for path in old:
         remove(path)
     newest = step_of(listing.committed[0])
-    leftovers = (*listing.unfinished, *(Path(out) / "checkpoints").glob(f"step-*{REMOVED}"))
-    for path in leftovers:
-        if step_of(path) <= newest:
-            shutil.rmtree(path)
+    left = [path for path in listing.unfinished if step_of(path) <= newest and _tidied_away(path)]
+    return (*old, *left)
+
+
+def _tidied_away(path: Path) -> bool:
+    """Remove an unfinished checkpoint, if nobody writes it now and nothing in it is somebody else's."""
+    try:
+        handle = lock(path)
+    except (CheckpointError, OSError):
+        return False
+    try:
+        tidy(path, look(path))
+        with contextlib.suppress(OSError):
+            path.rmdir()
+        return not path.exists()
+    finally:
+        os.close(handle)
 
 
 def _named(out: Path, name: str) -> Path:
-    path = next((one for one in (out / "checkpoints" / name, out / name, Path(name)) if one.exists()), None)
+    tries = (out / "checkpoints" / name, out / name, Path(name))
+    path = next((one for one in tries if one.exists()), None)
     if path is None:
         known = ", ".join(one.name for one in list_checkpoints(out).committed) or "none"
         raise CheckpointError(f"there is no checkpoint {name!r} in {out} (finished ones: {known})")

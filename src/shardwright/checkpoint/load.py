@@ -2,156 +2,236 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
-from shardwright.checkpoint import files, storage
-from shardwright.checkpoint.agree import gather, rank, together, world
-from shardwright.checkpoint.manifest import Manifest, SavedTensor, read_manifest
-from shardwright.checkpoint.model_state import ModelState, differences, local_of, read_model
-from shardwright.checkpoint.optimizer_state import check_groups, make_room, write_optimizer
+from shardwright.checkpoint.agree import agreed, rank, world
+from shardwright.checkpoint.collect import EXTRA
+from shardwright.checkpoint.compare import Identity, refuse_differences
+from shardwright.checkpoint.model_state import read_model
+from shardwright.checkpoint.pieces import local_of, views
+from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.rng_state import write_rng
+from shardwright.checkpoint.save import State
+from shardwright.checkpoint.state import Kind, Node, nodes_of
+from shardwright.checkpoint.storage.arena import Arena, room_for
+from shardwright.checkpoint.storage.element_types import DTYPES, name_of
+from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
+from shardwright.checkpoint.storage.proof import prove
+from shardwright.checkpoint.storage.reader import Reader, Want, check_sizes, wants
+from shardwright.checkpoint.storage.values import decode
+from shardwright.checkpoint.targets import Targets, apply_optimizer, of_rank, targets_of
 from shardwright.errors import CheckpointError
-
-_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint says beside its tensors. `rng_restored`: the generators go on where they were."""
+    """What a checkpoint says beside its tensors.
+
+    Args: values: the plain values of the state, by path. rng_restored: the generators go on where they were.
+        bytes_read: of this rank.
+    """
 
     path: Path
     step: int | None
     extra: Any
     config: dict[str, Any]
     rng_restored: bool
+    values: dict[str, Any] = field(default_factory=dict)
+    bytes_read: int = 0
 
 
-@dataclass
-class _Staged:
-    """Everything that is loaded, before anything is changed."""
+def load(
+    path: Path | str,
+    model: State | None = None,
+    optimizer: State | None = None,
+    *,
+    only: str | Sequence[str] | None = None,
+    in_place: bool = False,
+    **state: Any,
+) -> Loaded:
+    """Load a checkpoint into a state whose layouts may differ from those that were saved.
 
-    model: dict[str, torch.Tensor]
-    optimizer: dict[tuple[str, str], torch.Tensor]
-    values: dict[str, dict[str, Any]]
-    groups: list[dict[str, Any]]
-    objects: dict[str, Any]
-    rng: dict[str, Any] | None
-    extra: Any
-
-
-def load(path: Path | str, model: nn.Module, optimizer: Optimizer | None = None) -> Loaded:
-    """Load a checkpoint into a model, and an optimizer, whose layouts may differ from those that were saved.
-
-    A collective over the world. Every byte is checked, then everything is read into new tensors, and only
-    when all ranks have all of it the model and the optimizer are changed. The generators are restored where
-    the world has the size that it had.
+    A collective over the world. Each rank reads the byte ranges that it needs, and checks each chunk. Only
+    when
+    all ranks have all of it the state is changed. The generators are restored where the world has the size
+    that it had.
 
     Args:
         path: a finished checkpoint.
         model: the same parameters and buffers by name, shape and dtype; any placements.
-        optimizer: of the same class; it may be fresh. None: its state stays in the checkpoint.
+        optimizer: of the same class; it may be fresh. What is not given stays in the checkpoint.
+        only: load these of the state's tensors and values alone, by patterns of their paths
+            (`"model/layers.0.*"`); the generators stay as they are.
+        in_place: read straight into the tensors, without memory beside them. What that gives up: a damaged
+            file, or a rank that dies, leaves the state partly changed; then load another checkpoint.
+        state: as it was saved, by name. Plain values are not changed here but returned, in `Loaded.values`.
 
-    Raises: CheckpointError: on every rank, with nothing changed: the checkpoint is unfinished or damaged,
-    or is of another model or optimizer.
+    Raises: CheckpointError: on every rank, with nothing changed (but with `in_place`): the checkpoint is
+    unfinished or damaged, or is of another model or optimizer.
     Cost: no tensor data is communicated; each rank reads what it holds, and needs memory for it twice.
     """
-    path = Path(path)
-    with together(f"reading {path}"):
-        manifest = read_manifest(path)
-        files.check_sizes(path, manifest)
-        files.check_content(path, manifest, sorted(manifest.files)[rank() :: world()])
-    with together("comparing the model"):
-        state = read_model(model)
-        mine = state.identity
-    _check_model(path, manifest, state, mine)
-    with together("comparing the optimizer"):
-        staged = _make_room(path, manifest, state, optimizer)
-    _fetch(path, manifest, state, staged, optimizer)
-    _change(state, staged, optimizer)
-    return Loaded(path, manifest.step, staged.extra, manifest.config, staged.rng is not None)
+    everything = {"model": model, "optimizer": optimizer, **state}
+    loading = Loading(Path(path), _patterns(only), in_place)
+    return loading.run(everything)
 
 
-def _check_model(path: Path, manifest: Manifest, state: ModelState, mine: dict[str, SavedTensor]) -> None:
-    here: dict[str, SavedTensor] = {}
-    aliases: dict[str, str] = {}
-    objects: set[str] = set()
-    for tensors, tied, with_objects in gather((mine, state.aliases, tuple(state.objects))):
-        here |= tensors
-        aliases |= tied
-        objects |= set(with_objects)
-    found = differences(manifest, here, aliases)
-    found += [f"{name} has extra state on one side only" for name in objects ^ set(manifest.objects)]
-    if found:
-        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise CheckpointError(
-            f"{path} is a checkpoint of another model: {'; '.join(found[:_SHOWN])}{more}. "
-            "Build the model with the settings of the checkpoint (manifest.json has them), or start a new run"
-        )
+def _patterns(only: str | Sequence[str] | None) -> tuple[str, ...]:
+    return () if only is None else (only,) if isinstance(only, str) else tuple(only)
 
 
-def _make_room(path: Path, manifest: Manifest, state: ModelState, optimizer: Optimizer | None) -> _Staged:
-    if optimizer is not None and manifest.optimizer is None:
-        raise CheckpointError(f"{path} holds no optimizer state: load it without an optimizer")
-    tuned = manifest.optimizer
-    room = make_room(optimizer, state.names(), tuned) if optimizer is not None and tuned is not None else {}
-    tensors = {name: torch.zeros_like(one.detach()) for name, one in state.tensors.items()}
-    return _Staged(tensors, room, {}, [], {}, None, None)
+class Loading:
+    """One load: opened, compared, read, and only then put in place."""
 
+    manifest: Manifest
+    reader: Reader
 
-def _fetch(
-    path: Path, manifest: Manifest, state: ModelState, staged: _Staged, optimizer: Optimizer | None
-) -> None:
-    """Read everything into `staged`."""
-    wanted: dict[str, Any] = {f"model/{manifest.aliases.get(n, n)}": one for n, one in staged.model.items()}
-    wanted |= {f"optimizer/{parameter}/{name}": one for (parameter, name), one in staged.optimizer.items()}
-    wanted |= {f"object/{name}": None for name in state.objects}
-    wanted["extra"] = None
-    settings = [f"settings/{one}" for one in manifest.settings] if optimizer is not None else []
-    wanted |= dict.fromkeys(settings)
-    same_world = manifest.world == world()
-    if same_world:
-        wanted[f"rng/{rank()}"] = None
-    storage.read(path, wanted)
-    staged.extra = wanted["extra"]
-    staged.rng = wanted[f"rng/{rank()}"] if same_world else None
-    staged.objects = {name: wanted[f"object/{name}"] for name in state.objects}
-    with together("comparing the optimizer's groups"):
-        _take_settings(staged, [wanted[one] for one in settings], state, optimizer)
+    def __init__(self, path: Path, patterns: tuple[str, ...], in_place: bool) -> None:
+        self.path, self.patterns, self.in_place = path, patterns, in_place
+        self.nodes: list[Node] = []
+        self.targets = Targets()
+        self.staged: dict[str, torch.Tensor] = {}
+        self.values: dict[str, Any] = {}
+        self.rng: Any = None
+        self.extra: Any = None
 
+    def run(self, state: Mapping[str, Any]) -> Loaded:
+        """All of it, on every rank at once."""
+        saves = agreed(f"reading {self.path}", self._open)
+        if len(set(saves)) > 1:
+            raise CheckpointError(
+                f"the ranks see different checkpoints at {self.path}: it was replaced while it was read "
+                "(load it "
+                "again), or it is on a disk of one node"
+            )
+        try:
+            identities = agreed("comparing the state", lambda: self._compare(state))
+            refuse_differences(self.path, self.manifest, identities, self._wanted)
+            agreed(f"reading {self.path}", self._read)
+        finally:
+            self.reader.close()
+        self._change()
+        manifest = self.manifest
+        values = {node.path: self.values[node.path] for node in self.nodes if self._is_plain(node)}
+        config = decode(manifest.config, "config")
+        restored = self.rng is not None
+        return Loaded(self.path, manifest.step, self.extra, config, restored, values, self.reader.bytes_read)
 
-def _take_settings(
-    staged: _Staged, settings: list[dict[str, Any]], state: ModelState, optimizer: Optimizer | None
-) -> None:
-    if optimizer is None:
-        return
-    for one in settings:
-        staged.values |= one["values"]
-    staged.groups = check_groups(optimizer, state.names(), _merge([one["groups"] for one in settings]))
+    def _wanted(self, path: str) -> bool:
+        return not self.patterns or any(fnmatchcase(path, pattern) for pattern in self.patterns)
 
+    def _is_plain(self, node: Node) -> bool:
+        return node.kind is Kind.VALUE and node.path in self.values
 
-def _merge(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One list of groups from those of ranks that hold different parameters (pipeline stages)."""
-    merged = [dict(group) for group in per_rank[0]]
-    for groups in per_rank[1:]:
-        for mine, other in zip(merged, groups, strict=True):
-            mine["params"] = list(dict.fromkeys((*mine["params"], *other["params"])))
-    return merged
+    def _open(self) -> str:
+        """Read the manifest, and look at this rank's part of the files."""
+        self.manifest = read_manifest(self.path)
+        try:
+            prove(self.manifest)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path} cannot be used: its manifest is wrong: {error}") from None
+        self.reader = Reader(self.path, self.manifest)
+        mine = range(rank(), len(self.manifest.files), world())
+        try:
+            check_sizes(self.path, self.manifest, mine)
+            self.reader.check_headers(mine)
+        finally:
+            self.reader.close()
+        return self.manifest.id
 
+    def _compare(self, state: Mapping[str, Any]) -> Identity:
+        """Find where everything goes; what this rank has."""
+        self.nodes = nodes_of(state)
+        where = {"rank": rank(), "world": world()}
+        self.targets = targets_of(self.nodes, self.manifest, self._wanted, **where)
+        of_optimizers = {key for keys in self.targets.optimizer_states.values() for key in keys.values()}
+        tensors = {
+            name: (name_of(tensor.dtype), tuple(tensor.shape))
+            for name, tensor in self.targets.live.items()
+            if name not in of_optimizers
+        }
+        roots = tuple(node.path for node in self.nodes if node.kind is Kind.MODULE)
+        return Identity(tensors, self.targets.ties, roots, tuple(self._wanted_values()))
 
-def _change(state: ModelState, staged: _Staged, optimizer: Optimizer | None) -> None:
-    """Put what was staged into place. Nothing here can fail for a reason that the checks did not exclude."""
-    with torch.no_grad():
-        for name, tensor in state.tensors.items():
-            local_of(tensor).copy_(local_of(staged.model[name]))
-    for name, module in state.objects.items():
-        module.set_extra_state(staged.objects[name])
-    if optimizer is not None:
-        write_optimizer(optimizer, state.names(), staged.optimizer, staged.values, staged.groups)
-    if staged.rng is not None:
-        write_rng(staged.rng)
+    def _wanted_values(self) -> list[str]:
+        """The paths of what is loaded by value."""
+        of_modules = [
+            f"{node.path}/{name}"
+            for node in self.nodes
+            if node.kind is Kind.MODULE
+            for name in read_model(node.live).objects
+        ]
+        valued = (Kind.GENERATOR, Kind.STATEFUL, Kind.VALUE)
+        paths = [*of_modules, *(node.path for node in self.nodes if node.kind in valued)]
+        return [path for path in paths if self._wanted(path)]
+
+    def _read(self) -> None:
+        """Read everything and make all values; nothing of the state is changed but with `in_place`."""
+        wanted: list[Want] = []
+        for key, tensor in self.targets.fresh.items():
+            wanted += self._wants(key, tensor, local_of(tensor))
+        for name, (tensor, local) in self._places().items():
+            wanted += self._wants(self.manifest.ties.get(name, name), tensor, local)
+        self.reader.read(wanted)
+        take = self.targets.fresh.__getitem__
+        self.values = {path: decode(one, path, take) for path, one in self.targets.values.items()}
+        if not self.patterns:
+            self._read_own()
+
+    def _read_own(self) -> None:
+        if EXTRA in self.manifest.values:
+            self.extra = decode(self.manifest.values[EXTRA], EXTRA, self._take_whole)
+        if self.manifest.world == world() and RNG in self.manifest.values:
+            self.rng = decode(of_rank(self.manifest, RNG, rank(), world()), RNG)
+
+    def _take_whole(self, key: str) -> torch.Tensor:
+        """A plain tensor that a value names."""
+        saved = self.manifest.tensors.get(key)
+        if saved is None:
+            raise CheckpointError(f"{key} is named by a value and is no tensor of the checkpoint")
+        whole = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+        self.reader.read(self._wants(key, whole, whole))
+        return whole
+
+    def _places(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor of the state with the memory that is read into: its own, or a copy to be."""
+        live = {name: (tensor, local_of(tensor)) for name, tensor in self.targets.live.items()}
+        apart = [name for name, (_, local) in live.items() if not (self.in_place and local.is_contiguous())]
+        arena = Arena(sum(room_for(live[name][1].nbytes) for name in apart))
+        for name in apart:
+            tensor, local = live[name]
+            self.staged[name] = arena.take(tuple(local.shape), local.dtype)
+            live[name] = tensor, self.staged[name]
+        return live
+
+    def _wants(self, key: str, tensor: torch.Tensor, local: torch.Tensor) -> list[Want]:
+        saved = self.manifest.tensors[key]
+        return [want for box, view in views(tensor, local) for want in wants(key, saved, box, view)]
+
+    def _change(self) -> None:
+        """Put what was read into place.
+
+        Nothing here can fail for a reason that the checks did not exclude.
+        """
+        with torch.no_grad():
+            for name, staged in self.staged.items():
+                local_of(self.targets.live[name]).copy_(staged)
+        loaded = {**self.targets.live, **self.targets.fresh}
+        for node in self.nodes:
+            if node.kind is Kind.MODULE:
+                for name, module in read_model(node.live).objects.items():
+                    if f"{node.path}/{name}" in self.values:
+                        module.set_extra_state(self.values[f"{node.path}/{name}"])
+            elif node.kind is Kind.OPTIMIZER and self._wanted(node.path):
+                apply_optimizer(self.targets, self.manifest, node, loaded)
+            elif node.kind is Kind.GENERATOR and node.path in self.values:
+                node.live.set_state(self.values[node.path])
+            elif node.kind is Kind.STATEFUL and node.path in self.values:
+                node.live.load_state_dict(self.values[node.path])
+        if self.rng is not None:
+            write_rng(self.rng)

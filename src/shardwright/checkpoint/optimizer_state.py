@@ -6,163 +6,163 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.manifest import SavedOptimizer, SavedTensor
-from shardwright.checkpoint.model_state import describe
+from shardwright.checkpoint.storage.element_types import DTYPES
+from shardwright.checkpoint.storage.manifest import SavedOptimizer, SavedTensor
+from shardwright.checkpoint.storage.values import Keep, decode, encode
 from shardwright.errors import CheckpointError
 
 _COUNTER = "step"  # torch's optimizers keep it as a plain 0-d tensor, also beside a 0-d parameter
+_PARAMS = "params"
 
 
-@dataclass(frozen=True)
-class OptimizerState:
-    """An optimizer as data: (parameter, state name) -> tensor; other values; settings of each group."""
+@dataclass
+class OptimizerPart:
+    """What one rank has of an optimizer beside its tensors: as JSON, parameters by name."""
 
     kind: str
-    tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    groups: list[dict[str, Any]]
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def key(self) -> str:
-        """A name for the set of parameters: ranks that share it share values and settings."""
-        names = sorted(name for group in self.groups for name in group["params"])
-        return str(xxhash.xxh3_64_hexdigest("\n".join(names).encode()))
-
-    @property
-    def identity(self) -> SavedOptimizer:
-        """What the state is, without its data."""
-        state: dict[str, dict[str, SavedTensor]] = {}
-        for (parameter, name), tensor in self.tensors.items():
-            state.setdefault(parameter, {})[name] = describe(tensor)
-        return SavedOptimizer(kind=self.kind, state=state)
 
 
-def parameters_of(optimizer: Optimizer, names: dict[int, str]) -> dict[str, torch.Tensor]:
+def parameters_of(optimizer: Optimizer, names: dict[int, str], path: str) -> dict[str, torch.Tensor]:
     """Name -> parameter, of all that the optimizer updates.
 
-    Raises: CheckpointError: it updates a tensor that is no parameter of the model.
+    Raises: CheckpointError: it updates a tensor that is no parameter of the state.
     """
     named: dict[str, torch.Tensor] = {}
     for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
+        for parameter in group[_PARAMS]:
             if id(parameter) not in names:
                 raise CheckpointError(
-                    f"group {number} of the optimizer updates a tensor {list(parameter.shape)} that is no "
-                    "parameter of the model: make the optimizer after the parameters have been placed"
+                    f"group {number} of {path} updates a tensor {list(parameter.shape)} that is no "
+                    "parameter of "
+                    "the model (or of another module of the state): make the optimizer after the parameters "
+                    "have been placed, and give the module whose parameters it updates beside it"
                 )
             named[names[id(parameter)]] = parameter
     return named
 
 
-def read_optimizer(optimizer: Optimizer, names: dict[int, str]) -> OptimizerState:
-    """The optimizer's state as the live objects.
+def read_optimizer(optimizer: Optimizer, names: dict[int, str], path: str, keep: Keep) -> OptimizerPart:
+    """The optimizer without its tensors; those are handed to `keep`, the live objects, by their keys.
 
     Args: names: identity of a parameter object -> its name.
     """
-    state = OptimizerState(type(optimizer).__name__, groups=_groups(optimizer, names))
-    for parameter, tensor in parameters_of(optimizer, names).items():
+    part = OptimizerPart(type(optimizer).__name__, [])
+    for number, group in enumerate(optimizer.param_groups):
+        settings = {
+            key: encode(value, f"{path}/group {number}/{key}")
+            for key, value in group.items()
+            if key != _PARAMS
+        }
+        part.groups.append({**settings, _PARAMS: [names.get(id(one), "") for one in group[_PARAMS]]})
+    for parameter, tensor in parameters_of(optimizer, names, path).items():
         for name, value in optimizer.state.get(tensor, {}).items():
+            key = f"{path}/{parameter}/{name}"
             if isinstance(value, torch.Tensor):
-                state.tensors[parameter, name] = value
+                keep(key, value)
             else:
-                state.values.setdefault(parameter, {})[name] = value
-    return state
+                part.values.setdefault(parameter, {})[name] = encode(value, key, keep)
+    return part
 
 
-def _groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[str, Any]]:
-    """Each parameter group with names in place of parameters (an unknown one is refused elsewhere)."""
-    return [
-        {**group, "params": [names.get(id(one), "") for one in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+def merge(path: str, parts: list[OptimizerPart]) -> dict[str, Any]:
+    """One optimizer from those of ranks that hold different parameters of it (pipeline stages).
 
-
-def make_room(
-    optimizer: Optimizer, names: dict[int, str], saved: SavedOptimizer
-) -> dict[tuple[str, str], torch.Tensor]:
-    """An empty tensor for each saved state, laid out as the live one, else as its parameter. Changes nothing.
-
-    Only for the parameters that this rank has.
-    Raises: CheckpointError: another kind of optimizer, or a state whose layout cannot be known yet.
+    Raises: CheckpointError: ranks disagree about its class or settings.
     """
-    if saved.kind != type(optimizer).__name__:
-        raise CheckpointError(
-            f"the checkpoint holds the state of {saved.kind}, not of {type(optimizer).__name__}"
-        )
-    room: dict[tuple[str, str], torch.Tensor] = {}
-    devices = _step_devices(optimizer)
-    for parameter, tensor in parameters_of(optimizer, names).items():
-        live = optimizer.state.get(tensor, {})
-        for name, one in saved.state.get(parameter, {}).items():
-            room[parameter, name] = _empty(
-                f"{parameter}.{name}", one, tensor, live.get(name), devices[id(tensor)]
-            )
-    return room
+    first = parts[0]
+    groups = [dict(group) for group in first.groups]
+    values = dict(first.values)
+    for part in parts[1:]:
+        if part.kind != first.kind or len(part.groups) != len(groups):
+            raise CheckpointError(f"{path} is another optimizer, or has other groups, on some ranks")
+        for mine, other in zip(groups, part.groups, strict=True):
+            if {**mine, _PARAMS: 0} != {**other, _PARAMS: 0}:
+                differ = [key for key in mine if key != _PARAMS and mine[key] != other.get(key)]
+                raise CheckpointError(f"{path}: the ranks have different settings ({', '.join(differ)})")
+            mine[_PARAMS] = list(dict.fromkeys((*mine[_PARAMS], *other[_PARAMS])))
+        values |= part.values
+    return {"kind": first.kind, "groups": groups, "values": values}
 
 
-def _empty(
-    name: str, saved: SavedTensor, parameter: torch.Tensor, live: Any, device: torch.device
-) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, saved.dtype.removeprefix("torch."))
-    if isinstance(live, torch.Tensor) and tuple(live.shape) == saved.shape:
-        return torch.zeros_like(live.detach(), dtype=dtype)
-    if tuple(parameter.shape) == saved.shape and not name.endswith(f".{_COUNTER}"):
+def states_of(path: str, tensors: dict[str, SavedTensor], parameters: set[str]) -> dict[tuple[str, str], str]:
+    """(parameter, state) -> key, of an optimizer's tensors in a checkpoint."""
+    found: dict[tuple[str, str], str] = {}
+    for key in tensors:
+        if key.startswith(f"{path}/"):
+            parameter, _, name = key[len(path) + 1 :].rpartition("/")
+            if parameter in parameters:
+                found[parameter, name] = key
+    return found
+
+
+def empty_state(key: str, saved: SavedTensor, parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor for a state that the optimizer does not have yet, laid out as its parameter.
+
+    Args: device: where the optimizer counts its steps.
+    Raises: CheckpointError: its layout cannot be known yet.
+    """
+    dtype = DTYPES[saved.dtype]
+    if tuple(parameter.shape) == saved.shape and not key.endswith(f"/{_COUNTER}"):
         return torch.zeros_like(parameter.detach(), dtype=dtype)
     if not saved.distributed:
         return torch.empty(saved.shape, dtype=dtype, device=device)
     raise CheckpointError(
-        f"the optimizer's state {name} is {saved}, not the shape of its parameter, so how it lies here is "
-        "not known before the optimizer has made it: take one step, then load"
+        f"the optimizer's state {key} is {saved}, not the shape of its parameter, so how it lies here is not "
+        "known before the optimizer has made it: take one step, then load"
     )
 
 
-def _step_devices(optimizer: Optimizer) -> dict[int, torch.device]:
+def step_devices(optimizer: Optimizer) -> dict[int, torch.device]:
     """Where each parameter's counters live: on the CPU unless the group is fused or capturable."""
     cpu = torch.device("cpu")
     return {
         id(one): one.device if group.get("fused") or group.get("capturable") else cpu
         for group in optimizer.param_groups
-        for one in group["params"]
+        for one in group[_PARAMS]
     }
 
 
 def check_groups(
-    optimizer: Optimizer, names: dict[int, str], saved: list[dict[str, Any]]
+    optimizer: Optimizer, names: dict[int, str], saved: SavedOptimizer, path: str
 ) -> list[dict[str, Any]]:
     """The saved settings in the order of the groups here.
 
-    Raises: CheckpointError: the parameters are grouped in another way.
+    Raises: CheckpointError: another kind of optimizer, or the parameters are grouped in another way.
     """
-    mine = [frozenset(group["params"]) for group in _groups(optimizer, names)]
+    if saved.kind != type(optimizer).__name__:
+        raise CheckpointError(
+            f"{path}: the checkpoint holds the state of {saved.kind}, not of {type(optimizer).__name__}"
+        )
+    mine = [frozenset(names[id(one)] for one in group[_PARAMS]) for group in optimizer.param_groups]
     held = frozenset().union(*mine)
-    theirs = {frozenset(group["params"]) & held: group for group in saved}
+    theirs = {frozenset(map(str, group.get(_PARAMS, ()))) & held: group for group in saved.groups}
     missing = next((group for group in mine if group not in theirs), None)
     if missing is not None:
         raise CheckpointError(
             f"the optimizer's groups differ: no group of the checkpoint holds just the {len(missing)} "
             f"parameters of {min(missing, default='an empty group')}'s group here"
         )
-    return [theirs[group] for group in mine]
+    return [
+        {key: decode(one, f"{path}/{key}") for key, one in theirs[group].items() if key != _PARAMS}
+        for group in mine
+    ]
 
 
 def write_optimizer(
     optimizer: Optimizer,
     names: dict[int, str],
-    tensors: dict[tuple[str, str], torch.Tensor],
-    values: dict[str, dict[str, Any]],
+    states: dict[str, dict[str, Any]],
     groups: list[dict[str, Any]],
 ) -> None:
-    """Put loaded state and settings into the optimizer; state that was not saved is dropped."""
+    """Put loaded state (parameter -> state -> value) and settings in; state that was not saved is dropped."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({name: value for name, value in saved.items() if name != "params"})
-    loaded: dict[str, dict[str, Any]] = {name: dict(one) for name, one in values.items()}
-    for (parameter, name), tensor in tensors.items():
-        loaded.setdefault(parameter, {})[name] = tensor
-    for parameter, tensor in parameters_of(optimizer, names).items():
-        if parameter in loaded:
-            optimizer.state[tensor] = loaded[parameter]
-        else:
-            optimizer.state.pop(tensor, None)
+        group.update(saved)
+        for parameter in group[_PARAMS]:
+            if names[id(parameter)] in states:
+                optimizer.state[parameter] = states[names[id(parameter)]]
+            else:
+                optimizer.state.pop(parameter, None)

@@ -7,8 +7,7 @@ import tempfile
 from datetime import datetime
 from pathlib import Path
 
-from shardwright.checkpoint.files import PARTIAL
-from shardwright.checkpoint.folder import step_of
+from shardwright.checkpoint.folder import list_checkpoints, step_of
 from shardwright.errors import ConfigError
 from shardwright.train.config import TrainConfig
 from shardwright.train.metrics import MetricsFile, StepRecord, read_metrics
@@ -61,9 +60,7 @@ def set_aside(out: Path, done: int) -> list[str]:
     Returns: their names. They stay on the disk as `discarded-...`, where no `--resume` looks.
     """
     folder = out / "checkpoints"
-    later = [
-        path for path in sorted(folder.glob("step-*")) if step_of(path) > done and path.suffix != PARTIAL
-    ]
+    later = [path for path in reversed(list_checkpoints(out).committed) if step_of(path) > done]
     for path in later:
         path.rename(_unused(folder / f"discarded-{path.name}"))
     return [path.name for path in later]

@@ -1,0 +1,136 @@
+"""What one rank has to save: its tensors as they live, everything else as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from shardwright.checkpoint.agree import world
+from shardwright.checkpoint.model_state import read_model
+from shardwright.checkpoint.optimizer_state import OptimizerPart, merge, read_optimizer
+from shardwright.checkpoint.pieces import Held, describe, local_of
+from shardwright.checkpoint.rng_state import KEY as RNG
+from shardwright.checkpoint.rng_state import read_rng
+from shardwright.checkpoint.state import Kind, Node
+from shardwright.checkpoint.storage.values import encode
+from shardwright.checkpoint.storage.writer import blocks
+from shardwright.errors import CheckpointError
+
+EXTRA = "extra"
+RANKS = "ranks"
+
+
+class Part(NamedTuple):
+    """What a rank tells the others about its state; values as text, so that they can be compared."""
+
+    tensors: dict[str, Held]
+    ties: dict[str, str]
+    modules: tuple[str, ...]
+    optimizers: dict[str, OptimizerPart]
+    values: dict[str, str]
+
+
+@dataclass
+class Collected:
+    """A rank's state: `tensors` are the live objects by key, each once; `ties` are their further names."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    modules: list[str] = field(default_factory=list)
+    optimizers: dict[str, OptimizerPart] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+
+    def keep(self, key: str, tensor: torch.Tensor) -> None:
+        """Take a tensor. Raises: CheckpointError: there is another one of this name."""
+        if key in self.tensors or key in self.ties:
+            raise CheckpointError(f"two tensors of the state are called {key}")
+        self.tensors[key] = tensor
+
+    def keep_once(self, key: str, tensor: torch.Tensor) -> None:
+        """Take a tensor, or note that it is one that is there already."""
+        first = self.names.setdefault(id(tensor), key)
+        if first == key:
+            self.keep(key, tensor)
+        else:
+            self.ties[key] = first
+
+    def part(self) -> Part:
+        """What the other ranks need to know. Cost: one read of each plain tensor, where there are others."""
+        compare = world() > 1
+        held = {key: _described(key, one, compare) for key, one in self.tensors.items()}
+        values = {key: json.dumps(one, allow_nan=False) for key, one in self.values.items()}
+        return Part(held, self.ties, tuple(self.modules), self.optimizers, values)
+
+
+def collect(nodes: list[Node], extra: Any, *, first_rank: bool) -> Collected:
+    """Read a state. Nothing is copied; what is not a tensor is made JSON at once.
+
+    Raises: CheckpointError: something cannot be saved; its path is named.
+    """
+    found = Collected()
+    for node in nodes:
+        if node.kind is Kind.MODULE:
+            _module(found, node)
+        elif node.kind is Kind.TENSOR:
+            found.keep_once(node.path, node.live)
+    for node in nodes:
+        if node.kind is Kind.OPTIMIZER:
+            found.optimizers[node.path] = read_optimizer(node.live, found.names, node.path, found.keep)
+        elif node.kind is Kind.GENERATOR:
+            found.values[node.path] = encode(node.live.get_state(), node.path)
+        elif node.kind is Kind.STATEFUL:
+            found.values[node.path] = encode(node.live.state_dict(), node.path, found.keep)
+        elif node.kind is Kind.VALUE:
+            found.values[node.path] = encode(node.live, node.path, found.keep)
+    if first_rank:
+        found.values[EXTRA] = encode(extra, EXTRA, found.keep)
+    found.values[RNG] = encode(read_rng(), RNG)
+    return found
+
+
+def _module(found: Collected, node: Node) -> None:
+    found.modules.append(node.path)
+    state = read_model(node.live)
+    for name, tensor in state.tensors.items():
+        found.keep_once(f"{node.path}/{name}", tensor)
+    for name, module in state.objects.items():
+        key = f"{node.path}/{name}"
+        found.values[key] = encode(module.get_extra_state(), key, found.keep)
+
+
+def _described(key: str, tensor: torch.Tensor, compare: bool) -> Held:
+    held = describe(tensor, key)
+    return held._replace(digest=_digest(tensor)) if compare and held.layout is None else held
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    whole = xxhash.xxh3_128()
+    for block in blocks(local_of(tensor)):
+        whole.update(block)
+    return str(whole.hexdigest())
+
+
+def values_of(parts: list[Part]) -> dict[str, Any]:
+    """The values of all ranks: one where they agree, else `{"$": "ranks", "v": {rank: value}}`."""
+    by_key: dict[str, dict[int, str]] = {}
+    for rank, part in enumerate(parts):
+        for key, text in part.values.items():
+            by_key.setdefault(key, {})[rank] = text
+    merged: dict[str, Any] = {}
+    for key, texts in by_key.items():
+        if key != RNG and len(set(texts.values())) == 1:
+            merged[key] = json.loads(next(iter(texts.values())))
+        else:
+            merged[key] = {"$": RANKS, "v": {str(rank): json.loads(text) for rank, text in texts.items()}}
+    return merged
+
+
+def optimizers_of(parts: list[Part]) -> dict[str, dict[str, Any]]:
+    """The optimizers of all ranks, each once."""
+    paths = dict.fromkeys(path for part in parts for path in part.optimizers)
+    return {path: merge(path, [p.optimizers[path] for p in parts if path in p.optimizers]) for path in paths}

@@ -1,0 +1,105 @@
+"""What of a tensor this rank holds: boxes of the logical tensor, each with a view of the local one."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwright.checkpoint.storage.element_types import name_of
+from shardwright.errors import CheckpointError
+from shardwright.index.boxes import Chunk, chunks_of
+from shardwright.index.region import Box
+from shardwright.layout.layout import Layout
+from shardwright.layout.of_tensor import layout_of
+from shardwright.remember import remembered
+
+Shape = tuple[int, ...]
+Cell = tuple[Shape, Shape]  # offset and size
+
+
+class Held(NamedTuple):
+    """A tensor as one rank describes it to the others: no data.
+
+    Args: layout: its text, for people; None: a plain tensor, of which every rank has the whole.
+        digest: of a plain tensor's bytes where several ranks save, so that they can be compared.
+    """
+
+    dtype: str
+    shape: Shape
+    layout: str | None
+    boxes: tuple[Cell, ...]
+    digest: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage that this rank holds of a tensor, detached; writing into it writes into the tensor."""
+    with torch.no_grad():
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def describe(tensor: torch.Tensor, key: str) -> Held:
+    """What of a tensor this rank holds.
+
+    Raises: CheckpointError: it is still to be summed, has no data, or is of a kind that no file holds.
+    """
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        _refuse_without_data(tensor, key)
+        whole: tuple[Cell, ...] = (((0,) * len(shape), shape),) if tensor.numel() else ()
+        return Held(name_of(tensor.dtype), shape, None, whole)
+    layout = layout_of(tensor)
+    if layout.pending_axes:
+        raise CheckpointError(
+            f"{key} with placements {tensor.placements} is not finished: reduce it first "
+            "(redistribute it to Replicate or Shard)"
+        )
+    boxes = tuple((chunk.box.offset, chunk.box.size) for chunk in chunks(layout))
+    if boxes:
+        _refuse_without_data(local_of(tensor), key)
+    return Held(name_of(layout.dtype), layout.shape, _text(layout), boxes)
+
+
+def _refuse_without_data(local: torch.Tensor, key: str) -> None:
+    if local.device.type == "meta":
+        raise CheckpointError(f"{key} is on the meta device and has no data: materialize the module first")
+    if local.layout != torch.strided:
+        raise CheckpointError(f"{key} is {local.layout}: make it dense first (x.to_dense())")
+    if local.is_quantized:
+        raise CheckpointError(f"{key} is quantized: save its integers and its scales")
+
+
+def chunks(layout: Layout) -> tuple[Chunk, ...]:
+    """The boxes that this rank holds of a tensor with this layout."""
+    return _chunks_of(layout, dist.get_rank() if dist.is_initialized() else 0)
+
+
+@remembered(4096)
+def _chunks_of(layout: Layout, rank: int) -> tuple[Chunk, ...]:
+    if rank not in layout.ranks:
+        return ()
+    return chunks_of(layout.region(layout.coords_of(rank)))
+
+
+@remembered(4096)
+def _text(layout: Layout) -> str:
+    return str(layout)
+
+
+def views(tensor: torch.Tensor, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """Each box that this rank holds with its elements in `local`, a tensor of the local shape: views."""
+    if not isinstance(tensor, DTensor):
+        return [(Box((0,) * local.dim(), tuple(local.shape)), local)] if local.numel() else []
+    return [(chunk.box, _view(chunk, local)) for chunk in chunks(layout_of(tensor))]
+
+
+def _view(chunk: Chunk, local: torch.Tensor) -> torch.Tensor:
+    if chunk.inside is None and not local.is_contiguous():
+        return local.reshape(-1).narrow(0, chunk.start, prod(chunk.box.size)).view(chunk.box.size)
+    return chunk.view(local)

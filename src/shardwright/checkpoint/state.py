@@ -1,0 +1,95 @@
+"""The state of a run as a tree of live objects: what each is, and by which path it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwright.errors import CheckpointError
+
+_DEPTH = 32
+_RESERVED = {"rng", "extra"}
+
+
+class Kind(Enum):
+    """What is done with an object."""
+
+    MODULE = auto()
+    OPTIMIZER = auto()
+    GENERATOR = auto()
+    TENSOR = auto()
+    STATEFUL = auto()
+    VALUE = auto()
+
+
+class Node(NamedTuple):
+    """One object of the tree; `path` has a slash for each level."""
+
+    path: str
+    kind: Kind
+    live: Any
+
+
+def nodes_of(state: Mapping[str, Any]) -> list[Node]:
+    """The objects of a state, its dicts, lists and tuples followed down to what they hold.
+
+    A container with nothing alive in it is one plain value.
+    Raises: CheckpointError: a name with a slash or that is taken, an object inside itself.
+    """
+    taken = _RESERVED & set(state)
+    if taken:
+        raise CheckpointError(f"a state cannot be called {min(taken)!r}: the checkpoint has one of its own")
+    return [
+        node for name, value in state.items() if value is not None for node in _walk(_name(name), value, 0)
+    ]
+
+
+def _walk(path: str, value: Any, depth: int) -> Iterator[Node]:
+    if depth > _DEPTH:
+        raise CheckpointError(f"{path} is nested deeper than {_DEPTH}: is it inside itself?")
+    kind = _kind(value)
+    if kind is not Kind.VALUE or not _holds_live(value, depth):
+        yield Node(path, kind, value)
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield from _walk(f"{path}/{_name(name)}", one, depth + 1)
+    else:
+        for at, one in enumerate(value):
+            yield from _walk(f"{path}/{at}", one, depth + 1)
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str | int) or "/" in str(name) or str(name) == "":
+        raise CheckpointError(f"a state is named {name!r}: a name is text or a number, without a slash")
+    return str(name)
+
+
+def _kind(value: Any) -> Kind:
+    if isinstance(value, nn.Module):
+        return Kind.MODULE
+    if isinstance(value, Optimizer):
+        return Kind.OPTIMIZER
+    if isinstance(value, torch.Generator):
+        return Kind.GENERATOR
+    if isinstance(value, torch.Tensor):
+        return Kind.TENSOR
+    if not isinstance(value, type) and _has_state(value):
+        return Kind.STATEFUL
+    return Kind.VALUE
+
+
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _holds_live(value: Any, depth: int) -> bool:
+    """Whether a container holds, at any level, an object that is loaded in place."""
+    if depth > _DEPTH or not isinstance(value, dict | list | tuple):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return any(_kind(one) is not Kind.VALUE or _holds_live(one, depth + 1) for one in inner)

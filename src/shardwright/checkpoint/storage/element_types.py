@@ -1,0 +1,57 @@
+"""Element types by name: in the manifest torch's names, in the files those of the safetensors format."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright.errors import CheckpointError
+
+_STANDARD = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+_AS_BYTES = ("complex128", "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+DTYPES = {name: getattr(torch, name) for name in (*_STANDARD, *_AS_BYTES)}
+ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_FROM_STANDARD = {standard: name for name, standard in _STANDARD.items()}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32. Raises: CheckpointError: a dtype that no file holds (quantized ones)."""
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise CheckpointError(
+            f"a checkpoint holds no {str(dtype).removeprefix('torch.')}: convert it to one of "
+            f"{', '.join(DTYPES)}"
+        ) from None
+
+
+def in_file(name: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
+    """Dtype and shape that stand in a file's header; what the format has no name for are bytes there."""
+    standard = _STANDARD.get(name)
+    return (standard, list(shape)) if standard else ("U8", [*shape, ITEMSIZES[name]])
+
+
+def from_file(standard: str) -> str:
+    """Our name of a safetensors dtype. Raises: CheckpointError: an unknown one."""
+    try:
+        return _FROM_STANDARD[standard]
+    except KeyError:
+        raise CheckpointError(f"elements of type {standard!r} are not known here") from None

@@ -1,0 +1,163 @@
+"""What stands in a checkpoint's folder, told apart by name and proven by content.
+
+    manifest.json                              the checkpoint; without it there is none
+    data-<save>-<rank>-<number>.safetensors    the data of a save
+    saving-<save>.json                         a save that is under way, or was interrupted; names what it
+    replaces manifest-<save>.new                        its manifest, before it gets its name
+    removing-<save>.json                       the manifest of a checkpoint that is being removed
+
+<save> is 16 random hex digits, made for each save: no two saves ever write one file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardwright.checkpoint.storage import disk, legacy
+from shardwright.checkpoint.storage.manifest import NAME, PREFIX, Manifest
+from shardwright.errors import CheckpointError
+
+_ID = r"([0-9a-f]{16})"
+DATA = re.compile(rf"data-{_ID}-\d{{5,}}-\d{{3,}}\.safetensors")
+SAVING = re.compile(rf"saving-{_ID}\.json")
+NEW = re.compile(rf"manifest-{_ID}\.new")
+REMOVING = re.compile(rf"removing-{_ID}\.json")
+_REPLACED = re.compile(rf"{DATA.pattern}|{legacy.FILES.pattern}")
+_OURS = (DATA, SAVING, NEW, REMOVING)
+_JOURNAL = "shardwright save"
+_MOST_JOURNAL = 1 << 26
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A save that began: its id, and the files of the checkpoint that it replaces."""
+
+    id: str
+    replaces: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> bytes:
+        """As it stands in the file."""
+        return json.dumps({"format": _JOURNAL, "id": self.id, "replaces": self.replaces}).encode()
+
+
+@dataclass
+class Content:
+    """What is in a folder: journals by name, our names, and whether there is a manifest of this library."""
+
+    names: list[str]
+    journals: dict[str, Journal | None] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    legacy: tuple[str, ...] = ()
+    committed: bool = False
+    recognised: bool = False
+
+    @property
+    def strangers(self) -> list[str]:
+        """Names that this library does not write."""
+        known = {NAME, *self.replaceable} if self.recognised else set()
+        return [n for n in self.names if n not in known and not any(p.fullmatch(n) for p in _OURS)]
+
+    @property
+    def replaceable(self) -> tuple[str, ...]:
+        """The files of the checkpoint that is there, as its manifest says."""
+        named = (file.name for file in self.manifest.files) if self.manifest else ()
+        return self.legacy or tuple(name for name in named if DATA.fullmatch(name))
+
+
+def look(path: Path) -> Content:
+    """What is in a folder. Raises: OSError: it cannot be read."""
+    content = Content(sorted(one.name for one in path.iterdir()))
+    for name in content.names:
+        if SAVING.fullmatch(name):
+            content.journals[name] = _read_journal(path / name)
+    if NAME in content.names:
+        content.committed = True
+        _look_at_manifest(path, content)
+    return content
+
+
+def _look_at_manifest(path: Path, content: Content) -> None:
+    try:
+        text = disk.read_small(path / NAME, 1 << 30)
+    except (OSError, EOFError):
+        return
+    with contextlib.suppress(CheckpointError):
+        content.manifest = Manifest.parse(text)
+    content.legacy = legacy.files_of(text)
+    content.recognised = text.startswith(PREFIX) or bool(content.legacy) or _made_by_us(path, content.names)
+
+
+def _made_by_us(path: Path, names: list[str]) -> bool:
+    """Whether a data file beside a damaged manifest says of itself that this library wrote it."""
+    return any(wrote(path, name) for name in names if DATA.fullmatch(name))
+
+
+def wrote(path: Path, name: str) -> bool:
+    """Whether the header of a data file says that this library wrote it, in the save of its name."""
+    found = DATA.fullmatch(name)
+    with contextlib.suppress(OSError, EOFError):
+        handle = disk.open_regular(path / name)
+        try:
+            start = bytearray(min(200, os.fstat(handle).st_size))
+            disk.read_into(handle, [memoryview(start)], 0)
+        finally:
+            os.close(handle)
+        return found is not None and metadata_text(found[1]) in bytes(start)
+    return False
+
+
+def metadata(save: str) -> dict[str, str]:
+    """What the header of a data file says of its save."""
+    return {"format": "shardwright", "save": save}
+
+
+def metadata_text(save: str) -> bytes:
+    """The same as it stands in the file."""
+    return json.dumps(metadata(save), separators=(",", ":")).encode()
+
+
+def _read_journal(path: Path) -> Journal | None:
+    """The journal; None: it is not one, or was cut."""
+    try:
+        found = json.loads(disk.read_small(path, _MOST_JOURNAL))
+        replaces = tuple(found["replaces"])
+        fits = found["format"] == _JOURNAL and path.name == f"saving-{found['id']}.json"
+        if fits and all(isinstance(one, str) and _REPLACED.fullmatch(one) for one in replaces):
+            return Journal(found["id"], replaces)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return None
+
+
+def leftovers(path: Path, content: Content, mine: str = "") -> Iterator[str]:
+    """Names that an interrupted save or removal left and that are proven to be ours; journals come last.
+
+    Args: mine: the save of this process, of which nothing needs to be proven.
+    """
+    here, now = set(content.names), content.manifest.id if content.manifest else ""
+    kept = {*content.replaceable, NAME}
+    known = {one.id for one in content.journals.values() if one is not None} | {mine}
+    for name in content.names:
+        found = DATA.fullmatch(name) or NEW.fullmatch(name)
+        if found and found[1] != now and name not in kept and (found[1] in known or wrote(path, name)):
+            yield name
+    for journal in content.journals.values():
+        if journal is not None and journal.id == now:
+            yield from (name for name in journal.replaces if name in here and name not in kept)
+    yield from _emptied(path, content)
+    yield from (n for n, journal in content.journals.items() if journal or n == f"saving-{mine}.json")
+
+
+def _emptied(path: Path, content: Content) -> Iterator[str]:
+    """Files of our names without a byte, as a crash leaves them: nothing is lost with them."""
+    for name in content.names:
+        cut = (SAVING.fullmatch(name) and content.journals[name] is None) or NEW.fullmatch(name)
+        if cut and disk.size_of(path / name) == 0:
+            yield name

@@ -1,0 +1,187 @@
+"""The manifest: what a checkpoint holds and where each element is. It is written last."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwright.checkpoint.storage import disk
+from shardwright.errors import CheckpointError
+
+NAME = "manifest.json"
+VERSION = 2
+PREFIX = b'{"shardwright": "checkpoint", "checksum": "'
+_BETWEEN = b'",\n"manifest": '
+_END = b"}\n"
+_DIGITS = 32
+_MOST = 1 << 30
+_VERSION = re.compile(rb'"version":\s*(\d{1,9})')
+_LIBRARY = re.compile(rb'"library":\s*"([^"]{1,40})"')
+
+Natural = Annotated[int, Field(ge=0, lt=1 << 62)]
+Sizes = tuple[Natural, ...]
+Id = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SavedPart(_Entry):
+    """A box of a tensor: row-major from byte `at` of file number `file` on.
+
+    Args: sums: the checksum of each chunk of it, 16 hex digits each.
+    """
+
+    file: Natural
+    at: Natural
+    offset: Sizes
+    size: Sizes
+    sums: str
+
+
+class SavedTensor(_Entry):
+    """What a tensor is whatever its layout, and where its elements are.
+
+    Args: layout: how it lay when it was saved, for people; None: it was a plain tensor.
+    """
+
+    dtype: str
+    shape: Sizes
+    layout: str | None = None
+    parts: tuple[SavedPart, ...] = ()
+
+    @property
+    def distributed(self) -> bool:
+        """Whether it was a DTensor."""
+        return self.layout is not None
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class SavedOptimizer(_Entry):
+    """An optimizer but for its tensors, which are `<its name>/<parameter>/<state>` among the others.
+
+    Args: kind: its class. groups: the settings of each, `params` by name. values: parameter -> state ->
+    value.
+    """
+
+    kind: str
+    groups: tuple[dict[str, Any], ...]
+    values: dict[str, dict[str, Any]]
+
+
+class SavedFile(_Entry):
+    """Name and size of a file, size and checksum of its header."""
+
+    name: str
+    size: Natural
+    header: Natural
+    sum: str
+
+
+class Manifest(_Entry):
+    """Everything about a checkpoint but its data."""
+
+    format: Literal["shardwright"] = "shardwright"
+    version: Natural = VERSION
+    id: Id
+    library: str
+    torch: str
+    world: Natural
+    step: Natural | None
+    config: dict[str, Any]
+    chunk: Annotated[int, Field(ge=1 << 10, le=1 << 30)]
+    files: tuple[SavedFile, ...]
+    tensors: dict[str, SavedTensor]
+    ties: dict[str, str]
+    modules: tuple[str, ...]
+    optimizers: dict[str, SavedOptimizer]
+    values: dict[str, Any]
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self:
+        """The manifest with this text.
+
+        Raises: CheckpointError: the text is damaged, or a newer library wrote it.
+        """
+        body = _body(text)
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"][:6]))
+            raise CheckpointError(
+                f"its manifest cannot be read ({place or 'text'}: {first['msg']})"
+            ) from None
+
+
+def dump(body: dict[str, Any]) -> bytes:
+    """The text of the manifest file, with a checksum of itself."""
+    text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    return PREFIX + _checksum(text) + _BETWEEN + text + _END
+
+
+def _checksum(text: bytes) -> bytes:
+    return str(xxhash.xxh3_128_hexdigest(text)).encode()
+
+
+def _body(text: bytes) -> bytes:
+    start = len(PREFIX) + _DIGITS + len(_BETWEEN)
+    stored, body = text[len(PREFIX) : len(PREFIX) + _DIGITS], text[start : -len(_END)]
+    whole = text.startswith(PREFIX) and text.endswith(_END) and text[:start].endswith(_BETWEEN)
+    if whole and stored == _checksum(body):
+        _refuse_newer(body)
+        return body
+    if text.startswith(PREFIX):
+        _refuse_newer(text[:1000])
+        cut = "" if text.endswith(_END) else " (it ends too early)"
+        raise CheckpointError(f"its manifest has been changed or damaged{cut}")
+    raise CheckpointError("its manifest cannot be read (it is not of this library, or damaged at its start)")
+
+
+def _refuse_newer(body: bytes) -> None:
+    """Raises CheckpointError for a version that this library does not know."""
+    found = _VERSION.search(body[:1000])
+    if found is not None and int(found[1]) > VERSION:
+        library = _LIBRARY.search(body[:1000])
+        by = library[1].decode(errors="replace") if library else "of a later version"
+        raise CheckpointError(
+            f"its format is version {int(found[1])}, this library reads up to version {VERSION}: "
+            f"use shardwright {by}"
+        )
+
+
+def read_manifest(path: Path | str) -> Manifest:
+    """The manifest of the checkpoint at `path`; its data is not looked at.
+
+    Raises: CheckpointError: there is no checkpoint, it was never finished, or its manifest is damaged.
+    """
+    path = Path(path)
+    _check_finished(path)
+    try:
+        return Manifest.parse(disk.read_small(path / NAME, _MOST))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from None
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{path} cannot be used: its manifest cannot be read ({error})") from None
+
+
+def _check_finished(path: Path) -> None:
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a checkpoint: there is no such folder")
+    if not is_named(path / NAME):
+        raise CheckpointError(
+            f"{path} was never finished (the run ended while it was written): choose a finished checkpoint"
+        )
+
+
+def is_named(path: Path) -> bool:
+    """Whether the name is there, a broken link included."""
+    return path.is_symlink() or path.exists()

@@ -1,0 +1,111 @@
+"""The proof that each element of each tensor is stored exactly once, and that each byte of each file is read.
+
+Integers only: boxes of a tensor that lie in it, do not overlap and have as many elements as it, are it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardwright.checkpoint.storage.element_types import ITEMSIZES
+from shardwright.checkpoint.storage.sums import digits_for
+from shardwright.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardwright.checkpoint.pieces import Cell, Shape
+    from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor
+
+_MOST_DIMS = 64
+_FILE = re.compile(r"data-([0-9a-f]{16})-\d{5,}-\d{3,}\.safetensors")
+
+
+def why_not_once(shape: Shape, boxes: Sequence[Cell]) -> str:
+    """Why these boxes are not each element of the tensor exactly once; empty if they are."""
+    for offset, size in boxes:
+        fits = len(offset) == len(size) == len(shape)
+        if not fits or any(o + s > n for o, s, n in zip(offset, size, shape, strict=True)):
+            return f"the box at {list(offset)} of {list(size)} is not inside {list(shape)}"
+    twice = _overlap(shape, boxes)
+    if twice is not None:
+        return f"elements of the boxes at {list(twice[0])} and {list(twice[1])} are stored twice"
+    missing = prod(shape) - sum(prod(size) for _, size in boxes)
+    return f"{missing} of {prod(shape)} elements are not stored" if missing else ""
+
+
+def _overlap(shape: Shape, boxes: Sequence[Cell]) -> tuple[Shape, Shape] | None:
+    """The offsets of two boxes that share elements; None: there are none.
+
+    A sweep along the dim in which the boxes have the most places: only those that meet there are compared.
+    """
+    if len(boxes) < 2:
+        return None
+    dims = range(len(shape))
+    dim = max(dims, key=lambda d: len({offset[d] for offset, _ in boxes}), default=0)
+    if not shape:
+        return boxes[0][0], boxes[1][0]
+    reached: list[Cell] = []
+    start = -1
+    for offset, size in sorted((box for box in boxes if prod(box[1])), key=lambda box: box[0][dim]):
+        if offset[dim] != start:
+            start = offset[dim]
+            reached = [box for box in reached if box[0][dim] + box[1][dim] > start]
+        for other, extent in reached:
+            if all(offset[d] < other[d] + extent[d] and other[d] < offset[d] + size[d] for d in dims):
+                return other, offset
+        reached.append((offset, size))
+    return None
+
+
+def prove(manifest: Manifest) -> None:
+    """Raises CheckpointError, with the tensor or the file named, where the manifest contradicts itself."""
+    _prove_files(manifest)
+    places: list[list[tuple[int, int, str]]] = [[] for _ in manifest.files]
+    for key, tensor in manifest.tensors.items():
+        _prove_tensor(manifest, key, tensor, places)
+    for file, used in zip(manifest.files, places, strict=True):
+        at, last = file.header, "its header"
+        for start, end, key in sorted(used):
+            if start != at:
+                raise CheckpointError(f"{file.name}: {key} begins at byte {start}, {last} ends at {at}")
+            at, last = end, key
+        if at != file.size:
+            raise CheckpointError(f"{file.name}: {file.size} bytes, of which {at} are accounted for")
+    _prove_names(manifest)
+
+
+def _prove_files(manifest: Manifest) -> None:
+    seen: set[str] = set()
+    for file in manifest.files:
+        found = _FILE.fullmatch(file.name)
+        if found is None or found[1] != manifest.id or file.name in seen:
+            raise CheckpointError(f"{file.name!r} is no name of a file of save {manifest.id}")
+        seen.add(file.name)
+
+
+def _prove_tensor(
+    manifest: Manifest, key: str, tensor: SavedTensor, places: list[list[tuple[int, int, str]]]
+) -> None:
+    itemsize = ITEMSIZES.get(tensor.dtype)
+    if itemsize is None:
+        raise CheckpointError(f"{key}: elements of type {tensor.dtype!r} are not known here")
+    if len(tensor.shape) > _MOST_DIMS:
+        raise CheckpointError(f"{key}: it has {len(tensor.shape)} dims, at most {_MOST_DIMS} are read")
+    reason = why_not_once(tensor.shape, [(part.offset, part.size) for part in tensor.parts])
+    if reason:
+        raise CheckpointError(f"{key}: {reason}")
+    for part in tensor.parts:
+        nbytes = prod(part.size) * itemsize
+        if part.file >= len(places) or not nbytes:
+            raise CheckpointError(f"{key}: the box at {list(part.offset)} is in no file")
+        if len(part.sums) != digits_for(nbytes, manifest.chunk):
+            raise CheckpointError(f"{key}: the box at {list(part.offset)} lacks checksums")
+        places[part.file].append((part.at, part.at + nbytes, key))
+
+
+def _prove_names(manifest: Manifest) -> None:
+    for name, first in manifest.ties.items():
+        if name in manifest.tensors or first not in manifest.tensors:
+            raise CheckpointError(f"{name} is said to be tied to {first}, which is no tensor")

@@ -1,0 +1,261 @@
+"""Reading what is needed of a checkpoint: few large reads, each chunk checked as soon as it is in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from shardwright.checkpoint.storage import disk
+from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES
+from shardwright.checkpoint.storage.manifest import Manifest, SavedPart, SavedTensor
+from shardwright.checkpoint.storage.sums import first_wrong, sum_of
+from shardwright.errors import CheckpointError
+from shardwright.index.region import Box
+
+_STEP = 1 << 20
+_SPAN = 8 << 20  # of a read whose elements are then picked out
+_SMALL = 1 << 16
+_MOST_PIECES = 512
+
+
+class Want(NamedTuple):
+    """Elements of a saved part that somebody needs: those of `low`, in the part's indices, of `view`'s shape.
+
+    `view` is where they go: any stride, any device.
+    """
+
+    key: str
+    part: SavedPart
+    dtype: str
+    low: tuple[int, ...]
+    view: torch.Tensor
+
+
+def wants(key: str, saved: SavedTensor, box: Box, view: torch.Tensor) -> Iterator[Want]:
+    """What to read for a box of a tensor: its meeting with each of the saved boxes."""
+    if len(saved.parts) == 1 and saved.parts[0].offset == box.offset and saved.parts[0].size == box.size:
+        yield Want(key, saved.parts[0], saved.dtype, (0,) * len(box.size), view)
+        return
+    for part in saved.parts:
+        low = [max(a, b) for a, b in zip(part.offset, box.offset, strict=True)]
+        ends = zip(part.offset, part.size, box.offset, box.size, strict=True)
+        high = [min(a + n, b + m) for a, n, b, m in ends]
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))
+            start = tuple(a - o for a, o in zip(low, part.offset, strict=True))
+            yield Want(key, part, saved.dtype, start, view[inside])
+
+
+class Reader:
+    """The files of one checkpoint, open as long as they are read. `bytes_read` counts what was asked for."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self.bytes_read = 0
+        self._handles: dict[int, int] = {}
+        self._scratch = memoryview(bytearray(0))
+
+    def close(self) -> None:
+        """Close all files."""
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
+
+    def check_headers(self, numbers: Iterable[int]) -> None:
+        """Compare the headers of these files. Raises: CheckpointError: one is not as it was written."""
+        for number in numbers:
+            file = self.manifest.files[number]
+            data = memoryview(bytearray(file.header))
+            self._read(number, [data], 0)
+            if sum_of(data) != file.sum:
+                raise CheckpointError(
+                    self._damaged(number, "its header is not what was saved (wrong checksum)")
+                )
+
+    def read(self, wanted: Iterable[Want]) -> None:
+        """Fill the views. Raises: CheckpointError: a file is missing, short or damaged; it is named."""
+        small: list[Want] = []
+        for want in sorted(wanted, key=lambda one: (one.part.file, one.part.at)):
+            if self._is_small(want):
+                small.append(want)
+                continue
+            self._picked(want)
+        self._read_small(small)
+
+    def _is_small(self, want: Want) -> bool:
+        whole = tuple(want.view.shape) == want.part.size
+        flat = want.view.is_contiguous() and want.view.device.type == "cpu"
+        return whole and flat and want.view.nbytes <= _SMALL
+
+    def _read_small(self, small: list[Want]) -> None:
+        """Neighbours in a file with one call each 512, straight to where they go."""
+        batch: list[tuple[Want, memoryview]] = []
+        end = (-1, -1)
+        for want in small:
+            if (want.part.file, want.part.at) != end or len(batch) == _MOST_PIECES:
+                self._read_batch(batch)
+                batch = []
+            batch.append((want, _memory(want.view)))
+            end = want.part.file, want.part.at + want.view.nbytes
+        self._read_batch(batch)
+
+    def _read_batch(self, batch: list[tuple[Want, memoryview]]) -> None:
+        if not batch:
+            return
+        first = batch[0][0].part
+        self._read(first.file, [memory for _, memory in batch], first.at)
+        for want, memory in batch:
+            self._check(want, memory, 0)
+
+    def _picked(self, want: Want) -> None:
+        """Read one want: straight to its place, or by way of a scratch, in pieces of a bounded size."""
+        size, item = tuple(want.view.shape), ITEMSIZES[want.dtype]
+        start, span, run = _extent(want.part.size, want.low, size)
+        if span == run and want.view.is_contiguous() and want.view.device.type == "cpu":
+            self._straight(want, start * item)
+            return
+        runs = prod(size) // run
+        sparse = span * item > 2 * runs * (run * item + self.manifest.chunk)
+        if (span * item <= _SPAN and not sparse) or not any(n > 1 for n in size):
+            self._by_scratch(want, start * item, span * item)
+            return
+        dim = next(d for d, n in enumerate(size) if n > 1)
+        rows = 1 if sparse else max(1, size[dim] * _SPAN // (span * item))
+        for row in range(0, size[dim], rows):
+            count = min(rows, size[dim] - row)
+            low = (*want.low[:dim], want.low[dim] + row, *want.low[dim + 1 :])
+            self._picked(want._replace(low=low, view=want.view.narrow(dim, row, count)))
+
+    def _straight(self, want: Want, start: int) -> None:
+        """Bytes [start, ...) of the part lie as in the view: whole chunks go there, torn ones by scratch."""
+        memory, chunk = _memory(want.view), self.manifest.chunk
+        end, whole = start + len(memory), _bytes_of(want)
+        first = -(-start // chunk) * chunk
+        last = end if end == whole else end // chunk * chunk
+        if first >= last:
+            self._torn(want, memory, start, end)
+            return
+        if start < first:
+            self._torn(want, memory[: first - start], start, first)
+        step = max(_STEP // chunk, 1) * chunk
+        for at in range(first, last, step):
+            piece = memory[at - start : min(at + step, last) - start]
+            self._read(want.part.file, [piece], want.part.at + at)
+            self._check(want, piece, at)
+        if last < end:
+            self._torn(want, memory[last - start :], last, end)
+
+    def _torn(self, want: Want, memory: memoryview, start: int, end: int) -> None:
+        for at in range(start, end, _SPAN):
+            stop = min(at + _SPAN, end)
+            memory[at - start : stop - start] = self._aligned(want, at, stop)
+
+    def _by_scratch(self, want: Want, start: int, span: int) -> None:
+        data = self._aligned(want, start, start + span)
+        flat = torch.frombuffer(data, dtype=DTYPES[want.dtype])
+        want.view.copy_(flat.as_strided(tuple(want.view.shape), _strides(want.part.size)))
+
+    def _aligned(self, want: Want, start: int, end: int) -> memoryview:
+        """Bytes [start, end) of a part, checked with the rest of their chunks; valid until the next call."""
+        chunk = self.manifest.chunk
+        low = start // chunk * chunk
+        high = min(-(-end // chunk) * chunk, _bytes_of(want))
+        if len(self._scratch) < high - low:
+            self._scratch = memoryview(bytearray(max(high - low, min(_SPAN, _bytes_of(want)))))
+        data = self._scratch[: high - low]
+        self._read(want.part.file, [data], want.part.at + low)
+        self._check(want, data, low)
+        return data[start - low : end - low]
+
+    def _check(self, want: Want, data: memoryview, at: int) -> None:
+        chunk = self.manifest.chunk
+        wrong = first_wrong(data, want.part.sums, at // chunk, chunk)
+        if wrong >= 0:
+            place = want.part.at + wrong * chunk
+            end = place + min(chunk, _bytes_of(want) - wrong * chunk)
+            reason = (
+                f"{want.key} (bytes {place} to {end}) is not what was saved (wrong checksum); "
+                "check the disk, and name an older checkpoint"
+            )
+            raise CheckpointError(self._damaged(want.part.file, reason))
+
+    def _read(self, number: int, pieces: list[memoryview], at: int) -> None:
+        try:
+            disk.read_into(self._handle(number), pieces, at)
+        except EOFError:
+            raise CheckpointError(self._damaged(number, "it became shorter while it was read")) from None
+        except OSError as error:
+            raise CheckpointError(
+                self._damaged(number, f"it cannot be read: {error.strerror or error}")
+            ) from None
+        self.bytes_read += sum(map(len, pieces))
+
+    def _handle(self, number: int) -> int:
+        if number not in self._handles:
+            self._handles[number] = open_file(self.path, self.manifest, number)
+        return self._handles[number]
+
+    def _damaged(self, number: int, reason: str) -> str:
+        return f"{self.path} is damaged: in its file {self.manifest.files[number].name} {reason}"
+
+
+def open_file(path: Path, manifest: Manifest, number: int) -> int:
+    """A file of a checkpoint, of the size that the manifest says.
+
+    Raises: CheckpointError: it is not there.
+    """
+    file = manifest.files[number]
+    try:
+        handle = disk.open_regular(path / file.name)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is damaged: its file {file.name} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} is damaged: its file {file.name}: {error.strerror or error}") from None
+    size = os.fstat(handle).st_size
+    if size != file.size:
+        os.close(handle)
+        raise CheckpointError(
+            f"{path} is damaged: its file {file.name} has {size} bytes, the manifest says {file.size}"
+        )
+    return handle
+
+
+def check_sizes(path: Path, manifest: Manifest, numbers: Iterable[int] | None = None) -> None:
+    """Raises CheckpointError where one of these files (None: of all) is missing or has another size."""
+    for number in range(len(manifest.files)) if numbers is None else numbers:
+        os.close(open_file(path, manifest, number))
+
+
+def _extent(whole: tuple[int, ...], low: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, int, int]:
+    """First element, elements from the first to the last, and elements that lie in one run."""
+    strides = _strides(whole)
+    start = sum(a * s for a, s in zip(low, strides, strict=True))
+    span = sum((n - 1) * s for n, s in zip(size, strides, strict=True)) + 1
+    run = 1
+    for n, m in zip(reversed(size), reversed(whole), strict=True):
+        run *= n
+        if n != m:
+            break
+    return start, span, run
+
+
+def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(size):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def _bytes_of(want: Want) -> int:
+    return int(prod(want.part.size) * ITEMSIZES[want.dtype])
+
+
+def _memory(view: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, to be written."""
+    return view.detach().reshape(-1).view(torch.uint8).numpy().data

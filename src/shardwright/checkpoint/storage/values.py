@@ -1,0 +1,185 @@
+"""Plain values as JSON and back, without anything that could be executed.
+
+JSON's own types stand for themselves; any other type is an object with the key "$", which names it. A small
+tensor is held in place, a large one by a key of the checkpoint's tensors.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES, name_of
+from shardwright.errors import CheckpointError
+
+INLINE = 1 << 16
+_DEPTH = 64
+_TAG = "$"
+_SAFE_INT = 1 << 63
+
+Keep = Callable[[str, torch.Tensor], None]
+Take = Callable[[str], torch.Tensor]
+
+
+def encode(value: Any, where: str, keep: Keep | None = None, depth: int = 0) -> Any:
+    """JSON for a value.
+
+    Args: where: the value's path, for errors and as the key of large tensors.
+        keep: is handed each tensor that is not held in place, with its key; None: there may be none.
+    Raises: CheckpointError: a value of a type that could only be pickled, or nested deeper than 64.
+    """
+    if depth > _DEPTH:
+        raise CheckpointError(f"{where} is nested deeper than {_DEPTH}: is it inside itself?")
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return value if -_SAFE_INT <= value < _SAFE_INT else {_TAG: "int", "v": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {_TAG: "float", "v": repr(value)}
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, where, keep)
+    if isinstance(value, dict) and kind in (dict, OrderedDict):
+        return _encode_dict(value, where, keep, depth)
+    if kind in (list, tuple, set, frozenset, torch.Size):
+        return _encode_many(value, where, keep, depth)
+    return _encode_other(value, where)
+
+
+def _encode_tensor(value: torch.Tensor, where: str, keep: Keep | None) -> Any:
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if plain and value.nbytes <= INLINE and value.device.type != "meta":
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {
+            _TAG: "tensor",
+            "dtype": name_of(value.dtype),
+            "shape": list(value.shape),
+            "v": base64.b64encode(data).decode(),
+        }
+    if keep is None:
+        raise CheckpointError(f"{where} is a tensor {list(value.shape)}: give it as a state of its own")
+    keep(where, value)
+    return {_TAG: "kept", "v": where}
+
+
+def _encode_dict(value: dict[Any, Any], where: str, keep: Keep | None, depth: int) -> Any:
+    ordered = type(value) is OrderedDict
+    if not ordered and _TAG not in value and all(type(key) is str for key in value):
+        return {key: encode(one, f"{where}/{key}", keep, depth + 1) for key, one in value.items()}
+    pairs = [
+        [encode(key, where, None, depth + 1), encode(one, f"{where}/{key}", keep, depth + 1)]
+        for key, one in value.items()
+    ]
+    return {_TAG: "ordered" if ordered else "dict", "v": pairs}
+
+
+def _encode_many(value: Any, where: str, keep: Keep | None, depth: int) -> Any:
+    items = [encode(one, f"{where}/{at}", keep, depth + 1) for at, one in enumerate(value)]
+    name = "size" if type(value) is torch.Size else type(value).__name__
+    return items if type(value) is list else {_TAG: name, "v": items}
+
+
+def _encode_other(value: Any, where: str) -> Any:
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        scalar = isinstance(value, np.generic)
+        array = np.ascontiguousarray(value)
+        data = base64.b64encode(array.tobytes()).decode()
+        shape = list(value.shape)
+        return {_TAG: "scalar" if scalar else "array", "dtype": array.dtype.str, "shape": shape, "v": data}
+    if type(value) is complex:
+        return {_TAG: "complex", "v": [repr(value.real), repr(value.imag)]}
+    if type(value) in (bytes, bytearray):
+        return {_TAG: type(value).__name__, "v": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {_TAG: "dtype", "v": name_of(value)}
+    if isinstance(value, torch.device):
+        return {_TAG: "device", "v": str(value)}
+    if isinstance(value, PurePath):
+        return {_TAG: "path", "v": str(value)}
+    raise CheckpointError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which could only be pickled, "
+        "and a "
+        "checkpoint holds nothing that is executed when it is loaded: give plain values (numbers, text, "
+        "bytes, "
+        "lists, tuples, sets, dicts, tensors, arrays), or an object with state_dict() and load_state_dict()"
+    )
+
+
+def decode(value: Any, where: str, take: Take | None = None, depth: int = 0) -> Any:
+    """The value that `encode` was given; `take` gives the tensor with a key.
+
+    Raises: CheckpointError: text that `encode` does not write.
+    """
+    if depth > 2 * _DEPTH:
+        raise CheckpointError(f"{where} is nested deeper than {_DEPTH}")
+    if isinstance(value, list):
+        return [decode(one, where, take, depth + 1) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: decode(one, f"{where}/{key}", take, depth + 1) for key, one in value.items()}
+    try:
+        return _decode_tagged(value, where, take, depth)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{where} is no value that was saved ({error})") from None
+
+
+def _decode_tagged(value: dict[str, Any], where: str, take: Take | None, depth: int) -> Any:
+    tag, inner = value[_TAG], value["v"]
+    if tag == "kept":
+        if take is None or not isinstance(inner, str):
+            raise CheckpointError(f"{where} names a tensor where none can be")
+        return take(inner)
+    if tag in ("tensor", "array", "scalar"):
+        return _decode_array(tag, value)
+    if tag in ("dict", "ordered"):
+        items = [
+            (decode(k, where, None, depth + 1), decode(v, f"{where}/{k}", take, depth + 1)) for k, v in inner
+        ]
+        return OrderedDict(items) if tag == "ordered" else dict(items)
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag]([decode(one, where, take, depth + 1) for one in inner])
+    return _SIMPLE[tag](inner)
+
+
+def _decode_array(tag: str, value: dict[str, Any]) -> Any:
+    data = base64.b64decode(value["v"], validate=True)
+    shape = tuple(value["shape"])
+    if tag == "tensor":
+        dtype = DTYPES[value["dtype"]]
+        if len(data) != math.prod(shape) * ITEMSIZES[value["dtype"]]:
+            raise ValueError(f"{len(data)} bytes are no {value['dtype']}{list(shape)}")
+        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat.reshape(shape)
+    found = np.dtype(value["dtype"])
+    if found.kind not in "biufc":
+        raise ValueError(f"no array of {found} is saved")
+    array = np.frombuffer(bytearray(data), dtype=found).reshape(shape)
+    return array[()] if tag == "scalar" else array
+
+
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "size": torch.Size,
+}
+_SIMPLE: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__,
+    "complex": lambda pair: complex(float(pair[0]), float(pair[1])),
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
+    "dtype": DTYPES.__getitem__,
+    "device": torch.device,
+    "path": PurePath,
+}

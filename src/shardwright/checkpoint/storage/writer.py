@@ -1,0 +1,158 @@
+"""A rank's files: a header in the safetensors format, then the boxes, one after another, as a stream."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.checkpoint.pieces import Cell
+from shardwright.checkpoint.storage import disk
+from shardwright.checkpoint.storage.element_types import ITEMSIZES, in_file
+from shardwright.checkpoint.storage.sums import Sums, sum_of, sums_of
+from shardwright.errors import CheckpointError
+
+_STEP = 1 << 20  # stays in the processor's cache between checksum and write
+_SMALL = 1 << 16
+_MOST_PIECES = 512
+_FILE_MOST = 8 << 30
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A box of a tensor to write: `view` holds its elements, in any stride and on any device."""
+
+    key: str
+    dtype: str
+    cell: Cell
+    whole: bool
+    view: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return int(prod(self.cell[1]) * ITEMSIZES[self.dtype])
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is on the disk: its name, size, header, and (key, cell, at, checksums) of each box."""
+
+    name: str
+    size: int
+    header: int
+    sum: str
+    boxes: list[tuple[str, Cell, int, str]]
+
+
+def into_files(entries: Sequence[Entry], most: int = _FILE_MOST) -> list[list[Entry]]:
+    """The entries of each file: the widest elements first, so that each begins where its type may."""
+    files: list[list[Entry]] = []
+    room = 0
+    for entry in sorted(entries, key=lambda one: -min(ITEMSIZES[one.dtype], 8)):
+        if not files or room < entry.nbytes:
+            files.append([])
+            room = most
+        files[-1].append(entry)
+        room -= entry.nbytes
+    return files
+
+
+def header_of(entries: Sequence[Entry], metadata: dict[str, str]) -> bytes:
+    """The header of a file of the safetensors format: 8 bytes of length, then JSON, to a multiple of 8."""
+    described: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for entry in entries:
+        dtype, shape = in_file(entry.dtype, entry.cell[1])
+        name = _name(entry, described)
+        described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + entry.nbytes]}
+        at += entry.nbytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _name(entry: Entry, taken: dict[str, Any]) -> str:
+    name = entry.key if entry.whole else f"{entry.key}@{','.join(map(str, entry.cell[0]))}"
+    while name in taken:
+        name += "@"
+    return name
+
+
+def write_file(path: Path, entries: Sequence[Entry], metadata: dict[str, str]) -> Written:
+    """Write one file and wait until it is on the disk.
+
+    Raises: CheckpointError: the disk refuses; the file and the reason are named.
+    Cost: memory for one step (1 MiB) beside tensors that lie on the CPU in one piece, else for a few.
+    """
+    header = header_of(entries, metadata)
+    try:
+        handle = disk.open_new(path)
+        try:
+            disk.write_all(handle, [memoryview(header)])
+            boxes, size = _write_entries(handle, entries, len(header))
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from None
+    return Written(path.name, size, len(header), sum_of(header), boxes)
+
+
+def _write_entries(
+    handle: int, entries: Sequence[Entry], at: int
+) -> tuple[list[tuple[str, Cell, int, str]], int]:
+    boxes: list[tuple[str, Cell, int, str]] = []
+    waiting: list[memoryview] = []
+    for entry in entries:
+        if entry.nbytes <= _SMALL:
+            data = bytes_of(entry.view)
+            waiting.append(data)
+            sums = sums_of(data)
+        else:
+            disk.write_all(handle, waiting)
+            waiting = []
+            sums = _stream(handle, entry.view)
+        if len(waiting) == _MOST_PIECES:
+            disk.write_all(handle, waiting)
+            waiting = []
+        boxes.append((entry.key, entry.cell, at, sums))
+        at += entry.nbytes
+    disk.write_all(handle, waiting)
+    return boxes, at
+
+
+def _stream(handle: int, view: torch.Tensor) -> str:
+    """Write a large box in steps, and checksum each while it is in the cache."""
+    sums = Sums()
+    for block in blocks(view):
+        for at in range(0, len(block), _STEP):
+            step = block[at : at + _STEP]
+            sums.feed(step)
+            disk.write_all(handle, [step])
+    return sums.text
+
+
+def blocks(view: torch.Tensor, most: int = 8 * _STEP) -> Iterator[memoryview]:
+    """The bytes of a tensor, row-major: in one piece where they lie so, else in copies of about `most`."""
+    if (view.is_contiguous() and view.device.type == "cpu") or view.nbytes <= most or view.dim() == 0:
+        yield bytes_of(view)
+        return
+    rows = max(1, most * view.shape[0] // view.nbytes)
+    for part in view.split(rows):
+        if rows == 1 and part.nbytes > most:
+            yield from blocks(part[0], most)
+        else:
+            yield bytes_of(part)
+
+
+def bytes_of(view: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, row-major; the memory is the tensor's own where it lies so on the CPU."""
+    plain = view.cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data

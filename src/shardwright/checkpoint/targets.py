@@ -1,0 +1,195 @@
+"""Where a checkpoint is loaded to: each tensor of the state with the key that it has in the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwright.checkpoint.collect import RANKS
+from shardwright.checkpoint.compare import Wanted
+from shardwright.checkpoint.model_state import read_model
+from shardwright.checkpoint.optimizer_state import (
+    check_groups,
+    empty_state,
+    parameters_of,
+    states_of,
+    step_devices,
+    write_optimizer,
+)
+from shardwright.checkpoint.state import Kind, Node
+from shardwright.checkpoint.storage.element_types import DTYPES, name_of
+from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor
+from shardwright.checkpoint.storage.values import decode
+from shardwright.errors import CheckpointError
+
+_TAG = "$"
+
+
+@dataclass
+class Targets:
+    """What is loaded on this rank.
+
+    Args: live: tensors of the state, by their names here, which are changed last of all.
+        fresh: new tensors that nobody else has yet, by key of the checkpoint.
+        ties: a further name here -> the name in `live`.
+        values: path -> what the checkpoint says, as JSON.
+    """
+
+    live: dict[str, torch.Tensor] = field(default_factory=dict)
+    fresh: dict[str, torch.Tensor] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    optimizer_states: dict[str, dict[tuple[str, str], str]] = field(default_factory=dict)
+
+    def add(self, name: str, tensor: torch.Tensor, wanted: Wanted) -> None:
+        """A tensor of the state."""
+        first = self.names.setdefault(id(tensor), name)
+        if first == name and wanted(name):
+            self.live[name] = tensor
+        elif first in self.live and wanted(name):
+            self.ties[name] = first
+
+
+def targets_of(nodes: list[Node], manifest: Manifest, wanted: Wanted, *, rank: int, world: int) -> Targets:
+    """What a state takes from a checkpoint. Nothing is changed.
+
+    Args: wanted: whether a tensor or a value with this path is loaded.
+    Raises: CheckpointError: an optimizer that does not fit; a value that each rank of another world saved.
+    """
+    found = Targets()
+    for node in nodes:
+        if node.kind is Kind.MODULE:
+            state = read_model(node.live)
+            for name, tensor in state.tensors.items():
+                found.add(f"{node.path}/{name}", tensor, wanted)
+            for name in filter(lambda one: wanted(f"{node.path}/{one}"), state.objects):
+                _value(found, manifest, f"{node.path}/{name}", rank, world)
+        elif node.kind is Kind.TENSOR:
+            found.add(node.path, node.live, wanted)
+    for node in nodes:
+        if not wanted(node.path):
+            continue
+        if node.kind is Kind.OPTIMIZER:
+            _optimizer(found, manifest, node)
+        elif node.kind in (Kind.GENERATOR, Kind.STATEFUL, Kind.VALUE):
+            _value(found, manifest, node.path, rank, world)
+            like = node.live.state_dict() if node.kind is Kind.STATEFUL else node.live
+            _kept(found, manifest, found.values.get(node.path), like)
+    return found
+
+
+def _value(found: Targets, manifest: Manifest, path: str, rank: int, world: int) -> None:
+    if path in manifest.values:
+        found.values[path] = of_rank(manifest, path, rank, world)
+
+
+def of_rank(manifest: Manifest, path: str, rank: int, world: int) -> Any:
+    """A value as JSON: this rank's, where each rank saved its own.
+
+    Raises: CheckpointError: it was saved by each rank of another world.
+    """
+    value = manifest.values[path]
+    if not (isinstance(value, dict) and value.get(_TAG) == RANKS):
+        return value
+    own = value.get("v", {})
+    if manifest.world == world and str(rank) in own:
+        return own[str(rank)]
+    raise CheckpointError(
+        f"{path} was saved by each of {manifest.world} ranks for itself, and there are {world} ranks "
+        "here: which "
+        "of them is meant cannot be known. Leave it out of the state, or give all ranks one value when saving"
+    )
+
+
+def _kept(found: Targets, manifest: Manifest, value: Any, like: Any) -> None:
+    """Room for the tensors that a value names: laid out as the one in its place here, else plain."""
+    for key, place in kept_in(value):
+        saved = manifest.tensors.get(key)
+        if saved is None:
+            raise CheckpointError(f"{key} is named by a value and is no tensor of the checkpoint")
+        here = _at(like, place)
+        if isinstance(here, torch.Tensor) and tuple(here.shape) == saved.shape:
+            found.fresh[key] = torch.zeros_like(here.detach(), dtype=DTYPES[saved.dtype])
+        elif saved.distributed:
+            raise CheckpointError(f"{key} is {saved}, and there is no tensor like it here to say how it lies")
+        else:
+            found.fresh[key] = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+
+
+def kept_in(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The keys of tensors that a value (as JSON) names, and where in it they stand."""
+    if isinstance(value, list):
+        for at, one in enumerate(value):
+            yield from kept_in(one, (*place, at))
+    elif isinstance(value, dict):
+        tag = value.get(_TAG)
+        if tag is None:
+            for name, one in value.items():
+                yield from kept_in(one, (*place, name))
+        elif tag == "kept":
+            yield str(value.get("v")), place
+        elif tag in ("dict", "ordered"):
+            for pair in value.get("v", ()):
+                yield from kept_in(pair[1], (*place, pair[0]))
+        elif isinstance(value.get("v"), list):
+            yield from kept_in(value["v"], place)
+
+
+def _at(value: Any, place: tuple[Any, ...]) -> Any:
+    for step in place:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def _optimizer(found: Targets, manifest: Manifest, node: Node) -> None:
+    saved = manifest.optimizers.get(node.path)
+    if saved is None:
+        raise CheckpointError(
+            f"the checkpoint holds no optimizer state called {node.path}: load it without one"
+        )
+    parameters = parameters_of(node.live, found.names, node.path)
+    devices = step_devices(node.live)
+    check_groups(node.live, found.names, saved, node.path)
+    states = states_of(node.path, manifest.tensors, set(parameters))
+    for (parameter, name), key in states.items():
+        tensor = parameters[parameter]
+        here = node.live.state.get(tensor, {}).get(name)
+        if isinstance(here, torch.Tensor) and _alike(here, manifest.tensors[key]):
+            found.live[key] = here
+        elif isinstance(here, torch.Tensor) and tuple(here.shape) == manifest.tensors[key].shape:
+            found.fresh[key] = torch.zeros_like(here.detach(), dtype=DTYPES[manifest.tensors[key].dtype])
+        else:
+            found.fresh[key] = empty_state(key, manifest.tensors[key], tensor, devices[id(tensor)])
+    for parameter, values in saved.values.items():
+        if parameter in parameters:
+            _kept(found, manifest, values, node.live.state.get(parameters[parameter], {}))
+    found.optimizer_states[node.path] = states
+
+
+def _alike(here: torch.Tensor, saved: SavedTensor) -> bool:
+    return tuple(here.shape) == saved.shape and name_of(here.dtype) == saved.dtype
+
+
+def apply_optimizer(
+    found: Targets, manifest: Manifest, node: Node, loaded: Mapping[str, torch.Tensor]
+) -> None:
+    """Put what was loaded into an optimizer."""
+    saved = manifest.optimizers[node.path]
+    take = loaded.__getitem__
+    here = set(found.names.values())
+    states: dict[str, dict[str, Any]] = {
+        parameter: decode(values, parameter, take)
+        for parameter, values in saved.values.items()
+        if parameter in here
+    }
+    for (parameter, name), key in found.optimizer_states[node.path].items():
+        states.setdefault(parameter, {})[name] = loaded[key]
+    groups = check_groups(node.live, found.names, saved, node.path)
+    write_optimizer(node.live, found.names, states, groups)
