@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 _NAMES = (
+    "checkpoint",
     "data_parallel",
     "context",
     "erased",
@@ -24,7 +25,7 @@ _NAMES = (
     "step",
     "words",
 )
-_WITH_OPTIONS = ("redistribution",)
+_WITH_OPTIONS = ("checkpoint", "redistribution")
 
 
 def main(names: list[str]) -> int:

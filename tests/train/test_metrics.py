@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from shardwright.errors import CheckpointError
 from shardwright.train.metrics import MetricsFile, StepRecord, load_entropy, read_metrics
 from shardwright.train.plot import draw_losses
 
@@ -39,11 +38,22 @@ def test_a_last_line_cut_short_is_dropped(tmp_path):
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("steps", [[1, 3], [1, 2, 2, 3], [1, 2]])
-def test_a_file_that_lacks_a_step_of_the_checkpoint_is_refused(tmp_path, steps):
+@pytest.mark.parametrize(("steps", "missing"), [([1, 3], 1), ([1, 2, 2, 3], 0), ([1, 2], 1), ([], 3)])
+def test_a_file_that_lacks_steps_of_the_checkpoint_says_so_and_goes_on(tmp_path, steps, missing):
     path = written(tmp_path / "metrics.jsonl", steps)
-    with pytest.raises(CheckpointError, match="steps 1 to 3"):
-        MetricsFile.resume_at(path, 3)
+    file = MetricsFile.resume_at(path, 3)
+    file.append(record(4))
+    file.close()
+    assert file.missing == missing
+    assert [line["step"] for line in read_metrics(path)] == [*sorted(set(steps)), 4]
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]", '{"step": "x"}', "[" * 100_000, "\x00\xff"])
+def test_a_line_that_is_damaged_costs_this_line_only(tmp_path, damage):
+    path = written(tmp_path / "metrics.jsonl", [1])
+    path.write_text(path.read_text() + damage + "\n", encoding="latin-1")
+    MetricsFile.resume_at(path, 2).close()
+    assert [line["step"] for line in read_metrics(path)] == [1]
 
 
 def test_a_loss_that_is_not_finite_stays_readable(tmp_path):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwright.errors import ConfigError
+from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.config import TrainConfig
-from shardwright.train.run_folder import choose_folder
+from shardwright.train.run_folder import RunFolder, choose_folder
 
 
 def test_an_out_below_a_file_is_refused_in_one_line(tmp_path):
@@ -19,3 +19,26 @@ def test_an_out_below_a_file_is_refused_in_one_line(tmp_path):
 def test_looking_leaves_nothing_behind(tmp_path):
     choose_folder(TrainConfig.parse(out=tmp_path / "runs" / "new"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_second_run_in_a_folder_is_refused_until_the_first_one_ends(tmp_path):
+    first, second = (RunFolder(tmp_path / "run", writes=True) for _ in range(2))
+    first.lock()
+    with pytest.raises(CheckpointError, match="being written by another process"):
+        second.lock()
+    first.close()
+    second.lock()
+    second.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_was_removed_under_a_run_is_noticed(tmp_path, replaced):
+    folder = RunFolder(tmp_path / "run", writes=True)
+    folder.lock()
+    folder.check()
+    folder.path.rename(tmp_path / "elsewhere")
+    if replaced:
+        folder.path.mkdir()
+    with pytest.raises(CheckpointError, match="was removed or renamed while the run goes on"):
+        folder.check()
+    folder.close()

@@ -13,7 +13,6 @@ import torch
 from shardwright.checkpoint.agree import agreed, rank, world
 from shardwright.checkpoint.collect import EXTRA
 from shardwright.checkpoint.compare import Identity, refuse_differences
-from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import local_of, views
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.rng_state import write_rng
@@ -25,7 +24,7 @@ from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.reader import Reader, Want, check_sizes, wants
 from shardwright.checkpoint.storage.values import decode
-from shardwright.checkpoint.targets import Targets, apply_optimizer, of_rank, targets_of
+from shardwright.checkpoint.targets import VALUED, Targets, add_others, apply_optimizer, of_rank, tensors_of
 from shardwright.errors import CheckpointError
 
 
@@ -112,6 +111,7 @@ class Loading:
         try:
             identities = agreed("comparing the state", lambda: self._compare(state))
             refuse_differences(self.path, self.manifest, identities, self._wanted)
+            agreed("comparing the optimizer", self._compare_others)
             agreed(f"reading {self.path}", self._read)
         finally:
             self.reader.close()
@@ -145,30 +145,18 @@ class Loading:
         return self.manifest.id
 
     def _compare(self, state: Mapping[str, Any]) -> Identity:
-        """Find where everything goes; what this rank has."""
+        """Find where the tensors of modules go; what this rank has."""
         self.nodes = nodes_of(state)
-        where = {"rank": rank(), "world": world()}
-        self.targets = targets_of(self.nodes, self.manifest, self._wanted, **where)
-        of_optimizers = {key for keys in self.targets.optimizer_states.values() for key in keys.values()}
-        tensors = {
-            name: (name_of(tensor.dtype), tuple(tensor.shape))
-            for name, tensor in self.targets.live.items()
-            if name not in of_optimizers
-        }
+        self.targets = tensors_of(self.nodes, self._wanted)
+        live = self.targets.live
+        tensors = {name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in live.items()}
         roots = tuple(node.path for node in self.nodes if node.kind is Kind.MODULE)
-        return Identity(tensors, self.targets.ties, roots, tuple(self._wanted_values()))
+        valued = [node.path for node in self.nodes if node.kind in VALUED and self._wanted(node.path)]
+        return Identity(tensors, self.targets.ties, roots, (*self.targets.objects, *valued))
 
-    def _wanted_values(self) -> list[str]:
-        """The paths of what is loaded by value."""
-        of_modules = [
-            f"{node.path}/{name}"
-            for node in self.nodes
-            if node.kind is Kind.MODULE
-            for name in read_model(node.live).objects
-        ]
-        valued = (Kind.GENERATOR, Kind.STATEFUL, Kind.VALUE)
-        paths = [*of_modules, *(node.path for node in self.nodes if node.kind in valued)]
-        return [path for path in paths if self._wanted(path)]
+    def _compare_others(self) -> None:
+        chosen = [node for node in self.nodes if self._wanted(node.path)]
+        add_others(self.targets, chosen, self.manifest, rank=rank(), world=world())
 
     def _read(self) -> None:
         """Read everything and make all values; nothing of the state is changed but with `in_place`."""
@@ -221,13 +209,11 @@ class Loading:
         with torch.no_grad():
             for name, staged in self.staged.items():
                 local_of(self.targets.live[name]).copy_(staged)
+        for path, module in self.targets.objects.items():
+            module.set_extra_state(self.values[path])
         loaded = {**self.targets.live, **self.targets.fresh}
         for node in self.nodes:
-            if node.kind is Kind.MODULE:
-                for name, module in read_model(node.live).objects.items():
-                    if f"{node.path}/{name}" in self.values:
-                        module.set_extra_state(self.values[f"{node.path}/{name}"])
-            elif node.kind is Kind.OPTIMIZER and self._wanted(node.path):
+            if node.kind is Kind.OPTIMIZER and self._wanted(node.path):
                 apply_optimizer(self.targets, self.manifest, node, loaded)
             elif node.kind is Kind.GENERATOR and node.path in self.values:
                 node.live.set_state(self.values[node.path])

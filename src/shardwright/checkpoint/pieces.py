@@ -40,8 +40,7 @@ class Held(NamedTuple):
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The storage that this rank holds of a tensor, detached; writing into it writes into the tensor."""
-    with torch.no_grad():
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def describe(tensor: torch.Tensor, key: str) -> Held:

@@ -41,7 +41,7 @@ def union(parts: Sequence[Held_by_key]) -> Held_by_key:
                 _compare(key, first, held, rank, parts)
             boxes.setdefault(key, {}).update(dict.fromkeys(held.boxes))
     for key, held in whole.items():
-        reason = why_not_once(held.shape, list(boxes[key]))
+        reason = why_not_once(held.shape, tuple(boxes[key]))
         if reason:
             raise CheckpointError(f"{key}: {reason} (how the ranks hold it: {held.layout or 'plain'})")
     return whole

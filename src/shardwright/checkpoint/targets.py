@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwright.checkpoint.collect import RANKS
 from shardwright.checkpoint.compare import Wanted
@@ -26,6 +27,7 @@ from shardwright.checkpoint.storage.values import decode
 from shardwright.errors import CheckpointError
 
 _TAG = "$"
+VALUED = (Kind.GENERATOR, Kind.STATEFUL, Kind.VALUE)
 
 
 @dataclass
@@ -36,12 +38,14 @@ class Targets:
         fresh: new tensors that nobody else has yet, by key of the checkpoint.
         ties: a further name here -> the name in `live`.
         values: path -> what the checkpoint says, as JSON.
+        objects: path -> the module that keeps this extra state.
     """
 
     live: dict[str, torch.Tensor] = field(default_factory=dict)
     fresh: dict[str, torch.Tensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, nn.Module] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     optimizer_states: dict[str, dict[tuple[str, str], str]] = field(default_factory=dict)
 
@@ -54,11 +58,10 @@ class Targets:
             self.ties[name] = first
 
 
-def targets_of(nodes: list[Node], manifest: Manifest, wanted: Wanted, *, rank: int, world: int) -> Targets:
-    """What a state takes from a checkpoint. Nothing is changed.
+def tensors_of(nodes: list[Node], wanted: Wanted) -> Targets:
+    """Where the tensors of a state's modules go. Nothing is changed.
 
     Args: wanted: whether a tensor or a value with this path is loaded.
-    Raises: CheckpointError: an optimizer that does not fit; a value that each rank of another world saved.
     """
     found = Targets()
     for node in nodes:
@@ -66,25 +69,33 @@ def targets_of(nodes: list[Node], manifest: Manifest, wanted: Wanted, *, rank: i
             state = read_model(node.live)
             for name, tensor in state.tensors.items():
                 found.add(f"{node.path}/{name}", tensor, wanted)
-            for name in filter(lambda one: wanted(f"{node.path}/{one}"), state.objects):
-                _value(found, manifest, f"{node.path}/{name}", rank, world)
+            paths = {f"{node.path}/{name}": module for name, module in state.objects.items()}
+            found.objects |= {path: module for path, module in paths.items() if wanted(path)}
         elif node.kind is Kind.TENSOR:
             found.add(node.path, node.live, wanted)
-    for node in nodes:
-        if not wanted(node.path):
-            continue
-        if node.kind is Kind.OPTIMIZER:
-            _optimizer(found, manifest, node)
-        elif node.kind in (Kind.GENERATOR, Kind.STATEFUL, Kind.VALUE):
-            _value(found, manifest, node.path, rank, world)
-            like = node.live.state_dict() if node.kind is Kind.STATEFUL else node.live
-            _kept(found, manifest, found.values.get(node.path), like)
     return found
 
 
-def _value(found: Targets, manifest: Manifest, path: str, rank: int, world: int) -> None:
+def add_others(found: Targets, nodes: list[Node], manifest: Manifest, *, rank: int, world: int) -> None:
+    """Add where all else of a state goes. Nothing is changed.
+
+    Args: nodes: those that are loaded.
+    Raises: CheckpointError: an optimizer that does not fit; a value that each rank of another world saved.
+    """
+    for path in found.objects:
+        _value(found, manifest, path, None, rank, world)
+    for node in nodes:
+        if node.kind is Kind.OPTIMIZER:
+            _optimizer(found, manifest, node)
+        elif node.kind in VALUED:
+            like = node.live.state_dict() if node.kind is Kind.STATEFUL else node.live
+            _value(found, manifest, node.path, like, rank, world)
+
+
+def _value(found: Targets, manifest: Manifest, path: str, like: Any, rank: int, world: int) -> None:
     if path in manifest.values:
         found.values[path] = of_rank(manifest, path, rank, world)
+        _kept(found, manifest, found.values[path], like)
 
 
 def of_rank(manifest: Manifest, path: str, rank: int, world: int) -> Any:

@@ -72,10 +72,15 @@ class TrainingRun:
     def run(self) -> int:
         """Train until the last step or a stop, and leave the folder complete."""
         display = Display(self.config.steps, self.config.experts, quiet=not self.context.is_main)
-        done = self._resume(display) if self.config.resume else 0
-        from_first_rank(self.context, lambda: self.folder.open(self.config, done))
-        self.folder.write(LAYOUTS, layout_table(self.trainer.model.named_parameters()).text)
+        from_first_rank(self.context, self.folder.lock)
         with contextlib.closing(self.folder), display:
+            done = self._resume(display) if self.config.resume else 0
+            lost = from_first_rank(self.context, lambda: self.folder.open(self.config, done))
+            if lost:
+                display.say(
+                    f"resume: metrics.jsonl lacks {lost} of the {done} steps done; going on without them"
+                )
+            self.folder.write(LAYOUTS, layout_table(self.trainer.model.named_parameters()).text)
             display.start(done, self._headline())
             stopped = self._steps(done, display)
             if not stopped:
@@ -149,6 +154,7 @@ class TrainingRun:
 
     def _save(self, step: int) -> None:
         with supervise.long_operation():
+            from_first_rank(self.context, self.folder.check)
             save(
                 step_path(self.folder.path, step),
                 model=self.trainer.model,

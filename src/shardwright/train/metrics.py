@@ -10,8 +10,6 @@ from typing import IO, Any, Self
 
 from torch import Tensor
 
-from shardwright.errors import CheckpointError
-
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -42,6 +40,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, file: IO[str]) -> None:
         self.path = path
+        self.missing = 0
         self._file = file
 
     @classmethod
@@ -51,21 +50,17 @@ class MetricsFile:
 
     @classmethod
     def resume_at(cls, path: Path, step: int) -> Self:
-        """The file of a run that goes on after `step`, without later lines and without a last one cut short.
+        """The file of a run that goes on after `step`, without later lines and what is no line of a step.
 
-        Raises: CheckpointError: the file lacks one of the steps up to `step`.
+        A file that lacks steps is no reason to lose the checkpoint: `missing` says how many it lacks.
         """
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
-        steps = [json.loads(line)["step"] for line in kept]
-        if steps != list(range(1, step + 1)):
-            raise CheckpointError(
-                f"{path} does not hold each of the steps 1 to {step} of the checkpoint once: "
-                "put the file back as the run wrote it, or start a new run"
-            )
+        kept = {number: line for line in _whole_lines(path) if 0 < (number := _step_of(line)) <= step}
         temporary = path.with_suffix(".jsonl.new")
-        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.write_text("".join(kept[number] for number in sorted(kept)), encoding="utf-8")
         temporary.replace(path)
-        return cls(path, path.open("a", encoding="utf-8"))
+        file = cls(path, path.open("a", encoding="utf-8"))
+        file.missing = step - len(kept)
+        return file
 
     def append(self, record: StepRecord) -> None:
         """Add the line of one finished step. A number that is not finite is written as null."""
@@ -79,8 +74,8 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, as written."""
-    return [json.loads(line) for line in _whole_lines(path)]
+    """The lines of a metrics file, as written; what is no line of a step is left out."""
+    return [json.loads(line) for line in _whole_lines(path) if _step_of(line)]
 
 
 def load_entropy(loads: Tensor) -> float:
@@ -89,10 +84,19 @@ def load_entropy(loads: Tensor) -> float:
     return float(-(shares * shares.clamp(min=1e-300).log()).sum(-1).mean())
 
 
+def _step_of(line: str) -> int:
+    """The step of a line; 0: it is none (a damaged file)."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 0
+    return step if type(step) is int else 0
+
+
 def _whole_lines(path: Path) -> list[str]:
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [line for line in lines if line.endswith("\n")]
 
 

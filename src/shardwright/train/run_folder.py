@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 import tempfile
 from datetime import datetime
 from pathlib import Path
 
 from shardwright.checkpoint.folder import list_checkpoints, step_of
-from shardwright.errors import ConfigError
+from shardwright.checkpoint.storage.commit import lock
+from shardwright.checkpoint.storage.disk import is_at
+from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.config import TrainConfig
 from shardwright.train.metrics import MetricsFile, StepRecord, read_metrics
 from shardwright.train.plot import draw_losses
@@ -77,18 +80,36 @@ class RunFolder:
     def __init__(self, path: Path, *, writes: bool) -> None:
         self.path, self.writes = path, writes
         self._metrics: MetricsFile | None = None
+        self._lock = -1
 
-    def open(self, config: TrainConfig, done: int) -> None:
+    def lock(self) -> None:
+        """Keep other runs out until `close`, or until this process ends, however it ends.
+
+        Raises: CheckpointError: another run writes there.
+        """
+        if self.writes:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.path)
+
+    def check(self) -> None:
+        """Raises CheckpointError where the folder is not there any more, or is another one."""
+        if self._lock >= 0 and not is_at(self._lock, self.path):
+            raise CheckpointError(
+                f"--out {self.path} was removed or renamed while the run goes on: what it would write now "
+                "would be without its metrics and checkpoints; put it back and --resume, or start a new run"
+            )
+
+    def open(self, config: TrainConfig, done: int) -> int:
         """Begin a run, or go on with one that has `done` steps behind it.
 
-        Raises: CheckpointError: the metrics do not reach as far as the checkpoint.
+        Returns: of how many of these steps the metrics are lost.
         """
         if not self.writes:
-            return
-        self.path.mkdir(parents=True, exist_ok=True)
+            return 0
         self.write(SETTINGS, config.model_dump_json(indent=2) + "\n")
         metrics = self.path / METRICS
         self._metrics = MetricsFile.resume_at(metrics, done) if config.resume else MetricsFile.create(metrics)
+        return self._metrics.missing
 
     def log(self, record: StepRecord) -> None:
         """Add the line of a finished step."""
@@ -108,3 +129,6 @@ class RunFolder:
         """No line follows."""
         if self._metrics is not None:
             self._metrics.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

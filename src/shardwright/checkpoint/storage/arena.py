@@ -18,7 +18,7 @@ class Arena:
         """Args: nbytes: the sum of `room_for` over the tensors that will be asked for."""
         self._at, self._block = 0, torch.empty(0, dtype=torch.uint8)
         if nbytes:
-            memory = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE)
+            memory = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._block = torch.frombuffer(memory, dtype=torch.uint8)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.folder_names import DATA, REMOVING, Content, Journal, leftovers, look
-from shardwright.checkpoint.storage.manifest import NAME, Manifest
+from shardwright.checkpoint.storage.manifest import NAME, Head
 from shardwright.checkpoint.storage.writer import Written
 from shardwright.errors import CheckpointError
 
@@ -189,7 +189,7 @@ def _remove_damaged(path: Path, content: Content) -> None:
 def _remove_listed(path: Path, name: str) -> None:
     """Go on with a removal: its journal is the manifest that the checkpoint had."""
     try:
-        manifest = Manifest.parse(disk.read_small(path / name, 1 << 30))
+        manifest = Head.parse(disk.read_small(path / name, 1 << 30))
     except (OSError, EOFError, CheckpointError):
         return
     kept = look(path).replaceable

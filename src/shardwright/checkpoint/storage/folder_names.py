@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.checkpoint.storage import disk, legacy
-from shardwright.checkpoint.storage.manifest import NAME, PREFIX, Manifest
+from shardwright.checkpoint.storage.manifest import NAME, PREFIX, Head
 from shardwright.errors import CheckpointError
 
 _ID = r"([0-9a-f]{16})"
@@ -53,7 +53,7 @@ class Content:
 
     names: list[str]
     journals: dict[str, Journal | None] = field(default_factory=dict)
-    manifest: Manifest | None = None
+    manifest: Head | None = None
     legacy: tuple[str, ...] = ()
     committed: bool = False
     recognised: bool = False
@@ -89,7 +89,7 @@ def _look_at_manifest(path: Path, content: Content) -> None:
     except (OSError, EOFError):
         return
     with contextlib.suppress(CheckpointError):
-        content.manifest = Manifest.parse(text)
+        content.manifest = Head.parse(text)
     content.legacy = legacy.files_of(text)
     content.recognised = text.startswith(PREFIX) or bool(content.legacy) or _made_by_us(path, content.names)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,6 +23,7 @@ _MOST = 1 << 30
 _VERSION = re.compile(rb'"version":\s*(\d{1,9})')
 _LIBRARY = re.compile(rb'"library":\s*"([^"]{1,40})"')
 
+T = TypeVar("T", bound=BaseModel)
 Natural = Annotated[int, Field(ge=0, lt=1 << 62)]
 Sizes = tuple[Natural, ...]
 Id = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -111,15 +112,30 @@ class Manifest(_Entry):
 
         Raises: CheckpointError: the text is damaged, or a newer library wrote it.
         """
-        body = _body(text)
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"][:6]))
-            raise CheckpointError(
-                f"its manifest cannot be read ({place or 'text'}: {first['msg']})"
-            ) from None
+        return _parsed(cls, text)
+
+
+class Head(BaseModel):
+    """Of a manifest the little that says which files are its own."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+    id: Id
+    files: tuple[SavedFile, ...]
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self:
+        """The head of the manifest with this text. Raises: CheckpointError: as for `Manifest.parse`."""
+        return _parsed(cls, text)
+
+
+def _parsed(kind: type[T], text: bytes) -> T:
+    body = _body(text)
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"][:6]))
+        raise CheckpointError(f"its manifest cannot be read ({place or 'text'}: {first['msg']})") from None
 
 
 def dump(body: dict[str, Any]) -> bytes:

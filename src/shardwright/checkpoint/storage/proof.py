@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shardwright.checkpoint.storage.element_types import ITEMSIZES
 from shardwright.checkpoint.storage.sums import digits_for
 from shardwright.errors import CheckpointError
+from shardwright.remember import remembered
 
 if TYPE_CHECKING:
     from shardwright.checkpoint.pieces import Cell, Shape
@@ -22,7 +23,8 @@ _MOST_DIMS = 64
 _FILE = re.compile(r"data-([0-9a-f]{16})-\d{5,}-\d{3,}\.safetensors")
 
 
-def why_not_once(shape: Shape, boxes: Sequence[Cell]) -> str:
+@remembered(4096)
+def why_not_once(shape: Shape, boxes: tuple[Cell, ...]) -> str:
     """Why these boxes are not each element of the tensor exactly once; empty if they are."""
     for offset, size in boxes:
         fits = len(offset) == len(size) == len(shape)
@@ -93,7 +95,7 @@ def _prove_tensor(
         raise CheckpointError(f"{key}: elements of type {tensor.dtype!r} are not known here")
     if len(tensor.shape) > _MOST_DIMS:
         raise CheckpointError(f"{key}: it has {len(tensor.shape)} dims, at most {_MOST_DIMS} are read")
-    reason = why_not_once(tensor.shape, [(part.offset, part.size) for part in tensor.parts])
+    reason = why_not_once(tensor.shape, tuple([(part.offset, part.size) for part in tensor.parts]))
     if reason:
         raise CheckpointError(f"{key}: {reason}")
     for part in tensor.parts:
