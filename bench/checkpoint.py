@@ -3,8 +3,8 @@
     python -m bench checkpoint [--mib 384] [--ranks 2] [--turns 5] [--small]
 
 All in one run, each turn in another order, ours once more for the noise (A against A). A raw write is one file
-for each rank with one fsync; a raw read reads it into new memory. Files are warm: what was just written is
-in the system's cache.
+for each rank with one fsync; a raw read reads it into new memory. Files are warm: what was just written
+is in the cache of the system.
 """
 
 from __future__ import annotations

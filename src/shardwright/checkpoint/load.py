@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,7 +15,7 @@ from shardwright.checkpoint.collect import EXTRA
 from shardwright.checkpoint.compare import Identity, refuse_differences
 from shardwright.checkpoint.pieces import local_of, views
 from shardwright.checkpoint.rng_state import KEY as RNG
-from shardwright.checkpoint.rng_state import write_rng
+from shardwright.checkpoint.rng_state import check_rng, write_rng
 from shardwright.checkpoint.save import State
 from shardwright.checkpoint.state import Kind, Node, nodes_of
 from shardwright.checkpoint.storage.arena import Arena, room_for
@@ -24,7 +24,7 @@ from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.reader import Reader, Want, check_sizes, wants
 from shardwright.checkpoint.storage.values import decode
-from shardwright.checkpoint.targets import VALUED, Targets, add_others, apply_optimizer, of_rank, tensors_of
+from shardwright.checkpoint.targets import VALUED, Targets, add_others, of_rank, prepared, tensors_of
 from shardwright.errors import CheckpointError
 
 
@@ -98,6 +98,8 @@ class Loading:
         self.values: dict[str, Any] = {}
         self.rng: Any = None
         self.extra: Any = None
+        self.config: dict[str, Any] = {}
+        self.optimizers: list[Callable[[], None]] = []
 
     def run(self, state: Mapping[str, Any]) -> Loaded:
         """All of it, on every rank at once."""
@@ -118,9 +120,10 @@ class Loading:
         self._change()
         manifest = self.manifest
         values = {node.path: self.values[node.path] for node in self.nodes if self._is_plain(node)}
-        config = decode(manifest.config, "config")
         restored = self.rng is not None
-        return Loaded(self.path, manifest.step, self.extra, config, restored, values, self.reader.bytes_read)
+        return Loaded(
+            self.path, manifest.step, self.extra, self.config, restored, values, self.reader.bytes_read
+        )
 
     def _wanted(self, path: str) -> bool:
         return not self.patterns or any(fnmatchcase(path, pattern) for pattern in self.patterns)
@@ -167,15 +170,27 @@ class Loading:
             wanted += self._wants(self.manifest.ties.get(name, name), tensor, local)
         self.reader.read(wanted)
         take = self.targets.fresh.__getitem__
-        self.values = {path: decode(one, path, take) for path, one in self.targets.values.items()}
-        if not self.patterns:
-            self._read_own()
+        try:
+            self.values = {path: decode(one, path, take) for path, one in self.targets.values.items()}
+            self._prepare_optimizers()
+            self.config = decode(self.manifest.config, "config")
+            if not self.patterns:
+                self._read_own()
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path} cannot be used: {error}") from None
+
+    def _prepare_optimizers(self) -> None:
+        loaded = {**self.targets.live, **self.targets.fresh}
+        for node in self.nodes:
+            if node.kind is Kind.OPTIMIZER and self._wanted(node.path):
+                self.optimizers.append(prepared(self.targets, self.manifest, node, loaded))
 
     def _read_own(self) -> None:
         if EXTRA in self.manifest.values:
             self.extra = decode(self.manifest.values[EXTRA], EXTRA, self._take_whole)
         if self.manifest.world == world() and RNG in self.manifest.values:
             self.rng = decode(of_rank(self.manifest, RNG, rank(), world()), RNG)
+            check_rng(self.rng)
 
     def _take_whole(self, key: str) -> torch.Tensor:
         """A plain tensor that a value names."""
@@ -211,11 +226,10 @@ class Loading:
                 local_of(self.targets.live[name]).copy_(staged)
         for path, module in self.targets.objects.items():
             module.set_extra_state(self.values[path])
-        loaded = {**self.targets.live, **self.targets.fresh}
+        for put in self.optimizers:
+            put()
         for node in self.nodes:
-            if node.kind is Kind.OPTIMIZER and self._wanted(node.path):
-                apply_optimizer(self.targets, self.manifest, node, loaded)
-            elif node.kind is Kind.GENERATOR and node.path in self.values:
+            if node.kind is Kind.GENERATOR and node.path in self.values:
                 node.live.set_state(self.values[node.path])
             elif node.kind is Kind.STATEFUL and node.path in self.values:
                 node.live.load_state_dict(self.values[node.path])

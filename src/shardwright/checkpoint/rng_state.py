@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwright.errors import CheckpointError
+
 KEY = "rng"
 
 
@@ -21,6 +23,19 @@ def read_rng() -> dict[str, Any]:
         "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": (str(name), np.array(keys), int(place), int(has_gauss), float(cached)),
     }
+
+
+def check_rng(state: Any) -> None:
+    """Try a state on generators that nobody uses. Raises: CheckpointError: it is none."""
+    try:
+        torch.Generator().set_state(state["torch"])
+        version, words, gauss = state["python"]
+        random.Random().setstate((version, tuple(int(word) for word in words), gauss))
+        np.random.RandomState().set_state(state["numpy"])
+        if state["cuda"] is not None and not isinstance(state["cuda"], torch.Tensor):
+            raise TypeError("cuda's is no tensor")
+    except (TypeError, ValueError, KeyError, IndexError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"the state of the generators is none ({error})") from None
 
 
 def write_rng(state: dict[str, Any]) -> None:

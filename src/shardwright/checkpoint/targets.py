@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,13 +189,15 @@ def _alike(here: torch.Tensor, saved: SavedTensor) -> bool:
     return tuple(here.shape) == saved.shape and name_of(here.dtype) == saved.dtype
 
 
-def apply_optimizer(
+def prepared(
     found: Targets, manifest: Manifest, node: Node, loaded: Mapping[str, torch.Tensor]
-) -> None:
-    """Put what was loaded into an optimizer."""
+) -> Callable[[], None]:
+    """What puts a loaded optimizer in place, when everything that could be wrong with it has been tried.
+
+    Raises: CheckpointError: a setting or a value is none that was saved.
+    """
     saved = manifest.optimizers[node.path]
-    take = loaded.__getitem__
-    here = set(found.names.values())
+    here, take = set(found.names.values()), loaded.__getitem__
     states: dict[str, dict[str, Any]] = {
         parameter: decode(values, parameter, take)
         for parameter, values in saved.values.items()
@@ -203,4 +206,4 @@ def apply_optimizer(
     for (parameter, name), key in found.optimizer_states[node.path].items():
         states.setdefault(parameter, {})[name] = loaded[key]
     groups = check_groups(node.live, found.names, saved, node.path)
-    write_optimizer(node.live, found.names, states, groups)
+    return partial(write_optimizer, node.live, found.names, states, groups)

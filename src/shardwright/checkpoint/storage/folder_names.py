@@ -65,6 +65,11 @@ class Content:
         return [n for n in self.names if n not in known and not any(p.fullmatch(n) for p in _OURS)]
 
     @property
+    def unreadable(self) -> bool:
+        """Whether there is a manifest that does not say which files are its own."""
+        return self.committed and self.manifest is None and not self.legacy
+
+    @property
     def replaceable(self) -> tuple[str, ...]:
         """The files of the checkpoint that is there, as its manifest says."""
         named = (file.name for file in self.manifest.files) if self.manifest else ()
@@ -84,10 +89,9 @@ def look(path: Path) -> Content:
 
 
 def _look_at_manifest(path: Path, content: Content) -> None:
-    try:
-        text = disk.read_small(path / NAME, 1 << 30)
-    except (OSError, EOFError):
-        return
+    if disk.size_of(path / NAME) is None:
+        return  # a link, a folder: nothing that this library writes
+    text = disk.read_small(path / NAME, 1 << 30)
     with contextlib.suppress(CheckpointError):
         content.manifest = Head.parse(text)
     content.legacy = legacy.files_of(text)
@@ -141,6 +145,8 @@ def leftovers(path: Path, content: Content, mine: str = "") -> Iterator[str]:
 
     Args: mine: the save of this process, of which nothing needs to be proven.
     """
+    if content.unreadable:
+        return  # which of the files are its own cannot be known before another one takes its place
     here, now = set(content.names), content.manifest.id if content.manifest else ""
     kept = {*content.replaceable, NAME}
     known = {one.id for one in content.journals.values() if one is not None} | {mine}

@@ -1,0 +1,79 @@
+"""Whatever happens to the files, the new or the old checkpoint loads, or the damage is named.
+
+A part of `python -m tests.checkpoint.faults`, which tries far more.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.checkpoint.storage import reader
+from tests.checkpoint.faults import sweep
+from tests.tiers import only
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny steps: threads that wait for each other would cost more than they give."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def none_wrong(verdicts: Iterable[tuple[str, str]], least: int) -> None:
+    found = list(verdicts)
+    assert len(found) >= least
+    assert not [one for one in found if one[1]]
+
+
+def test_flipped_bits_are_found_and_named(tmp_path: Path) -> None:
+    none_wrong(sweep.flips(tmp_path, 60), 60)
+
+
+def test_files_that_are_cut_missing_swapped_stale_or_linked_are_named(tmp_path: Path) -> None:
+    none_wrong(sweep.files(tmp_path), 25)
+
+
+@pytest.mark.parametrize(
+    ("code", "lasting", "over"),
+    only(
+        [(errno.EIO, False, True)],
+        [(c, lasting, over) for c in (errno.EIO, errno.ENOSPC) for lasting in (0, 1) for over in (0, 1)],
+    ),
+)
+def test_a_disk_error_at_any_operation_of_a_save_costs_this_save_only(
+    tmp_path: Path, code: int, lasting: bool, over: bool
+) -> None:
+    none_wrong(sweep.errors(tmp_path / "run", code, lasting=lasting, over=over), 30)
+
+
+def test_a_disk_error_at_any_operation_of_a_load_changes_nothing(tmp_path: Path) -> None:
+    none_wrong(sweep.read_errors(tmp_path), 5)
+
+
+def test_a_folder_made_to_harm_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+    none_wrong(sweep.hostile_folders(tmp_path), 150)
+
+
+def test_what_is_not_provably_ours_is_never_deleted(tmp_path: Path) -> None:
+    none_wrong(sweep.strangers(tmp_path), 6)
+    none_wrong(sweep.beside(tmp_path), 1)
+
+
+def test_a_planted_reader_that_checks_no_sum_goes_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "first_wrong", lambda *_: -1)
+    assert any(why for _, why in sweep.flips(tmp_path, 20))
+
+
+def test_a_planted_manifest_without_a_proof_goes_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["shardwright.checkpoint.load"], "prove", lambda manifest: None)
+    assert any(why for _, why in sweep.hostile_folders(tmp_path))
