@@ -2,8 +2,8 @@
 
     python -m bench checkpoint [--mib 384] [--ranks 2] [--turns 5] [--small]
 
-All in one run, each turn in another order, ours once more for the noise (A against A). A raw write is one file
-for each rank with one fsync; a raw read reads it into new memory. Files are warm: what was just written
+All in one run, each turn in another order, ours once more for the noise (A against A). A raw write is one
+file for each rank with one fsync; a raw read reads it into new memory. Files are warm: what was just written
 is in the cache of the system.
 """
 
@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import Shard, distribute_tensor
-from shardwright.checkpoint import load, save
+from shardwright.checkpoint import AsyncSave, async_save, load, save
 from shardwright.testing.pool import RankPool
 
 _MIB = 1 << 20
@@ -94,24 +94,35 @@ def on_rank(folder: Path, mib: int, count: int | None, turns: int) -> Found:
         nonlocal read
         read = load(folder / "ours", model, in_place=in_place).bytes_read
 
+    def stalled() -> None:
+        under_way.append(async_save(folder / "async", model))
+
+    under_way: list[AsyncSave] = []
     programs: dict[str, Callable[[], Any]] = {
         "raw write": lambda: _raw_write(folder / "raw", data),
-        "save": lambda: save(_fresh(folder / "ours"), model),
-        "save, again": lambda: save(_fresh(folder / "again"), model),
-        "DCP save": lambda: dcp.save(state, storage_writer=_writer(_fresh(folder / "dcp"))),
+        "save": lambda: save(folder / "ours", model),
+        "save, again": lambda: save(folder / "again", model),
+        "async_save, stall": stalled,
+        "DCP save": lambda: dcp.save(state, storage_writer=_writer(folder / "dcp")),
         "raw read": lambda: _raw_read(folder / "raw", data),
         "load": load_ours,
         "load, again": load_ours,
         "load in place": lambda: load_ours(in_place=True),
         "DCP load": lambda: dcp.load(peers, checkpoint_id=folder / "dcp"),
     }
+    made = {"save": "ours", "save, again": "again", "async_save, stall": "async", "DCP save": "dcp"}
     times: dict[str, list[float]] = {name: [] for name in programs}
     names = list(programs)
     for turn in range(turns + 1):
-        for half in (names[:4], names[4:]):
+        for half in (names[:5], names[5:]):
             for place in range(len(half)):
                 name = half[(turn + place) % len(half)]
-                took = _timed(programs[name])
+                if name in made:
+                    _fresh(folder / made[name])
+                took = _timed(programs[name], until_all=name != "async_save, stall")
+                for saving in under_way:
+                    saving.wait()
+                under_way.clear()
                 if turn:
                     times[name].append(took)
     held = sum(len(piece) for piece in data)
@@ -123,19 +134,20 @@ def _writer(path: Path) -> Any:
 
 
 def _fresh(path: Path) -> Path:
-    """Without what the last turn left; not a part of what is timed on one side only."""
+    """Without what the last turn left; it is not timed."""
     if dist.get_rank() == 0:
         shutil.rmtree(path, ignore_errors=True)
     dist.barrier()
     return path
 
 
-def _timed(program: Callable[[], Any]) -> float:
+def _timed(program: Callable[[], Any], *, until_all: bool) -> float:
     os.sync()
     dist.barrier()
     start = time.perf_counter()
     program()
-    dist.barrier()
+    if until_all:
+        dist.barrier()
     return time.perf_counter() - start
 
 
@@ -182,10 +194,11 @@ def _report(found: list[Found], mib: int, count: int | None) -> None:
     print(f"{what} on {len(found)} ranks, medians of {len(times['save'])} turns")
     pairs = {
         "save": ("raw write", "DCP save", "save, again"),
+        "async_save, stall": ("save",),
         "load": ("raw read", "DCP load", "load, again"),
     }
     for name, taken in times.items():
-        print(f"  {name:14} {median(taken) * 1e3:9.1f} ms")
+        print(f"  {name:18} {median(taken) * 1e3:9.1f} ms")
     for ours, others in pairs.items():
         ratios = {
             other: median(a / b for a, b in zip(times[ours], times[other], strict=True)) for other in others

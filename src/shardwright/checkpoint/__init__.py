@@ -1,5 +1,6 @@
 """Checkpoints that read placements and know no strategy by name, and of which nothing is executed."""
 
+from shardwright.checkpoint.background import AsyncSave, async_save
 from shardwright.checkpoint.folder import (
     NEWEST,
     Checkpoints,
@@ -18,11 +19,13 @@ from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 
 __all__ = [
     "NEWEST",
+    "AsyncSave",
     "Checkpoints",
     "Choice",
     "Loaded",
     "Manifest",
     "Skipped",
+    "async_save",
     "choose",
     "latest",
     "list_checkpoints",

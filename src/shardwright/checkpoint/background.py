@@ -1,0 +1,122 @@
+"""Save while the run goes on: what this rank writes is copied, and a thread does the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.checkpoint.agree import Group, world
+from shardwright.checkpoint.save import Job, State, prepared
+from shardwright.checkpoint.storage.arena import Arena, room_for
+from shardwright.checkpoint.storage.writer import Entry
+from shardwright.errors import CheckpointError
+from shardwright.remember import memo
+
+# Of each world its group for saves in the background: a collective of the run never meets one of theirs.
+_groups: weakref.WeakKeyDictionary[Any, Any] = memo(
+    "groups of saves in the background", weakref.WeakKeyDictionary()
+)
+_under_way: dict[str, AsyncSave] = memo("saves under way", {})
+
+
+class AsyncSave:
+    """A save that goes on in the background. It counts when `wait` has returned, not before."""
+
+    def __init__(self, job: Job, stack: contextlib.ExitStack, group: Group) -> None:
+        self.path = job.path
+        self._job, self._stack, self._group = job, stack, group
+        self.waited_for = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"saving {job.path}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with self._stack:
+                self._job.finish(self._group)
+        except BaseException as error:  # noqa: BLE001  it is told where `wait` is called
+            self._error = error
+        finally:
+            self._job.entries.clear()  # the copies go as soon as they are written
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not; what `wait` does then takes no time."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is committed; its path.
+
+        Raises: CheckpointError: it is not: the same on every rank, and what was at the path is as it was.
+        """
+        self._thread.join()
+        self.waited_for = True
+        if self._error is not None:
+            raise CheckpointError(f"the save to {self.path} in the background failed: {self._error}")
+        return self.path
+
+
+def async_save(
+    path: Path | str,
+    model: State | None = None,
+    optimizer: State | None = None,
+    *,
+    extra: Any = None,
+    step: int | None = None,
+    config: Mapping[str, Any] | None = None,
+    **state: Any,
+) -> AsyncSave:
+    """As `save`, but return as soon as what this rank writes is copied; a thread writes and commits it.
+
+    A collective. The state may change as soon as this returns. One save is under way at a time: this waits
+    for the one before, and raises what that one raised if nobody has waited for it.
+
+    Returns: the save; call its `wait` on every rank before you rely on the checkpoint, and at the end.
+    Raises: CheckpointError: as `save`, for what is found before anything is written.
+    Cost: stalls for the descriptions and one copy of what this rank writes; memory for that copy until it is
+    written. Communicates on a process group of its own, which the first call makes.
+    """
+    _finish_last()
+    group = _group()
+    everything = {"model": model, "optimizer": optimizer, **state}
+    with contextlib.ExitStack() as stack:
+        job = stack.enter_context(prepared(Path(path), everything, extra, step, config))
+        job.entries = _copied(job.entries)
+        saving = AsyncSave(job, stack.pop_all(), group)
+    _under_way["last"] = saving
+    return saving
+
+
+def _finish_last() -> None:
+    last = _under_way.pop("last", None)
+    if last is not None and not last.waited_for:
+        last.wait()
+
+
+def _copied(entries: list[Entry]) -> list[Entry]:
+    """The entries with tensors of their own, on the CPU."""
+    arena = Arena(sum(room_for(entry.nbytes) for entry in entries))
+    copies = []
+    for entry in entries:
+        copy = arena.take(tuple(entry.view.shape), entry.view.dtype)
+        with torch.no_grad():
+            copy.copy_(entry.view)
+        copies.append(replace(entry, view=copy))
+    return copies
+
+
+def _group() -> Group:
+    if world() == 1:
+        return None
+    default = dist.group.WORLD
+    if default not in _groups:
+        _groups[default] = dist.new_group(backend="gloo")
+    return _groups[default]

@@ -1,0 +1,103 @@
+"""A save in the background holds what the state was when it was asked for, and fails on all ranks or none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright import Shard, distribute_tensor, init_device_mesh
+from shardwright.checkpoint import async_save, background, load
+from shardwright.errors import CheckpointError
+
+Ranks = Callable[..., list[Any]]
+
+
+def placed(value: float) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = nn.Module()
+    for name, placements in (("cut", [Shard(0)]), ("whole", None)):
+        x = torch.arange(60.0).reshape(5, 12) * value
+        model.register_parameter(name, nn.Parameter(distribute_tensor(x, mesh, placements)))
+    return model
+
+
+def change_while_saving(path: Path) -> list[bool]:
+    """Save, then change every tensor at once; and once more, before the first is waited for."""
+    model = placed(1.0)
+    for number in range(3):
+        saving = async_save(path.with_name(f"{path.name}{number}"), model, step=number)
+        with torch.no_grad():
+            for one in model.parameters():
+                one.mul_(2)
+        dist.all_reduce(torch.ones(1))  # the run goes on, with its own collectives
+    saving.wait()
+    right = []
+    for number in range(3):
+        found = placed(-1.0)
+        load(path.with_name(f"{path.name}{number}"), found)
+        wanted = placed(2.0**number)
+        pairs = zip(found.parameters(), wanted.parameters(), strict=True)
+        right.append(all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs))
+    return right
+
+
+def test_it_holds_what_the_state_was(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, change_while_saving, tmp_path / "c") == [[True] * 3] * 2
+
+
+def test_a_planted_save_that_copies_nothing_goes_red(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, without_copies, tmp_path / "c", fresh=True) != [[True] * 3] * 2
+
+
+def without_copies(path: Path) -> list[bool]:
+    background._copied = lambda entries: list(entries)
+    return change_while_saving(path)
+
+
+def fail_on_one(path: Path) -> tuple[str, bool]:
+    model = placed(1.0)
+    saving = async_save(path, model)
+    saving.wait()
+    module, write = sys.modules["shardwright.checkpoint.save"], None
+    if dist.get_rank() == 1:
+        write, module.write_file = module.write_file, _full
+    try:
+        async_save(path, model).wait()
+    except CheckpointError as error:
+        module.write_file = write or module.write_file
+        load(path, model)
+        return str(error), async_save(path, model).wait() == path
+    return "", False
+
+
+def _full(*_: Any) -> None:
+    raise OSError("the disk is full")
+
+
+def test_a_failure_of_one_rank_is_told_to_all_where_they_wait(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2, fail_on_one, tmp_path / "c", fresh=True)
+    assert found[0] == found[1]
+    assert "in the background failed: writing" in found[0][0]
+    assert "failed on rank 1: OSError: the disk is full" in found[0][0]
+    assert found[0][1]
+
+
+def test_it_works_in_one_process(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    saving = async_save(tmp_path / "c", model, extra={"a": 1})
+    assert saving.wait() == tmp_path / "c"
+    assert saving.done
+    assert load(tmp_path / "c", nn.Linear(2, 2)).extra == {"a": 1}
+
+
+def test_what_cannot_be_saved_is_refused_before_it_returns(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="could only be pickled"):
+        async_save(tmp_path / "c", nn.Linear(2, 2), extra=object())
+    assert not (tmp_path / "c").exists()
