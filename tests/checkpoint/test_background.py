@@ -57,7 +57,7 @@ def test_a_planted_save_that_copies_nothing_goes_red(ranks: Ranks, tmp_path: Pat
 
 
 def without_copies(path: Path) -> list[bool]:
-    background._copied = lambda entries: list(entries)
+    background._copied = list
     return change_while_saving(path)
 
 

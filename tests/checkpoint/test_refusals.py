@@ -75,7 +75,7 @@ def damage(path: Path, how: str) -> None:
 
 
 DAMAGE = {
-    "short": "bytes, the manifest says",
+    "short": "bytes, ",
     "missing": "is missing",
     "flipped": "wrong checksum",
     "short manifest": "its manifest has been changed or damaged (it ends too early)",

@@ -1,6 +1,7 @@
 """Checkpoints that read placements and know no strategy by name, and of which nothing is executed."""
 
 from shardwright.checkpoint.background import AsyncSave, async_save
+from shardwright.checkpoint.contents import Difference, diff, verify
 from shardwright.checkpoint.folder import (
     NEWEST,
     Checkpoints,
@@ -13,7 +14,10 @@ from shardwright.checkpoint.folder import (
     step_of,
     step_path,
 )
+from shardwright.checkpoint.hugging_face import LoadedHF, load_hf
+from shardwright.checkpoint.hugging_face_export import save_hf
 from shardwright.checkpoint.load import Loaded, load
+from shardwright.checkpoint.maps import join, rename, stack, transpose
 from shardwright.checkpoint.save import save
 from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 
@@ -22,17 +26,27 @@ __all__ = [
     "AsyncSave",
     "Checkpoints",
     "Choice",
+    "Difference",
     "Loaded",
+    "LoadedHF",
     "Manifest",
     "Skipped",
     "async_save",
     "choose",
+    "diff",
+    "join",
     "latest",
     "list_checkpoints",
     "load",
+    "load_hf",
     "prune",
     "read_manifest",
+    "rename",
     "save",
+    "save_hf",
+    "stack",
     "step_of",
     "step_path",
+    "transpose",
+    "verify",
 ]

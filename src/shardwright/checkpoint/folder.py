@@ -17,7 +17,7 @@ from shardwright.checkpoint.storage.commit import lock, remove, tidy
 from shardwright.checkpoint.storage.folder_names import look
 from shardwright.checkpoint.storage.manifest import NAME, is_named, read_manifest
 from shardwright.checkpoint.storage.proof import prove
-from shardwright.checkpoint.storage.reader import check_sizes
+from shardwright.checkpoint.storage.reader import Source, check_sizes
 from shardwright.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -120,7 +120,7 @@ def why_unusable(path: Path) -> str:
     try:
         manifest = read_manifest(path)
         prove(manifest)
-        check_sizes(path, manifest)
+        check_sizes(Source.of(path, manifest))
     except CheckpointError as error:
         return str(error)
     return ""

@@ -22,7 +22,7 @@ from shardwright.checkpoint.storage.arena import Arena, room_for
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
 from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 from shardwright.checkpoint.storage.proof import prove
-from shardwright.checkpoint.storage.reader import Reader, Want, check_sizes, wants
+from shardwright.checkpoint.storage.reader import Reader, Source, Want, check_sizes, wants
 from shardwright.checkpoint.storage.values import decode
 from shardwright.checkpoint.targets import VALUED, Targets, add_others, of_rank, prepared, tensors_of
 from shardwright.errors import CheckpointError
@@ -138,10 +138,11 @@ class Loading:
             prove(self.manifest)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path} cannot be used: its manifest is wrong: {error}") from None
-        self.reader = Reader(self.path, self.manifest)
+        source = Source.of(self.path, self.manifest)
+        self.reader = Reader(source)
         mine = range(rank(), len(self.manifest.files), world())
         try:
-            check_sizes(self.path, self.manifest, mine)
+            check_sizes(source, mine)
             self.reader.check_headers(mine)
         finally:
             self.reader.close()

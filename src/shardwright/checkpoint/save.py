@@ -18,7 +18,7 @@ from shardwright.checkpoint.pieces import Held, local_of, views
 from shardwright.checkpoint.spread import Share, shares_of, union
 from shardwright.checkpoint.state import nodes_of
 from shardwright.checkpoint.storage.commit import Saving
-from shardwright.checkpoint.storage.folder_names import metadata
+from shardwright.checkpoint.storage.folder_names import is_committed, metadata
 from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.sums import CHUNK
@@ -95,7 +95,19 @@ class Job:
     def finish(self, group: Group = None) -> None:
         """Write and commit. A collective over `group`, by default the world."""
         written = agreed(f"writing {self.path}", self._write, group)
-        agreed(f"committing {self.path}", lambda: self._commit(written), group)
+        try:
+            agreed(f"committing {self.path}", lambda: self._commit(written), group)
+        except CheckpointError:
+            # Rank 0 has said that it did not commit; any other error says nothing of that, and files stay.
+            self._withdraw(written[rank()])
+            raise
+
+    def _withdraw(self, mine: list[Written]) -> None:
+        """Remove this rank's files of a save that was not committed, wherever they are."""
+        with contextlib.suppress(OSError, CheckpointError):
+            if not is_committed(self.path, self.id):
+                for file in mine:
+                    (self.path / file.name).unlink(missing_ok=True)
 
     def _write(self) -> list[Written]:
         if not self.path.is_dir():

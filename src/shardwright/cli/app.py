@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from shardwright.cli import checkpoint
 from shardwright.cli.doctor import doctor
 from shardwright.cli.explain import explain
 from shardwright.cli.plan import plan
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command(cls=TrainCommand)(train)
 for command in (plan, doctor):
     app.command()(command)
+app.add_typer(checkpoint.app, name="checkpoint")
 # A dim such as -1 is an operand; what is neither an operand nor an option is refused as an operand.
 app.command(context_settings={"ignore_unknown_options": True})(explain)
 

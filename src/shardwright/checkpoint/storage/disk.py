@@ -21,9 +21,12 @@ def open_new(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
-def open_regular(path: Path) -> int:
-    """A file to read. Raises: OSError: there is none, or it is a link or no regular file."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+def open_regular(path: Path, *, links: bool = False) -> int:
+    """A file to read.
+
+    Raises: OSError: there is none, or a link (but with `links`), or it is no regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "is no regular file", str(path))

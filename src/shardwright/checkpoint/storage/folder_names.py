@@ -88,6 +88,13 @@ def look(path: Path) -> Content:
     return content
 
 
+def is_committed(path: Path, save: str) -> bool:
+    """Whether this save is the checkpoint. Raises: OSError, CheckpointError: its manifest cannot be read."""
+    if disk.size_of(path / NAME) is None:
+        return False
+    return Head.parse(disk.read_small(path / NAME, 1 << 30)).id == save
+
+
 def _look_at_manifest(path: Path, content: Content) -> None:
     if disk.size_of(path / NAME) is None:
         return  # a link, a folder: nothing that this library writes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import torch
 
 from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES
-from shardwright.checkpoint.storage.manifest import Manifest, SavedPart, SavedTensor
+from shardwright.checkpoint.storage.manifest import Manifest, SavedFile, SavedPart, SavedTensor
 from shardwright.checkpoint.storage.sums import first_wrong, sum_of
 from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
@@ -51,11 +51,28 @@ def wants(key: str, saved: SavedTensor, box: Box, view: torch.Tensor) -> Iterato
             yield Want(key, part, saved.dtype, start, view[inside])
 
 
-class Reader:
-    """The files of one checkpoint, open as long as they are read. `bytes_read` counts what was asked for."""
+class Source(NamedTuple):
+    """The files that a reader reads: of a checkpoint, or of somebody else.
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
+    Args: chunk: of checksums; 1: there are none. links: whether a file may be a link (in a shared cache).
+    """
+
+    path: Path
+    files: Sequence[SavedFile]
+    chunk: int
+    links: bool = False
+
+    @classmethod
+    def of(cls, path: Path, manifest: Manifest) -> Source:
+        """The files of a checkpoint."""
+        return cls(path, manifest.files, manifest.chunk)
+
+
+class Reader:
+    """The files of one source, open as long as they are read. `bytes_read` counts what was asked for."""
+
+    def __init__(self, source: Source) -> None:
+        self.path, self.source = source.path, source
         self.bytes_read = 0
         self._handles: dict[int, int] = {}
         self._scratch = memoryview(bytearray(0))
@@ -69,7 +86,7 @@ class Reader:
     def check_headers(self, numbers: Iterable[int]) -> None:
         """Compare the headers of these files. Raises: CheckpointError: one is not as it was written."""
         for number in numbers:
-            file = self.manifest.files[number]
+            file = self.source.files[number]
             data = memoryview(bytearray(file.header))
             self._read(number, [data], 0)
             if sum_of(data) != file.sum:
@@ -89,8 +106,7 @@ class Reader:
 
     def _is_small(self, want: Want) -> bool:
         whole = tuple(want.view.shape) == want.part.size
-        flat = want.view.is_contiguous() and want.view.device.type == "cpu"
-        return whole and flat and want.view.nbytes <= _SMALL
+        return whole and _direct(want) and want.view.nbytes <= _SMALL
 
     def _read_small(self, small: list[Want]) -> None:
         """Neighbours in a file with one call each 512, straight to where they go."""
@@ -116,11 +132,11 @@ class Reader:
         """Read one want: straight to its place, or by way of a scratch, in pieces of a bounded size."""
         size, item = tuple(want.view.shape), ITEMSIZES[want.dtype]
         start, span, run = _extent(want.part.size, want.low, size)
-        if span == run and want.view.is_contiguous() and want.view.device.type == "cpu":
+        if span == run and _direct(want):
             self._straight(want, start * item)
             return
         runs = prod(size) // run
-        sparse = span * item > 2 * runs * (run * item + self.manifest.chunk)
+        sparse = span * item > 2 * runs * (run * item + self.source.chunk)
         if (span * item <= _SPAN and not sparse) or not any(n > 1 for n in size):
             self._by_scratch(want, start * item, span * item)
             return
@@ -133,7 +149,7 @@ class Reader:
 
     def _straight(self, want: Want, start: int) -> None:
         """Bytes [start, ...) of the part lie as in the view: whole chunks go there, torn ones by scratch."""
-        memory, chunk = _memory(want.view), self.manifest.chunk
+        memory, chunk = _memory(want.view), self.source.chunk
         end, whole = start + len(memory), _bytes_of(want)
         first = -(-start // chunk) * chunk
         last = end if end == whole else end // chunk * chunk
@@ -162,7 +178,7 @@ class Reader:
 
     def _aligned(self, want: Want, start: int, end: int) -> memoryview:
         """Bytes [start, end) of a part, checked with the rest of their chunks; valid until the next call."""
-        chunk = self.manifest.chunk
+        chunk = self.source.chunk
         low = start // chunk * chunk
         high = min(-(-end // chunk) * chunk, _bytes_of(want))
         if len(self._scratch) < high - low:
@@ -173,7 +189,9 @@ class Reader:
         return data[start - low : end - low]
 
     def _check(self, want: Want, data: memoryview, at: int) -> None:
-        chunk = self.manifest.chunk
+        chunk = self.source.chunk
+        if chunk == 1:
+            return
         wrong = first_wrong(data, want.part.sums, at // chunk, chunk)
         if wrong >= 0:
             place = want.part.at + wrong * chunk
@@ -197,21 +215,27 @@ class Reader:
 
     def _handle(self, number: int) -> int:
         if number not in self._handles:
-            self._handles[number] = open_file(self.path, self.manifest, number)
+            self._handles[number] = open_file(self.source, number)
         return self._handles[number]
 
     def _damaged(self, number: int, reason: str) -> str:
-        return f"{self.path} is damaged: in its file {self.manifest.files[number].name} {reason}"
+        return f"{self.path} is damaged: in its file {self.source.files[number].name} {reason}"
 
 
-def open_file(path: Path, manifest: Manifest, number: int) -> int:
+def _direct(want: Want) -> bool:
+    """Whether the bytes of the file are the view's own, in one piece."""
+    view = want.view
+    return view.is_contiguous() and view.device.type == "cpu" and view.dtype == DTYPES[want.dtype]
+
+
+def open_file(source: Source, number: int) -> int:
     """A file of a checkpoint, of the size that the manifest says.
 
     Raises: CheckpointError: it is not there.
     """
-    file = manifest.files[number]
+    path, file = source.path, source.files[number]
     try:
-        handle = disk.open_regular(path / file.name)
+        handle = disk.open_regular(path / file.name, links=source.links)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is damaged: its file {file.name} is missing") from None
     except OSError as error:
@@ -220,15 +244,15 @@ def open_file(path: Path, manifest: Manifest, number: int) -> int:
     if size != file.size:
         os.close(handle)
         raise CheckpointError(
-            f"{path} is damaged: its file {file.name} has {size} bytes, the manifest says {file.size}"
+            f"{path} is damaged: its file {file.name} has {size} bytes, {file.size} were expected"
         )
     return handle
 
 
-def check_sizes(path: Path, manifest: Manifest, numbers: Iterable[int] | None = None) -> None:
+def check_sizes(source: Source, numbers: Iterable[int] | None = None) -> None:
     """Raises CheckpointError where one of these files (None: of all) is missing or has another size."""
-    for number in range(len(manifest.files)) if numbers is None else numbers:
-        os.close(open_file(path, manifest, number))
+    for number in range(len(source.files)) if numbers is None else numbers:
+        os.close(open_file(source, number))
 
 
 def _extent(whole: tuple[int, ...], low: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, int, int]:

@@ -1,0 +1,123 @@
+"""Look at checkpoints without a model: what is inside, whether each byte is as it was written, what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES
+from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor, read_manifest
+from shardwright.checkpoint.storage.proof import prove
+from shardwright.checkpoint.storage.reader import Reader, Source, check_sizes, wants
+from shardwright.errors import CheckpointError
+from shardwright.index.region import Box
+
+_BLOCK = 8 << 20
+Told = Callable[[int], None]
+
+
+class Difference(NamedTuple):
+    """What is not alike in two checkpoints: a tensor or a value by its path, and how it differs."""
+
+    path: str
+    how: str
+
+
+def bytes_of(tensor: SavedTensor) -> int:
+    """Bytes of a tensor, stored once."""
+    return int(prod(tensor.shape) * ITEMSIZES[tensor.dtype])
+
+
+def open_checkpoint(path: Path | str) -> Manifest:
+    """The manifest, proven, of a checkpoint whose files have the sizes that it says.
+
+    Raises: CheckpointError: it is unfinished, contradicts itself, or a file is missing or short.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    try:
+        prove(manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} cannot be used: its manifest is wrong: {error}") from None
+    check_sizes(Source.of(path, manifest))
+    return manifest
+
+
+def verify(path: Path | str, told: Told = lambda _: None) -> int:
+    """Read every byte of a checkpoint and compare it with its checksum; how many bytes that were.
+
+    Args: told: is called with the bytes of each block, as they are read.
+    Raises: CheckpointError: something is not as it was written; the file and the tensor are named.
+    Cost: one process reads all of it, in blocks of 8 MiB.
+    """
+    path = Path(path)
+    manifest = open_checkpoint(path)
+    reader = Reader(Source.of(path, manifest))
+    try:
+        reader.check_headers(range(len(manifest.files)))
+        for key, tensor in manifest.tensors.items():
+            for block in _blocks(reader, key, tensor):
+                told(block.nbytes)
+    finally:
+        reader.close()
+    return reader.bytes_read
+
+
+def diff(one: Path | str, other: Path | str, told: Told = lambda _: None) -> list[Difference]:
+    """What differs between two checkpoints, whatever the layouts that wrote them; empty: they say the same.
+
+    Raises: CheckpointError: one of them is damaged.
+    Cost: reads the tensors that both have, in blocks of 8 MiB.
+    """
+    first, second = open_checkpoint(one), open_checkpoint(other)
+    found = [Difference(key, f"only in {one}") for key in first.tensors if key not in second.tensors]
+    found += [Difference(key, f"only in {other}") for key in second.tensors if key not in first.tensors]
+    readers = [Reader(Source.of(Path(p), m)) for p, m in ((one, first), (other, second))]
+    try:
+        for key in first.tensors:
+            if key in second.tensors:
+                found += _compared(key, readers, first.tensors[key], second.tensors[key], told)
+    finally:
+        for reader in readers:
+            reader.close()
+    paths = dict.fromkeys((*first.values, *second.values))
+    return found + [
+        Difference(path, "another value")
+        for path in paths
+        if first.values.get(path) != second.values.get(path)
+    ]
+
+
+def _compared(
+    key: str, readers: list[Reader], one: SavedTensor, other: SavedTensor, told: Told
+) -> list[Difference]:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return [Difference(key, f"{one} and {other}")]
+    differ = 0
+    pairs = zip(_blocks(readers[0], key, one), _blocks(readers[1], key, other), strict=True)
+    for mine, theirs in pairs:
+        told(mine.nbytes)
+        differ += int((mine.view(torch.uint8) != theirs.view(torch.uint8)).sum())
+    return [Difference(key, f"{differ} of {bytes_of(one)} bytes differ")] if differ else []
+
+
+def _blocks(reader: Reader, key: str, tensor: SavedTensor) -> Iterator[torch.Tensor]:
+    """The elements of a tensor in row-major order, flat, in blocks of whole rows of about 8 MiB."""
+    for box in _rows(tensor):
+        block = torch.empty(box.size, dtype=DTYPES[tensor.dtype])
+        reader.read(wants(key, tensor, box, block))
+        yield block.reshape(-1)
+
+
+def _rows(tensor: SavedTensor) -> Iterator[Box]:
+    if not tensor.shape:
+        yield Box((), ())
+    elif prod(tensor.shape):
+        rest = (0,) * (len(tensor.shape) - 1)
+        rows = max(1, _BLOCK * tensor.shape[0] // bytes_of(tensor))
+        for row in range(0, tensor.shape[0], rows):
+            yield Box((row, *rest), (min(rows, tensor.shape[0] - row), *tensor.shape[1:]))

@@ -1,0 +1,149 @@
+"""How tensors of a file are those of a model: renamed, transposed, split, joined, stacked.
+
+A map says, for one tensor of the model, which tensors it is made of. Maps compose, the output of one being
+the
+input of the next, and each can be read in both directions, since every element has one place on both sides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwright.errors import CheckpointError
+
+Shape = tuple[int, ...]
+
+
+class Link(NamedTuple):
+    """A box of a tensor that is another tensor, named `source`.
+
+    Args: offset, size: the box. dims: for each dim of the source, the dim of the tensor that it is.
+    """
+
+    source: str
+    offset: Shape
+    size: Shape
+    dims: tuple[int, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """Of the source."""
+        return tuple(self.size[dim] for dim in self.dims)
+
+
+Map = Callable[[str, Shape], Sequence[Link] | None]
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A map of the tensors whose whole name fits a regular expression."""
+
+    pattern: str
+
+    def _name(self, name: str, template: str) -> str | None:
+        found = re.fullmatch(self.pattern, name)
+        return found.expand(template) if found else None
+
+
+@dataclass(frozen=True)
+class rename(_Named):  # noqa: N801  it is used as a function
+    r"""A tensor whose name fits `pattern` has the name `to` in the file: `rename(r"model\.(.*)", r"\\1")`."""
+
+    to: str
+
+    def __call__(self, name: str, shape: Shape) -> Sequence[Link] | None:
+        """The tensor itself, renamed."""
+        source = self._name(name, self.to)
+        return None if source is None else [_whole(source, shape)]
+
+
+@dataclass(frozen=True)
+class transpose(_Named):  # noqa: N801
+    """A matrix whose name fits `pattern` lies transposed in the file:  [a, b] -> [b, a]."""
+
+    def __call__(self, name: str, shape: Shape) -> Sequence[Link] | None:
+        """The matrix with its dims exchanged. Raises: CheckpointError: it is no matrix."""
+        if self._name(name, "") is None:
+            return None
+        if len(shape) != 2:
+            raise CheckpointError(f"{name} is {list(shape)}, and only a matrix can be transposed")
+        return [Link(name, (0, 0), shape, (1, 0))]
+
+
+@dataclass(frozen=True)
+class join(_Named):  # noqa: N801
+    """A tensor whose name fits `pattern` is `sources` one after another along `dim`: a fused q, k, v.
+
+    Args: sizes: of each source along `dim`; None: all alike.
+    """
+
+    sources: tuple[str, ...]
+    dim: int = 0
+    sizes: tuple[int, ...] | None = None
+
+    def __call__(self, name: str, shape: Shape) -> Sequence[Link] | None:
+        """Each source. Raises: CheckpointError: the sizes do not add up."""
+        if self._name(name, "") is None:
+            return None
+        whole, count = shape[self.dim], len(self.sources)
+        sizes = self.sizes or (whole // count,) * count
+        if sum(sizes) != whole or len(sizes) != count:
+            raise CheckpointError(
+                f"{name} has {whole} rows along dim {self.dim}, its {count} parts {sum(sizes)}"
+            )
+        links, start = [], 0
+        for template, size in zip(self.sources, sizes, strict=True):
+            source = self._name(name, template)
+            links.append(_cut(source or "", shape, self.dim, start, size))
+            start += size
+        return links
+
+
+@dataclass(frozen=True)
+class stack(_Named):  # noqa: N801
+    """A tensor whose name fits `pattern` is a stack along dim 0 of tensors named `source` with `{index}`."""
+
+    source: str
+
+    def __call__(self, name: str, shape: Shape) -> Sequence[Link] | None:
+        """Each element of the stack: experts, layers."""
+        source = self._name(name, self.source)
+        if source is None:
+            return None
+        dims = tuple(range(1, len(shape)))
+        links = (_cut(source.replace("{index}", str(at)), shape, 0, at, 1) for at in range(shape[0]))
+        return [link._replace(dims=dims) for link in links]
+
+
+def _whole(source: str, shape: Shape) -> Link:
+    return Link(source, (0,) * len(shape), shape, tuple(range(len(shape))))
+
+
+def _cut(source: str, shape: Shape, dim: int, start: int, size: int) -> Link:
+    offset, sizes = [0] * len(shape), list(shape)
+    offset[dim], sizes[dim] = start, size
+    return Link(source, tuple(offset), tuple(sizes), tuple(range(len(shape))))
+
+
+def links_of(name: str, shape: Shape, maps: Sequence[Map]) -> list[Link]:
+    """What a tensor of the model is made of, after all maps in order."""
+    links = [_whole(name, shape)]
+    for one in maps:
+        links = [made for link in links for made in _through(link, one)]
+    return links
+
+
+def _through(link: Link, one: Map) -> list[Link]:
+    inner = one(link.source, link.shape)
+    if inner is None:
+        return [link]
+    made = []
+    for sub in inner:
+        offset, size = list(link.offset), list(link.size)
+        for dim, at, n in zip(link.dims, sub.offset, sub.size, strict=True):
+            offset[dim], size[dim] = offset[dim] + at, n
+        made.append(Link(sub.source, tuple(offset), tuple(size), tuple(link.dims[dim] for dim in sub.dims)))
+    return made

@@ -1,0 +1,147 @@
+"""`shardwright checkpoint ls | show | verify | diff | prune`: look at checkpoints, without a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardwright.errors import CheckpointError
+
+Where = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint's folder.")]
+Run = Annotated[Path, typer.Argument(metavar="PATH", help="The folder of a run, or of its checkpoints.")]
+
+app = typer.Typer(
+    help="Look at checkpoints: list, show, verify, compare, prune.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command("ls")
+def list_all(path: Run) -> int:
+    """List the checkpoints of a run, newest first; of one that cannot be used, why. Exits 1 if none can."""
+    from shardwright.checkpoint import list_checkpoints
+    from shardwright.checkpoint.folder import step_of, why_unusable
+
+    found = list_checkpoints(path)
+    usable = False
+    for one in sorted((*found.committed, *found.unfinished), key=step_of, reverse=True):
+        reason = why_unusable(one)
+        usable = usable or not reason
+        typer.echo(f"{one.name}  {f'!! {reason}' if reason else _summary(one)}")
+    if not usable:
+        typer.echo(f"{path}: no checkpoint that can be used")
+    return int(not usable)
+
+
+def _summary(path: Path) -> str:
+    from shardwright.checkpoint import read_manifest
+
+    manifest = read_manifest(path)
+    nbytes = sum(file.size for file in manifest.files)
+    return (
+        f"step {manifest.step}, {len(manifest.tensors)} tensors, {_size(nbytes)}, by {manifest.world} ranks"
+    )
+
+
+@app.command()
+def show(
+    path: Where,
+    *,
+    match: Annotated[str, typer.Option(help="Only tensors and values that fit this pattern.")] = "*",
+) -> int:
+    """Show what a checkpoint holds: its files, tensors with their layouts, optimizers, values."""
+    from fnmatch import fnmatchcase
+
+    from shardwright.checkpoint.contents import bytes_of, open_checkpoint
+
+    manifest = open_checkpoint(path)
+    typer.echo(f"{path}: save {manifest.id} of shardwright {manifest.library}, torch {manifest.torch}")
+    typer.echo(f"  {_summary(path)}, {len(manifest.files)} files")
+    for key, tensor in manifest.tensors.items():
+        if fnmatchcase(key, match):
+            how = f"{len(tensor.parts)} boxes" if len(tensor.parts) != 1 else "1 box"
+            typer.echo(f"  {key}  {tensor.layout or tensor}  {_size(bytes_of(tensor))} in {how}")
+    for name, first in manifest.ties.items():
+        typer.echo(f"  {name}  is {first}")
+    for name, one in manifest.optimizers.items():
+        typer.echo(f"  {name}  {one.kind}, {len(one.groups)} groups")
+    for name in manifest.values:
+        if fnmatchcase(name, match):
+            typer.echo(f"  {name}  a value")
+    return 0
+
+
+@app.command()
+def verify(path: Where) -> int:
+    """Read every byte and compare it with its checksum.
+
+    Exits 1, with the file and the tensor, if one differs.
+    """
+    from shardwright.checkpoint import contents
+
+    try:
+        total = sum(map(contents.bytes_of, contents.open_checkpoint(path).tensors.values()))
+        with _progress("verify", total) as told:
+            contents.verify(path, told)
+    except CheckpointError as error:
+        typer.echo(f"!! {error}")
+        return 1
+    typer.echo(f"{path}: {_size(total)}, every byte is as it was written")
+    return 0
+
+
+@app.command()
+def diff(one: Where, other: Where) -> int:
+    """Compare two checkpoints, whatever layouts wrote them. Exits 1 if they differ."""
+    from shardwright.checkpoint import contents
+
+    total = sum(map(contents.bytes_of, contents.open_checkpoint(one).tensors.values()))
+    with _progress("diff", total) as told:
+        found = contents.diff(one, other, told)
+    for difference in found:
+        typer.echo(f"{difference.path}: {difference.how}")
+    if not found:
+        typer.echo("they hold the same")
+    return int(bool(found))
+
+
+@app.command()
+def prune(
+    path: Run,
+    *,
+    keep: Annotated[int, typer.Option(help="How many of the newest to keep.", min=1)],
+    every: Annotated[int | None, typer.Option(help="Keep also steps that this divides.", min=1)] = None,
+) -> int:
+    """Remove old checkpoints of a run, and what interrupted saves left; nothing that is not ours."""
+    from shardwright.checkpoint import prune as remove_old
+
+    for gone in remove_old(path, keep=keep, every=every):
+        typer.echo(f"removed {gone.name}")
+    return 0
+
+
+def _size(nbytes: int) -> str:
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on the terminal's error stream; none where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns: list[Any] = [TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda nbytes: progress.advance(task, nbytes)

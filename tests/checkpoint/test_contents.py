@@ -1,0 +1,90 @@
+"""Checkpoints can be listed, shown, verified, compared and pruned without a model, from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.checkpoint import diff, save, step_path, verify
+from shardwright.cli.app import main
+from shardwright.errors import CheckpointError
+from tests.checkpoint.faults import damage
+from tests.checkpoint.programs import save_it
+from tests.checkpoint.test_save_load import LAYOUTS, WORLDS
+
+Ranks = Callable[..., list[Any]]
+
+
+def test_two_layouts_of_one_state_hold_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    for name in ("several boxes", "tp first, then dp"):
+        ranks(WORLDS[name], save_it, tmp_path / name, LAYOUTS[name])
+    found = diff(tmp_path / "several boxes", tmp_path / "tp first, then dp")
+    assert {one.path for one in found} <= {"rng"}
+
+
+def test_a_difference_is_named(tmp_path: Path) -> None:
+    one, other = nn.Linear(3, 300_000), nn.Linear(3, 300_000)
+    other.load_state_dict(one.state_dict())
+    with torch.no_grad():
+        other.weight[200_000, 1] += 1
+    other.register_buffer("more", torch.ones(1))
+    save(tmp_path / "a", one, extra=1)
+    save(tmp_path / "b", other, extra=2)
+    found = {difference.path: difference.how for difference in diff(tmp_path / "a", tmp_path / "b")}
+    assert found.keys() == {"model/weight", "model/more", "extra"}
+    assert found["model/weight"].endswith("of 3600000 bytes differ")
+
+
+def test_every_byte_is_verified(tmp_path: Path) -> None:
+    damage.saved(tmp_path / "c")
+    seen: list[int] = []
+    assert verify(tmp_path / "c", seen.append) >= sum(seen) > 1_000_000
+    data = next((tmp_path / "c").glob("data-*"))
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CheckpointError, match="wrong checksum"):
+        verify(tmp_path / "c")
+
+
+class TestCommandLine:
+    @pytest.fixture
+    def out(self, tmp_path: Path) -> Path:
+        for step in (1, 2, 3):
+            torch.manual_seed(step)
+            save(step_path(tmp_path, step), nn.Linear(2, 2), step=step)
+        return tmp_path
+
+    def test_ls_says_which_can_be_used_and_why_not(self, out: Path, capsys: Any) -> None:
+        (step_path(out, 3) / "manifest.json").unlink()
+        assert main(["checkpoint", "ls", str(out)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "step-00000003  !! " in lines[0]
+        assert "never finished" in lines[0]
+        assert lines[1].startswith("step-00000002  step 2, 2 tensors, ")
+        assert main(["checkpoint", "ls", str(out / "nowhere")]) == 1
+
+    def test_show_lists_tensors(self, out: Path, capsys: Any) -> None:
+        assert main(["checkpoint", "show", str(step_path(out, 1)), "--match", "model/w*"]) == 0
+        text = capsys.readouterr().out
+        assert "model/weight  float32[2, 2]  16 B in 1 box" in text
+        assert "bias" not in text
+
+    def test_verify_and_diff_say_by_exit_code_what_they_found(self, out: Path, capsys: Any) -> None:
+        first, second = str(step_path(out, 1)), str(step_path(out, 2))
+        assert main(["checkpoint", "verify", first]) == 0
+        assert main(["checkpoint", "diff", first, first]) == 0
+        assert main(["checkpoint", "diff", first, second]) == 1
+        damage.truncated(Path(first), Path(second))
+        assert main(["checkpoint", "verify", first]) == 1
+        assert "is damaged" in capsys.readouterr().out
+        assert main(["checkpoint", "diff", first, second]) == 2
+
+    def test_prune_removes_and_says_so(self, out: Path, capsys: Any) -> None:
+        assert main(["checkpoint", "prune", str(out), "--keep", "1", "--every", "2"]) == 0
+        assert capsys.readouterr().out == "removed step-00000001\n"

@@ -1,0 +1,237 @@
+"""Models that `transformers` wrote: loaded in slices onto placed models, changed, and read back by it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwright import Shard, distribute_module
+from shardwright.checkpoint import join, load_hf, rename, save_hf, stack, transpose
+from shardwright.errors import CheckpointError
+from shardwright.parallel import parallelize_fsdp, parallelize_replicate
+from tests.tiers import only
+
+Ranks = Callable[..., list[Any]]
+IDS = torch.arange(14).reshape(2, 7) % 13
+
+
+def families() -> dict[str, Any]:
+    import transformers as t
+
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
+    return {
+        "llama": (t.LlamaForCausalLM, t.LlamaConfig(**small, intermediate_size=48, num_key_value_heads=2)),
+        "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=61)),
+        "qwen3 moe": (
+            t.Qwen3MoeForCausalLM,
+            t.Qwen3MoeConfig(**small, **moe, intermediate_size=48, num_key_value_heads=2),
+        ),
+        "t5": (
+            t.T5ForConditionalGeneration,
+            t.T5Config(
+                d_model=32,
+                d_kv=8,
+                d_ff=48,
+                num_layers=2,
+                num_heads=4,
+                vocab_size=61,
+                decoder_start_token_id=0,
+            ),
+        ),
+    }
+
+
+EXPERTS = r"(.*\.experts)\."
+MAPS = {
+    "qwen3 moe": (
+        stack(EXPERTS + "gate_up_proj", r"\1.{index}.gate_up_proj"),
+        join(r"(.*)\.gate_up_proj", (r"\1.gate_proj.weight", r"\1.up_proj.weight")),
+        stack(EXPERTS + "down_proj", r"\1.{index}.down_proj.weight"),
+    )
+}
+PLACES = {
+    "fsdp": (2,),
+    "replicate": (2,),
+    "cut by columns": (2,),
+    "fsdp beside replicate": (2, 2),
+}
+
+
+def place(model: nn.Module, how: str) -> None:
+    sizes = PLACES[how]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("rep", "dp")[-len(sizes) :])
+    if how == "replicate":
+        parallelize_replicate(model, mesh)
+    elif how == "cut by columns":
+        cut = {name: {"dp": Shard(one.dim() - 1)} for name, one in model.named_parameters()}
+        distribute_module(model, mesh, cut)
+    elif how == "fsdp":
+        parallelize_fsdp(model, mesh)
+    else:
+        from shardwright.parallel import parallelize_hsdp
+
+        parallelize_hsdp(model, mesh, shard_dim="dp")
+
+
+def inputs(family: str) -> dict[str, torch.Tensor]:
+    return {"input_ids": IDS, "labels": IDS} if family == "t5" else {"input_ids": IDS}
+
+
+def load_and_export(folder: Path, family: str, how: str) -> dict[str, torch.Tensor]:
+    """Load into a model that has no memory yet, compare each tensor, double it, and write it."""
+    kind, config = families()[family]
+    warnings.simplefilter("ignore")
+    wanted = kind.from_pretrained(folder / "in")
+    with torch.device("meta"):
+        model = kind(config)
+    place(model, how)
+    buffers = dict(wanted.named_buffers())
+    found = load_hf(model, folder / "in", maps=MAPS.get(family, ()), buffers=buffers)
+    state = dict(wanted.state_dict())
+    for name, one in model.state_dict().items():
+        whole = one.full_tensor() if hasattr(one, "full_tensor") else one
+        assert torch.equal(whole, state[name]), name
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(2)
+    save_hf(model, folder / "out", maps=MAPS.get(family, ()), max_shard_size=30_000)
+    return {"read": found.bytes_read}
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    only(
+        [("llama", "fsdp"), ("qwen3 moe", "cut by columns"), ("gpt2", "fsdp beside replicate")],
+        [(family, how) for family in ("llama", "gpt2", "qwen3 moe", "t5") for how in PLACES],
+    ),
+)
+def test_what_transformers_wrote_is_loaded_in_slices_and_what_is_written_it_reads(
+    ranks: Ranks, tmp_path: Path, family: str, how: str
+) -> None:
+    """The reference is `from_pretrained` on one device, before and after."""
+    kind, config = families()[family]
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    model.save_pretrained(tmp_path / "in", max_shard_size="30KB")
+    world = 4 if len(PLACES[how]) == 2 else 2
+    ranks(world, load_and_export, tmp_path, family, how)
+    config.save_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        seen = set()
+        for one in model.parameters():
+            assert id(one) not in seen
+            seen.add(id(one))
+            one.mul_(2)
+        again = kind.from_pretrained(tmp_path / "out").eval()
+        assert torch.equal(model(**inputs(family)).logits, again(**inputs(family)).logits)
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.zeros(6, 3))
+        self.experts = nn.Parameter(torch.zeros(4, 3, 2))
+        self.plain = nn.Parameter(torch.zeros(5))
+
+
+FUSED = (
+    rename(r"(.*)", r"net.\1"),
+    join(r"net\.qkv", ("net.q", "net.k", "net.v"), sizes=(3, 2, 1)),
+    transpose(r"net\.[qkv]"),
+    stack(r"net\.experts", "net.expert.{index}.w"),
+    transpose(r"net\.expert\..*"),
+)
+
+
+def file_of_fused() -> dict[str, torch.Tensor]:
+    torch.manual_seed(4)
+    sizes = {"net.q": (3, 3), "net.k": (3, 2), "net.v": (3, 1), "net.plain": (5,)}
+    sizes |= {f"net.expert.{at}.w": (2, 3) for at in range(4)}
+    return {name: torch.randn(size) for name, size in sizes.items()}
+
+
+def load_fused(folder: Path, dims: dict[str, int]) -> dict[str, torch.Tensor]:
+    model = Fused()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    distribute_module(model, mesh, {name: {"dp": Shard(dim)} for name, dim in dims.items()})
+    load_hf(model, folder, maps=FUSED)
+    save_hf(model, folder / "out", maps=FUSED)
+    return {name: one.full_tensor() for name, one in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (1, 1), (0, 2)])
+def test_maps_compose_and_are_read_backwards(ranks: Ranks, tmp_path: Path, dims: tuple[int, int]) -> None:
+    """The reference joins, transposes and stacks whole tensors with plain torch."""
+    file = file_of_fused()
+    save_file(file, tmp_path / "model.safetensors")
+    found = ranks(2, load_fused, tmp_path, {"qkv": dims[0], "experts": dims[1], "plain": 0})
+    for model in found:
+        assert torch.equal(model["qkv"], torch.cat([file[f"net.{n}"].T for n in "qkv"]))
+        assert torch.equal(model["experts"], torch.stack([file[f"net.expert.{n}.w"].T for n in range(4)]))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == file.keys()
+    assert all(torch.equal(written[name], file[name]) for name in file)
+
+
+def refused(folder: Path, model: nn.Module) -> str:
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as error:
+        load_hf(model, folder)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    assert "bias is in no file" in refused(tmp_path, nn.Linear(3, 2))
+    assert "weight is [2, 3] in" in refused(tmp_path, nn.Linear(4, 2, bias=False))
+    assert "holds neither" in refused(tmp_path / "nowhere", nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", 3])
+def test_an_index_that_leads_out_is_refused(tmp_path: Path, name: Any) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
+    assert "is no file of this folder" in refused(tmp_path, nn.Linear(3, 2)) or not isinstance(name, str)
+
+
+@pytest.mark.parametrize("cut", [0, 4, 20, 90, -1])
+def test_a_file_that_is_cut_is_refused(tmp_path: Path, cut: int) -> None:
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[:cut])
+    assert str(tmp_path) in refused(tmp_path, nn.Linear(3, 2, bias=False))
+
+
+def test_files_that_are_there_are_never_replaced(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds model\.safetensors already"):
+        save_hf(nn.Linear(3, 2), tmp_path)
+
+
+def test_elements_are_cast_to_the_model(tmp_path: Path) -> None:
+    save_file({"weight": torch.randn(300, 500).bfloat16()}, tmp_path / "model.safetensors")
+    model = nn.Linear(500, 300, bias=False)
+    load_hf(model, tmp_path)
+    assert torch.equal(model.weight, load_file(tmp_path / "model.safetensors")["weight"].float())
+
+
+def test_a_buffer_without_data_is_named(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(3, 2, bias=False)
+        model.register_buffer("table", torch.ones(3), persistent=False)
+    with pytest.raises(CheckpointError, match="table is a buffer on the meta device"):
+        load_hf(model, tmp_path)
+    load_hf(model, tmp_path, buffers={"table": torch.full((3,), 5.0)})
+    assert model.table.tolist() == [5.0] * 3
+    assert model.weight.tolist() == [[1.0] * 3] * 2
