@@ -1,4 +1,4 @@
-"""Look at checkpoints without a model: what is inside, whether each byte is as it was written, what differs."""
+"""Look at checkpoints without a model: what is inside, whether it is as it was written, what differs."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _STANDARD = {
     "bool": "BOOL",
     "complex64": "C64",
 }
-_AS_BYTES = ("complex128", "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz")
+_AS_BYTES = ("complex128", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 DTYPES = {name: getattr(torch, name) for name in (*_STANDARD, *_AS_BYTES)}
 ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}

@@ -1,0 +1,71 @@
+"""The manual's page is enough to read a checkpoint, and its files are of the safetensors format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from shardwright.checkpoint import read_manifest, save
+from shardwright.checkpoint.storage.element_types import DTYPES
+from tests.checkpoint.plain_reader import manifest_of, read_all
+from tests.checkpoint.programs import save_it
+from tests.checkpoint.test_save_load import LAYOUTS, WORLDS
+
+Ranks = Callable[..., list[Any]]
+
+
+@pytest.mark.parametrize("layout", ["several boxes", "tp first, then dp"])
+def test_a_stranger_reads_it_with_json_and_mmap(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    saved = ranks(WORLDS[layout], save_it, tmp_path / "c", LAYOUTS[layout])[0]
+    found = read_all(tmp_path / "c")
+    for name, one in saved.items():
+        path, _, state = name.partition("/")
+        key = f"optimizer/model/{path}/{state}" if state else f"model/{name}"
+        assert np.array_equal(found[key], one.numpy()), key
+
+
+def test_its_files_are_safetensors_and_say_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save_it, tmp_path / "c", LAYOUTS["sharded"])
+    found = read_all(tmp_path / "c")
+    names = {file["name"] for file in manifest_of(tmp_path / "c")["files"]}
+    for name in names:
+        with safe_open(tmp_path / "c" / name, "pt") as file:
+            for key in file.keys():  # noqa: SIM118  it is no dict
+                of, _, offset = key.partition("@")
+                at = [int(one) for one in offset.split(",") if one]
+                tensor = file.get_tensor(key)
+                ends = zip(at, tensor.shape, strict=False)
+                box = tuple(slice(o, o + s) for o, s in ends) if at else ()
+                assert np.array_equal(found[of][box], tensor.numpy()), key
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+def test_every_element_type_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    from shardwright.checkpoint import load
+
+    bits = torch.randint(0, 2, (3, 5 * dtype.itemsize), dtype=torch.uint8)
+    x = bits.view(dtype) if dtype != torch.bool else bits.bool()
+    save(tmp_path / "c", x=x, y=x[:, 1:3])
+    found, part = torch.zeros_like(x), torch.zeros_like(x[:, 1:3])
+    load(tmp_path / "c", x=found, y=part)
+    assert torch.equal(found.view(torch.uint8), x.view(torch.uint8))
+    assert torch.equal(part.contiguous().view(torch.uint8), x[:, 1:3].contiguous().view(torch.uint8))
+
+
+def test_the_page_names_every_entry_of_the_manifest(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "guide" / "checkpoints.md"
+    told = set(re.findall(r"`(\w+)`", page.read_text().split("## The format")[1]))
+    save(tmp_path / "c", nn.Linear(1, 1))
+    body = manifest_of(tmp_path / "c")
+    part = body["tensors"]["model/weight"]["parts"][0]
+    entries = {*body, *body["files"][0], *body["tensors"]["model/weight"], *part}
+    assert entries <= told
+    assert read_manifest(tmp_path / "c").id == body["id"]
