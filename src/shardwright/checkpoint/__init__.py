@@ -2,6 +2,7 @@
 
 from shardwright.checkpoint.background import AsyncSave, async_save
 from shardwright.checkpoint.contents import Difference, diff, verify
+from shardwright.checkpoint.convert import convert
 from shardwright.checkpoint.folder import (
     NEWEST,
     Checkpoints,
@@ -33,6 +34,7 @@ __all__ = [
     "Skipped",
     "async_save",
     "choose",
+    "convert",
     "diff",
     "join",
     "latest",

@@ -109,7 +109,7 @@ def _copied(entries: list[Entry]) -> list[Entry]:
         copy = arena.take(tuple(entry.view.shape), entry.view.dtype)
         with torch.no_grad():
             copy.copy_(entry.view)
-        copies.append(replace(entry, view=copy))
+        copies.append(replace(entry, elements=copy))
     return copies
 
 

@@ -1,4 +1,4 @@
-"""`shardwright checkpoint ls | show | verify | diff | prune`: look at checkpoints, without a model."""
+"""`shardwright checkpoint ls | show | verify | diff | convert | prune`: checkpoints without a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Where = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint's fold
 Run = Annotated[Path, typer.Argument(metavar="PATH", help="The folder of a run, or of its checkpoints.")]
 
 app = typer.Typer(
-    help="Look at checkpoints: list, show, verify, compare, prune.",
+    help="Look at checkpoints: list, show, verify, compare, convert, prune.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -108,6 +108,22 @@ def diff(one: Where, other: Where) -> int:
     if not found:
         typer.echo("they hold the same")
     return int(bool(found))
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(help="A folder of torch's DCP, a file of torch.save, or a checkpoint of version 1."),
+    ],
+    target: Annotated[Path, typer.Argument(help="The new checkpoint's folder.")],
+) -> int:
+    """Write a model that torch saved as a checkpoint of this library; nothing of the source is executed."""
+    from shardwright.checkpoint import convert as write_anew
+
+    write_anew(source, target)
+    typer.echo(f"{target}: {_summary(target)}")
+    return 0
 
 
 @app.command()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shardwright.checkpoint.storage import disk
+from shardwright.checkpoint.storage import disk, legacy
 from shardwright.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -155,6 +155,12 @@ def _body(text: bytes) -> bytes:
     if whole and stored == _checksum(body):
         _refuse_newer(body)
         return body
+    if legacy.manifest_of(text) is not None:
+        raise CheckpointError(
+            "it is of version 1, which is made of pickles: `shardwright checkpoint convert OLD NEW` "
+            "writes it anew "
+            "without executing anything, then load the new one"
+        )
     if text.startswith(PREFIX):
         _refuse_newer(text[:1000])
         cut = "" if text.endswith(_END) else " (it ends too early)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,13 +26,18 @@ _FILE_MOST = 8 << 30
 
 @dataclass(frozen=True)
 class Entry:
-    """A box of a tensor to write: `view` holds its elements, in any stride and on any device."""
+    """A box of a tensor to write: its elements, in any stride and on any device, or what makes them."""
 
     key: str
     dtype: str
     cell: Cell
     whole: bool
-    view: torch.Tensor
+    elements: torch.Tensor | Callable[[], torch.Tensor]
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The elements; made anew each time where they are made."""
+        return self.elements if isinstance(self.elements, torch.Tensor) else self.elements()
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,186 @@
+"""What torch saved is read onto any mesh, and nothing of it is executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+import xxhash
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from shardwright.checkpoint import convert, load, save, verify
+from shardwright.cli.app import main
+from shardwright.errors import CheckpointError
+from shardwright.testing import rank_mesh
+from tests.checkpoint.faults.hostile import Executes
+from tests.checkpoint.programs import Setup, build, whole
+from tests.checkpoint.test_save_load import LAYOUTS
+
+Ranks = Callable[..., list[Any]]
+
+
+def torch_saves(path: Path, nested: bool) -> dict[str, torch.Tensor]:
+    """A model of fully_shard, by torch alone."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    wanted = {name: one.detach().clone() for name, one in model.state_dict().items()}
+    fully_shard(model, mesh=rank_mesh((2,), ("dp",)))
+    state = {"model": model.state_dict(), "step": 5} if nested else model.state_dict()
+    torch_checkpoint.save(state, checkpoint_id=path)
+    return wanted
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_torchs_dcp_and_fsdp_wrote_is_loaded(ranks: Ranks, tmp_path: Path, nested: bool) -> None:
+    wanted = ranks(2, torch_saves, tmp_path / "theirs", nested)[0]
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    load(tmp_path / "ours", model, only="model/*.*" if nested else None)
+    assert all(torch.equal(one, wanted[name]) for name, one in model.state_dict().items())
+    assert verify(tmp_path / "ours") > 0
+
+
+def ours_to_dcp(path: Path, setup: Setup) -> dict[str, torch.Tensor]:
+    model = build(setup, seed=1)
+    state = {name: one.detach() for name, one in model.state_dict().items() if name not in {"empty", "head"}}
+    torch_checkpoint.save(state, checkpoint_id=path)
+    return {name: whole(one) for name, one in state.items()}
+
+
+def test_boxes_of_placements_that_dcp_wrote_are_joined(ranks: Ranks, tmp_path: Path) -> None:
+    wanted = ranks(4, ours_to_dcp, tmp_path / "theirs", LAYOUTS["several boxes"])[0]
+    convert(tmp_path / "theirs", tmp_path / "ours", key=lambda name: name)
+    found = {name: torch.zeros_like(one) for name, one in wanted.items()}
+    load(tmp_path / "ours", **found)
+    assert all(torch.equal(found[name], one) for name, one in wanted.items())
+
+
+@pytest.mark.parametrize("inside", ["", "model"])
+def test_a_file_of_torch_save_is_loaded(tmp_path: Path, inside: str, capsys: Any) -> None:
+    model = nn.Linear(4, 3)
+    state = model.state_dict()
+    torch.save({inside: state} if inside else state, tmp_path / "theirs.pt")
+    assert main(["checkpoint", "convert", str(tmp_path / "theirs.pt"), str(tmp_path / "ours")]) == 0
+    other = nn.Linear(4, 3)
+    load(tmp_path / "ours", other)
+    assert torch.equal(other.weight, model.weight)
+    assert "2 tensors" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["index", "file"])
+def test_a_pickle_that_would_run_something_is_refused(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    mark = tmp_path / "executed"
+    source = tmp_path / "theirs"
+    if where == "index":
+        source.mkdir()
+        (source / ".metadata").write_bytes(pickle.dumps(Executes(mark)))
+    else:
+        torch.save({"weight": Executes(mark)}, source)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        convert(source, tmp_path / "ours")
+    assert not mark.exists()
+    assert not (tmp_path / "ours").exists()
+    pickle.loads(pickle.dumps(Executes(mark)))  # it does run where nothing keeps it from running
+    assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["os.system", "builtins.eval", "torch.load", "torch.hub.load", "pathlib.Path"]
+)
+def test_only_names_that_an_index_needs_are_known(tmp_path: Path, name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    (tmp_path / ".metadata").write_bytes(f"c{module}\n{attribute}\n(Vx\ntR.".encode())
+    with pytest.raises(CheckpointError, match=f"it names {name}"):
+        convert(tmp_path, tmp_path / "ours")
+
+
+def test_a_name_that_leads_out_is_refused(tmp_path: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch_checkpoint.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    index = tmp_path / "theirs" / ".metadata"
+    index.write_bytes(index.read_bytes().replace(b"__0_0.distcp", b"../_0.distcp"))
+    with pytest.raises(CheckpointError, match="is no name of a file in the folder"):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_a_cut_file_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch_checkpoint.save({"weight": torch.ones(300)}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    data = next((tmp_path / "theirs").glob("*.distcp"))
+    os.truncate(data, data.stat().st_size - 10)
+    with pytest.raises(CheckpointError, match=data.name):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def first_format(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A checkpoint as version 1 wrote it: torch's storage and a manifest with a checksum of its JSON."""
+    warnings.simplefilter("ignore")
+    names = {id(one): name for name, one in model.named_parameters()}
+    state = {f"model/{name}": one.detach() for name, one in model.named_parameters() if one.numel()}
+    for parameter, of in optimizer.state.items():
+        state |= {f"optimizer/{names[id(parameter)]}/{name}": one for name, one in of.items()}
+    groups = [{**g, "params": [names[id(one)] for one in g["params"]]} for g in optimizer.param_groups]
+    objects = {"settings/0123": {"values": {}, "groups": groups}, "extra": {"note": (1, 2)}}
+    objects["rng/0"] = {"torch": torch.get_rng_state(), "cuda": None, "python": random.getstate()}
+    planner = torch_checkpoint.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    torch_checkpoint.save({**state, **objects}, checkpoint_id=path, planner=planner, no_dist=True)
+    tensors = {
+        name: {"shape": list(one.shape), "dtype": str(one.dtype), "layout": None}
+        for name, one in model.named_parameters()
+    }
+    body = {
+        "format": "shardwright", "version": 1, "library": "0.1", "torch": "2", "world": 2, "step": 7,
+        "config": {"lr": 0.5}, "model": tensors, "aliases": {"head": "weight"}, "objects": [],
+        "optimizer": {"kind": type(optimizer).__name__, "state": {}}, "settings": ["0123"],
+        "files": {one.name: {"size": 0, "checksum": ""} for one in path.iterdir()},
+    }  # fmt: skip
+    checksum = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+    (path / "manifest.json").write_text(json.dumps({"checksum": checksum, "manifest": body}, indent=1))
+
+
+def tied(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(4, 3))
+    model.nothing = nn.Parameter(torch.randn(0, 3))
+    model.head = model.weight
+    optimizer = torch.optim.AdamW([model.weight], lr=0.1 * seed)
+    model.weight.grad = torch.randn(4, 3)
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_checkpoint_of_version_1_says_how_it_is_read_and_is(tmp_path: Path) -> None:
+    model, optimizer = tied(3)
+    first_format(tmp_path / "old", model, optimizer)
+    other, tuned = tied(1)
+    with pytest.raises(
+        CheckpointError, match="it is of version 1, which is made of pickles: `shardwright check"
+    ):
+        load(tmp_path / "old", other, tuned)
+    convert(tmp_path / "old", tmp_path / "new")
+    loaded = load(tmp_path / "new", other, tuned)
+    assert (loaded.step, loaded.extra, loaded.config) == (7, {"note": (1, 2)}, {"lr": 0.5})
+    assert torch.equal(other.weight, model.weight)
+    for name, one in optimizer.state[model.weight].items():
+        assert torch.equal(tuned.state[other.weight][name], one)
+    assert tuned.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_a_checkpoint_of_version_1_is_replaced_when_it_is_saved_over(tmp_path: Path) -> None:
+    model, optimizer = tied(3)
+    first_format(tmp_path / "c", model, optimizer)
+    save(tmp_path / "c", model, optimizer)
+    assert {one.name.split("-")[0] for one in (tmp_path / "c").iterdir()} == {"data", "manifest.json"}
+    load(tmp_path / "c", *tied(1))
