@@ -43,7 +43,7 @@ class Found:
     times: dict[str, list[float]]
     read: int
     held: int
-    peak: int
+    peaks: dict[str, int]
 
 
 def _model(mib: int, count: int | None) -> nn.Module:
@@ -126,7 +126,8 @@ def on_rank(folder: Path, mib: int, count: int | None, turns: int) -> Found:
                 if turn:
                     times[name].append(took)
     held = sum(len(piece) for piece in data)
-    return Found(times, read, held, _peak_of(load_ours))
+    peaks = {name: _peak_of(programs[name]) for name in ("load", "load in place")}
+    return Found(times, read, held, peaks)
 
 
 def _writer(path: Path) -> Any:
@@ -151,11 +152,11 @@ def _timed(program: Callable[[], Any], *, until_all: bool) -> float:
     return time.perf_counter() - start
 
 
-def _peak_of(program: Callable[..., Any]) -> int:
-    """Bytes of resident memory beside what was there, at most, of a load in place."""
+def _peak_of(program: Callable[[], Any]) -> int:
+    """Bytes of resident memory beside what was there, at most."""
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
-    program(in_place=True)
+    program()
     return _resident("VmHWM") - before
 
 
@@ -173,11 +174,11 @@ def run(options: list[str] | None = None) -> int:
     asked.add_argument("--ranks", type=int, default=2)
     asked.add_argument("--turns", type=int, default=5)
     asked.add_argument("--small", action="store_true", help="2,000 tensors of 64 elements instead")
-    asked.add_argument("--folder", default=None, help="where to write; by default below the working folder")
+    asked.add_argument("--folder", default=None, help="where to write; by default where temporary files go")
     given = asked.parse_args(options or [])
     count = 2000 if given.small else None
     with (
-        tempfile.TemporaryDirectory(dir=given.folder or ".", prefix=".bench-") as folder,
+        tempfile.TemporaryDirectory(dir=given.folder) as folder,
         RankPool(preload=("shardwright.checkpoint",)) as pool,
     ):
         found = pool.run(given.ranks, on_rank, Path(folder), given.mib, count, given.turns, timeout=1800)
@@ -210,4 +211,6 @@ def _report(found: list[Found], mib: int, count: int | None) -> None:
         each = {name: median(times[name]) / count * 1e3 for name in ("save", "load")}
         print(f"  per tensor: save {each['save']:.3f} ms, load {each['load']:.3f} ms")
     print(f"  bytes read per rank / needed: {max(one.read / one.held for one in found):.4f}")
-    print(f"  memory of a load in place beside the model: {max(one.peak for one in found) / _MIB:.1f} MiB")
+    for name in found[0].peaks:
+        most = max(one.peaks[name] for one in found)
+        print(f"  memory of a {name} beside the model: {most / _MIB:.1f} MiB of {found[0].held / _MIB:.0f}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import math
 import os
 import re
@@ -264,6 +267,30 @@ def test_a_path_that_is_being_written_is_refused(tmp_path: Path) -> None:
         save(tmp_path / "c", nn.Linear(1, 1))
     os.close(handle)
     save(tmp_path / "c", nn.Linear(1, 1))
+
+
+def test_without_locks_a_save_warns_and_removes_only_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another save may be writing stays: its journal and its data."""
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    save(tmp_path / "c", nn.Linear(1, 1))
+    other = "0123456789abcdef"
+    journal = tmp_path / "c" / f"saving-{other}.json"
+    journal.write_text(json.dumps({"format": "shardwright save", "id": other, "replaces": []}))
+    data = tmp_path / "c" / f"data-{other}-00000-000.safetensors"
+    data.write_bytes(b"half of it")
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.warns(UserWarning, match="this file system has no locks"):
+        save(tmp_path / "c", nn.Linear(1, 1))
+    assert len(list((tmp_path / "c").iterdir())) == 4
+    assert data.exists()
+    monkeypatch.undo()
+    save(tmp_path / "c", nn.Linear(1, 1))
+    assert len(list((tmp_path / "c").iterdir())) == 2
 
 
 def test_pruning_keeps_the_last_and_every_so_many(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES
 from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor, read_manifest
 from shardwright.checkpoint.storage.proof import prove
-from shardwright.checkpoint.storage.reader import Reader, Source, check_sizes, wants
+from shardwright.checkpoint.storage.reader import Reader, wants
+from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
 

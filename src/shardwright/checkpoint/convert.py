@@ -60,7 +60,8 @@ def convert(source: Path | str, target: Path | str, *, key: Callable[[str], str]
             entries += [Entry(path, one.dtype, (at, n), n == one.shape, get) for at, n, get in one.boxes]
         else:
             values[path] = encode(one, path)
-    about: dict[str, Any] = {"world": 1, "step": None, "config": {}, "ties": {}, "modules": ["model"], "optimizers": {}}
+    about: dict[str, Any] = {"world": 1, "step": None, "config": {}, "ties": {}}
+    about |= {"modules": ["model"], "optimizers": {}}
     if old is not None:
         about |= first_format.describe(old, tensors, values)
     return _write(target, {**about, "tensors": tensors, "values": values}, entries)

@@ -17,7 +17,7 @@ from shardwright.checkpoint.storage.commit import lock, remove, tidy
 from shardwright.checkpoint.storage.folder_names import look
 from shardwright.checkpoint.storage.manifest import NAME, is_named, read_manifest
 from shardwright.checkpoint.storage.proof import prove
-from shardwright.checkpoint.storage.reader import Source, check_sizes
+from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")

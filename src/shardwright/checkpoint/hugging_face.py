@@ -16,8 +16,9 @@ from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import local_of, views
 from shardwright.checkpoint.storage.arena import Arena, room_for
 from shardwright.checkpoint.storage.manifest import SavedFile, SavedPart, SavedTensor
-from shardwright.checkpoint.storage.reader import Reader, Source, Want, wants
+from shardwright.checkpoint.storage.reader import Reader, Want, wants
 from shardwright.checkpoint.storage.safetensors_file import Place, read_header
+from shardwright.checkpoint.storage.source import Source
 from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
 

@@ -22,7 +22,8 @@ from shardwright.checkpoint.storage.arena import Arena, room_for
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
 from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 from shardwright.checkpoint.storage.proof import prove
-from shardwright.checkpoint.storage.reader import Reader, Source, Want, check_sizes, wants
+from shardwright.checkpoint.storage.reader import Reader, Want, wants
+from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.checkpoint.storage.values import decode
 from shardwright.checkpoint.targets import VALUED, Targets, add_others, of_rank, prepared, tensors_of
 from shardwright.errors import CheckpointError

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,11 +31,13 @@ class Saving:
         self.path = path
         self.id = secrets.token_hex(8)
         self._made = False
+        self._alone = True
         self._handle = self._lock()
         try:
             content = look(path)
             _refuse_strangers(path, content)
-            tidy(path, content)
+            if self._alone:
+                tidy(path, content)
             self._journal = Journal(self.id, content.replaceable)
             disk.write_small(self._journal_path, self._journal.text)
             disk.sync_folder(path)
@@ -54,7 +57,7 @@ class Saving:
                 self.path.mkdir(parents=True)
                 self._made = True
             try:
-                handle = lock(self.path)
+                handle, self._alone = lock_or_warn(self.path)
             except FileNotFoundError:
                 continue
             if disk.is_at(handle, self.path):
@@ -78,7 +81,7 @@ class Saving:
         disk.sync_folder(self.path)
         # The checkpoint counts from here on; what is left to do, the next save does if this one cannot.
         with contextlib.suppress(OSError):
-            tidy(self.path, look(self.path))
+            tidy(self.path, look(self.path), self.id, alone=self._alone)
         self.close()
 
     def abandon(self) -> None:
@@ -86,7 +89,7 @@ class Saving:
         if self._handle < 0:
             return
         with contextlib.suppress(OSError, CheckpointError):
-            tidy(self.path, look(self.path), self.id)
+            tidy(self.path, look(self.path), self.id, alone=self._alone)
             if self._made:
                 self.path.rmdir()
         self.close()
@@ -98,11 +101,24 @@ class Saving:
             os.close(handle)
 
 
-def lock(path: Path) -> int:
-    """The folder's lock.
+def lock_or_warn(path: Path) -> tuple[int, bool]:
+    """The folder's lock, and True; where the file system has no locks the folder, False, and a warning.
 
-    Raises: CheckpointError: another process holds it. OSError: there is no lock to have.
+    Raises: CheckpointError: another process holds the lock.
     """
+    try:
+        return lock(path), True
+    except disk.NoLocksError as error:
+        warnings.warn(
+            f"{error.strerror}: two saves to {path} at once are not noticed, and what interrupted saves left "
+            "there is kept",
+            stacklevel=2,
+        )
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), False
+
+
+def lock(path: Path) -> int:
+    """The folder's lock. Raises: CheckpointError: somebody holds it. NoLocksError: there is none to have."""
     handle = disk.lock_folder(path)
     if handle is None:
         raise CheckpointError(
@@ -139,16 +155,18 @@ def _confirm(path: Path, file: Written) -> None:
         raise CheckpointError(f"{path / file.name} has {size} bytes, its rank wrote {file.size}")
 
 
-def tidy(path: Path, content: Content, mine: str = "") -> None:
+def tidy(path: Path, content: Content, mine: str = "", *, alone: bool = True) -> None:
     """Finish or roll back what an earlier save or removal left (or `mine`); the folder's lock is held.
+
+    Without a lock (not `alone`) another save may be under way: only what `mine` wrote and replaced goes.
 
     Only what is proven to be this library's goes: files of a save that a journal or their own header names,
     and those that a committed save replaced.
     """
     for name in content.names:
-        if REMOVING.fullmatch(name):
+        if alone and REMOVING.fullmatch(name):
             _remove_listed(path, name)
-    gone = list(leftovers(path, content, mine))
+    gone = list(leftovers(path, content, mine, alone=alone))
     for name in dict.fromkeys(gone):
         _unlink(path / name)
     if gone:

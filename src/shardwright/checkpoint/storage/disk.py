@@ -13,7 +13,12 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF}
 _MOST = 1 << 30  # of one call; the system takes a little less than 2 GiB
+
+
+class NoLocksError(OSError):
+    """The file system cannot lock a folder."""
 
 
 def open_new(path: Path) -> int:
@@ -113,8 +118,10 @@ def lock_folder(path: Path) -> int | None:
     except BlockingIOError:
         os.close(handle)
         return None
-    except OSError:
+    except OSError as error:
         os.close(handle)
+        if error.errno in _NO_LOCKS:
+            raise NoLocksError(error.errno, "this file system has no locks (flock)", str(path)) from None
         raise
     return handle
 

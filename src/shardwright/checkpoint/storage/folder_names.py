@@ -147,25 +147,30 @@ def _read_journal(path: Path) -> Journal | None:
     return None
 
 
-def leftovers(path: Path, content: Content, mine: str = "") -> Iterator[str]:
+def leftovers(path: Path, content: Content, mine: str = "", *, alone: bool = True) -> Iterator[str]:
     """Names that an interrupted save or removal left and that are proven to be ours; journals come last.
 
-    Args: mine: the save of this process, of which nothing needs to be proven.
+    Args:
+        mine: the save of this process, of which nothing needs to be proven.
+        alone: whether no other save can be under way; else only what belongs to `mine` is named.
     """
     if content.unreadable:
         return  # which of the files are its own cannot be known before another one takes its place
     here, now = set(content.names), content.manifest.id if content.manifest else ""
     kept = {*content.replaceable, NAME}
-    known = {one.id for one in content.journals.values() if one is not None} | {mine}
+    journals = {n: one for n, one in content.journals.items() if alone or n == f"saving-{mine}.json"}
+    known = {one.id for one in journals.values() if one is not None} | {mine}
     for name in content.names:
         found = DATA.fullmatch(name) or NEW.fullmatch(name)
-        if found and found[1] != now and name not in kept and (found[1] in known or wrote(path, name)):
+        left = found and found[1] != now and name not in kept
+        if found and left and (found[1] in known or (alone and wrote(path, name))):
             yield name
-    for journal in content.journals.values():
+    for journal in journals.values():
         if journal is not None and journal.id == now:
             yield from (name for name in journal.replaces if name in here and name not in kept)
-    yield from _emptied(path, content)
-    yield from (n for n, journal in content.journals.items() if journal or n == f"saving-{mine}.json")
+    if alone:
+        yield from _emptied(path, content)
+    yield from (n for n, journal in journals.items() if journal or n == f"saving-{mine}.json")
 
 
 def _emptied(path: Path, content: Content) -> Iterator[str]:

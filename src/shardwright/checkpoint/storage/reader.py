@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES
-from shardwright.checkpoint.storage.manifest import Manifest, SavedFile, SavedPart, SavedTensor
+from shardwright.checkpoint.storage.manifest import SavedPart, SavedTensor
+from shardwright.checkpoint.storage.source import Source, open_file
 from shardwright.checkpoint.storage.sums import first_wrong, sum_of
 from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
@@ -49,23 +49,6 @@ def wants(key: str, saved: SavedTensor, box: Box, view: torch.Tensor) -> Iterato
             inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))
             start = tuple(a - o for a, o in zip(low, part.offset, strict=True))
             yield Want(key, part, saved.dtype, start, view[inside])
-
-
-class Source(NamedTuple):
-    """The files that a reader reads: of a checkpoint, or of somebody else.
-
-    Args: chunk: of checksums; 1: there are none. links: whether a file may be a link (in a shared cache).
-    """
-
-    path: Path
-    files: Sequence[SavedFile]
-    chunk: int
-    links: bool = False
-
-    @classmethod
-    def of(cls, path: Path, manifest: Manifest) -> Source:
-        """The files of a checkpoint."""
-        return cls(path, manifest.files, manifest.chunk)
 
 
 class Reader:
@@ -226,33 +209,6 @@ def _direct(want: Want) -> bool:
     """Whether the bytes of the file are the view's own, in one piece."""
     view = want.view
     return view.is_contiguous() and view.device.type == "cpu" and view.dtype == DTYPES[want.dtype]
-
-
-def open_file(source: Source, number: int) -> int:
-    """A file of a checkpoint, of the size that the manifest says.
-
-    Raises: CheckpointError: it is not there.
-    """
-    path, file = source.path, source.files[number]
-    try:
-        handle = disk.open_regular(path / file.name, links=source.links)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is damaged: its file {file.name} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} is damaged: its file {file.name}: {error.strerror or error}") from None
-    size = os.fstat(handle).st_size
-    if size != file.size:
-        os.close(handle)
-        raise CheckpointError(
-            f"{path} is damaged: its file {file.name} has {size} bytes, {file.size} were expected"
-        )
-    return handle
-
-
-def check_sizes(source: Source, numbers: Iterable[int] | None = None) -> None:
-    """Raises CheckpointError where one of these files (None: of all) is missing or has another size."""
-    for number in range(len(source.files)) if numbers is None else numbers:
-        os.close(open_file(source, number))
 
 
 def _extent(whole: tuple[int, ...], low: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, int, int]:
