@@ -24,6 +24,7 @@ from shardwright.checkpoint import latest, list_checkpoints, load, prune, read_m
 from shardwright.checkpoint.storage.commit import lock
 from shardwright.errors import CheckpointError
 from shardwright.testing import rank_mesh
+from tests.checkpoint.faults.inject import failing
 
 Ranks = Callable[..., list[Any]]
 
@@ -258,6 +259,41 @@ def load_own(folder: Path) -> str:
     with pytest.raises(CheckpointError) as error:
         load(folder / f"r{dist.get_rank()}" / "c", nn.Linear(1, 1))
     return str(error.value)
+
+
+def load_where_one_sees_damage(path: Path) -> tuple[bool, bool]:
+    """Whether it is refused, and the model is as it was; the last byte is read by the last rank alone."""
+    mesh = rank_mesh((2,), ("dp",))
+    model = nn.Module()
+    zeros = distribute_tensor(torch.zeros(300, 2000), mesh, {"dp": Shard(0)}, src_data_rank=None)
+    model.weight = nn.Parameter(zeros)
+    with pytest.raises(CheckpointError) as error:
+        load(path, model)
+    return "wrong checksum" in str(error.value), bool((model.weight.to_local() == 0).all())
+
+
+def test_a_rank_whose_own_part_is_right_changes_nothing_either(ranks: Ranks, tmp_path: Path) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(300, 2000))
+    save(tmp_path / "c", model)
+    data = next((tmp_path / "c").glob("data-*"))
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    assert ranks(2, load_where_one_sees_damage, tmp_path / "c") == [(True, True)] * 2
+
+
+def test_data_of_a_damaged_manifest_stays_until_another_one_is_committed(tmp_path: Path) -> None:
+    """A person may still save it by hand; a save that fails must not take that away."""
+    save(tmp_path / "c", nn.Linear(1, 1))
+    manifest = tmp_path / "c" / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-20])
+    before = {one.name for one in (tmp_path / "c").iterdir()}
+    with failing(tmp_path, 1, errno.EIO, names=("rename",)), pytest.raises(CheckpointError):
+        save(tmp_path / "c", nn.Linear(1, 1))
+    assert {one.name for one in (tmp_path / "c").iterdir()} == before
+    save(tmp_path / "c", nn.Linear(1, 1))
+    assert not before & {one.name for one in (tmp_path / "c").iterdir()} - {"manifest.json"}
 
 
 def test_a_path_that_is_being_written_is_refused(tmp_path: Path) -> None:

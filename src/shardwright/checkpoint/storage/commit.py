@@ -32,6 +32,7 @@ class Saving:
         self.id = secrets.token_hex(8)
         self._made = False
         self._alone = True
+        self._renamed = False
         self._handle = self._lock()
         try:
             content = look(path)
@@ -78,6 +79,7 @@ class Saving:
         if not disk.is_at(self._handle, self.path):
             raise CheckpointError(f"{self.path} was moved or removed while it was written")
         new.rename(self.path / NAME)
+        self._renamed = True
         disk.sync_folder(self.path)
         # The checkpoint counts from here on; what is left to do, the next save does if this one cannot.
         with contextlib.suppress(OSError):
@@ -89,8 +91,9 @@ class Saving:
         if self._handle < 0:
             return
         with contextlib.suppress(OSError, CheckpointError):
-            tidy(self.path, look(self.path), self.id, alone=self._alone)
-            if self._made:
+            # Once renamed, what this save wrote is the checkpoint, whatever failed afterwards.
+            tidy(self.path, look(self.path), "" if self._renamed else self.id, alone=self._alone)
+            if self._made and not self._renamed:
                 self.path.rmdir()
         self.close()
 

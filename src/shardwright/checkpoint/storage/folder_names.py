@@ -155,7 +155,9 @@ def leftovers(path: Path, content: Content, mine: str = "", *, alone: bool = Tru
         alone: whether no other save can be under way; else only what belongs to `mine` is named.
     """
     if content.unreadable:
-        return  # which of the files are its own cannot be known before another one takes its place
+        # Which of the files are its own cannot be known before another one takes its place.
+        yield from (name for name in content.names if mine and f"-{mine}" in name)
+        return
     here, now = set(content.names), content.manifest.id if content.manifest else ""
     kept = {*content.replaceable, NAME}
     journals = {n: one for n, one in content.journals.items() if alone or n == f"saving-{mine}.json"}
