@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from shardwright import Shard, distribute_tensor, init_device_mesh
 from shardwright.checkpoint import async_save, background, load
 from shardwright.errors import CheckpointError
 
+_changed = threading.Event()
 Ranks = Callable[..., list[Any]]
 
 
@@ -36,6 +38,7 @@ def change_while_saving(path: Path) -> list[bool]:
         with torch.no_grad():
             for one in model.parameters():
                 one.mul_(2)
+        _changed.set()
         dist.all_reduce(torch.ones(1))  # the run goes on, with its own collectives
     saving.wait()
     right = []
@@ -57,7 +60,16 @@ def test_a_planted_save_that_copies_nothing_goes_red(ranks: Ranks, tmp_path: Pat
 
 
 def without_copies(path: Path) -> list[bool]:
-    background._copied = list
+    """The thread waits until the state has been changed, so that it finds it so each time."""
+    module = sys.modules["shardwright.checkpoint.save"]
+    write = module.write_file
+
+    def late(*args: Any) -> Any:
+        assert _changed.wait(30)
+        _changed.clear()
+        return write(*args)
+
+    background._copied, module.write_file = list, late
     return change_while_saving(path)
 
 
