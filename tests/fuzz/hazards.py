@@ -31,9 +31,9 @@ def slips(step: Step, env: Env) -> bool:
     A median sorts a copy in place that has the strides of what was expanded. A comparison in place of a view
     whose base was written takes the view for a leaf, until someone looks at its `grad_fn`. A contraction of
     small integers mixes types that its kernels refuse, unless it is empty. Which of equal elements is the
-    k-th, and whether a cross product of a tensor with itself is exactly 0, or a quotient exactly 1, depends
-    on how a kernel goes, or on the terms that it is made of. A scatter into a copy of windows that overlap
-    copies them so that they overlap still.
+    k-th, and whether a cross product of a tensor with itself is exactly 0, a quotient or a cosine exactly 1,
+    depends on how a kernel goes, or on the terms that it is made of. A scatter into a copy of windows that
+    overlap copies them so that they overlap still.
     """
     given = [env[value.name] for value in values_in(step.args) if isinstance(value, Ref)]
     if step.call.endswith("median"):
@@ -44,6 +44,8 @@ def slips(step: Step, env: Env) -> bool:
         return _places(given[0]).unique().numel() < given[0].numel()
     if step.call.rstrip("_").endswith(("cross", "div", "divide")):
         return given[0] is given[-1] and len(given) > 1
+    if step.call.endswith("cosine_embedding_loss"):
+        return given[0] is given[1]
     if step.call in _COMPARISONS:
         return given[0]._is_view() and given[0].requires_grad
     small = [
@@ -54,14 +56,23 @@ def slips(step: Step, env: Env) -> bool:
 
 def collides(step: Step, env: Env) -> bool:
     """Does the step read places that it writes, for another element?"""
-    target = _target(step, env)
-    if target is None or not target.numel():
-        return False
+    return any(_collides(step, env, target) for target in _targets(step, env) if target.numel())
+
+
+def _collides(step: Step, env: Env, target: torch.Tensor) -> bool:
     name = step.call.rpartition(".")[2]
     if name not in _ONE_VALUE and _places(target).unique().numel() < target.numel():
         return True  # windows that overlap: which value stays?
     by_element = not (step.call.startswith("torch.linalg.") or name.startswith(_NOT_BY_ELEMENT + _REDUCE))
     return any(_meet(target, x, by_element=by_element) for x in _read(step, env, target))
+
+
+def _targets(step: Step, env: Env) -> list[torch.Tensor]:
+    """What is written; of a call on lists, each tensor of the first."""
+    if step.call.startswith("torch._foreach_") and step.call.endswith("_"):
+        return [env[value.name] for value in values_in(step.args[:1]) if isinstance(value, Ref)]
+    target = _target(step, env)
+    return [] if target is None else [target]
 
 
 def _target(step: Step, env: Env) -> torch.Tensor | None:
