@@ -718,3 +718,55 @@ def test_who_looks_at_the_doors_finds_the_functions_in_python():
     door = vars(sw.DTensor)["__torch_function__"]
     assert isinstance(door, classmethod)
     assert door.__func__ is boundary.call
+
+
+def _a_localized_parameter():
+    """Beside its state an operand like others; beside a plain tensor, or on another mesh, its local part."""
+    from shardwright.parallel import parallelize_replicate
+    from shardwright.testing import rank_mesh
+
+    mesh = rank_mesh((2, 1), ("dp", "tp"))
+    model = torch.nn.Linear(4, 4, bias=False)
+    torch.nn.init.ones_(model.weight)
+    parallelize_replicate(model, mesh["dp"])
+    state = model.weight.detach() * 2.0
+    with torch.no_grad():
+        for _ in range(3):
+            model.weight.mul_(state)
+        with InPython() as python:
+            model.weight.mul_(state)
+            calls = [*python.calls]
+    elsewhere = sw.distribute_tensor(torch.ones(4, 4), mesh["tp"], [sw.Replicate()])
+    arriving = sw.distribute_tensor(torch.ones(4, 4), mesh["tp"], [sw.Shard(0)])
+    made = [model.weight @ torch.ones(4, 4)]
+    with sw.spmd(mesh["tp"]):
+        made += [
+            model.weight @ elsewhere,
+            model.weight @ arriving.redistribute([sw.Replicate()], async_op=True),
+        ]
+    whole = [x.full_tensor() if isinstance(x, sw.DTensor) else x for x in made]
+    return calls, [type(x) is torch.Tensor for x in made], [bool((x == 64.0).all()) for x in whole]
+
+
+def test_a_localized_parameter_meets_its_state_in_c(ranks):
+    for calls, plain, right in ranks(2, _a_localized_parameter):
+        assert calls == []
+        assert plain == [True, False, False]
+        assert right == [True] * 3
+
+
+def _max_norm():
+    from shardwright.errors import RuleError
+    from shardwright.parallel import parallelize_replicate
+    from shardwright.testing import rank_mesh
+
+    model = torch.nn.Embedding(4, 4, max_norm=1.0)
+    parallelize_replicate(model, rank_mesh((2,), ("dp",)))
+    ids = sw.distribute_tensor(torch.tensor([0, 1]), model.weight.device_mesh, [sw.Replicate()])
+    for _ in range(3):
+        with pytest.raises(RuleError, match="max_norm"):
+            model(ids)
+
+
+def test_a_lookup_that_writes_is_for_python(ranks):
+    ranks(2, _max_norm)

@@ -21,7 +21,7 @@ from shardwright.compat import compiler_names, modes_on, without_subclasses
 from shardwright.tensor.dispatch import short
 from shardwright.tensor.dispatch.call import dispatch
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.localized import LocalizedDTensor
+from shardwright.tensor.localized import LocalizedDTensor, call_localized
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.host_reads import READING
 from shardwright.tensor.views import write_back
@@ -42,10 +42,11 @@ def open_doors(*, extension: bool = True) -> str:
     """
     why = why_python()
     if why or not extension:
-        _put(classmethod(boundary.call), classmethod(dispatch))
+        _put(classmethod(boundary.call), classmethod(call_localized), classmethod(dispatch))
     else:
         made = _module()
-        _put(_boundary(made), _dispatch(made))
+        both = _boundary(made, boundary.call), _boundary(made, call_localized, (DTensor, LocalizedDTensor))
+        _put(*both, _dispatch(made))
     short.reader.there = not why
     return why
 
@@ -91,14 +92,15 @@ def _module() -> Any:
     return importlib.import_module(_MODULE)
 
 
-def _put(function: Any, below: Any) -> None:
+def _put(function: Any, localized: Any, below: Any) -> None:
     DTensor.__torch_function__ = function
+    LocalizedDTensor.__torch_function__ = localized
     DTensor.__torch_dispatch__ = below  # type: ignore[method-assign]
 
 
-def _boundary(made: ModuleType) -> Any:
+def _boundary(made: ModuleType, call: Any, of_one_mesh: tuple[type, ...] = ()) -> Any:
     return made.Boundary(
-        boundary.call,
+        call,
         compiler=compiler_names,
         harmless=boundary._harmless,
         reading=READING,
@@ -107,6 +109,8 @@ def _boundary(made: ModuleType) -> Any:
         below=without_subclasses,
         plain=torch.Tensor,
         made=boundary.judged,
+        of_one_mesh=of_one_mesh,
+        spec_of=TorchDTensor.__dict__["_spec"],
     )
 
 

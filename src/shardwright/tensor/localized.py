@@ -33,26 +33,30 @@ class LocalizedDTensor(DTensor):
 
     __slots__: list[str] = []
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not kwargs and func not in _LOOKUPS and _on_one_mesh(args):
-            return boundary.call(cls, func, types, args, kwargs)  # an optimizer, on parameters and states
-        kwargs = kwargs or {}
-        if func in _LOOKUPS and kwargs.get("max_norm") is not None:
-            raise RuleError(_RENORM.format(func.__name__))
-        if _mixes((*args, *kwargs.values())) and not _keeps_parameter(func, args):
-            args = tuple(_localized(a) for a in args)
-            kwargs = {name: _localized(value) for name, value in kwargs.items()}
-            return func(*args, **kwargs)
-        return boundary.call(cls, func, types, args, kwargs)
-
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> DTensor:
         return DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+
+
+def call_localized(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Run a function of torch whose arguments hold a localized parameter: its `__torch_function__`.
+
+    Raises: RuleError: a look-up that rescales the rows that it reads, and what `boundary.call` raises.
+    """
+    if not kwargs and func not in _LOOKUPS and _on_one_mesh(args):
+        return boundary.call(cls, func, types, args, kwargs)  # an optimizer, on parameters and states
+    kwargs = kwargs or {}
+    if func in _LOOKUPS and kwargs.get("max_norm") is not None:
+        raise RuleError(_RENORM.format(func.__name__))
+    if _mixes((*args, *kwargs.values())) and not _keeps_parameter(func, args):
+        args = tuple(_localized(a) for a in args)
+        kwargs = {name: _localized(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+    return boundary.call(cls, func, types, args, kwargs)
 
 
 _LOOKUPS = frozenset({torch.nn.functional.embedding, torch.nn.functional.embedding_bag})

@@ -44,18 +44,21 @@ enum {
     BELOW,                  /* calls a function without asking the classes of its arguments */
     PLAIN,                  /* torch.Tensor */
     MADE,                   /* judges a plain result */
+    OF_ONE_MESH,            /* classes of tensors that must be on one mesh, their base first; or none */
+    SPEC_OF,                /* the slot of their specs */
     END_OF_BOUNDARY
 };
 static const char *const held_by_dispatch[] = {"recipes", "recipe", "copies", "modes", "inference", "scalars",
     "ordinary", "localized", "new", "wrap", "local", "spec", "made_by", NULL};
 static const char *const held_by_boundary[] = {
-    "compiler", "harmless", "reading", "own", "state", "below", "plain", "made", NULL};
+    "compiler", "harmless", "reading", "own", "state", "below", "plain", "made",
+    "of_one_mesh", "spec_of", NULL};
 
 /* The fields of a recipe, in the order of `short.Short`. */
 enum { CALL, RESULTS, SEVERAL, WRITTEN, OVERRIDES, PLACED, BEGINS, FIELDS };
 
 static PyObject *str_token, *str_use, *str_storage_offset, *str_untyped_storage, *str_writes, *str_base;
-static PyObject *str_functions, *str_out, *str_offset, *str_op, *str_compiles, *no_arguments;
+static PyObject *str_functions, *str_out, *str_offset, *str_op, *str_compiles, *str_mesh, *no_arguments;
 
 /* ------------------------------------------------------------------------------------------------ doors */
 
@@ -565,26 +568,50 @@ static PyObject *dispatch(PyObject *self, PyObject *const *args, size_t flags, P
 
 /* --------------------------------------------------------------------------------------------- boundary */
 
+/* Is a value on the mesh of those before it, as far as the door asks? The first one says which: `mesh` is only
+ * compared, and whoever holds the value holds it. -1: error. */
+static int is_on_mesh(Door *door, PyObject *value, PyObject **mesh) {
+    PyObject *classes = door->held[OF_ONE_MESH], *type = (PyObject *)Py_TYPE(value);
+    int asked = PySequence_Contains(classes, type);
+    if (asked <= 0) { /* a subclass, such as of parts that are under way, is for Python */
+        return asked < 0 ? -1 : !PyType_IsSubtype((PyTypeObject *)type, (PyTypeObject *)PyTuple_GET_ITEM(classes, 0));
+    }
+    PyObject *spec = *(PyObject **)((char *)value + door->spec_at);
+    PyObject *own = spec == NULL ? NULL : PyObject_GetAttr(spec, str_mesh);
+    if (own == NULL) {
+        return spec == NULL ? 0 : -1;
+    }
+    int same = *mesh == NULL || *mesh == own;
+    *mesh = own;
+    Py_DECREF(own);
+    return same;
+}
+
 /* Is a value, or every value of a list, of a class that is known to be harmless? -1: error. */
-static int is_harmless(PyObject *harmless, PyObject *value) {
+static int is_harmless(Door *door, PyObject *value, PyObject **mesh) {
     if (!PyTuple_Check(value) && !PyList_Check(value)) {
-        return PySet_Contains(harmless, (PyObject *)Py_TYPE(value));
+        int harmless = PySet_Contains(door->held[HARMLESS], (PyObject *)Py_TYPE(value));
+        return harmless <= 0 || door->spec_at == 0 ? harmless : is_on_mesh(door, value, mesh);
     }
     int all = 1;
     for (Py_ssize_t i = 0; all > 0 && i < PySequence_Fast_GET_SIZE(value); i++) {
         PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(value, i));
-        all = is_harmless(harmless, item);
+        all = is_harmless(door, item, mesh);
         Py_DECREF(item);
     }
     return all;
 }
 
-static int all_harmless(PyObject *harmless, PyObject *args, PyObject *kwargs) {
-    PyObject *value;
+/* A door that asks of meshes has no keyword arguments go through: a look-up with `max_norm` writes. */
+static int all_harmless(Door *door, PyObject *args, PyObject *kwargs) {
+    PyObject *value, *mesh = NULL;
     Py_ssize_t place = 0;
-    int all = is_harmless(harmless, args);
+    if (kwargs != NULL && door->spec_at != 0 && PyDict_GET_SIZE(kwargs)) {
+        return 0;
+    }
+    int all = is_harmless(door, args, &mesh);
     while (all > 0 && kwargs != NULL && PyDict_Next(kwargs, &place, NULL, &value)) {
-        all = is_harmless(harmless, value);
+        all = is_harmless(door, value, &mesh);
     }
     return all;
 }
@@ -594,7 +621,7 @@ static int goes_through(Door *door, PyObject *func, PyObject *args, PyObject *kw
     PyObject *traces = PyDict_GetItemWithError(door->held[COMPILER], str_compiles);
     int yes = traces == Py_False ? 1 : PyErr_Occurred() ? -1 : 0;
     if (yes > 0) {
-        yes = all_harmless(door->held[HARMLESS], args, kwargs);
+        yes = all_harmless(door, args, kwargs);
     }
     if (yes > 0 && kwargs != NULL) {
         int has_out = PyDict_Contains(kwargs, str_out);
@@ -675,8 +702,18 @@ static int dispatch_init(PyObject *self, PyObject *args, PyObject *kwargs) {
 }
 
 static int boundary_init(PyObject *self, PyObject *args, PyObject *kwargs) {
-    door_of(self)->call = boundary;
-    return door_init(self, args, kwargs, held_by_boundary);
+    Door *door = door_of(self);
+    if (door_init(self, args, kwargs, held_by_boundary) < 0) {
+        return -1;
+    }
+    PyObject *classes = door->held[OF_ONE_MESH];
+    if (!PyTuple_Check(classes) || (PyTuple_GET_SIZE(classes) && !PyType_Check(PyTuple_GET_ITEM(classes, 0)))) {
+        PyErr_SetString(PyExc_TypeError, "of_one_mesh is a tuple of classes, the base of all first");
+        return -1;
+    }
+    door->spec_at = PyTuple_GET_SIZE(classes) ? place_of(door->held[SPEC_OF]) : 0;
+    door->call = boundary;
+    return door->spec_at < 0 ? -1 : 0;
 }
 
 static PyObject *make_class(const char *name, initproc init) {
@@ -715,7 +752,7 @@ static int intern_names(void) {
     } names[] = {{&str_token, "token"}, {&str_use, "use"}, {&str_storage_offset, "storage_offset"},
         {&str_untyped_storage, "untyped_storage"}, {&str_writes, "writes"}, {&str_base, "_base"},
         {&str_functions, "functions"}, {&str_out, "out"}, {&str_offset, "offset"}, {&str_op, "_op"},
-        {&str_compiles, "_is_compiling_flag"}};
+        {&str_compiles, "_is_compiling_flag"}, {&str_mesh, "mesh"}};
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         *names[i].at = PyUnicode_InternFromString(names[i].text);
         if (*names[i].at == NULL) {
