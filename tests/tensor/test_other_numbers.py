@@ -73,3 +73,25 @@ def _classes():
 
 def test_classes_of_numbers_decide(ranks):
     ranks(2, _classes)
+
+
+def _numbers_without_end():
+    """Terms of either sign, times infinity, would not add up: the value is finished first."""
+    x = sw.distribute_tensor(torch.stack([_X, 1 - _X]), rank_mesh((2,), ("tp",)), [sw.Shard(0)])
+    whole = torch.stack([_X, 1 - _X])
+    for op in (
+        lambda v: v * torch.inf,
+        lambda v: v / 0.0,
+        lambda v: v.clone().mul_(-torch.inf),
+        lambda v: v / torch.inf,
+        lambda v: torch._foreach_mul([v, v], torch.inf)[1],
+        lambda v: torch._foreach_div([v], [0.0])[0],
+        lambda v: v * 2.0,
+    ):
+        value = x.sum(0)
+        assert value.placements[0].is_pending
+        torch.testing.assert_close(op(value).full_tensor(), op(whole.sum(0)))
+
+
+def test_terms_meet_no_infinity(ranks):
+    ranks(2, _numbers_without_end)

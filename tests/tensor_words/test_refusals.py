@@ -69,7 +69,7 @@ SAYS = {
     "no plan": "Model brings no plan for 'auto'",
     "no word": "'columnwise' is no word",
     "a sequence without words": "sequence_parallel=True goes with a plan of words",
-    "a sequence without blocks": "Model has no list of modules",
+    "a sequence without blocks": "cuts no parameter inside a list of modules",
     "a placement that does not fit": "head.weight",
     "two placements for one parameter": "embedding.weight and head.weight are one parameter (tied weights)",
 }

@@ -57,9 +57,9 @@ def parallelize_context(
             follow.
         src_data_rank: the rank of the axis whose parameters count; None: each rank's own, all equal.
     Returns: the module itself, with parameters replicated on the axis; class, names and ties are untouched.
-    Raises: ParallelError: not one axis, an unknown `attention`, `output` or argument, a module whose sequence
-        is cut already, parameters that `fully_shard` manages or that live on different axes; nothing has been
-        changed then. Place on tensor-parallel axes before this, on data-parallel ones after.
+    Raises: ParallelError: not one axis, an unknown `attention`, `output`, placement or argument, a module
+        whose sequence is cut already, parameters that `fully_shard` manages or that live on different axes;
+        nothing has been changed then. Place on tensor-parallel axes before this, on data-parallel ones after.
     Cost: a broadcast of the parameters, once. In a forward of attention each rank sends n - 1 parts of keys
         and values in a ring, in the backward as many again and as many gradients; in an all-to-all (n-1)/n of
         its queries, keys, values and results. Gradients of parameters are pending until somebody sums them.
@@ -67,6 +67,7 @@ def parallelize_context(
     """
     axis = _one_axis(mesh)
     _check_words(attention, output)
+    _check_placement(placement)
     _check_once(module, axis)
     scope = SequenceScope(axis, dict(cut or {}), placement, Asked(attention, stated=True), output)
     scope.check_arguments(module)
@@ -113,6 +114,16 @@ def _one_axis(mesh: DeviceMesh) -> str:
     if len(axes) != 1:
         raise ParallelError(f"parallelize_context takes one axis, got {axes}; slice the mesh: mesh['cp']")
     return axes[0]
+
+
+def _check_placement(placement: object) -> None:
+    made = placement(1) if callable(placement) else None
+    if not isinstance(made, Partition):
+        raise ParallelError(
+            f"parallelize_context: placement={placement!r} makes no partition of a dim\n"
+            "  fix: placement=sw.ZigZag, sw.Shard, or a function of the dim such as "
+            "lambda dim: sw.BlockCyclic(dim, 4)"
+        )
 
 
 def _check_words(attention: str, output: str) -> None:

@@ -35,8 +35,9 @@ def read_blocks(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement]) 
     if not blocks:
         raise ParallelError(
             "parallelize_tensor: sequence parallelism cuts what stands between blocks, and "
-            f"{type(module).__name__} has no list of modules (nn.ModuleList, nn.Sequential) of which the "
-            "plan cuts anything"
+            f"the plan cuts no parameter inside a list of modules (nn.ModuleList, nn.Sequential) of "
+            f"{type(module).__name__}; it cuts {_cut_names(cuts)}\n"
+            "  fix: name the matrices of the blocks in the plan, or leave sequence_parallel out"
         )
     borders: Borders = {}
     for block in blocks:
@@ -50,6 +51,11 @@ def read_blocks(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement]) 
             named = module.get_submodule(path)
             borders[named] = replace(borders.get(named, Border()), cuts=True, gathers=False)
     return borders
+
+
+def _cut_names(cuts: Mapping[str, Placement]) -> str:
+    names = [name for name, placement in cuts.items() if placement.is_partition]
+    return f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}" if names else "nothing"
 
 
 def _cut_modules(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement]) -> dict[nn.Module, Along]:

@@ -5,6 +5,7 @@ Random ops are not among them: a part's own draw is not the part of the whole dr
 
 from __future__ import annotations
 
+from cmath import isfinite
 from collections.abc import Iterable
 
 from shardwright.rules.call import Call, TensorInfo
@@ -49,7 +50,6 @@ IDENTITY = "alias clone detach lift lift_fresh"
 # name -> facts
 FACTS: dict[str, tuple[str, ...]] = {
     "rsub": ("self+other: sum->sum", "self: avg->avg"),
-    "mul": ("self: sum->sum", "other: sum->sum", "self+other: product->product"),
     "maximum": ("self+other: max->max", "self: max->max", "other: max->max"),
     "minimum": ("self+other: min->min", "self: min->min", "other: min->min"),
     "where": ("self+other: *",),
@@ -114,10 +114,25 @@ def _is_inexact(call: Call) -> bool:
 
 @register_rule("aten::div", any_size=True)
 def divide(call: Call) -> Formula:
-    """Linear in the dividend, unless the quotient is rounded."""
+    """Linear in the dividend, unless the quotient is rounded, or terms become infinite with either sign."""
+    by = call.bound.get("other")
     rounded = call.bound.get("rounding_mode") is not None
-    facts = () if rounded else ("self: sum->sum", "self+other: product->product")
+    facts = (
+        () if rounded or _is_infinite(by) or by == 0 else ("self: sum->sum", "self+other: product->product")
+    )
     return formula(_TEXT, hom=facts, elementwise=True)
+
+
+@register_rule("aten::mul", any_size=True)
+def multiply(call: Call) -> Formula:
+    """Linear in each factor, unless terms become infinite with either sign."""
+    facts = ("self: sum->sum", "other: sum->sum", "self+other: product->product")
+    return formula(_TEXT, hom=() if _is_infinite(call.bound.get("other")) else facts, elementwise=True)
+
+
+def _is_infinite(number: object) -> bool:
+    """A number, no tensor, that is infinite or not a number."""
+    return isinstance(number, float | complex) and not isfinite(number)
 
 
 @register_rule("aten::masked_fill", any_size=True)
