@@ -704,8 +704,10 @@ def test_a_variable_turns_it_off(monkeypatch):
 def test_one_that_was_built_for_other_recipes_is_not_used(monkeypatch):
     from shardwright.tensor.extension import known_call
 
-    monkeypatch.setattr(known_call, "FIELDS", 3)
-    assert doors.why_python() == "it was built from another version of the library"
+    for name in ("FIELDS", "VERSION"):
+        with monkeypatch.context() as patched:
+            patched.setattr(known_call, name, 1)
+            assert doors.why_python() == "it was built from another version of the library"
 
 
 def test_a_torch_whose_tensors_have_no_slots_is_served_by_python(monkeypatch):

@@ -29,6 +29,7 @@ from shardwright.tensor.wrap import wrap
 
 _VARIABLE = "SHARDWRIGHT_EXTENSION"
 _MODULE = "shardwright.tensor.extension.known_call"
+_BUILT = 2  # `VERSION` of the C file
 # Classes whose values `call._collect` tells apart by class and value.
 _SCALARS = frozenset(
     {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -69,8 +70,7 @@ def why_python() -> str:
         made = _module()
     except ImportError as error:
         return f"it was not built when the library was installed ({error})"
-    fields: int = made.FIELDS
-    if fields != len(short.Short._fields):
+    if (getattr(made, "VERSION", 1), made.FIELDS) != (_BUILT, len(short.Short._fields)):
         return "it was built from another version of the library"
     if not all(isinstance(slot, MemberDescriptorType) for slot in _slots()):
         return "this torch keeps the parts of a DTensor otherwise"

@@ -17,6 +17,10 @@
 #define PyObject_GetOptionalAttr _PyObject_LookupAttr
 #endif
 
+/* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
+ * must not stand before functions of today. */
+enum { VERSION = 2 };
+
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
 enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 16 };
 enum {
@@ -777,7 +781,8 @@ PyMODINIT_FUNC PyInit_known_call(void) {
     }
     if (add(module, "Dispatch", make_class("shardwright.tensor.extension.known_call.Dispatch", dispatch_init)) < 0 ||
         add(module, "Boundary", make_class("shardwright.tensor.extension.known_call.Boundary", boundary_init)) < 0 ||
-        PyModule_AddIntConstant(module, "FIELDS", FIELDS) < 0) {
+        PyModule_AddIntConstant(module, "FIELDS", FIELDS) < 0 ||
+        PyModule_AddIntConstant(module, "VERSION", VERSION) < 0) {
         Py_DECREF(module);
         return NULL;
     }

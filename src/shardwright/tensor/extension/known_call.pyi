@@ -2,6 +2,7 @@ from collections.abc import Callable
 from typing import Any
 
 FIELDS: int
+VERSION: int
 
 class Dispatch(classmethod[Any, ..., Any]):
     def __init__(self, dispatch: Callable[..., Any], /, **held: Any) -> None: ...
