@@ -166,11 +166,18 @@ class Loading:
     def _read(self) -> None:
         """Read everything and make all values; nothing of the state is changed but with `in_place`."""
         wanted: list[Want] = []
+        detours: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key, tensor in self.targets.fresh.items():
-            wanted += self._wants(key, tensor, local_of(tensor))
+            local = local_of(tensor)
+            if not local.is_contiguous():
+                detours.append((local, local.contiguous()))
+                local = detours[-1][1]
+            wanted += self._wants(key, tensor, local)
         for name, (tensor, local) in self._places().items():
             wanted += self._wants(self.manifest.ties.get(name, name), tensor, local)
         self.reader.read(wanted)
+        for local, read in detours:
+            local.copy_(read)
         take = self.targets.fresh.__getitem__
         try:
             self.values = {path: decode(one, path, take) for path, one in self.targets.values.items()}

@@ -91,14 +91,21 @@ def _text(layout: Layout) -> str:
     return str(layout)
 
 
-def views(tensor: torch.Tensor, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """Each box that this rank holds with its elements in `local`, a tensor of the local shape: views."""
+def views(
+    tensor: torch.Tensor, local: torch.Tensor, *, copies: bool = False
+) -> list[tuple[Box, torch.Tensor]]:
+    """Each box that this rank holds with its elements in `local`, a tensor of the local shape: views.
+
+    Args: copies: only to be read: a box that no view of `local` shows may be a copy. Without it, that is a
+        RuntimeError, because what is written into a copy is lost.
+    """
     if not isinstance(tensor, DTensor):
         return [(Box((0,) * local.dim(), tuple(local.shape)), local)] if local.numel() else []
-    return [(chunk.box, _view(chunk, local)) for chunk in chunks(layout_of(tensor))]
+    return [(chunk.box, _view(chunk, local, copies)) for chunk in chunks(layout_of(tensor))]
 
 
-def _view(chunk: Chunk, local: torch.Tensor) -> torch.Tensor:
+def _view(chunk: Chunk, local: torch.Tensor, copies: bool) -> torch.Tensor:
     if chunk.inside is None and not local.is_contiguous():
-        return local.reshape(-1).narrow(0, chunk.start, prod(chunk.box.size)).view(chunk.box.size)
+        flat = local.reshape(-1) if copies else local.view(-1)
+        return flat.narrow(0, chunk.start, prod(chunk.box.size)).view(chunk.box.size)
     return chunk.view(local)

@@ -86,7 +86,7 @@ class Job:
     def _entry(self, share: Share, collected: Collected) -> Entry:
         tensor, held = collected.tensors[share.key], self._whole[share.key]
         if share.key not in self._views:
-            self._views[share.key] = views(tensor, local_of(tensor))
+            self._views[share.key] = views(tensor, local_of(tensor), copies=True)
         view = self._views[share.key][share.box][1]
         if view.dim():
             view = view.narrow(share.dim, share.start, share.stop - share.start)
