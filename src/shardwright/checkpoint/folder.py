@@ -7,12 +7,12 @@ run that ended while it wrote.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.checkpoint.agree import rank
+from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.commit import lock, remove, tidy
 from shardwright.checkpoint.storage.folder_names import look
 from shardwright.checkpoint.storage.manifest import NAME, is_named, read_manifest
@@ -127,10 +127,11 @@ def why_unusable(path: Path) -> str:
 
 
 def prune(out: Path | str, *, keep: int, every: int | None = None) -> tuple[Path, ...]:
-    """Remove all but the newest `keep` finished checkpoints, and what was left unfinished before the newest.
+    """Remove all but the newest `keep` checkpoints that can be used, and what was left before the newest.
 
     Only rank 0 removes, and only what is proven to be this library's: files that a manifest or a journal
-    names.
+    names. A link, and a folder of somebody else, stay and do not count. A checkpoint that cannot be used
+    does not count either; it goes where it is older than all that are kept.
 
     Args: every: keep also those whose step is a multiple of this, for ever.
     Returns: the checkpoints that were removed, or tidied away (on rank 0).
@@ -138,19 +139,34 @@ def prune(out: Path | str, *, keep: int, every: int | None = None) -> tuple[Path
     """
     if keep < 1 or (every is not None and every < 1):
         raise CheckpointError(f"keep={keep}, every={every} would remove every checkpoint: keep at least 1")
-    listing = list_checkpoints(out)
-    if rank() != 0 or not listing.committed:
+    if rank() != 0:
         return ()
-    old = [one for one in listing.committed[keep:] if every is None or step_of(one) % every]
-    for path in old:
-        remove(path)
-    newest = step_of(listing.committed[0])
+    listing = list_checkpoints(out)
+    committed = [path for path in listing.committed if not path.is_symlink()]
+    usable = [path for path in committed if not why_unusable(path)]
+    if not usable:
+        return ()
+    oldest = committed.index(usable[:keep][-1])
+    old = [one for one in committed[oldest + 1 :] if every is None or step_of(one) % every]
+    removed = [path for path in old if _removed(path)]
+    newest = step_of(usable[0])
     left = [path for path in listing.unfinished if step_of(path) <= newest and _tidied_away(path)]
-    return (*old, *left)
+    return (*removed, *left)
+
+
+def _removed(path: Path) -> bool:
+    """Remove a checkpoint, unless it is somebody else's or is being written."""
+    try:
+        remove(path)
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def _tidied_away(path: Path) -> bool:
     """Remove an unfinished checkpoint, if nobody writes it now and nothing in it is somebody else's."""
+    if path.is_symlink():
+        return False
     try:
         handle = lock(path)
     except (CheckpointError, OSError):
@@ -161,7 +177,7 @@ def _tidied_away(path: Path) -> bool:
             path.rmdir()
         return not path.exists()
     finally:
-        os.close(handle)
+        disk.unlock_folder(handle)
 
 
 def _named(out: Path, name: str) -> Path:

@@ -63,7 +63,7 @@ class Saving:
                 continue
             if disk.is_at(handle, self.path):
                 return handle
-            os.close(handle)
+            disk.unlock_folder(handle)
         raise CheckpointError(f"{self.path} is made and removed again and again by somebody else")
 
     def commit(self, text: bytes, files: Sequence[Written]) -> None:
@@ -101,7 +101,7 @@ class Saving:
         """Let the folder go."""
         handle, self._handle = self._handle, -1
         if handle >= 0:
-            os.close(handle)
+            disk.unlock_folder(handle)
 
 
 def lock_or_warn(path: Path) -> tuple[int, bool]:
@@ -198,7 +198,7 @@ def remove(path: Path) -> None:
         with contextlib.suppress(OSError):
             path.rmdir()  # what is not ours keeps it there
     finally:
-        os.close(handle)
+        disk.unlock_folder(handle)
 
 
 def _remove_damaged(path: Path, content: Content) -> None:

@@ -6,6 +6,7 @@ only are read.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -124,6 +125,13 @@ def lock_folder(path: Path) -> int | None:
             raise NoLocksError(error.errno, "this file system has no locks (flock)", str(path)) from None
         raise
     return handle
+
+
+def unlock_folder(handle: int) -> None:
+    """Let a locked folder go, also where a child of this process has inherited the open folder."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 def is_at(handle: int, path: Path) -> bool:
