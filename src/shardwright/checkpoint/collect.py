@@ -60,7 +60,7 @@ class Collected:
             self.ties[key] = first
 
     def part(self) -> Part:
-        """What the other ranks need to know. Cost: one read of each plain tensor, where there are others."""
+        """What the other ranks need to know. Cost: one read of what is on no mesh of all ranks."""
         compare = world() > 1
         held = {key: _described(key, one, compare) for key, one in self.tensors.items()}
         values = {key: json.dumps(one, allow_nan=False) for key, one in self.values.items()}
@@ -105,7 +105,8 @@ def _module(found: Collected, node: Node) -> None:
 
 def _described(key: str, tensor: torch.Tensor, compare: bool) -> Held:
     held = describe(tensor, key)
-    return held._replace(digest=_digest(tensor)) if compare and held.layout is None else held
+    apart = compare and bool(held.boxes) and len(held.ranks) < world()  # a plain tensor is on no mesh at all
+    return held._replace(digest=_digest(tensor)) if apart else held
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -167,7 +167,7 @@ class _Loading:
             return []
         cut = view[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))]
         gone = [dim for dim in range(cut.dim()) if dim not in link.dims]
-        cut = cut.permute([*link.dims, *gone]).reshape([high[d] - low[d] for d in link.dims])
+        cut = cut.permute([*link.dims, *gone]).view([high[d] - low[d] for d in link.dims])
         number, place = self.places[link.source]
         offset = tuple(low[d] - link.offset[d] for d in link.dims)
         whole = SavedPart(file=number, at=place.at, offset=(0,) * len(place.shape), size=place.shape, sums="")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwright.errors import CheckpointError
 
-_COMPILED = "_orig_mod."
+_COMPILED = "_orig_mod"
 EXTRA = "_extra_state"
 
 
@@ -33,7 +34,13 @@ def read_model(model: nn.Module) -> ModelState:
 
     Raises: CheckpointError: a state_dict hook returns copies, into which nothing could be loaded.
     """
-    entries = {name.replace(_COMPILED, ""): one for name, one in model.state_dict(keep_vars=True).items()}
+    entries: dict[str, Any] = {}
+    for given, one in model.state_dict(keep_vars=True).items():
+        if entries.setdefault(_uncompiled(given), one) is not one:
+            raise CheckpointError(
+                f"two entries of the model are called {_uncompiled(given)!r} without {_COMPILED!r}, which "
+                "torch.compile puts into names: give one of them another name"
+            )
     live = {id(one) for one in (*model.parameters(), *model.buffers())}
     tensors: dict[str, torch.Tensor] = {}
     for name, value in entries.items():
@@ -48,10 +55,15 @@ def read_model(model: nn.Module) -> ModelState:
     return ModelState(tensors, _modules_with_objects(model))
 
 
+def _uncompiled(name: str) -> str:
+    """A name without the parts that `torch.compile` adds: whole parts only."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
 def _modules_with_objects(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that override `get_extra_state`, by the name that torch gives that state."""
     return {
-        f"{name}.{EXTRA}".removeprefix(".").replace(_COMPILED, ""): module
+        _uncompiled(f"{name}.{EXTRA}".removeprefix(".")): module
         for name, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }

@@ -71,7 +71,7 @@ def read_optimizer(optimizer: Optimizer, names: dict[int, str], path: str, keep:
 def merge(path: str, parts: list[OptimizerPart]) -> dict[str, Any]:
     """One optimizer from those of ranks that hold different parameters of it (pipeline stages).
 
-    Raises: CheckpointError: ranks disagree about its class or settings.
+    Raises: CheckpointError: ranks disagree about its class, its settings or a value.
     """
     first = parts[0]
     groups = [dict(group) for group in first.groups]
@@ -84,8 +84,18 @@ def merge(path: str, parts: list[OptimizerPart]) -> dict[str, Any]:
                 differ = [key for key in mine if key != _PARAMS and mine[key] != other.get(key)]
                 raise CheckpointError(f"{path}: the ranks have different settings ({', '.join(differ)})")
             mine[_PARAMS] = list(dict.fromkeys((*mine[_PARAMS], *other[_PARAMS])))
-        values |= part.values
+        for parameter, mine_too in part.values.items():
+            if values.setdefault(parameter, mine_too) != mine_too:
+                raise CheckpointError(_differing(f"{path}/{parameter}", values[parameter], mine_too))
     return {"kind": first.kind, "groups": groups, "values": values}
+
+
+def _differing(key: str, one: dict[str, Any], other: dict[str, Any]) -> str:
+    names = [name for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]
+    return (
+        f"{key}: the ranks have different values of the optimizer's state ({', '.join(names)}), so "
+        "there is no one value to save: make them equal first, or keep them outside of the optimizer"
+    )
 
 
 def states_of(path: str, tensors: dict[str, SavedTensor], parameters: set[str]) -> dict[tuple[str, str], str]:

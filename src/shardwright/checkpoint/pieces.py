@@ -25,7 +25,8 @@ class Held(NamedTuple):
     """A tensor as one rank describes it to the others: no data.
 
     Args: layout: its text, for people; None: a plain tensor, of which every rank has the whole.
-        digest: of a plain tensor's bytes where several ranks save, so that they can be compared.
+        digest: of this rank's bytes, where ranks that no mesh joins may have the same.
+        ranks: those of the mesh that the tensor is on, sorted; empty for a plain one.
     """
 
     dtype: str
@@ -33,6 +34,7 @@ class Held(NamedTuple):
     layout: str | None
     boxes: tuple[Cell, ...]
     digest: str | None = None
+    ranks: Shape = ()
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -62,7 +64,7 @@ def describe(tensor: torch.Tensor, key: str) -> Held:
     boxes = tuple((chunk.box.offset, chunk.box.size) for chunk in chunks(layout))
     if boxes:
         _refuse_without_data(local_of(tensor), key)
-    return Held(name_of(layout.dtype), layout.shape, _text(layout), boxes)
+    return Held(name_of(layout.dtype), layout.shape, _text(layout), boxes, ranks=tuple(sorted(layout.ranks)))
 
 
 def _refuse_without_data(local: torch.Tensor, key: str) -> None:

@@ -55,7 +55,12 @@ def _compare(key: str, first: Held, held: Held, rank: int, parts: Sequence[Held_
         raise CheckpointError(
             f"{key} is a DTensor on one of the ranks {other} and {rank} and plain on the other"
         )
-    if held.digest != first.digest:
+    if held.ranks != first.ranks and not _is_copy(key, first, held, parts):
+        raise CheckpointError(
+            f"{key} is another tensor on the mesh of ranks {list(first.ranks)} than on that of "
+            f"{list(held.ranks)}: give them names of their own (that of the stage, for instance)"
+        )
+    if held.layout is None and held.digest != first.digest:
         raise CheckpointError(
             f"{key} is a plain tensor whose values differ between ranks {other} and {rank}, so there is "
             "no one "
@@ -63,6 +68,12 @@ def _compare(key: str, first: Held, held: Held, rank: int, parts: Sequence[Held_
             "make "
             "it a DTensor, or leave it out of the state"
         )
+
+
+def _is_copy(key: str, first: Held, held: Held, parts: Sequence[Held_by_key]) -> bool:
+    """Whether what a rank holds is held, bit for bit, by a rank of the other mesh."""
+    there = [part[key] for part in parts if key in part and part[key].ranks == first.ranks]
+    return not held.boxes or any((one.boxes, one.digest) == (held.boxes, held.digest) for one in there)
 
 
 def shares_of(parts: Sequence[Held_by_key], rank: int) -> list[Share]:

@@ -56,11 +56,20 @@ def _walk(path: str, value: Any, depth: int) -> Iterator[Node]:
     if kind is not Kind.VALUE or not _holds_live(value, depth):
         yield Node(path, kind, value)
     elif isinstance(value, dict):
+        _refuse_twins(path, value)
         for name, one in value.items():
             yield from _walk(f"{path}/{_name(name)}", one, depth + 1)
     else:
         for at, one in enumerate(value):
             yield from _walk(f"{path}/{at}", one, depth + 1)
+
+
+def _refuse_twins(path: str, value: dict[Any, Any]) -> None:
+    seen: set[str] = set()
+    for name in map(_name, value):
+        if name in seen:
+            raise CheckpointError(f"{path} has two states called {name!r}: one is named by a number")
+        seen.add(name)
 
 
 def _name(name: Any) -> str:
