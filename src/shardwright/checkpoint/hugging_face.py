@@ -13,7 +13,7 @@ from torch import nn
 from shardwright.checkpoint.agree import agreed
 from shardwright.checkpoint.maps import Link, Map, links_of
 from shardwright.checkpoint.model_state import read_model
-from shardwright.checkpoint.pieces import local_of, views
+from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
 from shardwright.checkpoint.storage.arena import Arena, room_for
 from shardwright.checkpoint.storage.manifest import SavedFile, SavedPart, SavedTensor
 from shardwright.checkpoint.storage.reader import Reader, Want, wants
@@ -148,6 +148,9 @@ class _Loading:
 
     def read(self) -> None:
         """Read this rank's slices into new memory."""
+        for name, tensor in self.tensors.items():
+            if not tensor.is_meta:
+                refuse_unwritable(tensor, name)
         locals_ = {name: local_of(tensor) for name, tensor in self.tensors.items()}
         arena = Arena(sum(room_for(one.nbytes) for one in locals_.values()))
         wanted: list[Want] = []

@@ -13,9 +13,9 @@ import torch
 from shardwright.checkpoint.agree import agreed, rank, world
 from shardwright.checkpoint.collect import EXTRA
 from shardwright.checkpoint.compare import Identity, refuse_differences
-from shardwright.checkpoint.pieces import local_of, views
+from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
 from shardwright.checkpoint.rng_state import KEY as RNG
-from shardwright.checkpoint.rng_state import check_rng, write_rng
+from shardwright.checkpoint.rng_state import check_generator, check_rng, write_rng
 from shardwright.checkpoint.save import State
 from shardwright.checkpoint.state import Kind, Node, nodes_of
 from shardwright.checkpoint.storage.arena import Arena, room_for
@@ -165,6 +165,8 @@ class Loading:
 
     def _read(self) -> None:
         """Read everything and make all values; nothing of the state is changed but with `in_place`."""
+        for name, tensor in self.targets.live.items():
+            refuse_unwritable(tensor, name)
         wanted: list[Want] = []
         detours: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key, tensor in self.targets.fresh.items():
@@ -181,12 +183,18 @@ class Loading:
         take = self.targets.fresh.__getitem__
         try:
             self.values = {path: decode(one, path, take) for path, one in self.targets.values.items()}
+            self._try_generators()
             self._prepare_optimizers()
             self.config = decode(self.manifest.config, "config")
             if not self.patterns:
                 self._read_own()
         except CheckpointError as error:
             raise CheckpointError(f"{self.path} cannot be used: {error}") from None
+
+    def _try_generators(self) -> None:
+        for node in self.nodes:
+            if node.kind is Kind.GENERATOR and node.path in self.values:
+                check_generator(node.live, self.values[node.path], node.path)
 
     def _prepare_optimizers(self) -> None:
         loaded = {**self.targets.live, **self.targets.fresh}

@@ -76,6 +76,15 @@ def _refuse_without_data(local: torch.Tensor, key: str) -> None:
         raise CheckpointError(f"{key} is quantized: save its integers and its scales")
 
 
+def refuse_unwritable(tensor: torch.Tensor, key: str) -> None:
+    """Raises CheckpointError where elements share memory, so that nothing can be copied into them."""
+    local = local_of(tensor)
+    if any(n > 1 and stride == 0 for n, stride in zip(local.shape, local.stride(), strict=True)):
+        raise CheckpointError(
+            f"{key} is expanded (one element stands for several) and cannot be written: clone it first"
+        )
+
+
 def chunks(layout: Layout) -> tuple[Chunk, ...]:
     """The boxes that this rank holds of a tensor with this layout."""
     return _chunks_of(layout, dist.get_rank() if dist.is_initialized() else 0)

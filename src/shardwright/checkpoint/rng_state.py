@@ -38,6 +38,14 @@ def check_rng(state: Any) -> None:
         raise CheckpointError(f"the state of the generators is none ({error})") from None
 
 
+def check_generator(generator: torch.Generator, state: Any, path: str) -> None:
+    """Try a state on a generator of the same device. Raises: CheckpointError: it is none."""
+    try:
+        torch.Generator(generator.device).set_state(state)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is no state of a generator on {generator.device} ({error})") from None
+
+
 def write_rng(state: dict[str, Any]) -> None:
     """Set the generators to a state that `read_rng` gave."""
     torch.set_rng_state(state["torch"])

@@ -1,0 +1,55 @@
+"""What cannot be put into place is found before anything is changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.checkpoint import load, load_hf, save, save_hf
+from shardwright.errors import CheckpointError
+
+
+class Keeper:
+    """Anything with a state of its own: here, what is no state of a generator."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def state_dict(self) -> Any:
+        return self.kept
+
+    def load_state_dict(self, state: Any) -> None:
+        self.kept = state
+
+
+def model_of(value: float, *, expanded: bool) -> nn.Module:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.full((4,), value))
+    one = torch.full((1,), value).expand(4)
+    model.register_buffer("several", one if expanded else one.clone())
+    return model
+
+
+@pytest.mark.parametrize("hf", [False, True], ids=["ours", "hf"])
+def test_an_expanded_tensor_is_refused_and_nothing_changes(tmp_path: Path, hf: bool) -> None:
+    other, model = model_of(1.0, expanded=False), model_of(0.0, expanded=True)
+    if hf:
+        save_hf(other, tmp_path / "c")
+    else:
+        save(tmp_path / "c", other)
+    with pytest.raises(CheckpointError, match="several is expanded"):
+        load_hf(model, tmp_path / "c") if hf else load(tmp_path / "c", model)
+    assert not model.weight.any()
+
+
+@pytest.mark.parametrize("saved", [3, torch.zeros(5, dtype=torch.uint8)], ids=["a number", "too short"])
+def test_a_state_of_no_generator_is_refused_and_nothing_changes(tmp_path: Path, saved: Any) -> None:
+    save(tmp_path / "c", model_of(1.0, expanded=False), g=Keeper(saved))
+    model = model_of(0.0, expanded=False)
+    with pytest.raises(CheckpointError, match="g is no state of a generator"):
+        load(tmp_path / "c", model, g=torch.Generator())
+    assert not model.weight.any()
