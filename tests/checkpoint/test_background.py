@@ -113,3 +113,43 @@ def test_what_cannot_be_saved_is_refused_before_it_returns(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="could only be pickled"):
         async_save(tmp_path / "c", nn.Linear(2, 2), extra=object())
     assert not (tmp_path / "c").exists()
+
+
+def no_memory_on_one(path: Path) -> str:
+    if dist.get_rank() == 1:
+        background._copied = _no_memory
+    with pytest.raises(CheckpointError) as error:
+        async_save(path, placed(1.0))
+    return str(error.value)
+
+
+def _no_memory(*_: Any) -> None:
+    raise MemoryError("no room for the copy")
+
+
+def test_a_copy_that_fails_on_one_rank_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2, no_memory_on_one, tmp_path / "c", fresh=True)
+    assert found[0] == found[1]
+    assert "copying the state failed on rank 1: MemoryError" in found[0]
+    assert not (tmp_path / "c").exists()
+
+
+def only_one_waits(path: Path) -> list[str]:
+    """Rank 0 alone waits for a save that failed: what the next two calls say."""
+    module = sys.modules["shardwright.checkpoint.save"]
+    write, module.write_file = module.write_file, _full
+    saving = async_save(path, placed(1.0))
+    if dist.get_rank() == 0:
+        with pytest.raises(CheckpointError):
+            saving.wait()
+    saving._thread.join()
+    module.write_file = write
+    with pytest.raises(CheckpointError) as error:
+        async_save(path, placed(1.0))
+    return [str(error.value), str(async_save(path, placed(1.0)).wait())]
+
+
+def test_a_failure_that_one_rank_has_not_seen_is_raised_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2, only_one_waits, tmp_path / "c", fresh=True)
+    assert found[0] == found[1]
+    assert "the disk is full" in found[0][0]

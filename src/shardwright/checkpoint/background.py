@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint.agree import Group, world
+from shardwright.checkpoint.agree import Group, agreed, world
 from shardwright.checkpoint.save import Job, State, prepared
 from shardwright.checkpoint.storage.arena import Arena, room_for
 from shardwright.checkpoint.storage.writer import Entry
@@ -77,19 +77,19 @@ def async_save(
     """As `save`, but return as soon as what this rank writes is copied; a thread writes and commits it.
 
     A collective. The state may change as soon as this returns. One save is under way at a time: this waits
-    for the one before, and raises what that one raised if nobody has waited for it.
+    for the one before, and raises, on every rank, what that one raised if a rank has not waited for it.
 
     Returns: the save; call its `wait` on every rank before you rely on the checkpoint, and at the end.
     Raises: CheckpointError: as `save`, for what is found before anything is written.
     Cost: stalls for the descriptions and one copy of what this rank writes; memory for that copy until it is
     written. Communicates on a process group of its own, which the first call makes.
     """
-    _finish_last()
+    agreed("the save before", _finish_last)
     group = _group()
     everything = {"model": model, "optimizer": optimizer, **state}
     with contextlib.ExitStack() as stack:
         job = stack.enter_context(prepared(Path(path), everything, extra, step, config))
-        job.entries = _copied(job.entries)
+        agreed("copying the state", lambda: _copy(job))
         saving = AsyncSave(job, stack.pop_all(), group)
     _under_way["last"] = saving
     return saving
@@ -99,6 +99,10 @@ def _finish_last() -> None:
     last = _under_way.pop("last", None)
     if last is not None and not last.waited_for:
         last.wait()
+
+
+def _copy(job: Job) -> None:
+    job.entries = _copied(job.entries)
 
 
 def _copied(entries: list[Entry]) -> list[Entry]:
