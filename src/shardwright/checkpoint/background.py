@@ -82,7 +82,8 @@ def async_save(
     Returns: the save; call its `wait` on every rank before you rely on the checkpoint, and at the end.
     Raises: CheckpointError: as `save`, for what is found before anything is written.
     Cost: stalls for the descriptions and one copy of what this rank writes; memory for that copy until it is
-    written. Communicates on a process group of its own, which the first call makes.
+    written; two small gathers beside those of `save`. Communicates on a process group of its own, which the
+    first call makes.
     """
     agreed("the save before", _finish_last)
     group = _group()

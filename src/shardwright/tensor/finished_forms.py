@@ -155,11 +155,6 @@ def versions(x: DTensor) -> tuple[int, int, int]:
     return x._version, local._version if base is None else base._local_tensor._version, writes
 
 
-def count_write(x: DTensor) -> None:
-    """`count_writes` of one tensor."""
-    count_writes((x,))
-
-
 def count_writes(written: Sequence[DTensor]) -> None:
     """Tell the storages of what was written, if forms of what lies there are kept.
 

@@ -441,7 +441,7 @@ static int lie_apart(Call *call, Py_ssize_t written, PyObject *storage) {
     return apart;
 }
 
-/* `finished_forms.count_write`, of a tensor without copied views; an error that is set stays. */
+/* `finished_forms.count_writes`, of a tensor without copied views; an error that is set stays. */
 static int count_write(PyObject *storage) {
     PyObject *type, *value, *trace, *writes = NULL;
     PyErr_Fetch(&type, &value, &trace);
