@@ -53,9 +53,11 @@ $(VENV)/.torch: constraints.txt
 	$(PIP) install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)" setuptools
 	@touch $@
 
-# What a run needs: the library, and matplotlib for the loss curve.
+# What a run needs: the library, and matplotlib for the loss curve. pip compiles what it installs, but not
+# what stays where it is.
 $(VENV)/.run: $(VENV)/.torch $(RECIPE)
 	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e ".[plot]"
+	$(BIN)/python -m compileall -q src
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run

@@ -22,6 +22,7 @@ _NAMES = (
     "random_draws",
     "redistribution",
     "regions",
+    "scale",
     "step",
     "words",
 )

@@ -13,10 +13,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 from torch._C import DispatchKey as DispatchKey
 from torch._C import TensorType as TensorType
-from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_code_exec_strategy
 from torch._C._functorch import get_unwrapped as get_unwrapped
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._functorch import pyfunctorch
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
@@ -237,21 +235,6 @@ def _step(axis: DeviceMesh) -> int:
     """How far apart neighbours on the axis are in the numbering of ranks."""
     first, second = axis.mesh.flatten()[:2].tolist()
     return int(second - first)
-
-
-def never_compiled_alone(function: Callable[..., Any]) -> None:
-    """Run `function` and what it calls as they are where Dynamo meets it as a frame; it may still be inlined.
-
-    A frame compiled for the getter of one attribute is taken for that of another: their wrappers are made for
-    each access and compared by address.
-    """
-    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    set_code_exec_strategy(function.__code__, skip)
-
-
-def compiles_what_is_called() -> bool:
-    """Does Dynamo compile the functions that are called here?"""
-    return torch.compiler.is_compiling() or callable(get_eval_frame_callback())
 
 
 def before_each_call(

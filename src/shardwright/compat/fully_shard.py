@@ -1,4 +1,7 @@
-"""The inside of torch's `fully_shard`: the private names that relabelling its parameters needs."""
+"""The inside of torch's `fully_shard`: the private names that relabelling its parameters needs.
+
+Nothing of it is imported here: tensors ask who manages them, in programs without FSDP as well.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +131,7 @@ class FsdpUnit:
     @property
     def is_idle(self) -> bool:
         """Neither in its forward nor in its backward."""
-        idle: bool = self._state._training_state == TrainingState.IDLE
+        idle: bool = self._state._training_state.name == "IDLE"
         return idle
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

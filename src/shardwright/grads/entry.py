@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.errors import ParallelError
 from shardwright.grads.state import SUM, GradientState
 from shardwright.layout.layout import Layout
+from shardwright.remember import remembered
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import as_ours, wrap
@@ -58,5 +59,10 @@ class Entry:
         """
         layout = self.placed._spec.layout
         if like is not None:
-            layout = like.with_placements(layout.placements, order=layout.order_names)
+            layout = _placed_as(like, layout)
         self.parameter.grad = wrap(local, spec_of(layout, self.placed.device_mesh))
+
+
+@remembered(4096)
+def _placed_as(gradient: Layout, parameter: Layout) -> Layout:
+    return gradient.with_placements(parameter.placements, order=parameter.order_names)

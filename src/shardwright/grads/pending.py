@@ -18,15 +18,22 @@ from shardwright.grads.entry import Entry
 from shardwright.grads.parameters import name_list
 from shardwright.grads.state import GradientState, agree, told_by_any
 from shardwright.layout.layout import Layout
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import as_ours, wrap
 
 
 @dataclass(frozen=True)
 class _Entry(Entry):
-    """own: the state of its gradient on this rank."""
+    """own: the state of its gradient on this rank.   held: the gradient, for reading `.grad` is a call."""
 
     own: GradientState
+    held: DTensor | None
+
+    @property
+    def gradient(self) -> DTensor:
+        """Its gradient, as it was when this entry was made."""
+        return super().gradient if self.held is None else self.held
 
 
 def finish_gradients(parameters: Mapping[str, TorchDTensor], bucket_bytes: int, *, agreed: bool) -> None:
@@ -46,8 +53,10 @@ def finish_gradients(parameters: Mapping[str, TorchDTensor], bucket_bytes: int, 
     by_mesh: defaultdict[DeviceMesh, list[_Entry]] = defaultdict(list)
     for name, parameter in parameters.items():
         placed = as_ours(parameter)
-        state = GradientState.of(name, parameter.grad, placed)
-        by_mesh[placed.device_mesh].append(_Entry(name, parameter, placed, state))
+        gradient = parameter.grad
+        state = GradientState.of(name, gradient, placed)
+        held = as_ours(gradient) if isinstance(gradient, TorchDTensor) else None
+        by_mesh[placed.device_mesh].append(_Entry(name, parameter, placed, state, held))
     for mesh, entries in by_mesh.items():
         states = [entry.own for entry in entries]
         if not agreed:
@@ -76,8 +85,9 @@ def _with_zeros(entry: _Entry, layout: Layout) -> _Entry:
     """A gradient of zeros in this layout, in place of none."""
     spec = spec_of(layout, entry.placed.device_mesh)
     shape = layout.local_shape(spec.coords or (0,) * len(layout.sizes))
-    entry.parameter.grad = wrap(entry.placed._local_tensor.new_zeros(shape, dtype=layout.dtype), spec)
-    return replace(entry, own=entry.state())
+    zeros = wrap(entry.placed._local_tensor.new_zeros(shape, dtype=layout.dtype), spec)
+    entry.parameter.grad = zeros
+    return replace(entry, own=entry.state(), held=zeros)
 
 
 def _check(entries: Sequence[_Entry], states: Sequence[GradientState]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.placement.partial import Partial
+from shardwright.remember import remembered
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.wrap import as_ours
 
@@ -38,21 +39,16 @@ class GradientState:
     other: bool = False
     pending: tuple[bool, ...] = ()
 
-    @classmethod
-    def of(cls, name: str, gradient: Tensor | None, parameter: DTensor) -> Self:
+    @staticmethod
+    def of(name: str, gradient: Tensor | None, parameter: DTensor) -> GradientState:
         """Return the state on this rank.
 
         Raises:
             ParallelError: the gradient is no DTensor on its parameter's mesh.
         """
-        none = (False,) * parameter.device_mesh.ndim
         if gradient is None:
-            return cls(missing=True, pending=none)
-        pairs = list(zip(_layout_of(name, gradient, parameter).placements, parameter.placements, strict=True))
-        pending = tuple(have == SUM and want.is_replicate() for have, want in pairs)
-        if any(have != want for (have, want), term in zip(pairs, pending, strict=True) if not term):
-            return cls(other=True, pending=none)
-        return cls(finished=not any(pending), pending=pending)
+            return GradientState(missing=True, pending=(False,) * parameter.device_mesh.ndim)
+        return _between(_layout_of(name, gradient, parameter), parameter._spec.layout)
 
     @property
     def exists(self) -> bool:
@@ -63,6 +59,16 @@ class GradientState:
     def is_contradictory(self) -> bool:
         """Return whether a combined state has no common way to the parameter's layout."""
         return self.other and (self.finished or any(self.pending))
+
+
+@remembered(4096)
+def _between(have: Layout, want: Layout) -> GradientState:
+    """The state of a gradient that has one layout where its parameter has another."""
+    pairs = list(zip(have.placements, want.placements, strict=True))
+    pending = tuple(h == SUM and w.is_replicate() for h, w in pairs)
+    if any(h != w for (h, w), term in zip(pairs, pending, strict=True) if not term):
+        return GradientState(other=True, pending=(False,) * len(pairs))
+    return GradientState(finished=not any(pending), pending=pending)
 
 
 def agree(mesh: DeviceMesh, states: Sequence[GradientState], device: torch.device) -> list[GradientState]:

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.nn import functional
 
-from shardwright.compat import compiles_what_is_called, tree_map_only
+from shardwright.compat import tree_map_only
+from shardwright.compat.dynamo import compiles_what_is_called
 from shardwright.errors import ParallelError
 from shardwright.tensor.attention.asked import Asked, begin, end
 from shardwright.tensor.dtensor import DTensor

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright.comm.record import Sending, recording
-from shardwright.compat.fully_shard import DefaultAllGather, DefaultReduceScatter
+from shardwright.compat.fully_shard_traffic import DefaultAllGather, DefaultReduceScatter
 
 
 class RecordedAllGather(DefaultAllGather):

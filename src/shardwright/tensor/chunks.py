@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardwright.errors import LayoutError
 from shardwright.index.boxes import Chunk, chunks_of
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
     from shardwright.layout.layout import Layout
     from shardwright.tensor.spec import Spec
 
@@ -33,6 +34,8 @@ def _chunks(spec: Spec) -> tuple[Chunk, ...]:
 
 def chunk_list(spec: Spec) -> list[ChunkStorageMetadata]:
     """One chunk per box: offsets and sizes in the logical tensor."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415 - who saves pays
+
     return [
         ChunkStorageMetadata(offsets=torch.Size(c.box.offset), sizes=torch.Size(c.box.size))
         for c in _chunks(spec)
@@ -41,6 +44,13 @@ def chunk_list(spec: Spec) -> list[ChunkStorageMetadata]:
 
 def write_items(spec: Spec, local: torch.Tensor, fqn: str) -> list[WriteItem]:
     """One item to write per box."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415
+    from torch.distributed.checkpoint.planner import (  # noqa: PLC0415
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
+
     return [
         WriteItem(
             index=MetadataIndex(fqn, chunk.offsets),

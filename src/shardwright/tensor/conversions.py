@@ -48,7 +48,7 @@ def from_local(
     grad_placements: PlacementsArgument | None,
 ) -> DTensor:
     """See `DTensor.from_local`."""
-    made: DTensor = _from_local(
+    made: DTensor = from_local_in_graph(
         local,
         mesh,
         *_apart(placements),
@@ -73,8 +73,7 @@ def _together(names: Sequence[str] | None, given: Any) -> PlacementsArgument | N
     return together
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # a graph holds the call as it is
-def _from_local(
+def from_local_in_graph(
     local: torch.Tensor,
     mesh: DeviceMesh | None,
     names: Sequence[str] | None,
@@ -86,6 +85,7 @@ def _from_local(
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
 ) -> DTensor:
+    """`DTensor.from_local` with arguments that a graph can write down."""
     placements, grad_placements = _together(names, values), _together(grad_names, grad_values)
     mesh = current_mesh(mesh)
     given = (Replicate(),) * mesh.ndim if placements is None else placements

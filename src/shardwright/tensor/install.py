@@ -10,12 +10,13 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwright.compat.dynamo import call_in_graphs
 from shardwright.tensor import autograd, conversions
 from shardwright.tensor.algorithms import key_parts, orders, scans, windows
 from shardwright.tensor.attention import function as attention
 from shardwright.tensor.doors import open_doors
 from shardwright.tensor.dtensor import DTensor, above
-from shardwright.tensor.localized import LocalizedDTensor
+from shardwright.tensor.localized import LocalizedDTensor, compute_view
 from shardwright.tensor.optimizer_gradients import bring_gradients, give_back
 from shardwright.tensor.plain import backward, boundary, made_gradients, packed_sequences, set_data
 from shardwright.tensor.safe_globals import allow_safe_loading
@@ -46,6 +47,7 @@ def install() -> None:
     above.from_local, above.to_local = conversions.from_local, autograd.to_local
     above.redistribute, above.replicated = conversions.redistribute, conversions.replicated
     open_doors()
+    call_in_graphs(conversions.from_local_in_graph, compute_view)  # of these a graph sees the call alone
     register_optimizer_step_pre_hook(bring_gradients)
     register_optimizer_step_post_hook(give_back)
     allow_safe_loading()

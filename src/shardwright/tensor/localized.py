@@ -67,7 +67,6 @@ _RENORM = (
 )
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def compute_view(x: DTensor) -> torch.Tensor:
     """What a computation sees of a localized parameter: its local tensor (a DTensor where axes are left)."""
     return apply(Localize, x)

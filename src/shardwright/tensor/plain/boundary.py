@@ -22,8 +22,8 @@ from shardwright.compat import (
     get_unwrapped,
     implicitly_replicated,
     is_functorch_wrapped_tensor,
-    never_compiled_alone,
 )
+from shardwright.compat.dynamo import never_compiled_alone
 from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
 from shardwright.remember import memo

@@ -13,12 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from shardwright.comm.record import source_line
-from shardwright.compat import (
-    is_functorch_wrapped_tensor,
-    never_compiled_alone,
-    outside_transforms,
-    under_transforms,
-)
+from shardwright.compat import is_functorch_wrapped_tensor, outside_transforms, under_transforms
+from shardwright.compat.dynamo import never_compiled_alone, never_traced
 from shardwright.errors import SpmdError
 from shardwright.placement.base import Replicate
 from shardwright.tensor.dtensor import DTensor
@@ -101,7 +97,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
             self._compare(value)
         return DTensor.from_local(value, self._mesh, (Replicate(),) * self._mesh.ndim)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it ends on the host: a graph breaks here
+    @never_traced  # it ends on the host: a graph breaks here
     def _compare(self, value: torch.Tensor) -> None:
         """Raise if the ranks of the mesh hold different bytes here."""
         known = self._seen.get(id(value))

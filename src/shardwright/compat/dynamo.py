@@ -1,0 +1,81 @@
+"""What Dynamo is told of functions of ours without importing it, a second that few runs need."""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+_F = TypeVar("_F", bound="Callable[..., Any]")
+_DYNAMO = "torch._dynamo"
+
+
+def call_in_graphs(*functions: Callable[..., Any]) -> None:
+    """Have graphs hold calls of these as they are, as `torch.compiler.allow_in_graph` does."""
+    if _DYNAMO in sys.modules:
+        _allow(functions)
+    else:
+        sys.meta_path.insert(0, _AllowOnceImported(functions))
+
+
+def _allow(functions: Sequence[Callable[..., Any]]) -> None:
+    for function in functions:
+        torch.compiler.allow_in_graph(function)
+
+
+def never_traced(function: _F) -> _F:
+    """A graph breaks at the call of `function` (`torch.compiler.disable`, which imports Dynamo)."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # nobody inlines it
+    never_compiled_alone(function)
+    return function
+
+
+def never_compiled_alone(function: Callable[..., Any]) -> None:
+    """Run `function` and what it calls as they are where Dynamo meets it as a frame; it may still be inlined.
+
+    A frame compiled for the getter of one attribute is taken for that of another: their wrappers are made for
+    each access and compared by address.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+
+
+def compiles_what_is_called() -> bool:
+    """Does Dynamo compile the functions that are called here?"""
+    return torch.compiler.is_compiling() or callable(get_eval_frame_callback())
+
+
+class _AllowOnceImported(MetaPathFinder):
+    """Finds Dynamo as Python does, and has it told once it was imported, which `torch.compile` does."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+        self._functions = functions
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """How Dynamo is found and run; nothing for any other module."""
+        found = PathFinder.find_spec(name, path, target) if name == _DYNAMO else None
+        if found is not None and found.loader is not None:
+            setattr(found.loader, "exec_module", self._then_allow(found.loader.exec_module))  # noqa: B010
+        return found
+
+    def _then_allow(self, execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _allow(self._functions)
+
+        return exec_module
