@@ -94,6 +94,19 @@ def _of_other_orders():
             assert got.stride() == wanted.stride(), (name, cut, got.stride(), wanted.stride())
 
 
+def _of_whole_numbers():
+    """The kernel multiplies by a float: what is given an order keeps the dtype of the result."""
+    mesh = rank_mesh((2,))
+    gradient, kept = torch.arange(10).view(5, 2), torch.arange(10).view(5, 2) % 3 > 0
+    for turned in (False, True):
+        operands = [x.mT if turned else x for x in (gradient, kept)]
+        wanted = torch.ops.aten.native_dropout_backward(*operands, 0.5)
+        got = torch.ops.aten.native_dropout_backward(*(_pooled(mesh, x, sw.Shard(0)) for x in operands), 0.5)
+        assert sw.layout_of(got).dtype == wanted.dtype == torch.float32
+        assert got.stride() == wanted.stride()
+        close(got, wanted)
+
+
 def test_networks_with_channels_last(ranks):
     ranks(2, _networks, timeout=120)
 
@@ -104,3 +117,7 @@ def test_views_of_images_are_those_of_one_device(ranks):
 
 def test_strides_are_one_devices_wherever_a_tensor_lies(ranks):
     ranks(2, _of_other_orders, timeout=60)
+
+
+def test_whole_numbers_times_a_float_are_floats(ranks):
+    ranks(2, _of_whole_numbers, timeout=60)

@@ -45,8 +45,9 @@ def _contiguous(_args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor:
     return _laid(made, torch.contiguous_format)
 
 
-def _as_a_product(args: tuple[Any, ...], _made: torch.Tensor) -> torch.Tensor:
-    return torch.mul(args[0], args[1])
+def _as_a_product(args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor:
+    order = torch.mul(args[0], args[1]).stride()
+    return torch.empty_strided(made.shape, order, dtype=made.dtype, device="meta")
 
 
 def _laid(made: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
