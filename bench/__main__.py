@@ -24,6 +24,7 @@ _NAMES = (
     "regions",
     "scale",
     "step",
+    "wire",
     "words",
 )
 _WITH_OPTIONS = ("checkpoint", "redistribution")

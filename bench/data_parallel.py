@@ -29,7 +29,7 @@ def run() -> int:
     """Print what was found; 1 if a loss is not that of one device."""
     console = Console(highlight=False, soft_wrap=True)
     bad = False
-    cases = [(name, ranks) for name in _CASES for ranks in (2, 4) if name != "hsdp" or ranks > 2]
+    cases = [(name, ranks) for name in OURS for ranks in (2, 4) if name != "hsdp" or ranks > 2]
     with RankPool() as pool:
         for name, ranks in cases:
             bad |= not told(console, f"{name}, {ranks} ranks", pool.run(ranks, measure, name, timeout=600))
@@ -48,17 +48,16 @@ def run() -> int:
 
 def measure(name: str) -> Found:
     """Our step beside torch's."""
-    mesh, rows, x = _given(name)
-    ours, theirs = _CASES[name]
-    return in_turns(ours(mesh, rows), theirs(mesh, rows), _one_device(x))
+    mesh, rows, x = given(name)
+    return in_turns(OURS[name](mesh, rows), THEIRS[name](mesh, rows), _one_device(x))
 
 
 def peak(name: str, index: int) -> int:
     """The most memory that the process held in its steps, beside what it held before the model was made."""
-    mesh, rows, _ = _given(name)
+    mesh, rows, _ = given(name)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status("VmRSS")
-    step = _CASES[name][index](mesh, rows)
+    step = (OURS, THEIRS)[index][name](mesh, rows)
     for _ in range(_MEMORY_STEPS):
         step()
     return _status("VmHWM") - before
@@ -69,7 +68,7 @@ def _status(key: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
-def _given(name: str) -> tuple[DeviceMesh, Tensor, Tensor]:
+def given(name: str) -> tuple[DeviceMesh, Tensor, Tensor]:
     """The mesh, this rank's rows, all rows."""
     torch.set_num_threads(1)
     n, rank = dist.get_world_size(), dist.get_rank()
@@ -150,8 +149,13 @@ def _hybrid(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_hsdp(model, mesh, "dp")
 
 
-_CASES: dict[str, tuple[Made, Made]] = {
-    "replicate": (_ours(parallelize_replicate), _theirs(lambda model, _: DistributedDataParallel(model))),
-    "fsdp": (_ours(_sharded_by_us), _theirs(_sharded)),
-    "hsdp": (_ours(_hybrid), _theirs(_sharded)),
+OURS: dict[str, Made] = {
+    "replicate": _ours(parallelize_replicate),
+    "fsdp": _ours(_sharded_by_us),
+    "hsdp": _ours(_hybrid),
+}
+THEIRS: dict[str, Made] = {
+    "replicate": _theirs(lambda model, _: DistributedDataParallel(model)),
+    "fsdp": _theirs(_sharded),
+    "hsdp": _theirs(_sharded),
 }

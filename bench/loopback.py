@@ -15,7 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
@@ -94,16 +94,9 @@ def main(
     side: Annotated[int, typer.Option(help="The tensor is float32 of side x side; 1024 are 4 MiB.")] = 1024,
 ) -> None:
     """Print planned and counted bytes; fail if they differ by more than 5 %."""
-    if _INSIDE not in os.environ:
-        refusal = namespace_refused()
-        if refusal:
-            _console.print(f"cannot make a network namespace: {refusal}")
-            raise typer.Exit(2)
-        command = [*_unshare(), sys.executable, "-m", "bench.loopback", *sys.argv[1:]]
-        # Without a resolver in the namespace, c10d warns that it cannot name its peers.
-        inside = {**os.environ, _INSIDE: "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        raise typer.Exit(subprocess.run(command, env=inside, check=False).returncode)
-    _bring_up_loopback()
+    code = run_alone_on_loopback("bench.loopback", sys.argv[1:])
+    if code is not None:
+        raise typer.Exit(code)
     rows = _counted(list(pair or _default_pairs()), side)
     differing = [row for row in rows if not row.agrees]
     worst = max((abs(row.counted / row.planned - 1) for row in rows if row.planned), default=0.0)
@@ -112,6 +105,24 @@ def main(
         f"{_TOLERANCE:.0%}, the largest difference {worst:.2%}"
     )
     raise typer.Exit(int(bool(differing)))
+
+
+def run_alone_on_loopback(module: str, arguments: Sequence[str]) -> int | None:
+    """Run a module in a network namespace of its own, where nobody else uses the loopback interface.
+
+    Returns: its exit code (2: no namespace can be made here); None: this process is in one, go on.
+    """
+    if _INSIDE in os.environ:
+        _bring_up_loopback()
+        return None
+    refusal = namespace_refused()
+    if refusal:
+        _console.print(f"cannot make a network namespace: {refusal}")
+        return 2
+    command = [*_unshare(), sys.executable, "-m", module, *arguments]
+    # Without a resolver in the namespace, c10d warns that it cannot name its peers.
+    inside = {**os.environ, _INSIDE: "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return subprocess.run(command, env=inside, check=False).returncode
 
 
 def _default_pairs() -> list[str]:
@@ -133,8 +144,8 @@ def _counted(pairs: list[str], side: int) -> list[Row]:
     with RankPool() as pool:
         for text in track(pairs, "counting", console=_console, transient=True):
             pool.run(_RANKS, _redistribute, text, side, 1)  # connections are made, plans too
-            idle = _sent_by(partial(pool.run, _RANKS, _redistribute, text, side, 0))
-            busy = _sent_by(partial(pool.run, _RANKS, _redistribute, text, side, _REPEATS))
+            idle = sent_by(partial(pool.run, _RANKS, _redistribute, text, side, 0))
+            busy = sent_by(partial(pool.run, _RANKS, _redistribute, text, side, _REPEATS))
             rows.append(_row(text, side, (busy - idle) / _REPEATS))
             _console.print(str(rows[-1]))
     return rows
@@ -145,7 +156,8 @@ def _row(text: str, side: int, counted: float) -> Row:
     return Row(text, sw.plan_redistribution(source, target).total_bytes, counted, side * side * 4)
 
 
-def _sent_by(program: Callable[[], object]) -> int:
+def sent_by(program: Callable[[], object]) -> int:
+    """What the interface sends while a program runs."""
     before = _interface_bytes()
     program()
     return _interface_bytes() - before

@@ -28,7 +28,7 @@ def test_gathers_of_parameters_and_the_sum_of_gradients_are_rows_of_the_trace(ra
     # A gather sends the own part to each peer, a sum all but the own part: the same number on 2 ranks.
     sent = 4 * _ELEMENTS * (_WORLD - 1) // _WORLD
     for rows in ranks(_WORLD, _step):
-        assert set(rows) == {("all_gather", "shard", sent), ("reduce_scatter", "shard", sent)}
+        assert set(rows) == {("all_gather", "shard", sent), ("all_to_all", "shard", sent)}
         gathers = [row for row in rows if row[0] == "all_gather"]
         assert len(gathers) == 4  # each layer once forward, once backward
         assert len(rows) - len(gathers) == 2

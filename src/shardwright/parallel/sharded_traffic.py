@@ -1,6 +1,6 @@
-"""What `fully_shard` sends, in the record of communication beside everything else.
+"""What `fully_shard` sends: in the record beside everything else, and no more than it must.
 
-torch issues these collectives itself; its hook for custom communication is where they can be seen.
+torch issues these collectives; its hook for custom communication is where they are seen, and done.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwright.comm.functional import reduce_scatter_rows_raw
 from shardwright.comm.record import Sending, recording
 from shardwright.compat.fully_shard_traffic import DefaultAllGather, DefaultReduceScatter
+
+_PARAMETERS, _GRADIENTS = "parameters of a sharded unit", "gradients of a sharded unit"
 
 
 class RecordedAllGather(DefaultAllGather):
@@ -31,22 +34,32 @@ class RecordedAllGather(DefaultAllGather):
             return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
-class RecordedReduceScatter(DefaultReduceScatter):
-    """torch's reduce-scatter of gradients, recorded."""
+class ExchangedReduceScatter(DefaultReduceScatter):
+    """The sum of gradients as one exchange of terms on the CPU, elsewhere torch's reduce-scatter; recorded.
+
+    gloo has no reduce-scatter of its own: torch all-reduces a copy there, twice the bytes.
+    """
 
     def __init__(self, axis: str) -> None:
         self.axis = axis
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # nobody waits for what is done
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Sum `input_tensor` into `output_tensor`. Cost: each rank sends (n-1)/n of the input."""
-        sent = input_tensor.nbytes * (group.size() - 1) // group.size()
+        n = group.size()
+        if op == dist.ReduceOp.SUM and input_tensor.device.type == "cpu" and not async_op and n > 1:
+            parts = [output_tensor.numel()] * n
+            output_tensor.copy_(
+                reduce_scatter_rows_raw(input_tensor, parts, group, axis=self.axis, reason=_GRADIENTS)
+            )
+            return None
+        sent = input_tensor.nbytes * (n - 1) // n
         with _sending("reduce_scatter", self.axis, input_tensor, group, sent):
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
@@ -55,7 +68,7 @@ def record_sharded_traffic(unit: nn.Module, axis: str) -> None:
     """Record what a sharded unit sends over `axis` from now on. A user's own hooks, set later, replace it."""
     if isinstance(unit, FSDPModule):
         unit.set_custom_all_gather(RecordedAllGather(axis))
-        unit.set_custom_reduce_scatter(RecordedReduceScatter(axis))
+        unit.set_custom_reduce_scatter(ExchangedReduceScatter(axis))
 
 
 def _sending(
@@ -63,5 +76,5 @@ def _sending(
 ) -> AbstractContextManager[None]:
     if group.size() == 1 or not recording():
         return nullcontext()
-    reason = "parameters of a sharded unit" if op == "all_gather" else "gradients of a sharded unit"
+    reason = _PARAMETERS if op == "all_gather" else _GRADIENTS
     return Sending(op, axis=axis, bytes_sent=sent, reason=reason, shape=tuple(x.shape), dtype=x.dtype)
