@@ -57,7 +57,8 @@ def _sent(asked: Asked) -> float:
     n = dist.get_world_size()
     if asked.kind == "all_to_all":
         total = sum(asked.splits)
-        return asked.given * (total - asked.splits[dist.get_rank()]) / total if total else 0
+        own = asked.splits[dist.get_rank() % len(asked.splits)] if asked.splits else 0  # of the last axis
+        return asked.given * (total - own) / total if total else 0
     factors = {"all_reduce": 2 * (n - 1) / n, "all_gather": n - 1, "reduce_scatter": (n - 1) / n, "send": 1}
     return factors.get(asked.kind, 0) * asked.given
 
