@@ -12,6 +12,7 @@ from pathlib import Path
 
 _NAMES = (
     "checkpoint",
+    "compiled",
     "data_parallel",
     "context",
     "erased",
