@@ -9,11 +9,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import TensorClass, axis_names
+from shardwright.compat import TensorClass
 from shardwright.layout.layout import Layout
 from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
+from shardwright.tensor.flattened import spec_again
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
-from shardwright.tensor.spec import Extra, Spec, finished, spec_of
+from shardwright.tensor.spec import Spec, finished, spec_of
 from shardwright.tensor.wrap import REMEMBERED, hand_out, up_to_date, wrap
 
 if TYPE_CHECKING:
@@ -185,18 +186,9 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     def __tensor_unflatten__(
         inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        placements, meta, extra, requires_grad = flatten_spec
         local, mesh = inner_tensors["_local_tensor"], inner_tensors["device_mesh"]
-        layout = Layout(
-            mesh,
-            placements,
-            tuple(outer_size),
-            dtype=local.dtype if isinstance(local, torch.Tensor) else meta.dtype,
-            stride=tuple(outer_stride),
-            order=_names(mesh, extra),
-        )
-        use = extra.use if isinstance(extra, Extra) else None
-        return wrap(local, spec_of(layout, mesh, use), requires_grad=requires_grad)
+        spec = spec_again(mesh, flatten_spec, outer_size, outer_stride, local)
+        return wrap(local, spec, requires_grad=flatten_spec[3])
 
     def _stable_hash_for_caching(self) -> str:
         """What a compiled program is found by: a traced program is that of one rank's coordinates."""
@@ -266,10 +258,3 @@ def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: d
     made = wrap(local, spec_of(spec.layout, spec.mesh, spec.use), requires_grad=requires_grad)
     vars(made).update(attributes)
     return made
-
-
-def _names(mesh: DeviceMesh, extra: Any) -> tuple[str, ...] | None:
-    if not isinstance(extra, Extra):
-        return None
-    names = axis_names(mesh)
-    return tuple(names[axis] for axis in extra.order)

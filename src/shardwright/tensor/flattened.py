@@ -1,0 +1,49 @@
+"""The spec of a DTensor that a compiled program took apart and puts together again, at every call of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.compat import axis_names
+from shardwright.layout.layout import Layout
+from shardwright.remember import memo
+from shardwright.tensor.spec import Extra, Spec, spec_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_MANY = 16384
+# By identity of what the program keeps of a tensor, which the entry holds, so that nothing else has its id.
+_known: dict[tuple[Any, ...], tuple[Spec, Any, Any]] = memo("specs of compiled results", {})
+
+
+def spec_again(mesh: DeviceMesh, kept: tuple[Any, ...], size: Any, stride: Any, local: Any) -> Spec:
+    """What the tensor had: `kept` is the second that `__tensor_flatten__` returned, the rest is of now."""
+    dtype = local.dtype if isinstance(local, torch.Tensor) else kept[1].dtype
+    sizes = (*size, *stride)
+    if any(type(n) is not int for n in sizes):  # while a graph of any size is traced
+        return _made(mesh, kept, size, stride, dtype)
+    key = id(mesh), id(kept), dtype, sizes
+    known = _known.get(key)
+    if known is None:
+        if len(_known) >= _MANY:
+            _known.clear()
+        known = _known[key] = _made(mesh, kept, size, stride, dtype), mesh, kept
+    return known[0]
+
+
+def _made(mesh: DeviceMesh, kept: tuple[Any, ...], size: Any, stride: Any, dtype: torch.dtype) -> Spec:
+    placements, _, extra, _ = kept
+    layout = Layout(
+        mesh, placements, tuple(size), dtype=dtype, stride=tuple(stride), order=_names(mesh, extra)
+    )
+    return spec_of(layout, mesh, extra.use if isinstance(extra, Extra) else None)
+
+
+def _names(mesh: DeviceMesh, extra: Any) -> tuple[str, ...] | None:
+    if not isinstance(extra, Extra):
+        return None
+    names = axis_names(mesh)
+    return tuple(names[axis] for axis in extra.order)
