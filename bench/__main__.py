@@ -18,6 +18,7 @@ _NAMES = (
     "erased",
     "first_call",
     "meshes",
+    "moe",
     "op_overhead",
     "planning",
     "random_draws",
