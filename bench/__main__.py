@@ -26,6 +26,7 @@ _NAMES = (
     "regions",
     "scale",
     "step",
+    "trainer",
     "wire",
     "words",
 )
