@@ -2,7 +2,6 @@
 
 from shardwright.checkpoint.background import AsyncSave, async_save
 from shardwright.checkpoint.contents import Difference, diff, verify
-from shardwright.checkpoint.convert import convert
 from shardwright.checkpoint.folder import (
     NEWEST,
     Checkpoints,
@@ -15,10 +14,12 @@ from shardwright.checkpoint.folder import (
     step_of,
     step_path,
 )
-from shardwright.checkpoint.hugging_face import LoadedHF, load_hf
-from shardwright.checkpoint.hugging_face_export import save_hf
-from shardwright.checkpoint.load import Loaded, load
-from shardwright.checkpoint.maps import join, rename, stack, transpose
+from shardwright.checkpoint.hugging_face.export import save_hf
+from shardwright.checkpoint.hugging_face.load import LoadedHF, load_hf
+from shardwright.checkpoint.hugging_face.maps import join, rename, stack, transpose
+from shardwright.checkpoint.load import load
+from shardwright.checkpoint.loading import Loaded
+from shardwright.checkpoint.others.convert import convert
 from shardwright.checkpoint.save import save
 from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 

@@ -2,48 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from shardwright.checkpoint.agree import agreed, rank, world
-from shardwright.checkpoint.collect import EXTRA
-from shardwright.checkpoint.compare import Identity, refuse_differences
-from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
-from shardwright.checkpoint.rng_state import KEY as RNG
-from shardwright.checkpoint.rng_state import check_generator, check_rng, write_rng
+from shardwright.checkpoint.loading import Loaded, Loading
+from shardwright.checkpoint.patterns import Patterns
 from shardwright.checkpoint.save import State
-from shardwright.checkpoint.state import Kind, Node, nodes_of
-from shardwright.checkpoint.storage.arena import Arena, room_for
-from shardwright.checkpoint.storage.element_types import DTYPES, name_of
-from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
-from shardwright.checkpoint.storage.proof import prove
-from shardwright.checkpoint.storage.reader import Reader, Want, wants
-from shardwright.checkpoint.storage.source import Source, check_sizes
-from shardwright.checkpoint.storage.values import decode
-from shardwright.checkpoint.targets import VALUED, Targets, add_others, of_rank, prepared, tensors_of
-from shardwright.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What a checkpoint says beside its tensors.
-
-    Args: values: the plain values of the state, by path. rng_restored: the generators go on where they were.
-        bytes_read: of this rank.
-    """
-
-    path: Path
-    step: int | None
-    extra: Any
-    config: dict[str, Any]
-    rng_restored: bool
-    values: dict[str, Any] = field(default_factory=dict)
-    bytes_read: int = 0
 
 
 def load(
@@ -66,189 +31,17 @@ def load(
         path: a finished checkpoint.
         model: the same parameters and buffers by name, shape and dtype; any placements.
         optimizer: of the same class; it may be fresh. What is not given stays in the checkpoint.
-        only: load these of the state's tensors and values alone, by patterns of their paths
-            (`"model/layers.0.*"`); the generators stay as they are.
+        only: load these of the state's tensors, values and optimizers alone, by patterns of their paths
+            (`"model/layers.0.*"`, `"optimizer"`); the generators stay as they are.
         in_place: read straight into the tensors, without memory beside them. What that gives up: a damaged
             file, or a rank that dies, leaves the state partly changed; then load another checkpoint.
         state: as it was saved, by name. Plain values are not changed here but returned, in `Loaded.values`.
 
     Raises: CheckpointError: on every rank, with nothing changed (but with `in_place`): the checkpoint is
-    unfinished or damaged, or is of another model or optimizer.
+    unfinished or damaged, or is of another model or optimizer; or a pattern fits nothing. Where a
+    `load_state_dict` of yours raises on one rank, all are told what was loaded before it.
     Cost: no tensor data is communicated; each rank reads what it holds, and needs memory for it twice.
     """
     everything = {"model": model, "optimizer": optimizer, **state}
-    loading = Loading(Path(path), _patterns(only), in_place)
+    loading = Loading(Path(path), Patterns(only), in_place)
     return loading.run(everything)
-
-
-def _patterns(only: str | Sequence[str] | None) -> tuple[str, ...]:
-    return () if only is None else (only,) if isinstance(only, str) else tuple(only)
-
-
-class Loading:
-    """One load: opened, compared, read, and only then put in place."""
-
-    manifest: Manifest
-    reader: Reader
-
-    def __init__(self, path: Path, patterns: tuple[str, ...], in_place: bool) -> None:
-        self.path, self.patterns, self.in_place = path, patterns, in_place
-        self.nodes: list[Node] = []
-        self.targets = Targets()
-        self.staged: dict[str, torch.Tensor] = {}
-        self.values: dict[str, Any] = {}
-        self.rng: Any = None
-        self.extra: Any = None
-        self.config: dict[str, Any] = {}
-        self.optimizers: list[Callable[[], None]] = []
-
-    def run(self, state: Mapping[str, Any]) -> Loaded:
-        """All of it, on every rank at once."""
-        saves = agreed(f"reading {self.path}", self._open)
-        if len(set(saves)) > 1:
-            raise CheckpointError(
-                f"the ranks see different checkpoints at {self.path}: it was replaced while it was read "
-                "(load it "
-                "again), or it is on a disk of one node"
-            )
-        try:
-            identities = agreed("comparing the state", lambda: self._compare(state))
-            refuse_differences(self.path, self.manifest, identities, self._wanted)
-            agreed("comparing the optimizer", self._compare_others)
-            agreed(f"reading {self.path}", self._read)
-        finally:
-            self.reader.close()
-        self._change()
-        manifest = self.manifest
-        values = {node.path: self.values[node.path] for node in self.nodes if self._is_plain(node)}
-        restored = self.rng is not None
-        return Loaded(
-            self.path, manifest.step, self.extra, self.config, restored, values, self.reader.bytes_read
-        )
-
-    def _wanted(self, path: str) -> bool:
-        return not self.patterns or any(fnmatchcase(path, pattern) for pattern in self.patterns)
-
-    def _is_plain(self, node: Node) -> bool:
-        return node.kind is Kind.VALUE and node.path in self.values
-
-    def _open(self) -> str:
-        """Read the manifest, and look at this rank's part of the files."""
-        self.manifest = read_manifest(self.path)
-        try:
-            prove(self.manifest)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path} cannot be used: its manifest is wrong: {error}") from None
-        source = Source.of(self.path, self.manifest)
-        self.reader = Reader(source)
-        mine = range(rank(), len(self.manifest.files), world())
-        try:
-            check_sizes(source, mine)
-            self.reader.check_headers(mine)
-        finally:
-            self.reader.close()
-        return self.manifest.id
-
-    def _compare(self, state: Mapping[str, Any]) -> Identity:
-        """Find where the tensors of modules go; what this rank has."""
-        self.nodes = nodes_of(state)
-        self.targets = tensors_of(self.nodes, self._wanted)
-        live = self.targets.live
-        tensors = {name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in live.items()}
-        roots = tuple(node.path for node in self.nodes if node.kind is Kind.MODULE)
-        valued = [node.path for node in self.nodes if node.kind in VALUED and self._wanted(node.path)]
-        return Identity(tensors, self.targets.ties, roots, (*self.targets.objects, *valued))
-
-    def _compare_others(self) -> None:
-        chosen = [node for node in self.nodes if self._wanted(node.path)]
-        add_others(self.targets, chosen, self.manifest, rank=rank(), world=world())
-
-    def _read(self) -> None:
-        """Read everything and make all values; nothing of the state is changed but with `in_place`."""
-        for name, tensor in self.targets.live.items():
-            refuse_unwritable(tensor, name)
-        wanted: list[Want] = []
-        detours: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for key, tensor in self.targets.fresh.items():
-            local = local_of(tensor)
-            if not local.is_contiguous():
-                detours.append((local, local.contiguous()))
-                local = detours[-1][1]
-            wanted += self._wants(key, tensor, local)
-        for name, (tensor, local) in self._places().items():
-            wanted += self._wants(self.manifest.ties.get(name, name), tensor, local)
-        self.reader.read(wanted)
-        for local, read in detours:
-            local.copy_(read)
-        take = self.targets.fresh.__getitem__
-        try:
-            self.values = {path: decode(one, path, take) for path, one in self.targets.values.items()}
-            self._try_generators()
-            self._prepare_optimizers()
-            self.config = decode(self.manifest.config, "config")
-            if not self.patterns:
-                self._read_own()
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path} cannot be used: {error}") from None
-
-    def _try_generators(self) -> None:
-        for node in self.nodes:
-            if node.kind is Kind.GENERATOR and node.path in self.values:
-                check_generator(node.live, self.values[node.path], node.path)
-
-    def _prepare_optimizers(self) -> None:
-        loaded = {**self.targets.live, **self.targets.fresh}
-        for node in self.nodes:
-            if node.kind is Kind.OPTIMIZER and self._wanted(node.path):
-                self.optimizers.append(prepared(self.targets, self.manifest, node, loaded))
-
-    def _read_own(self) -> None:
-        if EXTRA in self.manifest.values:
-            self.extra = decode(self.manifest.values[EXTRA], EXTRA, self._take_whole)
-        if self.manifest.world == world() and RNG in self.manifest.values:
-            self.rng = decode(of_rank(self.manifest, RNG, rank(), world()), RNG)
-            check_rng(self.rng)
-
-    def _take_whole(self, key: str) -> torch.Tensor:
-        """A plain tensor that a value names."""
-        saved = self.manifest.tensors.get(key)
-        if saved is None:
-            raise CheckpointError(f"{key} is named by a value and is no tensor of the checkpoint")
-        whole = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
-        self.reader.read(self._wants(key, whole, whole))
-        return whole
-
-    def _places(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor of the state with the memory that is read into: its own, or a copy to be."""
-        live = {name: (tensor, local_of(tensor)) for name, tensor in self.targets.live.items()}
-        apart = [name for name, (_, local) in live.items() if not (self.in_place and local.is_contiguous())]
-        arena = Arena(sum(room_for(live[name][1].nbytes) for name in apart))
-        for name in apart:
-            tensor, local = live[name]
-            self.staged[name] = arena.take(tuple(local.shape), local.dtype)
-            live[name] = tensor, self.staged[name]
-        return live
-
-    def _wants(self, key: str, tensor: torch.Tensor, local: torch.Tensor) -> list[Want]:
-        saved = self.manifest.tensors[key]
-        return [want for box, view in views(tensor, local) for want in wants(key, saved, box, view)]
-
-    def _change(self) -> None:
-        """Put what was read into place.
-
-        Nothing here can fail for a reason that the checks did not exclude.
-        """
-        with torch.no_grad():
-            for name, staged in self.staged.items():
-                local_of(self.targets.live[name]).copy_(staged)
-        for path, module in self.targets.objects.items():
-            module.set_extra_state(self.values[path])
-        for put in self.optimizers:
-            put()
-        for node in self.nodes:
-            if node.kind is Kind.GENERATOR and node.path in self.values:
-                node.live.set_state(self.values[node.path])
-            elif node.kind is Kind.STATEFUL and node.path in self.values:
-                node.live.load_state_dict(self.values[node.path])
-        if self.rng is not None:
-            write_rng(self.rng)

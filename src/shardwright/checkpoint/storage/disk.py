@@ -75,9 +75,9 @@ def read_into(handle: int, pieces: Sequence[memoryview], at: int) -> None:
             got -= len(left.pop(0))
 
 
-def read_small(path: Path, most: int) -> bytes:
+def read_small(path: Path, most: int, *, links: bool = False) -> bytes:
     """A whole file. Raises: OSError: there is none, it is a link, or it has more than `most` bytes."""
-    handle = open_regular(path)
+    handle = open_regular(path, links=links)
     try:
         size = os.fstat(handle).st_size
         if size > most:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,9 +11,9 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint import first_format
 from shardwright.checkpoint.library import library_version
-from shardwright.checkpoint.storage import dcp
+from shardwright.checkpoint.others import first_format
+from shardwright.checkpoint.storage import dcp, disk
 from shardwright.checkpoint.storage.commit import Saving
 from shardwright.checkpoint.storage.element_types import name_of
 from shardwright.checkpoint.storage.folder_names import metadata
@@ -89,6 +90,10 @@ def _of_folder(source: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _of_file(source: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        os.close(disk.open_regular(source, links=True))
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error.strerror or error}") from None
     try:
         found = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # noqa: BLE001  a pickle that somebody made to harm may raise anything

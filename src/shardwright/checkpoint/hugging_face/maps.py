@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
+from shardwright.checkpoint.storage.proof import why_not_once
 from shardwright.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -129,10 +131,17 @@ def _cut(source: str, shape: Shape, dim: int, start: int, size: int) -> Link:
 
 
 def links_of(name: str, shape: Shape, maps: Sequence[Map]) -> list[Link]:
-    """What a tensor of the model is made of, after all maps in order."""
+    """What a tensor of the model is made of, after all maps in order.
+
+    Raises: CheckpointError: the parts leave an element out, or hold one twice.
+    """
     links = [_whole(name, shape)]
     for one in maps:
         links = [made for link in links for made in _through(link, one)]
+    boxes = tuple((link.offset, link.size) for link in links)
+    reason = why_not_once(shape, boxes) if prod(shape) else ""
+    if reason:
+        raise CheckpointError(f"the maps make {name} of parts that are not it: {reason}")
     return links
 
 

@@ -1,0 +1,1 @@
+"""Folders of safetensors files that Hugging Face's models come in: read by slices, written in shards."""

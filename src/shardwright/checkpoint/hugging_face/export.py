@@ -1,0 +1,184 @@
+"""Write a placed model as a folder that `from_pretrained` reads: whole tensors in files of a bounded size."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.checkpoint.agree import agreed, rank, world
+from shardwright.checkpoint.hugging_face.index import INDEX, SINGLE
+from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of
+from shardwright.checkpoint.model_state import read_model
+from shardwright.checkpoint.pieces import describe
+from shardwright.checkpoint.storage import disk
+from shardwright.checkpoint.storage.writer import Entry, blocks, header_of
+from shardwright.errors import CheckpointError
+
+_METADATA = {"format": "pt"}
+
+
+class _Out(NamedTuple):
+    """A tensor of a file: the part of a model's tensor that it is."""
+
+    name: str
+    link: Link
+    dtype: str
+    nbytes: int
+
+
+def save_hf(
+    model: nn.Module, folder: Path | str, *, maps: Sequence[Map] = (), max_shard_size: int = 5 << 30
+) -> Path:
+    """Write a model's tensors as safetensors files with an index, as `save_pretrained` does.
+
+    A collective over the world. Tied tensors are written once, by their first name. The configuration is not
+    written: `model.config.save_pretrained(folder)` does.
+
+    Args:
+        folder: it may hold other files, but no safetensors files yet.
+        maps: those that `load_hf` took: read backwards here.
+        max_shard_size: bytes of a file at most, unless one tensor is larger.
+
+    Returns: `folder`.
+    Raises: CheckpointError: on every rank, with no file left: a tensor is still to be summed, there are such
+    files already, or the disk refuses.
+    Cost: each tensor is gathered on all ranks, one at a time, and written by one of them; memory for one.
+    """
+    folder = Path(folder)
+    export = _Export(model, folder, tuple(maps), max_shard_size)
+    keys = agreed(f"writing {folder}", export.plan)
+    export.key = keys[0]
+    export.stream()
+    try:
+        agreed(f"writing {folder}", export.finish)
+        agreed(f"writing {folder}", export.name_all)
+    except CheckpointError:
+        export.clean()
+        raise
+    return folder
+
+
+class _Export:
+    def __init__(self, model: nn.Module, folder: Path, maps: tuple[Map, ...], most: int) -> None:
+        self.model, self.folder, self.maps, self.most = model, folder, maps, most
+        self.key = ""
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.files: list[list[_Out]] = []
+        self.of_tensor: dict[str, list[tuple[int, _Out]]] = {}
+        self.handles: dict[int, int] = {}
+        self.error: OSError | None = None
+
+    def plan(self) -> str:
+        """Decide which tensor is in which file; the same on every rank."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        taken = sorted(one.name for one in self.folder.glob("*.safetensors*"))
+        if taken:
+            raise CheckpointError(
+                f"{self.folder} holds {taken[0]} already: name another folder, or remove it"
+            )
+        seen: set[int] = set()
+        made_of: dict[str, str] = {}
+        room = 0
+        for name, tensor in read_model(self.model).tensors.items():
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            self.tensors[name] = tensor
+            dtype = describe(tensor, name).dtype
+            for link in links_of(name, tuple(tensor.shape), self.maps):
+                if link.source in made_of:
+                    raise CheckpointError(
+                        f"the maps call two tensors {link.source!r}: of {made_of[link.source]} and of "
+                        f"{name}; a file holds one of each name"
+                    )
+                made_of[link.source] = name
+                nbytes = torch.Size(link.shape).numel() * tensor.element_size()
+                if not self.files or (nbytes > room and self.files[-1]):
+                    self.files.append([])
+                    room = self.most
+                room -= nbytes
+                out = _Out(link.source, link, dtype, nbytes)
+                self.files[-1].append(out)
+                self.of_tensor.setdefault(name, []).append((len(self.files) - 1, out))
+        return secrets.token_hex(8)
+
+    def _named(self, number: int) -> str:
+        count = len(self.files)
+        return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+    def _under_way(self, number: int) -> Path:
+        return self.folder / f".{self._named(number)}.{self.key}"
+
+    def stream(self) -> None:
+        """Gather one tensor after another, and write those of this rank's files.
+
+        A disk that refuses is told at the end: the other ranks gather until then.
+        """
+        for name, tensor in self.tensors.items():
+            with torch.no_grad():
+                whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+            for number, out in self.of_tensor[name]:
+                if number % world() == rank() and self.error is None:
+                    try:
+                        self._write(number, out, whole)
+                    except OSError as error:
+                        self.error = error
+
+    def _write(self, number: int, out: _Out, whole: torch.Tensor) -> None:
+        if number not in self.handles:
+            self.handles[number] = disk.open_new(self._under_way(number))
+            entries = [self._entry(one) for one in self.files[number]]
+            disk.write_all(self.handles[number], [memoryview(header_of(entries, _METADATA))])
+        link = out.link
+        part = whole[tuple(slice(o, o + s) for o, s in zip(link.offset, link.size, strict=True))]
+        gone = [dim for dim in range(part.dim()) if dim not in link.dims]
+        for block in blocks(part.permute([*link.dims, *gone]).reshape(link.shape)):
+            disk.write_all(self.handles[number], [block])
+
+    def _entry(self, out: _Out) -> Entry:
+        shape = out.link.shape
+        return Entry(out.name, out.dtype, ((0,) * len(shape), shape), True, torch.empty(0))
+
+    def finish(self) -> None:
+        """Wait until this rank's files are on the disk."""
+        if self.error is not None:
+            raise CheckpointError(f"{self.folder} cannot be written: {self.error.strerror or self.error}")
+        for handle in self.handles.values():
+            os.fsync(handle)
+        self._close()
+
+    def name_all(self) -> None:
+        """Give the files their names, the index last."""
+        if rank() != 0:
+            return
+        for number in range(len(self.files)):
+            self._under_way(number).rename(self.folder / self._named(number))
+        if len(self.files) > 1:
+            weights = {out.name: self._named(n) for n, outs in enumerate(self.files) for out in outs}
+            total = sum(out.nbytes for outs in self.files for out in outs)
+            index = {"metadata": {"total_size": total}, "weight_map": weights}
+            disk.write_small(self.folder / INDEX, json.dumps(index, indent=1).encode())
+        disk.sync_folder(self.folder)
+
+    def clean(self) -> None:
+        """Remove what this rank wrote; nothing of it has its name yet."""
+        numbers = list(self.handles)
+        self._close()
+        for number in numbers:
+            with contextlib.suppress(OSError):
+                self._under_way(number).unlink()
+
+    def _close(self) -> None:
+        for handle in self.handles.values():
+            with contextlib.suppress(OSError):
+                os.close(handle)
+        self.handles = dict.fromkeys(self.handles, -1)

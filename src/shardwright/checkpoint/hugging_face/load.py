@@ -1,0 +1,221 @@
+"""Folders of the safetensors files that Hugging Face's models come in: read by slices, written in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shardwright.checkpoint.agree import agreed
+from shardwright.checkpoint.hugging_face.index import INDEX, read_index
+from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of
+from shardwright.checkpoint.model_state import read_model
+from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
+from shardwright.checkpoint.storage.arena import Arena, room_for
+from shardwright.checkpoint.storage.manifest import SavedFile, SavedPart, SavedTensor
+from shardwright.checkpoint.storage.reader import Reader, Want, wants
+from shardwright.checkpoint.storage.safetensors_file import Place, read_header
+from shardwright.checkpoint.storage.source import Source
+from shardwright.errors import CheckpointError
+from shardwright.index.region import Box
+
+_SHOWN = 3
+
+
+class LoadedHF(NamedTuple):
+    """What `load_hf` did: bytes read by this rank; names of the files' tensors that nobody asked for."""
+
+    bytes_read: int
+    unused: tuple[str, ...]
+
+
+def load_hf(
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    maps: Sequence[Map] = (),
+    device: torch.device | str = "cpu",
+    buffers: Mapping[str, torch.Tensor] | None = None,
+) -> LoadedHF:
+    """Read a folder of safetensors files into a model, each rank only its slices.
+
+    A collective over the world. The model may be placed by any strategy, and may be on the meta device: what
+    is loaded is then made on `device`. Elements are cast to the model's dtypes. Nothing is executed.
+
+    Args:
+        folder: with `model.safetensors`, or `model.safetensors.index.json` and its files.
+        maps: how the model's tensors are those of the files (`shardwright.checkpoint.rename`, `transpose`,
+            `join`, `stack`), applied in order.
+        buffers: values for buffers on the meta device that no checkpoint holds (rotary tables), by name.
+
+    Raises: CheckpointError: on every rank, with nothing changed: a tensor is missing or has another shape, a
+    file is cut or contradicts itself, or a buffer without data is left. The format has no checksums: a
+    flipped bit is not found.
+    Cost: no communication of tensor data; memory for this rank's part, twice where the model has data
+    already.
+    """
+    loading = _Loading(model, Path(folder), tuple(maps), torch.device(device), dict(buffers or {}))
+    agreed(f"reading {folder}", loading.compare)
+    try:
+        agreed(f"reading {folder}", loading.read)
+    finally:
+        loading.reader.close()
+    loading.change()
+    unused = tuple(sorted(set(loading.places) - loading.used))
+    return LoadedHF(loading.reader.bytes_read, unused)
+
+
+class _Loading:
+    """One load: compared with the headers, read, and only then put in place."""
+
+    reader: Reader
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path,
+        maps: tuple[Map, ...],
+        device: torch.device,
+        buffers: dict[str, torch.Tensor],
+    ) -> None:
+        self.model, self.folder, self.maps, self.device, self.buffers = model, folder, maps, device, buffers
+        self.places: dict[str, tuple[int, Place]] = {}
+        self.links: dict[str, list[Link]] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.staged: dict[str, torch.Tensor] = {}
+        self.used: set[str] = set()
+
+    def compare(self) -> None:
+        """Find each tensor of the model in the files."""
+        names, of_tensor = read_index(self.folder)
+        files: list[SavedFile] = []
+        for number, name in enumerate(names):
+            size, places = read_header(self.folder / name)
+            files.append(SavedFile(name=name, size=size, header=0, sum=""))
+            chosen = [one for one in places if of_tensor is None or of_tensor.get(one) == name]
+            self.places |= {tensor: (number, places[tensor]) for tensor in chosen}
+        for tensor, name in (of_tensor or {}).items():
+            if tensor not in self.places:
+                raise CheckpointError(
+                    f"{self.folder / INDEX} says that {tensor} is in {name}, where it is not: the folder is "
+                    "not as it was written (files of two exports?)"
+                )
+        self.reader = Reader(Source(self.folder, files, 1, links=True))
+        self._choose()
+        found = [why for name, tensor in self.tensors.items() for why in self._differences(name, tensor)]
+        found += self._without_data()
+        if found:
+            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            raise CheckpointError(f"{self.folder} is not of this model: {'; '.join(found[:_SHOWN])}{more}")
+
+    def _choose(self) -> None:
+        """Of the names of a tied tensor, the one that the files have."""
+        by_tensor: dict[int, str] = {}
+        for name, tensor in read_model(self.model).tensors.items():
+            links = links_of(name, tuple(tensor.shape), self.maps)
+            known = all(link.source in self.places for link in links)
+            if id(tensor) not in by_tensor or (known and not self._known(by_tensor[id(tensor)])):
+                self.tensors.pop(by_tensor.get(id(tensor), ""), None)
+                by_tensor[id(tensor)] = name
+                self.tensors[name], self.links[name] = tensor, links
+        self.used = {link.source for name in self.tensors for link in self.links[name]}
+
+    def _known(self, name: str) -> bool:
+        return all(link.source in self.places for link in self.links[name])
+
+    def _differences(self, name: str, tensor: torch.Tensor) -> list[str]:
+        del tensor
+        found = []
+        for link in self.links[name]:
+            there = self.places.get(link.source)
+            if there is None:
+                found.append(
+                    f"{link.source} is in no file" + ("" if link.source == name else f" (for {name})")
+                )
+            elif there[1].shape != link.shape:
+                shape = list(there[1].shape)
+                found.append(
+                    f"{link.source} is {shape} in {self.folder.name}, {list(link.shape)} in the model"
+                )
+        return found
+
+    def _without_data(self) -> list[str]:
+        loaded = {id(one) for one in self.tensors.values()}
+        return [
+            f"{name} is a buffer on the meta device that is in no checkpoint: give its value in buffers="
+            for name, one in self.model.named_buffers()
+            if one.is_meta and id(one) not in loaded and name not in self.buffers
+        ]
+
+    def read(self) -> None:
+        """Read this rank's slices into new memory."""
+        for name, tensor in self.tensors.items():
+            if not tensor.is_meta:
+                refuse_unwritable(tensor, name)
+        locals_ = {name: local_of(tensor) for name, tensor in self.tensors.items()}
+        arena = Arena(sum(room_for(one.nbytes) for one in locals_.values()))
+        wanted: list[Want] = []
+        for name, local in locals_.items():
+            self.staged[name] = arena.take(tuple(local.shape), local.dtype)
+            for box, view in views(self.tensors[name], self.staged[name]):
+                for link in self.links[name]:
+                    wanted += self._wants(link, box, view)
+        self.reader.read(wanted)
+
+    def _wants(self, link: Link, box: Box, view: torch.Tensor) -> list[Want]:
+        """Where a box of the model's tensor meets one of the files' tensors, in that one's dims."""
+        low = [max(a, b) for a, b in zip(link.offset, box.offset, strict=True)]
+        ends = zip(link.offset, link.size, box.offset, box.size, strict=True)
+        high = [min(a + n, b + m) for a, n, b, m in ends]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            return []
+        cut = view[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))]
+        gone = [dim for dim in range(cut.dim()) if dim not in link.dims]
+        cut = cut.permute([*link.dims, *gone]).view([high[d] - low[d] for d in link.dims])
+        number, place = self.places[link.source]
+        offset = tuple(low[d] - link.offset[d] for d in link.dims)
+        whole = SavedPart(file=number, at=place.at, offset=(0,) * len(place.shape), size=place.shape, sums="")
+        saved = SavedTensor(dtype=place.dtype, shape=place.shape, parts=(whole,))
+        return list(wants(link.source, saved, Box(offset, tuple(cut.shape)), cut))
+
+    def change(self) -> None:
+        """Put what was read into place, and give tensors on the meta device memory."""
+        loaded = {id(one) for one in self.tensors.values()}
+        given = {
+            id(one): self.buffers[name] for name, one in self.model.named_buffers() if name in self.buffers
+        }
+        if any(one.is_meta for one in (*self.tensors.values(), *self.model.buffers())):
+            self.tensors = _materialized(self.model, self.tensors, loaded, given, self.device)
+        with torch.no_grad():
+            for name, staged in self.staged.items():
+                local_of(self.tensors[name]).copy_(staged)
+
+
+def _materialized(
+    model: nn.Module,
+    tensors: dict[str, torch.Tensor],
+    loaded: set[int],
+    given: dict[int, torch.Tensor],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """The same names on a device: empty where they are loaded, as given where they are not."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, one in held.items():
+                if one is None or not one.is_meta:
+                    continue
+                if id(one) not in made:
+                    made[id(one)] = _made(one, one.detach() if id(one) in loaded else given[id(one)], device)
+                held[name] = made[id(one)]  # type: ignore[assignment]
+    return {name: made.get(id(one), one) for name, one in tensors.items()}
+
+
+def _made(old: torch.Tensor, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    new = torch.empty_like(like, device=device) if like.is_meta else like.to(device)
+    if not isinstance(old, nn.Parameter):
+        return new
+    return nn.Parameter(new, requires_grad=old.requires_grad)

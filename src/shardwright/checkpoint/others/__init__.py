@@ -1,0 +1,1 @@
+"""Checkpoints of other programs, and those that other programs read."""
