@@ -184,3 +184,26 @@ def test_a_checkpoint_of_version_1_is_replaced_when_it_is_saved_over(tmp_path: P
     save(tmp_path / "c", model, optimizer)
     assert {one.name.split("-")[0] for one in (tmp_path / "c").iterdir()} == {"data", "manifest.json"}
     load(tmp_path / "c", *tied(1))
+
+
+@pytest.mark.parametrize("how", ["file", "folder"])
+def test_ties_of_others_are_loaded_onto_ties(tmp_path: Path, how: str) -> None:
+    """They store a tied tensor by each of its names, and say nothing of it."""
+    warnings.simplefilter("ignore")
+    model, _ = tied(3)
+    if how == "file":
+        torch.save(model.state_dict(), tmp_path / "theirs")
+    else:
+        torch_checkpoint.save(model.state_dict(), checkpoint_id=tmp_path / "theirs", no_dist=True)
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    other, _ = tied(1)
+    load(tmp_path / "ours", other)
+    assert torch.equal(other.weight, model.weight)
+    assert other.head is other.weight
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    """To open a pipe waits for whoever writes into it."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        convert(tmp_path / "pipe", tmp_path / "ours")

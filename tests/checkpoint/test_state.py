@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ VALUES: list[Any] = [
     torch.bfloat16, torch.device("cpu"), np.float32(1.5), np.arange(6).reshape(2, 3), Path("a/b"),
     bytearray(b"x"),
     torch.arange(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(0, 3), torch.tensor(1 + 1j), [], {}, (),
-    torch.arange(50_000),
+    torch.arange(50_000), Counter({3: 2, "a": 1}), deque([1, torch.Size([2])], maxlen=4), deque(),
 ]  # fmt: skip
 
 

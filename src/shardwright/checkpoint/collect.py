@@ -12,11 +12,11 @@ import xxhash
 from shardwright.checkpoint.agree import world
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.optimizer_state import OptimizerPart, merge, read_optimizer
-from shardwright.checkpoint.pieces import Held, describe, local_of
+from shardwright.checkpoint.pieces import Held, describe, is_copied, local_of
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.rng_state import read_rng
 from shardwright.checkpoint.state import Kind, Node
-from shardwright.checkpoint.storage.values import encode
+from shardwright.checkpoint.storage.values import canonical, encode
 from shardwright.checkpoint.storage.writer import blocks
 from shardwright.errors import CheckpointError
 
@@ -51,6 +51,19 @@ class Collected:
             raise CheckpointError(f"two tensors of the state are called {key}")
         self.tensors[key] = tensor
 
+    def keep_of_value(self, key: str, tensor: torch.Tensor) -> str:
+        """Take a tensor that a value names; its key: another one where two places of a value read alike."""
+        while key in self.tensors or key in self.ties:
+            key += "~"
+        self.tensors[key] = tensor
+        return key
+
+    def put(self, path: str, value: Any) -> None:
+        """Take a value, as JSON. Raises: CheckpointError: there is another one of this name."""
+        if path in self.values:
+            raise CheckpointError(f"two values of the state are called {path}")
+        self.values[path] = value
+
     def keep_once(self, key: str, tensor: torch.Tensor) -> None:
         """Take a tensor, or note that it is one that is there already."""
         first = self.names.setdefault(id(tensor), key)
@@ -60,7 +73,7 @@ class Collected:
             self.ties[key] = first
 
     def part(self) -> Part:
-        """What the other ranks need to know. Cost: one read of what is on no mesh of all ranks."""
+        """What the other ranks need to know. Cost: one read of what other ranks have, too."""
         compare = world() > 1
         held = {key: _described(key, one, compare) for key, one in self.tensors.items()}
         values = {key: json.dumps(one, allow_nan=False) for key, one in self.values.items()}
@@ -80,16 +93,18 @@ def collect(nodes: list[Node], extra: Any, *, first_rank: bool) -> Collected:
             found.keep_once(node.path, node.live)
     for node in nodes:
         if node.kind is Kind.OPTIMIZER:
-            found.optimizers[node.path] = read_optimizer(node.live, found.names, node.path, found.keep)
+            found.optimizers[node.path] = read_optimizer(
+                node.live, found.names, node.path, found.keep, found.keep_of_value
+            )
         elif node.kind is Kind.GENERATOR:
-            found.values[node.path] = encode(node.live.get_state(), node.path)
+            found.put(node.path, encode(node.live.get_state(), node.path))
         elif node.kind is Kind.STATEFUL:
-            found.values[node.path] = encode(node.live.state_dict(), node.path, found.keep)
+            found.put(node.path, encode(node.live.state_dict(), node.path, found.keep_of_value))
         elif node.kind is Kind.VALUE:
-            found.values[node.path] = encode(node.live, node.path, found.keep)
+            found.put(node.path, encode(node.live, node.path, found.keep_of_value))
     if first_rank:
-        found.values[EXTRA] = encode(extra, EXTRA, found.keep)
-    found.values[RNG] = encode(read_rng(), RNG)
+        found.put(EXTRA, encode(extra, EXTRA, found.keep_of_value))
+    found.put(RNG, encode(read_rng(), RNG))
     return found
 
 
@@ -100,13 +115,13 @@ def _module(found: Collected, node: Node) -> None:
         found.keep_once(f"{node.path}/{name}", tensor)
     for name, module in state.objects.items():
         key = f"{node.path}/{name}"
-        found.values[key] = encode(module.get_extra_state(), key, found.keep)
+        found.put(key, encode(module.get_extra_state(), key, found.keep_of_value))
 
 
 def _described(key: str, tensor: torch.Tensor, compare: bool) -> Held:
     held = describe(tensor, key)
-    apart = compare and bool(held.boxes) and len(held.ranks) < world()  # a plain tensor is on no mesh at all
-    return held._replace(digest=_digest(tensor)) if apart else held
+    apart = len(held.ranks) < world() or is_copied(tensor)  # a plain tensor is on no mesh at all
+    return held._replace(digest=_digest(tensor)) if compare and held.boxes and apart else held
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -124,11 +139,17 @@ def values_of(parts: list[Part]) -> dict[str, Any]:
             by_key.setdefault(key, {})[rank] = text
     merged: dict[str, Any] = {}
     for key, texts in by_key.items():
-        if key != RNG and len(set(texts.values())) == 1:
+        if key != RNG and _are_one(texts):
             merged[key] = json.loads(next(iter(texts.values())))
         else:
             merged[key] = {"$": RANKS, "v": {str(rank): json.loads(text) for rank, text in texts.items()}}
     return merged
+
+
+def _are_one(texts: dict[int, str]) -> bool:
+    """Whether the ranks say the same, dicts in any order."""
+    different = set(texts.values())
+    return len(different) == 1 or len({canonical(json.loads(one)) for one in different}) == 1
 
 
 def optimizers_of(parts: list[Part]) -> dict[str, dict[str, Any]]:

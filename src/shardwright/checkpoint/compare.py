@@ -17,12 +17,15 @@ class Identity(NamedTuple):
     """What a rank has: tensors by name, ties, the modules and the values that it wants.
 
     Args: roots: paths of modules: the checkpoint has nothing below them that is not here.
+        fitted: the patterns of `only=` that fit something here.
     """
 
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     ties: dict[str, str]
     roots: tuple[str, ...]
     values: tuple[str, ...]
+    optimizers: tuple[str, ...] = ()
+    fitted: set[str] = set()  # noqa: RUF012  a default of a NamedTuple is never changed
 
 
 def refuse_differences(path: Path, manifest: Manifest, ranks: Iterable[Identity], wanted: Wanted) -> None:
@@ -64,21 +67,33 @@ def _tensors(
             found.append(f"{name} is not in the checkpoint")
         elif (theirs.shape, theirs.dtype) != (shape, dtype):
             found.append(f"{name} is {theirs} in the checkpoint but {dtype}{list(shape)} in the model")
-    ours = {name: first for name, first in manifest.ties.items() if name in here or name in ties}
-    return (
-        found
-        + _untied(ours, ties, "in the checkpoint", "in the model")
-        + _untied(ties, manifest.ties, "in the model", "in the checkpoint")
-    )
+    here_too = [name for name in (*here, *ties) if name in saved or name in manifest.ties]
+    found += _untied(here_too, manifest.ties, ties, "in the checkpoint but not in the model", manifest)
+    return found + _untied(here_too, ties, manifest.ties, "in the model but not in the checkpoint", manifest)
 
 
-def _untied(one: dict[str, str], other: dict[str, str], where: str, but_not: str) -> list[str]:
-    """Ties of `one` that `other` does not have (which of the tied names comes first does not matter)."""
-    return [
-        f"{name} is tied to {first} {where} but not {but_not}"
-        for name, first in one.items()
-        if other.get(name, name) != other.get(first, first)
-    ]
+def _untied(
+    names: list[str], one: dict[str, str], other: dict[str, str], where: str, manifest: Manifest
+) -> list[str]:
+    """Names that are one tensor in `one` and two in `other` (which of them comes first does not matter).
+
+    Two tensors of the checkpoint that hold the same, as another program stores what is tied, may be one here.
+    """
+    first: dict[str, str] = {}
+    found = []
+    for name in names:
+        head = first.setdefault(one.get(name, name), name)
+        apart = other.get(name, name) != other.get(head, head)
+        if apart and not (other is manifest.ties and _alike(manifest, name, head)):
+            found.append(f"{name} is tied to {head} {where}")
+    return found
+
+
+def _alike(manifest: Manifest, name: str, other: str) -> bool:
+    """Whether two tensors of a checkpoint hold the same, as far as boxes and checksums tell."""
+    pair = [manifest.tensors[manifest.ties.get(key, key)] for key in (name, other)]
+    one, two = ({(part.offset, part.size, part.sums) for part in saved.parts} for saved in pair)
+    return (pair[0].dtype, pair[0].shape) == (pair[1].dtype, pair[1].shape) and one == two
 
 
 def _values(manifest: Manifest, here: set[str], roots: set[str], wanted: Wanted) -> list[str]:

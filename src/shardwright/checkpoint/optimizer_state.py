@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +11,12 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.storage.element_types import DTYPES
 from shardwright.checkpoint.storage.manifest import SavedOptimizer, SavedTensor
-from shardwright.checkpoint.storage.values import Keep, decode, encode
+from shardwright.checkpoint.storage.values import Keep, canonical, decode, encode
 from shardwright.errors import CheckpointError
 
 _COUNTER = "step"  # torch's optimizers keep it as a plain 0-d tensor, also beside a 0-d parameter
 _PARAMS = "params"
+_NO_SETTINGS = (_PARAMS, "param_names")  # what the parameters are called is known from the model
 
 
 @dataclass
@@ -45,26 +47,37 @@ def parameters_of(optimizer: Optimizer, names: dict[int, str], path: str) -> dic
     return named
 
 
-def read_optimizer(optimizer: Optimizer, names: dict[int, str], path: str, keep: Keep) -> OptimizerPart:
+def read_optimizer(
+    optimizer: Optimizer,
+    names: dict[int, str],
+    path: str,
+    keep: Callable[[str, torch.Tensor], None],
+    keep_of_value: Keep,
+) -> OptimizerPart:
     """The optimizer without its tensors; those are handed to `keep`, the live objects, by their keys.
 
     Args: names: identity of a parameter object -> its name.
+    Raises: CheckpointError: a state that cannot be saved, or has no name of its own.
     """
     part = OptimizerPart(type(optimizer).__name__, [])
     for number, group in enumerate(optimizer.param_groups):
         settings = {
             key: encode(value, f"{path}/group {number}/{key}")
             for key, value in group.items()
-            if key != _PARAMS
+            if key not in _NO_SETTINGS
         }
         part.groups.append({**settings, _PARAMS: [names.get(id(one), "") for one in group[_PARAMS]]})
     for parameter, tensor in parameters_of(optimizer, names, path).items():
         for name, value in optimizer.state.get(tensor, {}).items():
+            if type(name) is not str or "/" in name:
+                raise CheckpointError(
+                    f"{path} calls a state of {parameter} {name!r}: a name is text without a slash"
+                )
             key = f"{path}/{parameter}/{name}"
             if isinstance(value, torch.Tensor):
                 keep(key, value)
             else:
-                part.values.setdefault(parameter, {})[name] = encode(value, key, keep)
+                part.values.setdefault(parameter, {})[name] = encode(value, key, keep_of_value)
     return part
 
 
@@ -80,12 +93,13 @@ def merge(path: str, parts: list[OptimizerPart]) -> dict[str, Any]:
         if part.kind != first.kind or len(part.groups) != len(groups):
             raise CheckpointError(f"{path} is another optimizer, or has other groups, on some ranks")
         for mine, other in zip(groups, part.groups, strict=True):
-            if {**mine, _PARAMS: 0} != {**other, _PARAMS: 0}:
-                differ = [key for key in mine if key != _PARAMS and mine[key] != other.get(key)]
+            if canonical({**mine, _PARAMS: 0}) != canonical({**other, _PARAMS: 0}):
+                names = [key for key in dict.fromkeys((*mine, *other)) if key != _PARAMS]
+                differ = [key for key in names if canonical(mine.get(key)) != canonical(other.get(key))]
                 raise CheckpointError(f"{path}: the ranks have different settings ({', '.join(differ)})")
             mine[_PARAMS] = list(dict.fromkeys((*mine[_PARAMS], *other[_PARAMS])))
         for parameter, mine_too in part.values.items():
-            if values.setdefault(parameter, mine_too) != mine_too:
+            if canonical(values.setdefault(parameter, mine_too)) != canonical(mine_too):
                 raise CheckpointError(_differing(f"{path}/{parameter}", values[parameter], mine_too))
     return {"kind": first.kind, "groups": groups, "values": values}
 
@@ -149,17 +163,35 @@ def check_groups(
         )
     mine = [frozenset(names[id(one)] for one in group[_PARAMS]) for group in optimizer.param_groups]
     held = frozenset().union(*mine)
-    theirs = {frozenset(map(str, group.get(_PARAMS, ()))) & held: group for group in saved.groups}
+    theirs: dict[frozenset[str], list[dict[str, Any]]] = {}
+    for group in saved.groups:
+        settings = {key: one for key, one in group.items() if key not in _NO_SETTINGS}
+        theirs.setdefault(frozenset(map(str, group.get(_PARAMS, ()))) & held, []).append(settings)
     missing = next((group for group in mine if group not in theirs), None)
     if missing is not None:
         raise CheckpointError(
             f"the optimizer's groups differ: no group of the checkpoint holds just the {len(missing)} "
             f"parameters of {min(missing, default='an empty group')}'s group here"
         )
-    return [
-        {key: decode(one, f"{path}/{key}") for key, one in theirs[group].items() if key != _PARAMS}
-        for group in mine
-    ]
+    alike = {group: _in_order(found, mine.count(group), path) for group, found in theirs.items()}
+    chosen = [alike[group].pop(0) for group in mine]
+    return [{key: decode(one, f"{path}/{key}") for key, one in group.items()} for group in chosen]
+
+
+def _in_order(found: list[dict[str, Any]], count: int, path: str) -> list[dict[str, Any]]:
+    """Which of the groups of one set of parameters (empty ones, mostly) the `count` groups here are.
+
+    Raises: CheckpointError: that cannot be known, and they have different settings.
+    """
+    if count and len(found) != count:
+        if any(canonical(one) != canonical(found[0]) for one in found):
+            raise CheckpointError(
+                f"{path}: {len(found)} groups of the checkpoint, with different settings, hold the same "
+                f"parameters of those here (or none), and {count} groups do here: make as many groups as "
+                "were saved"
+            )
+        return [found[0]] * count
+    return list(found)
 
 
 def write_optimizer(

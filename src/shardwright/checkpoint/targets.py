@@ -40,6 +40,7 @@ class Targets:
         ties: a further name here -> the name in `live`.
         values: path -> what the checkpoint says, as JSON.
         objects: path -> the module that keeps this extra state.
+        names: identity of a tensor -> all its names here. firsts: the first of them that is loaded.
     """
 
     live: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -47,16 +48,33 @@ class Targets:
     ties: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     objects: dict[str, nn.Module] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)
+    names: dict[int, list[str]] = field(default_factory=dict)
+    firsts: dict[int, str] = field(default_factory=dict)
     optimizer_states: dict[str, dict[tuple[str, str], str]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: torch.Tensor, wanted: Wanted) -> None:
         """A tensor of the state."""
-        first = self.names.setdefault(id(tensor), name)
-        if first == name and wanted(name):
+        self.names.setdefault(id(tensor), []).append(name)
+        if not wanted(name):
+            return
+        first = self.firsts.setdefault(id(tensor), name)
+        if first == name:
             self.live[name] = tensor
-        elif first in self.live and wanted(name):
+        else:
             self.ties[name] = first
+
+    def names_in(self, manifest: Manifest, path: str) -> dict[int, str]:
+        """Identity of a tensor -> the name by which an optimizer of the checkpoint calls it.
+
+        Of what is tied that may be another one than the first here.
+        """
+        saved = manifest.optimizers[path]
+        known = {str(name) for group in saved.groups for name in group.get("params", ())}
+        found = {}
+        for tensor, names in self.names.items():
+            theirs = [manifest.ties.get(name, name) for name in names]
+            found[tensor] = next((name for name in theirs if name in known), theirs[0])
+        return found
 
 
 def tensors_of(nodes: list[Node], wanted: Wanted) -> Targets:
@@ -144,7 +162,7 @@ def kept_in(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[str, tupl
                 yield from kept_in(one, (*place, name))
         elif tag == "kept":
             yield str(value.get("v")), place
-        elif tag in ("dict", "ordered"):
+        elif tag in ("dict", "ordered", "counter"):
             for pair in value.get("v", ()):
                 yield from kept_in(pair[1], (*place, pair[0]))
         elif isinstance(value.get("v"), list):
@@ -166,9 +184,10 @@ def _optimizer(found: Targets, manifest: Manifest, node: Node) -> None:
         raise CheckpointError(
             f"the checkpoint holds no optimizer state called {node.path}: load it without one"
         )
-    parameters = parameters_of(node.live, found.names, node.path)
+    names = found.names_in(manifest, node.path)
+    parameters = parameters_of(node.live, names, node.path)
     devices = step_devices(node.live)
-    check_groups(node.live, found.names, saved, node.path)
+    check_groups(node.live, names, saved, node.path)
     states = states_of(node.path, manifest.tensors, set(parameters))
     for (parameter, name), key in states.items():
         tensor = parameters[parameter]
@@ -197,7 +216,8 @@ def prepared(
     Raises: CheckpointError: a setting or a value is none that was saved.
     """
     saved = manifest.optimizers[node.path]
-    here, take = set(found.names.values()), loaded.__getitem__
+    names, take = found.names_in(manifest, node.path), loaded.__getitem__
+    here = set(names.values())
     states: dict[str, dict[str, Any]] = {
         parameter: decode(values, parameter, take)
         for parameter, values in saved.values.items()
@@ -205,5 +225,5 @@ def prepared(
     }
     for (parameter, name), key in found.optimizer_states[node.path].items():
         states.setdefault(parameter, {})[name] = loaded[key]
-    groups = check_groups(node.live, found.names, saved, node.path)
-    return partial(write_optimizer, node.live, found.names, states, groups)
+    groups = check_groups(node.live, names, saved, node.path)
+    return partial(write_optimizer, node.live, names, states, groups)

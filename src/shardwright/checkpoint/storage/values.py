@@ -7,8 +7,9 @@ tensor is held in place, a large one by a key of the checkpoint's tensors.
 from __future__ import annotations
 
 import base64
+import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
@@ -24,7 +25,7 @@ _DEPTH = 64
 _TAG = "$"
 _SAFE_INT = 1 << 63
 
-Keep = Callable[[str, torch.Tensor], None]
+Keep = Callable[[str, torch.Tensor], str]
 Take = Callable[[str], torch.Tensor]
 
 
@@ -32,7 +33,8 @@ def encode(value: Any, where: str, keep: Keep | None = None, depth: int = 0) -> 
     """JSON for a value.
 
     Args: where: the value's path, for errors and as the key of large tensors.
-        keep: is handed each tensor that is not held in place, with its key; None: there may be none.
+        keep: is handed each tensor that is not held in place, with a key for it, and gives the key that it
+            got; None: there may be none.
     Raises: CheckpointError: a value of a type that could only be pickled, or nested deeper than 64.
     """
     if depth > _DEPTH:
@@ -46,9 +48,9 @@ def encode(value: Any, where: str, keep: Keep | None = None, depth: int = 0) -> 
         return value if math.isfinite(value) else {_TAG: "float", "v": repr(value)}
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, where, keep)
-    if isinstance(value, dict) and kind in (dict, OrderedDict):
+    if isinstance(value, dict) and kind in _DICTS:
         return _encode_dict(value, where, keep, depth)
-    if kind in (list, tuple, set, frozenset, torch.Size):
+    if kind in (list, tuple, set, frozenset, deque, torch.Size):
         return _encode_many(value, where, keep, depth)
     return _encode_other(value, where)
 
@@ -65,25 +67,44 @@ def _encode_tensor(value: torch.Tensor, where: str, keep: Keep | None) -> Any:
         }
     if keep is None:
         raise CheckpointError(f"{where} is a tensor {list(value.shape)}: give it as a state of its own")
-    keep(where, value)
-    return {_TAG: "kept", "v": where}
+    return {_TAG: "kept", "v": keep(where, value)}
 
 
 def _encode_dict(value: dict[Any, Any], where: str, keep: Keep | None, depth: int) -> Any:
-    ordered = type(value) is OrderedDict
-    if not ordered and _TAG not in value and all(type(key) is str for key in value):
+    tag = _DICTS[type(value)]
+    if tag == "dict" and _TAG not in value and all(type(key) is str for key in value):
         return {key: encode(one, f"{where}/{key}", keep, depth + 1) for key, one in value.items()}
     pairs = [
         [encode(key, where, None, depth + 1), encode(one, f"{where}/{key}", keep, depth + 1)]
         for key, one in value.items()
     ]
-    return {_TAG: "ordered" if ordered else "dict", "v": pairs}
+    return {_TAG: tag, "v": pairs}
 
 
 def _encode_many(value: Any, where: str, keep: Keep | None, depth: int) -> Any:
     items = [encode(one, f"{where}/{at}", keep, depth + 1) for at, one in enumerate(value)]
+    if type(value) in (set, frozenset):  # one text for one set, whatever the seed of its hashes
+        items.sort(key=canonical)
+    if type(value) is deque:
+        return {_TAG: "deque", "v": items, "most": value.maxlen}
     name = "size" if type(value) is torch.Size else type(value).__name__
     return items if type(value) is list else {_TAG: name, "v": items}
+
+
+def canonical(value: Any) -> str:
+    """One text for all forms of a value (as JSON) that are equal: dicts in any order."""
+    return json.dumps(_ordered(value), allow_nan=False, sort_keys=True)
+
+
+def _ordered(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_ordered(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: _ordered(one) for key, one in value.items()}
+    if found.get(_TAG) in _UNORDERED:
+        found["v"] = sorted(found["v"], key=lambda pair: json.dumps(pair, sort_keys=True))
+    return found
 
 
 def _encode_other(value: Any, where: str) -> Any:
@@ -141,11 +162,13 @@ def _decode_tagged(value: dict[str, Any], where: str, take: Take | None, depth: 
         return take(inner)
     if tag in ("tensor", "array", "scalar"):
         return _decode_array(tag, value)
-    if tag in ("dict", "ordered"):
+    if tag in _DICTS.values():
         items = [
             (decode(k, where, None, depth + 1), decode(v, f"{where}/{k}", take, depth + 1)) for k, v in inner
         ]
-        return OrderedDict(items) if tag == "ordered" else dict(items)
+        return _FROM_PAIRS[tag](items)
+    if tag == "deque":
+        return deque([decode(one, where, take, depth + 1) for one in inner], value["most"])
     if tag in _SEQUENCES:
         return _SEQUENCES[tag]([decode(one, where, take, depth + 1) for one in inner])
     return _SIMPLE[tag](inner)
@@ -167,6 +190,13 @@ def _decode_array(tag: str, value: dict[str, Any]) -> Any:
     return array[()] if tag == "scalar" else array
 
 
+_DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_UNORDERED = ("dict", "counter")
+_FROM_PAIRS: dict[str, Callable[[list[Any]], Any]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": lambda pairs: Counter(dict(pairs)),
+}
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
