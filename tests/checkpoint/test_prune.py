@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -11,6 +14,8 @@ from torch import nn
 from shardwright.checkpoint import latest, prune, save, step_path
 from shardwright.checkpoint.storage.commit import lock
 from shardwright.checkpoint.storage.disk import unlock_folder
+from shardwright.train.run_folder import RunFolder
+from tests.checkpoint.faults.inject import failing
 
 
 def run_of(out: Path, *steps: int) -> Path:
@@ -59,3 +64,40 @@ def test_a_folder_is_free_again_although_a_child_has_it_open(tmp_path: Path) -> 
     unlock_folder(handle)
     os.close(lock(tmp_path))
     os.close(inherited)
+
+
+def no_locks(*_: Any) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_without_locks_it_warns_and_removes_what_manifests_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(step_path(tmp_path, step), nn.Linear(1, 1), step=step)
+    stray = step_path(tmp_path, 1) / "data-0123456789abcdef-00000-000.safetensors"
+    stray.write_bytes(b"of a save that may be under way")
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.warns(UserWarning, match="has no locks"):
+        assert prune(tmp_path, keep=1) == (step_path(tmp_path, 1),)
+    assert [one.name for one in step_path(tmp_path, 1).iterdir()] == [stray.name]
+    assert latest(tmp_path) == step_path(tmp_path, 2)
+
+
+def test_a_run_goes_on_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    folder = RunFolder(tmp_path, writes=True)
+    with pytest.warns(UserWarning, match="has no locks"):
+        folder.lock()
+    folder.close()
+
+
+def test_a_disk_that_refuses_is_no_reason_to_end_a_run(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(step_path(tmp_path, step), nn.Linear(1, 1), step=step)
+    with (
+        failing(tmp_path, 1, errno.EIO, names=("rename",)),
+        pytest.warns(UserWarning, match="step-00000001 was not removed"),
+    ):
+        assert prune(tmp_path, keep=1) == ()
+    assert prune(tmp_path, keep=1) == (step_path(tmp_path, 1),)

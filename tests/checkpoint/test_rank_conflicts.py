@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright.checkpoint import load, read_manifest, save
 from shardwright.errors import CheckpointError
+from shardwright.testing import rank_mesh
 
 Ranks = Callable[..., list[Any]]
 
@@ -45,6 +47,41 @@ def two_replicas(path: Path) -> bool:
     return torch.equal(model.w.to_local(), torch.full((2, 3), 3.0 + dist.get_rank() % 2))
 
 
+def replicas(path: Path, drifted: bool) -> str:
+    """Copies of a half each, on ranks (0, 2) and (1, 3); those of the second pair are alike or not."""
+    mesh = rank_mesh((2, 2), ("rep", "tp"))
+    local = torch.arange(6.0).reshape(2, 3) + dist.get_rank() % 2
+    if drifted and dist.get_rank() == 3:
+        local[1, 1] += 1e-6
+    x = DTensor.from_local(local, mesh, [Replicate(), Shard(0)])
+    if drifted:
+        return refusal(path, t=x)
+    save(path, t=x)
+    return ""
+
+
+def views_fail_on_one(path: Path) -> str:
+    module = sys.modules["shardwright.checkpoint.save"]
+    if dist.get_rank() == 1:
+        module.views = _no_memory
+    model = nn.Module()
+    mesh = rank_mesh((2,), ("dp",))
+    model.w = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)]))
+    return refusal(path, model)
+
+
+def _no_memory(*_: Any, **__: Any) -> None:
+    raise MemoryError("no room for a view")
+
+
+def reordered(path: Path) -> Any:
+    """The same values, their dicts and sets made in another order on each rank."""
+    names = ["a", "b", "c"] if dist.get_rank() else ["c", "b", "a"]
+    told = {name: {(name, 1): {name, "x", "y"}} for name in names}
+    save(path, told=told, tagged={1: {"k": names[0] > ""}, 2: names == 3})
+    return read_manifest(path).values["told"]
+
+
 def optimizer_values(path: Path) -> str:
     model = nn.Linear(2, 2)
     with torch.no_grad():
@@ -63,6 +100,25 @@ def test_tensors_of_one_name_on_two_meshes_are_refused(ranks: Ranks, tmp_path: P
 
 def test_copies_on_two_meshes_are_one_tensor(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(4, two_replicas, tmp_path / "c") == [True] * 4
+
+
+def test_copies_that_differ_are_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(4, replicas, tmp_path / "c", True)
+    assert len(set(found)) == 1
+    assert "t is laid out as f32[4@tp, 3]" in found[0]
+    assert "ranks 1 and 3 should hold the same elements, but they hold different ones" in found[0]
+    assert not (tmp_path / "c").exists()
+    assert ranks(4, replicas, tmp_path / "c", False) == [""] * 4
+
+
+def test_a_failure_after_the_plan_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2, views_fail_on_one, tmp_path / "c", fresh=True)
+    assert found[0] == found[1]
+    assert "failed on rank 1: MemoryError: no room for a view" in found[0]
+
+
+def test_values_in_another_order_are_one_value(ranks: Ranks, tmp_path: Path) -> None:
+    assert "ranks" not in str(ranks(2, reordered, tmp_path / "c")[0])
 
 
 def test_a_value_of_the_optimizer_that_differs_is_refused(ranks: Ranks, tmp_path: Path) -> None:
@@ -88,3 +144,12 @@ def test_only_whole_parts_of_names_are_left_out(tmp_path: Path) -> None:
     model = nn.Module()
     model.my_orig_mod = nn.Linear(1, 1)
     assert "model/my_orig_mod.weight" in read_manifest(save(tmp_path / "c", model)).tensors
+
+
+def test_tensors_of_one_value_whose_places_read_alike_are_both_kept(tmp_path: Path) -> None:
+    big = torch.arange(50_000)
+    extra = {1: big, "1": big + 1, "a": {"b": big + 2}, "a/b": big + 3}
+    save(tmp_path / "c", nn.Linear(1, 1), extra=extra)
+    found = load(tmp_path / "c", nn.Linear(1, 1)).extra
+    pairs = [(found[1], 0), (found["1"], 1), (found["a"]["b"], 2), (found["a/b"], 3)]
+    assert all(torch.equal(one, big + more) for one, more in pairs)

@@ -45,7 +45,7 @@ class AsyncSave:
         except BaseException as error:  # noqa: BLE001  it is told where `wait` is called
             self._error = error
         finally:
-            self._job.entries.clear()  # the copies go as soon as they are written
+            self._job.let_go()  # the copies go as soon as they are written
 
     @property
     def done(self) -> bool:
@@ -103,7 +103,7 @@ def _finish_last() -> None:
 
 
 def _copy(job: Job) -> None:
-    job.entries = _copied(job.entries)
+    job.copied = _copied(job.entries())
 
 
 def _copied(entries: list[Entry]) -> list[Entry]:

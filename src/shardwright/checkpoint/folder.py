@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,7 +132,8 @@ def prune(out: Path | str, *, keep: int, every: int | None = None) -> tuple[Path
 
     Only rank 0 removes, and only what is proven to be this library's: files that a manifest or a journal
     names. A link, and a folder of somebody else, stay and do not count. A checkpoint that cannot be used
-    does not count either; it goes where it is older than all that are kept.
+    does not count either; it goes where it is older than all that are kept. What the disk refuses to remove
+    is no reason to end a run: a warning names it.
 
     Args: every: keep also those whose step is a multiple of this, for ever.
     Returns: the checkpoints that were removed, or tidied away (on rank 0).
@@ -141,6 +143,14 @@ def prune(out: Path | str, *, keep: int, every: int | None = None) -> tuple[Path
         raise CheckpointError(f"keep={keep}, every={every} would remove every checkpoint: keep at least 1")
     if rank() != 0:
         return ()
+    try:
+        return _pruned(out, keep, every)
+    except OSError as error:
+        warnings.warn(f"nothing was pruned in {out}: {error}", stacklevel=2)
+        return ()
+
+
+def _pruned(out: Path | str, keep: int, every: int | None) -> tuple[Path, ...]:
     listing = list_checkpoints(out)
     committed = [path for path in listing.committed if not path.is_symlink()]
     usable = [path for path in committed if not why_unusable(path)]
@@ -158,7 +168,10 @@ def _removed(path: Path) -> bool:
     """Remove a checkpoint, unless it is somebody else's or is being written."""
     try:
         remove(path)
-    except (CheckpointError, OSError):
+    except CheckpointError:
+        return False
+    except OSError as error:
+        warnings.warn(f"{path} was not removed: {error}", stacklevel=4)
         return False
     return True
 

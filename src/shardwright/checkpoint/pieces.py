@@ -25,7 +25,7 @@ class Held(NamedTuple):
     """A tensor as one rank describes it to the others: no data.
 
     Args: layout: its text, for people; None: a plain tensor, of which every rank has the whole.
-        digest: of this rank's bytes, where ranks that no mesh joins may have the same.
+        digest: of this rank's bytes, where other ranks have, or may have, the same.
         ranks: those of the mesh that the tensor is on, sorted; empty for a plain one.
     """
 
@@ -65,6 +65,16 @@ def describe(tensor: torch.Tensor, key: str) -> Held:
     if boxes:
         _refuse_without_data(local_of(tensor), key)
     return Held(name_of(layout.dtype), layout.shape, _text(layout), boxes, ranks=tuple(sorted(layout.ranks)))
+
+
+def is_copied(tensor: torch.Tensor) -> bool:
+    """Whether ranks of its mesh hold the same elements of a DTensor."""
+    return isinstance(tensor, DTensor) and _is_copied(layout_of(tensor))
+
+
+@remembered(4096)
+def _is_copied(layout: Layout) -> bool:
+    return any(n > 1 and not p.is_partition for n, p in zip(layout.sizes, layout.placements, strict=True))
 
 
 def _refuse_without_data(local: torch.Tensor, key: str) -> None:

@@ -59,17 +59,18 @@ def save(
             and `load_state_dict`, generators, tensors, plain values, and dicts, lists and tuples of them.
             A value that differs between ranks is kept for each rank.
 
-    Returns: `path`.
+    Returns: `path`, made absolute.
     Raises: CheckpointError: on every rank, where one rank failed; what was at `path` is as it was. Causes: a
-    tensor that is still to be summed, a plain tensor of which the ranks have different values, a value that
-    could only be pickled, a folder that is not ours or is being written, a disk that only one rank sees.
+    tensor that is still to be summed, one of which ranks that should hold the same have different values, a
+    value that could only be pickled, a folder that is not ours or is being written, a disk that only one rank
+    sees.
     Cost: no tensor data is communicated; three gathers of descriptions, one write of each byte. Memory: 1 MiB
     beside tensors that lie on the CPU in one piece, 8 MiB beside others.
     """
     everything = {"model": model, "optimizer": optimizer, **state}
     with prepared(Path(path), everything, extra, step, config) as job:
         job.finish()
-    return Path(path)
+    return job.path
 
 
 class Job:
@@ -78,13 +79,27 @@ class Job:
     def __init__(self, path: Path, save: str, parts: list[Part], collected: Collected, about: dict[str, Any]):
         self.path, self.id, self._parts, self._about = path, save, parts, about
         self.saving: Saving | None = None
+        self._tensors = collected.tensors
         held = [part.tensors for part in parts]
         self._whole: dict[str, Held] = union(held)
+        self._shares = shares_of(held, rank())
         self._views: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-        self.entries = [self._entry(share, collected) for share in shares_of(held, rank())]
+        self.copied: list[Entry] | None = None
 
-    def _entry(self, share: Share, collected: Collected) -> Entry:
-        tensor, held = collected.tensors[share.key], self._whole[share.key]
+    def entries(self) -> list[Entry]:
+        """What this rank writes: copies where there are some, else views of the state.
+
+        It may fail on one rank alone, so it is called where the others hear of that.
+        """
+        return [self._entry(share) for share in self._shares] if self.copied is None else self.copied
+
+    def let_go(self) -> None:
+        """Forget the state and its copies."""
+        self.copied = []
+        self._tensors, self._views = {}, {}
+
+    def _entry(self, share: Share) -> Entry:
+        tensor, held = self._tensors[share.key], self._whole[share.key]
         if share.key not in self._views:
             self._views[share.key] = views(tensor, local_of(tensor), copies=True)
         view = self._views[share.key][share.box][1]
@@ -119,7 +134,7 @@ class Job:
         names: list[Path] = []
         try:
             done = []
-            for number, entries in enumerate(into_files(self.entries)):
+            for number, entries in enumerate(into_files(self.entries())):
                 names.append(self.path / f"data-{self.id}-{rank():05d}-{number:03d}.safetensors")
                 done.append(write_file(names[-1], entries, metadata(self.id)))
             return done
@@ -180,7 +195,7 @@ def prepared(
     """
     begun: list[Saving] = []
     try:
-        yield _prepare(path, state, extra, _about(step, config), begun)
+        yield _prepare(Path(path).absolute(), state, extra, _about(step, config), begun)
     except BaseException:
         for saving in begun:
             saving.abandon()

@@ -34,11 +34,15 @@ def union(parts: Sequence[Held_by_key]) -> Held_by_key:
     """
     whole: Held_by_key = {}
     boxes: dict[str, dict[Cell, None]] = {}
+    copies: dict[tuple[str, tuple[Cell, ...]], tuple[int, str | None]] = {}
     for rank, part in enumerate(parts):
         for key, held in part.items():
             first = whole.setdefault(key, held)
             if held is not first and held[:2] + held[3:] != first[:2] + first[3:]:
                 _compare(key, first, held, rank, parts)
+            other, digest = copies.setdefault((key, held.boxes), (rank, held.digest))
+            if digest != held.digest:
+                raise CheckpointError(_differing_copies(key, held, other, rank))
             boxes.setdefault(key, {}).update(dict.fromkeys(held.boxes))
     for key, held in whole.items():
         reason = why_not_once(held.shape, tuple(boxes[key]))
@@ -68,6 +72,14 @@ def _compare(key: str, first: Held, held: Held, rank: int, parts: Sequence[Held_
             "make "
             "it a DTensor, or leave it out of the state"
         )
+
+
+def _differing_copies(key: str, held: Held, other: int, rank: int) -> str:
+    return (
+        f"{key} is laid out as {held.layout}, so ranks {other} and {rank} should hold the same elements, but "
+        "they hold different ones and there is no one value to save: make the copies equal first "
+        "(torch.distributed.broadcast of x.to_local()), and look for what let them drift apart"
+    )
 
 
 def _is_copy(key: str, first: Held, held: Held, parts: Sequence[Held_by_key]) -> bool:

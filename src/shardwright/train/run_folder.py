@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from shardwright.checkpoint.folder import list_checkpoints, step_of
-from shardwright.checkpoint.storage.commit import lock
+from shardwright.checkpoint.storage.commit import lock_or_warn
 from shardwright.checkpoint.storage.disk import is_at
 from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.config import TrainConfig
@@ -85,11 +85,12 @@ class RunFolder:
     def lock(self) -> None:
         """Keep other runs out until `close`, or until this process ends, however it ends.
 
+        Where the file system has no locks, one warning says so.
         Raises: CheckpointError: another run writes there.
         """
         if self.writes:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.path)
+            self._lock, _ = lock_or_warn(self.path)
 
     def check(self) -> None:
         """Raises CheckpointError where the folder is not there any more, or is another one."""

@@ -184,17 +184,21 @@ def _unlink(path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a checkpoint: first its name, so that a crash half-way leaves nothing that looks complete.
 
+    Where the file system has no locks, only what its manifest names goes.
     Raises: CheckpointError: it is being written, or is none of this library's; nothing is removed then.
     """
-    handle = lock(path)
+    handle, alone = lock_or_warn(path)
     try:
         content = look(path)
         _refuse_strangers(path, content)
         if content.manifest is not None:
-            (path / NAME).rename(path / f"removing-{content.manifest.id}.json")
+            removing = f"removing-{content.manifest.id}.json"
+            (path / NAME).rename(path / removing)
+            _remove_listed(path, removing)
         elif content.committed:
             _remove_damaged(path, content)
-        tidy(path, look(path))
+        if alone:
+            tidy(path, look(path))
         with contextlib.suppress(OSError):
             path.rmdir()  # what is not ours keeps it there
     finally:

@@ -1,0 +1,45 @@
+"""Which parts of a state are loaded: all, or those whose paths fit a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from shardwright.errors import CheckpointError
+
+
+class Patterns:
+    """The patterns of `only=`. `fitted` are those that fit something of what was asked about."""
+
+    def __init__(self, only: str | Sequence[str] | None) -> None:
+        self.all = () if only is None else (only,) if isinstance(only, str) else tuple(only)
+        self.everything = only is None
+        self.fitted: set[str] = set()
+
+    def want(self, path: str) -> bool:
+        """Whether a tensor or a value with this path is loaded."""
+        fits = {pattern for pattern in self.all if fnmatchcase(path, pattern)}
+        self.fitted |= fits
+        return self.everything or bool(fits)
+
+    def want_whole(self, path: str) -> bool:
+        """Whether an optimizer is loaded: `optimizer` and `optimizer/*` both mean all of it."""
+        named, below = self.want(path), self.want(f"{path}/")
+        return named or below
+
+
+def refuse_unfitted(patterns: Patterns, fitted: Iterable[set[str]], optimizers: Iterable[str]) -> None:
+    """Raises CheckpointError for a pattern that fits nothing on any rank.
+
+    Args: fitted: by each rank. optimizers: their paths, which cannot be loaded in part.
+    """
+    found: set[str] = set().union(*fitted)
+    for pattern in patterns.all:
+        if pattern not in found:
+            part = next((path for path in optimizers if pattern.startswith(f"{path}/")), None)
+            why = f": an optimizer is loaded as a whole, by {part!r}" if part else ""
+            raise CheckpointError(
+                f"only={pattern!r} fits no tensor, value or optimizer of the state that is given{why}"
+            )
+    if not patterns.everything and not patterns.all:
+        raise CheckpointError("only= names no pattern: leave it out to load everything")

@@ -1,0 +1,152 @@
+"""What is loaded in part: by pattern, by any name of a tied tensor, or where an object fails to take it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.checkpoint import async_save, load, save
+from shardwright.errors import CheckpointError
+
+Ranks = Callable[..., list[Any]]
+
+
+def tuned(value: float, lr: float = 0.1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.fill_(value)
+            one.grad = torch.full_like(one, value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("only", ["modle/*", ["model/*", "optimizr"], ["noise"]])
+def test_a_pattern_that_fits_nothing_is_refused(tmp_path: Path, only: Any) -> None:
+    save(tmp_path / "c", *tuned(1.0), noise=torch.Generator())
+    model, optimizer = tuned(2.0)
+    before = model.weight.clone()
+    with pytest.raises(CheckpointError, match="fits no tensor, value or optimizer of the state"):
+        load(tmp_path / "c", model, optimizer, only=only)
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("only", ["optimizer", "optimizer/*", "opt*"])
+def test_an_optimizer_is_loaded_as_a_whole(tmp_path: Path, only: str) -> None:
+    save(tmp_path / "c", *tuned(1.0, lr=0.3))
+    model, optimizer = tuned(2.0)
+    before = model.weight.clone()
+    load(tmp_path / "c", model, optimizer, only=only)
+    assert torch.equal(model.weight, before)
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    assert optimizer.state[model.weight]["momentum_buffer"].tolist() == [[1.0] * 2] * 2
+
+
+def test_a_part_of_an_optimizer_says_how_the_whole_is_loaded(tmp_path: Path) -> None:
+    save(tmp_path / "c", *tuned(1.0))
+    with pytest.raises(CheckpointError, match="an optimizer is loaded as a whole, by 'optimizer'"):
+        load(tmp_path / "c", *tuned(2.0), only=["model/*", "optimizer/model/weight/*"])
+
+
+def named_by_the_other_rank(path: Path) -> None:
+    model = nn.Module()
+    model.register_parameter(f"w{dist.get_rank()}", nn.Parameter(torch.full((2,), 1.0)))
+    save(path, model)
+    load(path, model, only="model/w1")
+
+
+def test_a_pattern_may_fit_on_one_rank_alone(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, named_by_the_other_rank, tmp_path / "c")
+
+
+class Tied(nn.Module):
+    def __init__(self, value: float, names: str) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.full((3,), value))
+        for name in names:
+            setattr(self, name, weight)
+
+
+def stepped(model: Tied) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    model.a.grad = model.a.detach().clone()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("only", ["model/b", "model/c", ["model/c", "model/b"]])
+def test_a_tied_tensor_is_loaded_by_any_of_its_names(tmp_path: Path, only: Any) -> None:
+    save(tmp_path / "c", Tied(1.0, "abc"))
+    model = Tied(2.0, "abc")
+    load(tmp_path / "c", model, only=only)
+    assert model.a.tolist() == [1.0] * 3
+
+
+def test_names_of_a_tied_tensor_may_come_in_another_order(tmp_path: Path) -> None:
+    model, other = Tied(1.0, "abc"), Tied(2.0, "cab")
+    save(tmp_path / "c", model, stepped(model))
+    tuned = torch.optim.SGD(other.parameters(), lr=0.0, momentum=0.9)
+    load(tmp_path / "c", other, tuned)
+    assert tuned.state[other.a]["momentum_buffer"].tolist() == [1.0] * 3
+
+
+def test_ties_that_only_one_side_has_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "tied", Tied(1.0, "ab"))
+    apart = Tied(1.0, "a")
+    apart.b = nn.Parameter(torch.full((3,), 5.0))
+    save(tmp_path / "apart", apart)
+    with pytest.raises(CheckpointError, match="is tied to model/a in the checkpoint but not in the model"):
+        load(tmp_path / "tied", apart)
+    with pytest.raises(CheckpointError, match="is tied to model/a in the model but not in the checkpoint"):
+        load(tmp_path / "apart", Tied(1.0, "ab"))
+
+
+class Stubborn:
+    """Takes no state on rank 1."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 3}
+
+    def load_state_dict(self, _state: dict[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("at2")
+
+
+def stubborn(path: Path) -> str:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.fill_(1.0)
+    save(path, model, loader=Stubborn())
+    with pytest.raises(CheckpointError) as error:
+        load(path, model, loader=Stubborn())
+    return str(error.value)
+
+
+def test_an_object_that_fails_on_one_rank_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2, stubborn, tmp_path / "c")
+    assert found[0] == found[1]
+    assert "loader did not take on rank 1" in found[0]
+    assert "KeyError: 'at2'" in found[0]
+    assert "The state is loaded in part (tensors before it, nothing after it)" in found[0]
+
+
+def test_a_relative_path_means_what_it_meant_when_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    saving = async_save("c", nn.Linear(300, 300))
+    os.chdir(tmp_path / "there")
+    assert saving.wait() == tmp_path / "here" / "c"
+    load(tmp_path / "here" / "c", nn.Linear(300, 300))
+    assert not list((tmp_path / "there").iterdir())
