@@ -61,7 +61,7 @@ def test_a_planted_save_that_copies_nothing_goes_red(ranks: Ranks, tmp_path: Pat
 
 def without_copies(path: Path) -> list[bool]:
     """The thread waits until the state has been changed, so that it finds it so each time."""
-    module = sys.modules["shardwright.checkpoint.save"]
+    module = sys.modules["shardwright.checkpoint.job"]
     write = module.write_file
 
     def late(*args: Any) -> Any:
@@ -77,7 +77,7 @@ def fail_on_one(path: Path) -> tuple[str, bool]:
     model = placed(1.0)
     saving = async_save(path, model)
     saving.wait()
-    module, write = sys.modules["shardwright.checkpoint.save"], None
+    module, write = sys.modules["shardwright.checkpoint.job"], None
     if dist.get_rank() == 1:
         write, module.write_file = module.write_file, _full
     try:
@@ -136,7 +136,7 @@ def test_a_copy_that_fails_on_one_rank_is_told_to_all(ranks: Ranks, tmp_path: Pa
 
 def only_one_waits(path: Path) -> list[str]:
     """Rank 0 alone waits for a save that failed: what the next two calls say."""
-    module = sys.modules["shardwright.checkpoint.save"]
+    module = sys.modules["shardwright.checkpoint.job"]
     write, module.write_file = module.write_file, _full
     saving = async_save(path, placed(1.0))
     if dist.get_rank() == 0:

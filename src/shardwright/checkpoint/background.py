@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.checkpoint.agree import Group, agreed, world
-from shardwright.checkpoint.save import Job, State, prepared
+from shardwright.checkpoint.job import Job, prepared
+from shardwright.checkpoint.save import State
 from shardwright.checkpoint.storage.arena import Arena, room_for
 from shardwright.checkpoint.storage.writer import Entry
 from shardwright.errors import CheckpointError

@@ -157,7 +157,7 @@ def check_groups(
 
     Raises: CheckpointError: another kind of optimizer, or the parameters are grouped in another way.
     """
-    if saved.kind != type(optimizer).__name__:
+    if saved.kind not in ("", type(optimizer).__name__):
         raise CheckpointError(
             f"{path}: the checkpoint holds the state of {saved.kind}, not of {type(optimizer).__name__}"
         )
@@ -167,15 +167,41 @@ def check_groups(
     for group in saved.groups:
         settings = {key: one for key, one in group.items() if key not in _NO_SETTINGS}
         theirs.setdefault(frozenset(map(str, group.get(_PARAMS, ()))) & held, []).append(settings)
-    missing = next((group for group in mine if group not in theirs), None)
-    if missing is not None:
-        raise CheckpointError(
-            f"the optimizer's groups differ: no group of the checkpoint holds just the {len(missing)} "
-            f"parameters of {min(missing, default='an empty group')}'s group here"
-        )
+    for names_here in mine:
+        if names_here not in theirs:
+            theirs[names_here] = [_common(names_here, theirs)]
     alike = {group: _in_order(found, mine.count(group), path) for group, found in theirs.items()}
     chosen = [alike[group].pop(0) for group in mine]
+    if not saved.kind:
+        _refuse_other_settings(optimizer, chosen, path)
     return [{key: decode(one, f"{path}/{key}") for key, one in group.items()} for group in chosen]
+
+
+def _common(group: frozenset[str], theirs: dict[frozenset[str], list[dict[str, Any]]]) -> dict[str, Any]:
+    """The settings of parameters that are grouped in another way in the checkpoint.
+
+    Raises: CheckpointError: they are not known there, or have different ones.
+    """
+    found = [settings for names, of in theirs.items() if names & group for settings in of]
+    known = frozenset().union(*theirs)
+    if not found or not group <= known or any(canonical(one) != canonical(found[0]) for one in found):
+        raise CheckpointError(
+            f"the optimizer's groups differ: no group of the checkpoint holds just the {len(group)} "
+            f"parameters of {min(group, default='an empty group')}'s group here, and their settings "
+            "there are not the same"
+        )
+    return found[0]
+
+
+def _refuse_other_settings(optimizer: Optimizer, groups: list[dict[str, Any]], path: str) -> None:
+    """Raises CheckpointError where an optimizer, whose class another program did not say, is none of this."""
+    for mine, group in zip(optimizer.param_groups, groups, strict=True):
+        unknown = sorted(set(group) - set(mine))
+        if unknown:
+            raise CheckpointError(
+                f"{path}: the checkpoint has settings ({', '.join(unknown)}) that {type(optimizer).__name__} "
+                "does not know: it is of an optimizer of another class"
+            )
 
 
 def _in_order(found: list[dict[str, Any]], count: int, path: str) -> list[dict[str, Any]]:

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.agree import Group, agreed, rank, world
-from shardwright.checkpoint.collect import Collected, Part, collect, optimizers_of, values_of
-from shardwright.checkpoint.library import library_version
-from shardwright.checkpoint.pieces import Held, local_of, views
-from shardwright.checkpoint.spread import Share, shares_of, union
-from shardwright.checkpoint.state import nodes_of
-from shardwright.checkpoint.storage.commit import Saving
-from shardwright.checkpoint.storage.folder_names import is_committed, metadata
-from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump
-from shardwright.checkpoint.storage.proof import prove
-from shardwright.checkpoint.storage.sums import CHUNK
-from shardwright.checkpoint.storage.values import encode
-from shardwright.checkpoint.storage.writer import Entry, Written, into_files, write_file
+from shardwright.checkpoint.job import about_run, prepared
+from shardwright.checkpoint.others.dcp_export import save_for_torch
 from shardwright.errors import CheckpointError
-from shardwright.index.region import Box
 
 State = nn.Module | Optimizer | Sequence[Any] | Mapping[str, Any]
+Format = Literal["shardwright", "dcp"]
 
 
 def save(
@@ -38,6 +25,7 @@ def save(
     extra: Any = None,
     step: int | None = None,
     config: Mapping[str, Any] | None = None,
+    format: Format = "shardwright",  # noqa: A002  the word that users look for
     **state: Any,
 ) -> Path:
     """Write a checkpoint that any mesh can load: each rank writes its pieces, copies are written once.
@@ -55,6 +43,10 @@ def save(
         extra: plain values, rank 0's; `load` returns them.
         step: how many steps were done; `load` returns it.
         config: settings to keep readable in the manifest (plain JSON values).
+        format: `"dcp"` writes a folder of torch's distributed checkpoint instead, which
+            `torch.distributed.checkpoint.load` reads without this library, in the names of its
+            `get_state_dict`. It has no checksums, no generators' states and one value for all ranks; `path`
+            must be new.
         state: more, by name: modules, optimizers, schedulers, data loaders or whatever else has `state_dict`
             and `load_state_dict`, generators, tensors, plain values, and dicts, lists and tuples of them.
             A value that differs between ranks is kept for each rank.
@@ -68,178 +60,10 @@ def save(
     beside tensors that lie on the CPU in one piece, 8 MiB beside others.
     """
     everything = {"model": model, "optimizer": optimizer, **state}
+    if format == "dcp":
+        return save_for_torch(Path(path).absolute(), everything, extra, about_run(step, config))
+    if format != "shardwright":
+        raise CheckpointError(f"format={format!r} is not known: 'shardwright' or 'dcp'")
     with prepared(Path(path), everything, extra, step, config) as job:
         job.finish()
     return job.path
-
-
-class Job:
-    """A save whose plan is known: what this rank writes, and what all of them said."""
-
-    def __init__(self, path: Path, save: str, parts: list[Part], collected: Collected, about: dict[str, Any]):
-        self.path, self.id, self._parts, self._about = path, save, parts, about
-        self.saving: Saving | None = None
-        self._tensors = collected.tensors
-        held = [part.tensors for part in parts]
-        self._whole: dict[str, Held] = union(held)
-        self._shares = shares_of(held, rank())
-        self._views: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-        self.copied: list[Entry] | None = None
-
-    def entries(self) -> list[Entry]:
-        """What this rank writes: copies where there are some, else views of the state.
-
-        It may fail on one rank alone, so it is called where the others hear of that.
-        """
-        return [self._entry(share) for share in self._shares] if self.copied is None else self.copied
-
-    def let_go(self) -> None:
-        """Forget the state and its copies."""
-        self.copied = []
-        self._tensors, self._views = {}, {}
-
-    def _entry(self, share: Share) -> Entry:
-        tensor, held = self._tensors[share.key], self._whole[share.key]
-        if share.key not in self._views:
-            self._views[share.key] = views(tensor, local_of(tensor), copies=True)
-        view = self._views[share.key][share.box][1]
-        if view.dim():
-            view = view.narrow(share.dim, share.start, share.stop - share.start)
-        return Entry(share.key, held.dtype, share.cell, share.cell[1] == held.shape, view)
-
-    def finish(self, group: Group = None) -> None:
-        """Write and commit. A collective over `group`, by default the world."""
-        written = agreed(f"writing {self.path}", self._write, group)
-        try:
-            agreed(f"committing {self.path}", lambda: self._commit(written), group)
-        except CheckpointError:
-            # Rank 0 has said that it did not commit; any other error says nothing of that, and files stay.
-            self._withdraw(written[rank()])
-            raise
-
-    def _withdraw(self, mine: list[Written]) -> None:
-        """Remove this rank's files of a save that was not committed, wherever they are."""
-        with contextlib.suppress(OSError, CheckpointError):
-            if not is_committed(self.path, self.id):
-                for file in mine:
-                    (self.path / file.name).unlink(missing_ok=True)
-
-    def _write(self) -> list[Written]:
-        if not self.path.is_dir():
-            raise CheckpointError(
-                f"rank {rank()} does not see {self.path}, which rank 0 made: the ranks do not share this "
-                "file "
-                "system (a disk of one node?); name a folder that all of them see"
-            )
-        names: list[Path] = []
-        try:
-            done = []
-            for number, entries in enumerate(into_files(self.entries())):
-                names.append(self.path / f"data-{self.id}-{rank():05d}-{number:03d}.safetensors")
-                done.append(write_file(names[-1], entries, metadata(self.id)))
-            return done
-        except BaseException:
-            for name in names:
-                with contextlib.suppress(OSError):
-                    name.unlink()
-            raise
-
-    def _commit(self, written: list[list[Written]]) -> None:
-        if self.saving is not None:
-            files = [file for of_rank in written for file in of_rank]
-            text = dump(self._body(files))
-            prove(Manifest.parse(text))
-            self.saving.commit(text, files)
-
-    def _body(self, files: list[Written]) -> dict[str, Any]:
-        tensors: dict[str, dict[str, Any]] = {
-            key: {"dtype": held.dtype, "shape": held.shape, "layout": held.layout, "parts": []}
-            for key, held in self._whole.items()
-        }
-        for number, file in enumerate(files):
-            for key, (offset, size), at, sums in file.boxes:
-                tensors[key]["parts"].append(
-                    {"file": number, "at": at, "offset": offset, "size": size, "sums": sums}
-                )
-        names = {one.name: one for one in files}
-        return {
-            "format": "shardwright",
-            "version": VERSION,
-            "id": self.id,
-            **self._about,
-            "chunk": CHUNK,
-            "files": [
-                {"name": name, "size": one.size, "header": one.header, "sum": one.sum}
-                for name, one in names.items()
-            ],
-            "tensors": tensors,
-            "ties": dict(self._ties()),
-            "modules": list(dict.fromkeys(name for part in self._parts for name in part.modules)),
-            "optimizers": optimizers_of(self._parts),
-            "values": values_of(self._parts),
-        }
-
-    def _ties(self) -> Iterator[tuple[str, str]]:
-        """A name that is a tie on one rank and a tensor of its own on another (two stages) is a tensor."""
-        for part in self._parts:
-            yield from ((name, first) for name, first in part.ties.items() if name not in self._whole)
-
-
-@contextlib.contextmanager
-def prepared(
-    path: Path, state: Mapping[str, Any], extra: Any, step: int | None, config: Mapping[str, Any] | None
-) -> Iterator[Job]:
-    """A save up to its plan, which is the same on every rank.
-
-    A collective; what fails leaves nothing behind.
-    """
-    begun: list[Saving] = []
-    try:
-        yield _prepare(Path(path).absolute(), state, extra, _about(step, config), begun)
-    except BaseException:
-        for saving in begun:
-            saving.abandon()
-        raise
-
-
-def _about(step: int | None, config: Mapping[str, Any] | None) -> Callable[[], dict[str, Any]]:
-    """What the manifest says of the run; made where a failure of one rank is told to all."""
-
-    def made() -> dict[str, Any]:
-        if step is not None and (type(step) is not int or step < 0):
-            raise CheckpointError(f"step={step!r} is no number of steps")
-        return {
-            "library": library_version(),
-            "torch": torch.__version__,
-            "world": world(),
-            "step": step,
-            "config": _plain(dict(config or {})),
-        }
-
-    return made
-
-
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = encode(config, "config")
-    if "$" in found:
-        raise CheckpointError("config: its names are not all text, or one of them is '$'")
-    return found
-
-
-def _prepare(
-    path: Path, state: Mapping[str, Any], extra: Any, about: Callable[[], dict[str, Any]], begun: list[Saving]
-) -> Job:
-    collected = Collected()
-
-    def first() -> tuple[Part, str, dict[str, Any]]:
-        nonlocal collected
-        collected = collect(nodes_of(state), extra, first_rank=rank() == 0)
-        told, part = about(), collected.part()
-        if rank() == 0:
-            begun.append(Saving(path))
-        return part, begun[0].id if begun else "", told
-
-    told = agreed("preparing the checkpoint", first)
-    job = Job(path, told[0][1], [part for part, _, _ in told], collected, told[0][2])
-    job.saving = begun[0] if begun else None
-    return job

@@ -37,11 +37,16 @@ class Piece(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """What an index says. Args: objects: name -> where its pickle stands."""
+    """What an index says.
+
+    Args: objects: name -> where its pickle stands. steps: name -> the keys of the nested dicts and lists that
+        lead to it; empty where they were not nested.
+    """
 
     path: Path
     tensors: dict[str, tuple[str, tuple[int, ...], list[Piece]]]
     objects: dict[str, tuple[str, int, int]]
+    steps: dict[str, tuple[str | int, ...]]
 
 
 class _Record:
@@ -112,7 +117,7 @@ def _folder(path: Path, found: Any) -> Folder:
     for index, info in found.state["storage_data"].items():
         offset = index.state.get("offset")
         places[index.state["fqn"], None if offset is None else _sizes(offset)] = _place(info.state)
-    folder = Folder(path, {}, {})
+    folder = Folder(path, {}, {}, _steps(found.state.get("planner_data")))
     for name, one in found.state["state_dict_metadata"].items():
         if type(one).__name__ == "BytesStorageMetadata":
             folder.objects[name] = places[name, None]
@@ -127,6 +132,14 @@ def _folder(path: Path, found: Any) -> Folder:
                 pieces.append(Piece(offset, size, *places[name, offset]))
         folder.tensors[name] = (dtype, _sizes(one.state["size"]), pieces)
     return folder
+
+
+def _steps(told: Any) -> dict[str, tuple[str | int, ...]]:
+    found = dict(told or {})
+    for name, steps in found.items():
+        if not (type(name) is str and type(steps) is tuple and {type(step) for step in steps} <= {str, int}):
+            raise CheckpointError(f"{name!r} is at {steps!r}, which is no place in nested dicts")
+    return found
 
 
 def _place(info: dict[str, Any]) -> tuple[str, int, int]:

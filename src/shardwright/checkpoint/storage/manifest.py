@@ -14,6 +14,7 @@ from shardwright.checkpoint.storage import disk, legacy
 from shardwright.errors import CheckpointError
 
 NAME = "manifest.json"
+_INDEX_OF_TORCH = ".metadata"
 VERSION = 2
 PREFIX = b'{"shardwright": "checkpoint", "checksum": "'
 _BETWEEN = b'",\n"manifest": '
@@ -199,6 +200,11 @@ def _check_finished(path: Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint: there is no such folder")
     if not is_named(path / NAME):
+        if is_named(path / _INDEX_OF_TORCH):
+            raise CheckpointError(
+                f"{path} is a folder of torch's distributed checkpoint: `shardwright checkpoint convert OLD "
+                "NEW` writes it as one of this library, then load the new one"
+            )
         raise CheckpointError(
             f"{path} was never finished (the run ended while it was written): choose a finished checkpoint"
         )

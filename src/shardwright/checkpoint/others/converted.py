@@ -1,0 +1,123 @@
+"""What is written of a checkpoint of others: its things, by the names that they have here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardwright.checkpoint.others.foreign import ForeignTensor, Steps
+from shardwright.checkpoint.others.foreign_optimizers import ForeignOptimizer, refuse_other_shapes
+from shardwright.checkpoint.storage.values import encode
+from shardwright.checkpoint.storage.writer import Entry
+from shardwright.errors import CheckpointError
+
+MODELS = ("model", "model_state_dict", "state_dict")  # what programs call the model in what they save
+Key = Callable[[str], str]
+
+
+class _Parameter(NamedTuple):
+    """A tensor of the model: its key here, its shape."""
+
+    key: str
+    shape: tuple[int, ...]
+
+
+class Converted:
+    """Tensors, values and optimizers as a manifest tells them, and the entries to write."""
+
+    def __init__(self, source: Path, found: dict[Steps, Any], key: Key | None) -> None:
+        self.source, self._key = source, key
+        first = {steps[0] for steps in found if len(steps) > 1}
+        self.model = next((name for name in MODELS if name in first), None)
+        self.parameters = {
+            self._inside(steps): _Parameter(self.key(steps), thing.shape)
+            for steps, thing in found.items()
+            if isinstance(thing, ForeignTensor) and self.model in (None, steps[0])
+        }
+        self.tensors: dict[str, dict[str, Any]] = {}
+        self.values: dict[str, Any] = {}
+        self.optimizers: dict[str, Any] = {}
+        self.entries: list[Entry] = []
+
+    def _inside(self, steps: Steps) -> str:
+        """A name as the model knows it."""
+        return _dotted(steps if self.model is None else steps[1:])
+
+    def key(self, steps: Steps) -> str:
+        """What is called so here."""
+        if self._key is not None:
+            return self._key(_dotted(steps))
+        if self.model is None:
+            return f"model/{self._inside(steps)}"
+        return "/".join(map(str, ("model", *steps[1:]) if steps[0] == self.model else steps))
+
+    def named(self, found: dict[Steps, Any]) -> Iterator[tuple[str, str, Any]]:
+        """Key here, name there, and thing. What is neither of the model nor tensors alone is one value."""
+        rest: dict[Any, dict[Steps, Any]] = {}
+        for steps, thing in found.items():
+            apart = self._key is None and self.model not in (None, steps[0]) and len(steps) > 1
+            if apart:
+                rest.setdefault(steps[0], {})[steps] = thing
+            else:
+                yield self.key(steps), _dotted(steps), thing
+        for name, things in rest.items():
+            if all(isinstance(thing, ForeignTensor) for thing in things.values()):
+                yield from ((self.key(steps), _dotted(steps), thing) for steps, thing in things.items())
+            else:
+                yield str(name), str(name), _nested(things)
+
+    def add(self, path: str, name: str, thing: Any) -> None:
+        """A tensor or a value. Raises: CheckpointError: its key is taken, or it could only be pickled."""
+        if path in self.tensors or path in self.values:
+            raise CheckpointError(f"{self.source}: {name} and another one would both be called {path}")
+        if isinstance(thing, ForeignTensor):
+            self.tensors[path] = {"dtype": thing.dtype, "shape": thing.shape, "layout": None, "parts": []}
+            self.entries += [
+                Entry(path, thing.dtype, (at, n), n == thing.shape, get) for at, n, get in thing.boxes
+            ]
+        else:
+            self.values[path] = encode(thing, path)
+
+    def add_optimizer(self, one: ForeignOptimizer, path: str) -> None:
+        """An optimizer, by the names that its parameters have here."""
+        refuse_other_shapes(one, {name: of.shape for name, of in self.parameters.items()})
+        values: dict[str, dict[str, Any]] = {}
+        for parameter, state in one.state.items():
+            for name, thing in state.items():
+                key = f"{path}/{self.parameters[parameter].key}/{name}"
+                if isinstance(thing, ForeignTensor):
+                    self.add(key, key, thing)
+                else:
+                    values.setdefault(self.parameters[parameter].key, {})[name] = encode(thing, key)
+        groups = [
+            {name: encode(of, f"{path}/{name}") for name, of in group.items()}
+            | {"params": [self.parameters[name].key for name in group["params"]]}
+            for group in one.groups
+        ]
+        self.optimizers[path] = {"kind": "", "groups": groups, "values": values}
+
+
+def _dotted(steps: Steps) -> str:
+    return ".".join(map(str, steps))
+
+
+def _nested(things: dict[Steps, Any]) -> Any:
+    """Things below one name as the dicts and lists in which they were."""
+    nests: dict[Any, Any] = {}
+    for steps, thing in things.items():
+        inner = nests
+        for step in steps[1:-1]:
+            inner = inner.setdefault(step, {})
+        inner[steps[-1]] = thing.whole() if isinstance(thing, ForeignTensor) else thing
+    return _with_lists(nests)
+
+
+def _with_lists(nests: Any) -> Any:
+    """Dicts whose keys are the numbers from 0 on are lists."""
+    if not isinstance(nests, dict):
+        return nests
+    inner = {key: _with_lists(one) for key, one in nests.items()}
+    if inner and all(type(key) is int for key in inner) and sorted(inner) == list(range(len(inner))):
+        return [inner[at] for at in range(len(inner))]
+    return inner

@@ -1,0 +1,96 @@
+"""What torch's own formats hold: things by the path of names that leads to them. Nothing is executed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwright.checkpoint.storage import dcp, disk
+from shardwright.checkpoint.storage.element_types import name_of
+from shardwright.errors import CheckpointError
+
+Steps = tuple[Any, ...]  # names, and numbers for places in a list
+Shape = tuple[int, ...]
+
+
+class ForeignTensor(NamedTuple):
+    """A tensor of the source: boxes (offset, size, what reads it), read when they are written."""
+
+    dtype: str
+    shape: Shape
+    boxes: Sequence[tuple[Shape, Shape, Callable[[], torch.Tensor]]]
+
+    def whole(self) -> torch.Tensor:
+        """All of it, in memory."""
+        found = torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+        for offset, size, read in self.boxes:
+            found[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))] = read()
+        return found
+
+
+def read_folder(source: Path) -> Iterator[tuple[Steps, Any]]:
+    """What a folder of torch's distributed checkpoint holds: tensors and values."""
+    folder = dcp.read_index(source)
+    for name, (dtype, shape, pieces) in folder.tensors.items():
+        boxes = [(one.offset, one.size, partial(dcp.read_piece, folder, name, one)) for one in pieces]
+        yield folder.steps.get(name, (name,)), ForeignTensor(dtype, shape, boxes)
+    for name, place in folder.objects.items():
+        yield folder.steps.get(name, (name,)), dcp.read_object(folder, place)
+
+
+def read_file(source: Path) -> Iterator[tuple[Steps, Any]]:
+    """What a file of `torch.save` holds.
+
+    Raises: CheckpointError: it is no dict of tensors, or could only be read by executing it.
+    """
+    try:
+        os.close(disk.open_regular(source, links=True))
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error.strerror or error}") from None
+    try:
+        found = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # noqa: BLE001  a pickle that somebody made to harm may raise anything
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{source} cannot be read without executing it: {reason}") from None
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{source} holds a {type(found).__name__}, not a dict of tensors")
+    yield from _flat((), found)
+
+
+def _flat(steps: Steps, found: Mapping[Any, Any]) -> Iterator[tuple[Steps, Any]]:
+    if _is_optimizer(found):
+        yield from _of_optimizer(steps, found)
+        return
+    for name, one in found.items():
+        here = (*steps, str(name))
+        if isinstance(one, Mapping) and one and (_is_optimizer(one) or all(type(key) is str for key in one)):
+            yield from _flat(here, one)
+        else:
+            yield here, _thing(one)
+
+
+def _is_optimizer(found: Mapping[Any, Any]) -> bool:
+    groups = found.get("param_groups")
+    return isinstance(found.get("state"), Mapping) and isinstance(groups, list)
+
+
+def _of_optimizer(steps: Steps, found: Mapping[Any, Any]) -> Iterator[tuple[Steps, Any]]:
+    for parameter, state in found["state"].items():
+        for name, one in state.items():
+            yield (*steps, "state", str(parameter), str(name)), _thing(one)
+    for number, group in enumerate(found["param_groups"]):
+        for name, one in group.items():
+            yield (*steps, "param_groups", number, str(name)), _thing(one)
+
+
+def _thing(one: Any) -> Any:
+    if not isinstance(one, torch.Tensor):
+        return one
+    shape = tuple(one.shape)
+    whole = ((0,) * len(shape), shape, partial(torch.Tensor.detach, one))
+    return ForeignTensor(name_of(one.dtype), shape, [whole] if one.numel() else [])
