@@ -235,3 +235,40 @@ def test_a_buffer_without_data_is_named(tmp_path: Path) -> None:
     load_hf(model, tmp_path, buffers={"table": torch.full((3,), 5.0)})
     assert model.table.tolist() == [5.0] * 3
     assert model.weight.tolist() == [[1.0] * 3] * 2
+
+
+def sparse_folder(folder: Path, matrices: int, rows: int) -> int:
+    """Files of float64 matrices [rows, 1024] without room on the disk, with an index; their bytes."""
+    index = {}
+    nbytes = rows * 1024 * 8
+    for number in range(matrices):
+        name = f"model-{number + 1:05d}-of-{matrices:05d}.safetensors"
+        header = {f"{number}.weight": {"dtype": "F64", "shape": [rows, 1024], "data_offsets": [0, nbytes]}}
+        text = json.dumps(header).encode()
+        with (folder / name).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + nbytes)
+            file.seek(8 + len(text))
+            file.write(b"\x00" * 6 + b"\xf0\x3f")  # the first element is 1, the others 0
+        index[f"{number}.weight"] = name
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return matrices * nbytes
+
+
+def load_sparse(folder: Path, matrices: int, rows: int) -> tuple[int, float]:
+    """Bytes that this rank read, and the sum of its elements, which are bfloat16 here."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    with torch.device("meta"):
+        layers = [nn.Linear(1024, rows, bias=False, dtype=torch.bfloat16) for _ in range(matrices)]
+        model = distribute_module(nn.Sequential(*layers), mesh, {"*": {"dp": Shard(0)}})
+    read = load_hf(model, folder).bytes_read
+    return read, sum(one.to_local().sum().item() for one in model.parameters())
+
+
+@pytest.mark.parametrize(("matrices", "rows"), [(4, 1024), pytest.param(16, 65_536, marks=pytest.mark.slow)])
+def test_each_of_four_ranks_reads_its_quarter(ranks: Ranks, tmp_path: Path, matrices: int, rows: int) -> None:
+    """32 MiB, and 8 GiB: what the reader asks the system for, counted in bytes."""
+    total = sparse_folder(tmp_path, matrices, rows)
+    found = ranks(4, load_sparse, tmp_path, matrices, rows, timeout=170)
+    assert [read for read, _ in found] == [total // 4] * 4
+    assert [sums for _, sums in found] == [float(matrices), 0.0, 0.0, 0.0]

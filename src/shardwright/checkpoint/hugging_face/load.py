@@ -54,8 +54,8 @@ def load_hf(
     Raises: CheckpointError: on every rank, with nothing changed: a tensor is missing or has another shape, a
     file is cut or contradicts itself, or a buffer without data is left. The format has no checksums: a
     flipped bit is not found.
-    Cost: no communication of tensor data; memory for this rank's part, twice where the model has data
-    already.
+    Cost: no communication of tensor data; memory for this rank's part, beside it where the model has data
+    already or lies on another device than the CPU.
     """
     loading = _Loading(model, Path(folder), tuple(maps), torch.device(device), dict(buffers or {}))
     agreed(f"reading {folder}", loading.compare)
@@ -86,6 +86,7 @@ class _Loading:
         self.links: dict[str, list[Link]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.staged: dict[str, torch.Tensor] = {}
+        self.made: dict[int, torch.Tensor] = {}
         self.used: set[str] = set()
 
     def compare(self) -> None:
@@ -151,19 +152,34 @@ class _Loading:
         ]
 
     def read(self) -> None:
-        """Read this rank's slices into new memory."""
+        """Read this rank's slices into new memory, which tensors on the meta device will have."""
         for name, tensor in self.tensors.items():
             if not tensor.is_meta:
                 refuse_unwritable(tensor, name)
-        locals_ = {name: local_of(tensor) for name, tensor in self.tensors.items()}
-        arena = Arena(sum(room_for(one.nbytes) for one in locals_.values()))
+        self._make()
+        places = {name: local_of(self.made.get(id(one), one)) for name, one in self.tensors.items()}
+        apart = [name for name, local in places.items() if not self._is_new(name, local)]
+        arena = Arena(sum(room_for(places[name].nbytes) for name in apart))
+        for name in apart:
+            places[name] = arena.take(tuple(places[name].shape), places[name].dtype)
+            self.staged[name] = places[name]
         wanted: list[Want] = []
-        for name, local in locals_.items():
-            self.staged[name] = arena.take(tuple(local.shape), local.dtype)
-            for box, view in views(self.tensors[name], self.staged[name]):
+        for name, local in places.items():
+            for box, view in views(self.tensors[name], local):
                 for link in self.links[name]:
                     wanted += self._wants(link, box, view)
         self.reader.read(wanted)
+
+    def _is_new(self, name: str, local: torch.Tensor) -> bool:
+        return id(self.tensors[name]) in self.made and local.is_contiguous() and local.device.type == "cpu"
+
+    def _make(self) -> None:
+        """Memory for what is on the meta device; the model has it when everything is read."""
+        given = {id(one): name for name, one in self.model.named_buffers() if name in self.buffers}
+        for one in (*self.tensors.values(), *self.model.buffers()):
+            if one.is_meta and id(one) not in self.made:
+                like = self.buffers[given[id(one)]] if id(one) in given else one.detach()
+                self.made[id(one)] = _made(one, like, self.device)
 
     def _wants(self, link: Link, box: Box, view: torch.Tensor) -> list[Want]:
         """Where a box of the model's tensor meets one of the files' tensors, in that one's dims."""
@@ -182,36 +198,16 @@ class _Loading:
         return list(wants(link.source, saved, Box(offset, tuple(cut.shape)), cut))
 
     def change(self) -> None:
-        """Put what was read into place, and give tensors on the meta device memory."""
-        loaded = {id(one) for one in self.tensors.values()}
-        given = {
-            id(one): self.buffers[name] for name, one in self.model.named_buffers() if name in self.buffers
-        }
-        if any(one.is_meta for one in (*self.tensors.values(), *self.model.buffers())):
-            self.tensors = _materialized(self.model, self.tensors, loaded, given, self.device)
+        """Put what was read into place."""
+        for module in self.model.modules():
+            for held in (module._parameters, module._buffers):
+                for name, one in held.items():
+                    if one is not None and id(one) in self.made:
+                        held[name] = self.made[id(one)]  # type: ignore[assignment]
         with torch.no_grad():
             for name, staged in self.staged.items():
-                local_of(self.tensors[name]).copy_(staged)
-
-
-def _materialized(
-    model: nn.Module,
-    tensors: dict[str, torch.Tensor],
-    loaded: set[int],
-    given: dict[int, torch.Tensor],
-    device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """The same names on a device: empty where they are loaded, as given where they are not."""
-    made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, one in held.items():
-                if one is None or not one.is_meta:
-                    continue
-                if id(one) not in made:
-                    made[id(one)] = _made(one, one.detach() if id(one) in loaded else given[id(one)], device)
-                held[name] = made[id(one)]  # type: ignore[assignment]
-    return {name: made.get(id(one), one) for name, one in tensors.items()}
+                one = self.tensors[name]
+                local_of(self.made.get(id(one), one)).copy_(staged)
 
 
 def _made(old: torch.Tensor, like: torch.Tensor, device: torch.device) -> torch.Tensor:
