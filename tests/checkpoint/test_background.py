@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwright import Shard, distribute_tensor, init_device_mesh
 from shardwright.checkpoint import async_save, background, load
+from shardwright.checkpoint.storage.arena import copy_bytes
 from shardwright.errors import CheckpointError
 
 _changed = threading.Event()
@@ -153,3 +154,39 @@ def test_a_failure_that_one_rank_has_not_seen_is_raised_on_all(ranks: Ranks, tmp
     found = ranks(2, only_one_waits, tmp_path / "c", fresh=True)
     assert found[0] == found[1]
     assert "the disk is full" in found[0][0]
+
+
+def test_the_memory_of_one_save_is_the_next_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it holds by then is on the disk; a much smaller state does not keep it."""
+    large = nn.Linear(3000, 3000)
+    places = []
+    for number in range(2):
+        async_save(tmp_path / f"{number}", large).wait()
+        places.append(background._memory["last"])
+        with torch.no_grad():
+            large.weight.add_(1)
+    assert places[0] is places[1]
+    other = nn.Linear(3000, 3000)
+    for number in range(2):
+        load(tmp_path / f"{number}", other)
+        assert torch.equal(other.weight, large.weight - (2 - number))
+    monkeypatch.setattr(background, "_LITTLE", 0)
+    async_save(tmp_path / "small", nn.Linear(2, 2)).wait()
+    assert background._memory["last"] is not places[0]
+
+
+@pytest.mark.parametrize("rows", [0, 3, 5000])
+@pytest.mark.parametrize("how", ["plain", "transposed", "other type", "strided", "conjugate"])
+def test_copied_bytes_are_the_elements(rows: int, how: str) -> None:
+    x = torch.arange(rows * 300.0).reshape(rows, 300)
+    source = {
+        "transposed": x.reshape(300, rows).t(),
+        "other type": x.double(),
+        "strided": torch.stack([x, x], -1)[..., 1],
+        "conjugate": torch.complex(x, x).conj(),
+    }.get(how, x)
+    target = torch.zeros(rows, 300, dtype=source.dtype if how == "conjugate" else torch.float32)
+    before = target._version
+    copy_bytes(target, source)
+    assert torch.equal(target, source.to(target.dtype))
+    assert target._version > before

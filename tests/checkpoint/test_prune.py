@@ -14,6 +14,8 @@ from torch import nn
 from shardwright.checkpoint import latest, prune, save, step_path
 from shardwright.checkpoint.storage.commit import lock
 from shardwright.checkpoint.storage.disk import unlock_folder
+from shardwright.checkpoint.storage.folder_names import metadata
+from shardwright.checkpoint.storage.writer import header_of
 from shardwright.train.run_folder import RunFolder
 from tests.checkpoint.faults.inject import failing
 
@@ -75,8 +77,9 @@ def test_without_locks_it_warns_and_removes_what_manifests_name(
 ) -> None:
     for step in (1, 2):
         save(step_path(tmp_path, step), nn.Linear(1, 1), step=step)
-    stray = step_path(tmp_path, 1) / "data-0123456789abcdef-00000-000.safetensors"
-    stray.write_bytes(b"of a save that may be under way")
+    other = "0123456789abcdef"
+    stray = step_path(tmp_path, 1) / f"data-{other}-00000-000.safetensors"
+    stray.write_bytes(header_of([], metadata(other)))  # of a save that may be under way
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.warns(UserWarning, match="has no locks"):
         assert prune(tmp_path, keep=1) == (step_path(tmp_path, 1),)

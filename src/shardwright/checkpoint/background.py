@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwright.checkpoint.agree import Group, agreed, world
 from shardwright.checkpoint.job import Job, prepared
 from shardwright.checkpoint.save import State
-from shardwright.checkpoint.storage.arena import Arena, room_for
+from shardwright.checkpoint.storage.arena import Arena, copy_bytes, room_for
 from shardwright.checkpoint.storage.writer import Entry
 from shardwright.errors import CheckpointError
 from shardwright.remember import memo
@@ -25,6 +25,9 @@ from shardwright.remember import memo
 _groups: weakref.WeakKeyDictionary[Any, Any] = memo(
     "groups of saves in the background", weakref.WeakKeyDictionary()
 )
+# What the last save copied to: one save is under way at a time, so the next one can have it.
+_memory: dict[str, Arena] = memo("memory of saves in the background", {})
+_LITTLE = 64 << 20
 _under_way: dict[str, AsyncSave] = memo("saves under way", {})
 
 
@@ -82,9 +85,9 @@ def async_save(
 
     Returns: the save; call its `wait` on every rank before you rely on the checkpoint, and at the end.
     Raises: CheckpointError: as `save`, for what is found before anything is written.
-    Cost: stalls for the descriptions and one copy of what this rank writes; memory for that copy until it is
-    written; two small gathers beside those of `save`. Communicates on a process group of its own, which the
-    first call makes.
+    Cost: stalls for the descriptions and one copy of what this rank writes; memory for that copy, which is
+    kept for the next save (`shardwright.testing.forget()` frees it); two small gathers beside those of
+    `save`. Communicates on a process group of its own, which the first call makes.
     """
     agreed("the save before", _finish_last)
     group = _group()
@@ -108,13 +111,21 @@ def _copy(job: Job) -> None:
 
 
 def _copied(entries: list[Entry]) -> list[Entry]:
-    """The entries with tensors of their own, on the CPU."""
-    arena = Arena(sum(room_for(entry.nbytes) for entry in entries))
+    """The entries with tensors of their own, on the CPU, in the memory of the save before if that is enough.
+
+    New memory is filled with zeros by the system first, which takes as long as the copy.
+    """
+    nbytes = sum(room_for(entry.nbytes) for entry in entries)
+    arena = _memory.get("last")
+    if arena is None or not nbytes <= arena.nbytes <= 2 * nbytes + _LITTLE:
+        _memory.clear()
+        arena = _memory["last"] = Arena(nbytes)
+    arena.start_anew()
     copies = []
     for entry in entries:
         copy = arena.take(tuple(entry.view.shape), entry.view.dtype)
         with torch.no_grad():
-            copy.copy_(entry.view)
+            copy_bytes(copy, entry.view)
         copies.append(replace(entry, elements=copy))
     return copies
 

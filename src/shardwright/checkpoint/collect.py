@@ -74,8 +74,8 @@ class Collected:
 
     def part(self) -> Part:
         """What the other ranks need to know. Cost: one read of what other ranks have, too."""
-        compare = world() > 1
-        held = {key: _described(key, one, compare) for key, one in self.tensors.items()}
+        ranks = world()
+        held = {key: _described(key, one, ranks) for key, one in self.tensors.items()}
         values = {key: json.dumps(one, allow_nan=False) for key, one in self.values.items()}
         return Part(held, self.ties, tuple(self.modules), self.optimizers, values)
 
@@ -118,10 +118,10 @@ def _module(found: Collected, node: Node) -> None:
         found.put(key, encode(module.get_extra_state(), key, found.keep_of_value))
 
 
-def _described(key: str, tensor: torch.Tensor, compare: bool) -> Held:
+def _described(key: str, tensor: torch.Tensor, ranks: int) -> Held:
     held = describe(tensor, key)
-    apart = len(held.ranks) < world() or is_copied(tensor)  # a plain tensor is on no mesh at all
-    return held._replace(digest=_digest(tensor)) if compare and held.boxes and apart else held
+    apart = len(held.ranks) < ranks or is_copied(tensor)  # a plain tensor is on no mesh at all
+    return held._replace(digest=_digest(tensor)) if ranks > 1 and held.boxes and apart else held
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -20,7 +20,7 @@ from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.rng_state import check_generator, check_rng, write_rng
 from shardwright.checkpoint.state import Kind, Node, nodes_of
-from shardwright.checkpoint.storage.arena import Arena, room_for
+from shardwright.checkpoint.storage.arena import Arena, copy_bytes, room_for
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
 from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 from shardwright.checkpoint.storage.proof import prove
@@ -220,4 +220,4 @@ class Loading:
     def _put_tensors(self) -> None:
         with torch.no_grad():
             for name, staged in self.staged.items():
-                local_of(self.targets.live[name]).copy_(staged)
+                copy_bytes(local_of(self.targets.live[name]), staged)

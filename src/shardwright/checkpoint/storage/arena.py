@@ -9,6 +9,7 @@ import torch
 
 _ALIGNED = 64
 _HUGE = 2 << 20
+_PIECE = 1 << 20
 
 
 class Arena:
@@ -23,6 +24,15 @@ class Arena:
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._block = torch.frombuffer(memory, dtype=torch.uint8)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+        return self._block.nbytes
+
+    def start_anew(self) -> None:
+        """Hand out the block once more; what was handed out before must be out of use."""
+        self._at = 0
+
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor on the CPU, of any content."""
         nbytes = prod(shape) * dtype.itemsize
@@ -31,6 +41,26 @@ class Arena:
         found = self._block[self._at : self._at + nbytes]
         self._at += room_for(nbytes)
         return found.view(dtype).view(shape)
+
+
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`target.copy_(source)`; in pieces that stay in the cache where both lie on the CPU in one piece.
+
+    That takes half of the time: each line of the target is fetched once and not twice.
+    """
+    plain = target.dtype == source.dtype and target.nbytes > _PIECE
+    if not plain or not (_in_one_piece(target) and _in_one_piece(source)):
+        target.copy_(source)
+        return
+    to, of = (one.detach().reshape(-1).view(torch.uint8).numpy().data for one in (target, source))
+    for at in range(0, len(of), _PIECE):
+        to[at : at + _PIECE] = of[at : at + _PIECE]
+    if not target.is_inference():
+        torch.autograd.graph.increment_version(target)
+
+
+def _in_one_piece(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.is_contiguous() and not (x.is_conj() or x.is_neg())
 
 
 def room_for(nbytes: int) -> int:

@@ -101,7 +101,7 @@ def _look_at_manifest(path: Path, content: Content) -> None:
     text = disk.read_small(path / NAME, 1 << 30)
     with contextlib.suppress(CheckpointError):
         content.manifest = Head.parse(text)
-    content.legacy = legacy.files_of(text)
+    content.legacy = () if text.startswith(PREFIX) else legacy.files_of(text)
     content.recognised = text.startswith(PREFIX) or bool(content.legacy) or _made_by_us(path, content.names)
 
 

@@ -19,6 +19,7 @@ from shardwright.checkpoint.storage.sums import Sums, sum_of, sums_of
 from shardwright.errors import CheckpointError
 
 _STEP = 1 << 20  # stays in the processor's cache between checksum and write
+_BEHIND = 2 << 20  # bytes that the disk has not been told of, at most
 _SMALL = 1 << 16
 _MOST_PIECES = 512
 _FILE_MOST = 8 << 30
@@ -135,12 +136,16 @@ def _write_entries(
 
 def _stream(handle: int, view: torch.Tensor) -> str:
     """Write a large box in steps, and checksum each while it is in the cache."""
-    sums = Sums()
+    sums, begun = Sums(), 0
     for block in blocks(view):
         for at in range(0, len(block), _STEP):
             step = block[at : at + _STEP]
             sums.feed(step)
             disk.write_all(handle, [step])
+            begun += len(step)
+            if begun >= _BEHIND:
+                disk.start_writing(handle)
+                begun = 0
     return sums.text
 
 
