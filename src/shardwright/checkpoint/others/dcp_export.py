@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,12 @@ def _begin(path: Path) -> int:
 
 
 def _write(path: Path, nests: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+        _save(path, nests)
+
+
+def _save(path: Path, nests: dict[str, Any]) -> None:
     try:
         torch_checkpoint.save(
             nests,
