@@ -1,0 +1,41 @@
+"""Every ordered pair of fourteen worlds: exit 1 if one cannot go on from what another one saved.
+
+python -m tests.checkpoint.matrix [--source NAME] [--target NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from shardwright.testing.pool import RankPool
+from tests.checkpoint.matrix.check import saved_by, wrong_after
+from tests.checkpoint.matrix.worlds import WORLDS
+from tests.train.worlds import write_text
+
+
+def main() -> int:
+    asked = argparse.ArgumentParser(prog="python -m tests.checkpoint.matrix")
+    asked.add_argument("--source", action="append", choices=[*WORLDS])
+    asked.add_argument("--target", action="append", choices=[*WORLDS])
+    given = asked.parse_args()
+    bad = count = 0
+    with tempfile.TemporaryDirectory() as name, RankPool(preload=("shardwright.train.step",)) as pool:
+        data = Path(name) / "text"
+        write_text(data)
+        ranks = partial(pool.run, timeout=120)
+        for source in given.source or WORLDS:
+            saved = saved_by(ranks, Path(name), source, data)
+            for target in given.target or WORLDS:
+                wrong = wrong_after(ranks, saved, target, data, exact=source == target)
+                bad, count = bad + bool(wrong), count + 1
+                print(f"{'!!' if wrong else 'ok'}  {source} -> {target} {wrong}".rstrip(), flush=True)
+    print(f"{count} pairs, {bad} wrong")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
