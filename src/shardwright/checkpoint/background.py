@@ -17,6 +17,7 @@ from shardwright.checkpoint.agree import Group, agreed, world
 from shardwright.checkpoint.job import Job, prepared
 from shardwright.checkpoint.save import State
 from shardwright.checkpoint.storage.arena import Arena, copy_bytes, room_for
+from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.writer import Entry
 from shardwright.errors import CheckpointError
 from shardwright.remember import memo
@@ -93,7 +94,7 @@ def async_save(
     group = _group()
     everything = {"model": model, "optimizer": optimizer, **state}
     with contextlib.ExitStack() as stack:
-        job = stack.enter_context(prepared(Path(path), everything, extra, step, config))
+        job = stack.enter_context(prepared(folder_of(path), everything, extra, step, config))
         agreed("copying the state", lambda: _copy(job))
         saving = AsyncSave(job, stack.pop_all(), group)
     _under_way["last"] = saving

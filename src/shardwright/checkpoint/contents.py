@@ -11,6 +11,7 @@ import torch
 
 from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES
 from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor, read_manifest
+from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.reader import Reader, wants
 from shardwright.checkpoint.storage.source import Source, check_sizes
@@ -38,7 +39,7 @@ def open_checkpoint(path: Path | str) -> Manifest:
 
     Raises: CheckpointError: it is unfinished, contradicts itself, or a file is missing or short.
     """
-    path = Path(path)
+    path = folder_of(path)
     manifest = read_manifest(path)
     try:
         prove(manifest)
@@ -55,7 +56,7 @@ def verify(path: Path | str, told: Told = lambda _: None) -> int:
     Raises: CheckpointError: something is not as it was written; the file and the tensor are named.
     Cost: one process reads all of it, in blocks of 8 MiB.
     """
-    path = Path(path)
+    path = folder_of(path)
     manifest = open_checkpoint(path)
     reader = Reader(Source.of(path, manifest))
     try:

@@ -17,6 +17,7 @@ from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.commit import lock, remove, tidy
 from shardwright.checkpoint.storage.folder_names import look
 from shardwright.checkpoint.storage.manifest import NAME, is_named, read_manifest
+from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.errors import CheckpointError
@@ -66,7 +67,7 @@ def step_of(path: Path) -> int:
 
 def list_checkpoints(out: Path | str) -> Checkpoints:
     """The finished and the unfinished checkpoints of a run, in `<out>/checkpoints` or `out` itself."""
-    folder = _home(Path(out))
+    folder = _home(folder_of(out))
     found = sorted(folder.glob("step-*"), key=step_of, reverse=True) if folder.is_dir() else []
     named = [one for one in found if _STEP.fullmatch(one.name.removesuffix(_OLD_PARTIAL)) and one.is_dir()]
     finished = [one for one in named if not one.name.endswith(_OLD_PARTIAL) and is_named(one / NAME)]
@@ -101,7 +102,7 @@ def choose(out: Path | str, name: str = NEWEST) -> Choice:
     Raises: CheckpointError: there is none that can be used, or the named one cannot.
     """
     if name != NEWEST:
-        return Choice(_named(Path(out), name), ())
+        return Choice(_named(folder_of(out), name), ())
     listing = list_checkpoints(out)
     skipped: list[Skipped] = []
     for path in sorted((*listing.committed, *listing.unfinished), key=step_of, reverse=True):

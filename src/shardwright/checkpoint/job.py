@@ -148,7 +148,7 @@ def prepared(
     """
     begun: list[Saving] = []
     try:
-        yield _prepare(Path(path).absolute(), state, extra, about_run(step, config), begun)
+        yield _prepare(path, state, extra, about_run(step, config), begun)
     except BaseException:
         for saving in begun:
             saving.abandon()

@@ -9,6 +9,7 @@ from typing import Any
 from shardwright.checkpoint.loading import Loaded, Loading
 from shardwright.checkpoint.patterns import Patterns
 from shardwright.checkpoint.save import State
+from shardwright.checkpoint.storage.place import folder_of
 
 
 def load(
@@ -43,5 +44,5 @@ def load(
     Cost: no tensor data is communicated; each rank reads what it holds, and needs memory for it twice.
     """
     everything = {"model": model, "optimizer": optimizer, **state}
-    loading = Loading(Path(path), Patterns(only), in_place)
+    loading = Loading(folder_of(path), Patterns(only), in_place)
     return loading.run(everything)

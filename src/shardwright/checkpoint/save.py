@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.job import about_run, prepared
 from shardwright.checkpoint.others.dcp_export import save_for_torch
+from shardwright.checkpoint.storage.place import folder_of
 from shardwright.errors import CheckpointError
 
 State = nn.Module | Optimizer | Sequence[Any] | Mapping[str, Any]
@@ -61,9 +62,9 @@ def save(
     """
     everything = {"model": model, "optimizer": optimizer, **state}
     if format == "dcp":
-        return save_for_torch(Path(path).absolute(), everything, extra, about_run(step, config))
+        return save_for_torch(folder_of(path), everything, extra, about_run(step, config))
     if format != "shardwright":
         raise CheckpointError(f"format={format!r} is not known: 'shardwright' or 'dcp'")
-    with prepared(Path(path), everything, extra, step, config) as job:
+    with prepared(folder_of(path), everything, extra, step, config) as job:
         job.finish()
     return job.path

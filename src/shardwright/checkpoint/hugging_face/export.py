@@ -20,6 +20,7 @@ from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import describe
 from shardwright.checkpoint.storage import disk
+from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.writer import Entry, blocks, header_of
 from shardwright.errors import CheckpointError
 
@@ -53,7 +54,7 @@ def save_hf(
     files already, or the disk refuses.
     Cost: each tensor is gathered on all ranks, one at a time, and written by one of them; memory for one.
     """
-    folder = Path(folder)
+    folder = folder_of(folder)
     export = _Export(model, folder, tuple(maps), max_shard_size)
     keys = agreed(f"writing {folder}", export.plan)
     export.key = keys[0]

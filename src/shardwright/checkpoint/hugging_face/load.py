@@ -16,6 +16,7 @@ from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
 from shardwright.checkpoint.storage.arena import Arena, room_for
 from shardwright.checkpoint.storage.manifest import SavedFile, SavedPart, SavedTensor
+from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.reader import Reader, Want, wants
 from shardwright.checkpoint.storage.safetensors_file import Place, read_header
 from shardwright.checkpoint.storage.source import Source
@@ -57,7 +58,7 @@ def load_hf(
     Cost: no communication of tensor data; memory for this rank's part, beside it where the model has data
     already or lies on another device than the CPU.
     """
-    loading = _Loading(model, Path(folder), tuple(maps), torch.device(device), dict(buffers or {}))
+    loading = _Loading(model, folder_of(folder), tuple(maps), torch.device(device), dict(buffers or {}))
     agreed(f"reading {folder}", loading.compare)
     try:
         agreed(f"reading {folder}", loading.read)

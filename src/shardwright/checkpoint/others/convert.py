@@ -16,6 +16,7 @@ from shardwright.checkpoint.others.foreign_optimizers import take_optimizers
 from shardwright.checkpoint.storage.commit import Saving
 from shardwright.checkpoint.storage.folder_names import metadata
 from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump
+from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.sums import CHUNK
 from shardwright.checkpoint.storage.writer import Entry, into_files, write_file
@@ -45,7 +46,7 @@ def convert(
     or it is not known which parameter a state belongs to.
     Cost: one process reads and writes it, one box in memory at a time. Nothing of the source is executed.
     """
-    source, target = Path(source), Path(target)
+    source, target = folder_of(source), folder_of(target)
     old = first_format.read(source)
     found: dict[Steps, Any] = dict(read_folder(source) if source.is_dir() else read_file(source))
     new = Converted(source, found, key or (None if old is None else first_format.key))

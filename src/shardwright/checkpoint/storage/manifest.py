@@ -11,6 +11,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwright.checkpoint.storage import disk, legacy
+from shardwright.checkpoint.storage.place import folder_of
 from shardwright.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -186,7 +187,7 @@ def read_manifest(path: Path | str) -> Manifest:
 
     Raises: CheckpointError: there is no checkpoint, it was never finished, or its manifest is damaged.
     """
-    path = Path(path)
+    path = folder_of(path)
     _check_finished(path)
     try:
         return Manifest.parse(disk.read_small(path / NAME, _MOST))
