@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import warnings
@@ -67,10 +68,13 @@ def read_by_torch(path: Path, world: int) -> dict[str, dict[str, torch.Tensor]]:
     out = path.with_name("out.pt")
     program = [sys.executable, torch_reader.__file__, str(path), str(out)]
     ranks = [program] if world == 1 else [[*program, str(rank), str(world)] for rank in range(world)]
-    running = [subprocess.Popen(one, stderr=subprocess.PIPE, text=True) for one in ranks]
-    for one in running:
-        _, errors = one.communicate(timeout=120)
-        assert one.returncode == 0, errors
+    with contextlib.ExitStack() as stack:
+        running = [
+            stack.enter_context(subprocess.Popen(one, stderr=subprocess.PIPE, text=True)) for one in ranks
+        ]
+        for one in running:
+            _, errors = one.communicate(timeout=120)
+            assert one.returncode == 0, errors
     found: dict[str, dict[str, torch.Tensor]] = torch.load(out)
     return found
 
@@ -256,3 +260,52 @@ def test_a_rank_that_cannot_write_for_torch_is_told_to_all(ranks: Ranks, tmp_pat
     assert [one for one, _ in found] == [found[0][0]] * 2
     assert "failed on rank 1: OSError: the disk is full" in found[0][0]
     assert not (tmp_path / "c").exists()
+
+
+class Keeps:
+    """Has a state that a dict tells, a large tensor in it."""
+
+    def __init__(self, kept: dict[str, Any]) -> None:
+        self.kept = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state
+
+
+def two_networks(seed: int) -> tuple[dict[str, nn.Module], list[torch.optim.Optimizer]]:
+    torch.manual_seed(seed)
+    parts: dict[str, nn.Module] = {"maker": nn.Linear(3, 4), "critic": nn.Linear(4, 1)}
+    tuned = [torch.optim.SGD(one.parameters(), lr=0.1 * seed, momentum=0.9) for one in parts.values()]
+    for part, optimizer in zip(parts.values(), tuned, strict=True):
+        torch_reader.fill(part)
+        optimizer.step()
+    return parts, tuned
+
+
+def test_optimizers_of_several_modules_find_their_own(tmp_path: Path) -> None:
+    """Both call their parameters `weight` and `bias`; the states' shapes tell them apart."""
+    parts, tuned = two_networks(3)
+    loader = Keeps({"big": torch.arange(50_000), "at": (1, {2})})
+    save(tmp_path / "c", parts, tuned, loader=loader, format="dcp")
+    convert(tmp_path / "c", tmp_path / "ours")
+    (others, again), other = two_networks(1), Keeps({})
+    load(tmp_path / "ours", others, again, loader=other)
+    assert torch.equal(other.kept["big"], loader.kept["big"])
+    assert other.kept["at"] == (1, {2})
+    for name, one in parts.items():
+        assert torch.equal(one.weight, others[name].weight)
+    for one, other in zip(tuned, again, strict=True):
+        pairs = zip(one.state.values(), other.state.values(), strict=True)
+        assert all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in pairs)
+        assert one.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+
+
+def test_modules_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+    twins = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
+    tuned = torch.optim.SGD(twins["b"].parameters(), lr=0.5)
+    save(tmp_path / "c", twins, tuned, format="dcp")
+    with pytest.raises(CheckpointError, match="optimizer has parameters of names that 2 modules have"):
+        convert(tmp_path / "c", tmp_path / "ours")

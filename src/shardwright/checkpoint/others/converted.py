@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright.checkpoint.others.foreign import ForeignTensor, Steps
+import torch
+
+from shardwright.checkpoint.others.foreign import ForeignTensor, Steps, as_thing
 from shardwright.checkpoint.others.foreign_optimizers import ForeignOptimizer, refuse_other_shapes
 from shardwright.checkpoint.storage.values import encode
 from shardwright.checkpoint.storage.writer import Entry
@@ -30,11 +32,17 @@ class Converted:
         self.source, self._key = source, key
         first = {steps[0] for steps in found if len(steps) > 1}
         self.model = next((name for name in MODELS if name in first), None)
+        tensors = {steps: one for steps, one in found.items() if isinstance(one, ForeignTensor)}
         self.parameters = {
-            self._inside(steps): _Parameter(self.key(steps), thing.shape)
-            for steps, thing in found.items()
-            if isinstance(thing, ForeignTensor) and self.model in (None, steps[0])
+            self._inside(steps): _Parameter(self.key(steps), one.shape)
+            for steps, one in tensors.items()
+            if self.model in (None, steps[0])
         }
+        self.by_module: dict[Steps, dict[str, _Parameter]] = {}
+        for steps, one in tensors.items():
+            if len(steps) > 1:
+                here = self.by_module.setdefault(steps[:-1], {})
+                here[str(steps[-1])] = _Parameter(self.key(steps), one.shape)
         self.tensors: dict[str, dict[str, Any]] = {}
         self.values: dict[str, Any] = {}
         self.optimizers: dict[str, Any] = {}
@@ -77,25 +85,58 @@ class Converted:
                 Entry(path, thing.dtype, (at, n), n == thing.shape, get) for at, n, get in thing.boxes
             ]
         else:
-            self.values[path] = encode(thing, path)
+            self.values[path] = encode(thing, path, self._keep)
+
+    def _keep(self, key: str, tensor: torch.Tensor) -> str:
+        """Take a tensor that a value names; its key."""
+        while key in self.tensors:
+            key += "~"
+        self.add(key, key, as_thing(tensor))
+        return key
 
     def add_optimizer(self, one: ForeignOptimizer, path: str) -> None:
         """An optimizer, by the names that its parameters have here."""
-        refuse_other_shapes(one, {name: of.shape for name, of in self.parameters.items()})
+        parameters = self._parameters_of(one)
         values: dict[str, dict[str, Any]] = {}
         for parameter, state in one.state.items():
             for name, thing in state.items():
-                key = f"{path}/{self.parameters[parameter].key}/{name}"
+                key = f"{path}/{parameters[parameter].key}/{name}"
                 if isinstance(thing, ForeignTensor):
                     self.add(key, key, thing)
                 else:
-                    values.setdefault(self.parameters[parameter].key, {})[name] = encode(thing, key)
+                    values.setdefault(parameters[parameter].key, {})[name] = encode(thing, key, self._keep)
         groups = [
             {name: encode(of, f"{path}/{name}") for name, of in group.items()}
-            | {"params": [self.parameters[name].key for name in group["params"]]}
+            | {"params": [parameters[name].key for name in group["params"]]}
             for group in one.groups
         ]
         self.optimizers[path] = {"kind": "", "groups": groups, "values": values}
+
+    def _parameters_of(self, one: ForeignOptimizer) -> dict[str, _Parameter]:
+        """The parameters by the names of the optimizer: of the model, or of the one module that has them all.
+
+        Raises: CheckpointError: there is no such module, or there are several.
+        """
+        if one.names <= set(self.parameters):
+            fitting = [self.parameters]
+        else:
+            fitting = [of for of in self.by_module.values() if one.names <= set(of) and _fits(one, of)]
+        if len(fitting) > 1:
+            raise CheckpointError(
+                f"{_dotted(one.steps)} has parameters of names that {len(fitting)} modules have, and does "
+                "not say which: give key= with names of their own, or convert them apart"
+            )
+        found = fitting[0] if fitting else self.parameters
+        refuse_other_shapes(one, {name: of.shape for name, of in found.items()})
+        return found
+
+
+def _fits(one: ForeignOptimizer, parameters: dict[str, _Parameter]) -> bool:
+    try:
+        refuse_other_shapes(one, {name: of.shape for name, of in parameters.items()})
+    except CheckpointError:
+        return False
+    return True
 
 
 def _dotted(steps: Steps) -> str:

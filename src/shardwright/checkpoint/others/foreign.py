@@ -71,7 +71,7 @@ def _flat(steps: Steps, found: Mapping[Any, Any]) -> Iterator[tuple[Steps, Any]]
         if isinstance(one, Mapping) and one and (_is_optimizer(one) or all(type(key) is str for key in one)):
             yield from _flat(here, one)
         else:
-            yield here, _thing(one)
+            yield here, as_thing(one)
 
 
 def _is_optimizer(found: Mapping[Any, Any]) -> bool:
@@ -82,13 +82,14 @@ def _is_optimizer(found: Mapping[Any, Any]) -> bool:
 def _of_optimizer(steps: Steps, found: Mapping[Any, Any]) -> Iterator[tuple[Steps, Any]]:
     for parameter, state in found["state"].items():
         for name, one in state.items():
-            yield (*steps, "state", str(parameter), str(name)), _thing(one)
+            yield (*steps, "state", str(parameter), str(name)), as_thing(one)
     for number, group in enumerate(found["param_groups"]):
         for name, one in group.items():
-            yield (*steps, "param_groups", number, str(name)), _thing(one)
+            yield (*steps, "param_groups", number, str(name)), as_thing(one)
 
 
-def _thing(one: Any) -> Any:
+def as_thing(one: Any) -> Any:
+    """A tensor as one of the source; anything else as it is."""
     if not isinstance(one, torch.Tensor):
         return one
     shape = tuple(one.shape)

@@ -26,6 +26,11 @@ class ForeignOptimizer:
     groups: list[dict[str, Any]] = field(default_factory=list)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @property
+    def names(self) -> set[str]:
+        """Of its parameters."""
+        return {*self.state, *(name for group in self.groups for name in group[_PARAMS])}
+
 
 def take_optimizers(found: dict[Steps, Any], numbered: Sequence[str] | None) -> list[ForeignOptimizer]:
     """The optimizers among what a source holds; what is theirs leaves `found`.
@@ -110,7 +115,7 @@ def _flat(found: dict[Steps, Any], steps: Steps) -> ForeignOptimizer:
 
 def refuse_other_shapes(one: ForeignOptimizer, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises CheckpointError where a parameter is none of the model's, or a state has not its shape."""
-    for parameter in (*one.state, *(name for group in one.groups for name in group[_PARAMS])):
+    for parameter in sorted(one.names):
         if parameter not in shapes:
             raise CheckpointError(
                 f"{'.'.join(map(str, one.steps)) or 'the optimizer'} has a parameter {parameter!r}, and "
