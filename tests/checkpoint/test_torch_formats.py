@@ -108,7 +108,7 @@ def test_what_was_written_for_torch_comes_back(ranks: Ranks, tmp_path: Path) -> 
     loaded = load(tmp_path / "ours", model, optimizer, schedule=schedule)
     assert same(torch_reader.told(model, optimizer), saved)
     assert schedule.step_size == 10
-    assert loaded.extra == {"note": (1, 2)}
+    assert (loaded.step, loaded.extra) == (3, {"note": (1, 2)})
 
 
 def write_by_torch(path: Path, flat: bool) -> dict[str, torch.Tensor]:

@@ -57,6 +57,9 @@ def convert(
         new.add(path, name, thing)
     about: dict[str, Any] = {"world": 1, "step": None, "config": {}, "ties": {}}
     about |= {"modules": ["model"], "optimizers": new.optimizers}
+    step = new.values.get("step")
+    if type(step) is int and step >= 0:
+        about["step"] = step
     if old is not None:
         about |= first_format.describe(old, new.tensors, new.values)
     return _write(target, {**about, "tensors": new.tensors, "values": new.values}, new.entries)
