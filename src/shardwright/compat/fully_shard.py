@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.distributed import _composable_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -207,3 +208,8 @@ def _follow_dtype(fsdp: Any, group: Any) -> None:
             group._init_mp_dtypes()
 
     fsdp.reset_sharded_param = reset_sharded_param
+
+
+def forget_unit(module: nn.Module) -> None:
+    """A module that is put back as it was before `fully_shard` may be given to it again."""
+    _composable_state._module_state_mapping.pop(module, None)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from shardwright.compat.fully_shard import forget_unit
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -58,8 +60,9 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _restore(module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> None:
-    if type(module) is not cls:
+    if type(module) is not cls:  # `fully_shard` made a unit of it
         module.__class__ = cls
+        forget_unit(module)
     now = vars(module)
     for name in set(now) - set(attributes):
         del now[name]

@@ -1,0 +1,92 @@
+"""A table beside a model: which modules each row names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardwright.moe.layer import MoELayer
+from shardwright.parallel.batch_norm import is_batch_norm
+from shardwright.parallel.names import matches
+from shardwright.parallel.table.contradictions import contradictions
+from shardwright.parallel.table.rows import Row, refuse
+from shardwright.parallel.table.words import BATCH_NORM, EXPERT, TENSOR
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardwright.parallel.table.meshes import Axes
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A row and the modules that its pattern names, by path."""
+
+    row: Row
+    modules: Mapping[str, nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All rows of a table, beside the model and the axes."""
+
+    module: nn.Module
+    named: tuple[Named, ...]
+    axes: Axes
+
+    def of(self, strategy: str) -> list[Named]:
+        """The rows of one strategy."""
+        return [named for named in self.named if named.row.strategy == strategy]
+
+    def outermost(self, strategy: str) -> Iterator[tuple[Row, str, nn.Module]]:
+        """The modules that rows of one strategy name, without those inside of another."""
+        found = [(n.row, path, m) for n in self.of(strategy) for path, m in n.modules.items()]
+        done = {child for _, _, m in found for child in m.modules() if child is not m}
+        for row, path, module in found:
+            if module not in done:
+                done.add(module)
+                yield row, path, module
+
+
+def resolve(module: nn.Module, rows: Sequence[Row], axes: Axes) -> Table:
+    """Find what the rows name.
+
+    Raises: ParallelError: patterns that name nothing, rows that contradict each other, rows for which the
+        context has no ranks; all of them at once.
+    """
+    named = tuple(Named(row, _named(module, row)) for row in rows)
+    problems = [text for each in named if (text := _idle(module, each))]
+    problems += axes.problems(frozenset(row.strategy for row in rows))
+    problems += contradictions(module, [(n.row, n.modules) for n in named])
+    refuse(problems)
+    return Table(module, named, axes)
+
+
+def _named(module: nn.Module, row: Row) -> dict[str, nn.Module]:
+    found: dict[nn.Module, str] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        if matches(path, row.pattern):
+            found.setdefault(child, path)
+    return {path: child for child, path in found.items()}
+
+
+def _idle(module: nn.Module, named: Named) -> str:
+    """What to say of a row that names nothing, or nothing that its strategy places; "" for the others."""
+    row, inside = named.row, [child for m in named.modules.values() for child in m.modules()]
+    names = (name for name, _ in module.named_parameters(remove_duplicate=False))
+    if not named.modules:
+        if not any(matches(name, row.pattern) for name in names):
+            has = ", ".join(name for name, _ in list(module.named_children())[:6]) or "no modules"
+            return (
+                f"{row}: no module is named so in {type(module).__name__} (it has {has}); a star stands for "
+                'one name, and "" is the model itself'
+            )
+        if row.strategy != TENSOR:
+            return f"{row}: a parameter is named so, and {row.strategy!r} places modules: name its owner"
+    if row.strategy == EXPERT and not any(isinstance(child, MoELayer) for child in inside):
+        return f"{row}: no MoELayer (shardwright.moe) is there whose experts could be spread"
+    if row.strategy == BATCH_NORM and not any(map(is_batch_norm, inside)):
+        return f"{row}: no batch norm of torch is there"
+    return ""
