@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import ConfigError, ParallelError
 from shardwright.moe.communicator import ExpertCommunicator
+from shardwright.moe.cut_tokens import as_part_of, computes_locally, cut_by_tokens, rows_of
 from shardwright.moe.experts import GroupedExperts, SharedExpert
 from shardwright.moe.grouped_linear import as_autocast
 from shardwright.moe.permute import count_groups, sort_by_group, spread_tokens, unpermute_rows
 from shardwright.moe.router import TopKRouter
+from shardwright.tensor.plain.boundary import rank_local
 
 
 class MoELayer(nn.Module):
@@ -87,15 +90,40 @@ class MoELayer(nn.Module):
             raise ConfigError(
                 f"tokens have length {x.shape[-1]}, but this MoELayer was made for dim={self.dim}"
             )
+        if isinstance(x, TorchDTensor) and self.communicator is not None:
+            return self._of_cut(x)
         tokens = x.reshape(-1, self.dim)
         mixed = self._mix(tokens)
         if self.shared_expert is not None:
             mixed = mixed + self.shared_expert(tokens)
         return mixed.view(x.shape)
 
+    def _of_cut(self, x: TorchDTensor) -> Tensor:
+        """The same of tokens whose sequence is cut: each rank mixes those that it holds.
+
+        Raises: ConfigError: x has no dim of tokens.
+        Cost: as of plain tokens; where a rank's part is not of whole tokens, or other ranks of the experts
+            hold it too, x is cut by rows first.
+        """
+        tokens = cut_by_tokens(x, self.experts.gate.weight)
+        router = self.router.weight
+        if isinstance(router, TorchDTensor) and not computes_locally(router):
+            routing = self.router(tokens.reshape(-1, self.dim))
+            weights, choices = (rows_of(tokens, part) for part in routing)
+            with rank_local():
+                mixed = self._mix_routed(tokens.to_local().reshape(-1, self.dim), weights, choices)
+        else:
+            with rank_local():
+                mixed = self._mix(tokens.to_local().reshape(-1, self.dim))
+        whole = as_part_of(tokens, mixed)
+        return whole if self.shared_expert is None else whole + self.shared_expert(tokens)
+
     def _mix(self, tokens: Tensor) -> Tensor:
         """Return the weighted sum of the experts' results:  [T, dim] -> [T, dim]."""
-        weights, choices = self.router(tokens)
+        return self._mix_routed(tokens, *self.router(tokens))
+
+    def _mix_routed(self, tokens: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+        """Return it for a routing: weights and choices [T, top_k]."""
         self.choices = choices
         expert_of_pair = choices.flatten()
         counts = count_groups(expert_of_pair, self.num_experts)

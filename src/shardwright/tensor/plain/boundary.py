@@ -37,6 +37,7 @@ from shardwright.tensor.wrap import CLASSES, as_replicated
 class _State(threading.local):
     functions = 0
     blocks = 0
+    rank_local = 0
 
 
 state = _State()
@@ -87,6 +88,20 @@ def helpers() -> Iterator[None]:
         state.functions -= 1
 
 
+@contextmanager
+def rank_local() -> Iterator[None]:
+    """Within the block plain tensors are this rank's own, inside `spmd` and where a backward recomputes too.
+
+    For a part of a program on distributed tensors that computes on local ones, by hand, and gives back what
+    it made with a layout. Parameters that compute locally may stand beside them, other DTensors not.
+    """
+    state.rank_local += 1
+    try:
+        yield
+    finally:
+        state.rank_local -= 1
+
+
 def call(
     cls: type,  # noqa: ARG001 - the signature is torch's
     func: Any,
@@ -104,7 +119,9 @@ def call(
             return func(*args, **kwargs)
     depth = state.functions
     given = (*args, *kwargs.values()) if kwargs else args
-    if not _harmless.issuperset(map(type, given)) and (not depth or _recomputes()) and _has_foreign(given):
+    if state.rank_local:
+        pass
+    elif not _harmless.issuperset(map(type, given)) and (not depth or _recomputes()) and _has_foreign(given):
         args, kwargs = _adopted(func, args, kwargs)
         if (_recomputes() or implicitly_replicated()) and not leaves_alone(func):
             args, kwargs = _taken_as_replicated(func, args, kwargs)

@@ -71,7 +71,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _mixed(args, kwargs) and not leaves_alone(func):
+        if not state.rank_local and _mixed(args, kwargs) and not leaves_alone(func):
             args, kwargs = with_replicated(func, args, kwargs, self._replicate)
         return func(*args, **kwargs)
 
