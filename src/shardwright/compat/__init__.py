@@ -271,3 +271,8 @@ def group_of(boxed: Any) -> ProcessGroup:
 def default_store() -> Any:
     """The store through which the processes of the default group found each other."""
     return distributed_c10d._get_default_store()
+
+
+def saved_tensors_hooks_on() -> object:
+    """The pair of hooks that sees what is saved for a backward now, as in a checkpoint; None without one."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -10,10 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.context.domains import DomainSpec, check_axes
+from shardwright.compat import axis_names
+from shardwright.context.domains import BATCH_DOMAIN, DomainSpec, check_axes
 from shardwright.context.groups import GroupCache
 from shardwright.context.process import ProcessWorld
-from shardwright.errors import MeshError
+from shardwright.context.randomness import (
+    at_first_forward,
+    check_dropout,
+    refuse_own_masks,
+    seed_everything,
+    stream_of,
+)
+from shardwright.errors import ConfigError, MeshError
 
 if TYPE_CHECKING:
     from shardwright.context.degrees import Degrees
@@ -32,6 +40,7 @@ class DistributedContext:
         """
         self.parameters = parameters
         self._world = world
+        self.dropout = "own"
         self._closed = False
         self._world_group = dist.group.WORLD
         self._groups = GroupCache(world.device.type)
@@ -108,6 +117,39 @@ class DistributedContext:
         check_axes(name, axes, self.world_size)
         self._meshes[name] = self._groups.mesh(axes)
         self._refused.pop(name, None)
+
+    def seed(self, seed: int, *, dropout: str = "own", shared: Sequence[str] = ("cp", "tp")) -> None:
+        """Seed the generators of this process, so that ranks draw alike where they must and only there.
+
+        What is drawn from here on is the same on every rank: the weights of a model, an order of samples.
+        When a module that a strategy has placed is first called, the streams of torch's generators part:
+        ranks that read other samples, or hold other stages, draw other dropout masks; those that share them
+        (the axes `shared`) draw the same. The first part goes on as one device would. A checkpoint holds the
+        state of each rank's generators; one that is loaded before the first call is kept.
+
+        Args:
+            seed: 0 or larger; the same on every rank.
+            dropout: "own": as said; "logical": the streams never part, and masks are those of one device
+                that has the whole batch, by `parallelize` or `logical_dropout`.
+            shared: axes of the batch domain whose ranks draw the same. Tensor parallel ranks must, and those
+                of `parallelize_context`, which draw for the whole sequence. Give `("tp",)` where you cut
+                sequences by hand.
+        Raises: ConfigError: no such seed, way or axis; logical dropout over stages of a pipeline.
+        Cost: none; nothing is sent.
+        """
+        mesh = self.mesh_for(BATCH_DOMAIN)
+        names = axis_names(mesh)
+        unknown = [axis for axis in shared if axis not in names]
+        if unknown:
+            raise ConfigError(f"seed: the batch domain has no axis {unknown[0]!r}; it has {', '.join(names)}")
+        check_dropout(dropout, self.parameters.pipeline_parallel)
+        seed_everything(seed)
+        self.dropout = dropout
+        own = stream_of(seed, [mesh.get_local_rank(axis) for axis in names if axis not in shared])
+        if dropout == "logical":
+            at_first_forward(None, refuse_own_masks)
+        elif own != seed:
+            at_first_forward(seed, lambda _: torch.manual_seed(own))
 
     def close(self) -> None:
         """Destroy the process group if this context made it; the meshes are unusable then."""

@@ -5,6 +5,7 @@ from shardwright.parallel.context_parallel import cut_sequence, parallelize_cont
 from shardwright.parallel.expert import ShardMoESparseExpertsParallel, parallelize_expert_parallel
 from shardwright.parallel.fsdp import parallelize_fsdp
 from shardwright.parallel.hsdp import parallelize_hsdp
+from shardwright.parallel.logical_dropout import logical_dropout
 from shardwright.parallel.replicate import parallelize_replicate
 from shardwright.parallel.table.apply import parallelize
 from shardwright.parallel.table.report import Report
@@ -16,6 +17,7 @@ __all__ = [
     "ShardMoESparseExpertsParallel",
     "ToLocalParallel",
     "cut_sequence",
+    "logical_dropout",
     "parallelize",
     "parallelize_batch_norm",
     "parallelize_context",

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardwright.context.context import DistributedContext
+from shardwright.context.domains import BATCH_DOMAIN
+from shardwright.context.submesh import submesh
 from shardwright.errors import ParallelError, ShardwrightError
+from shardwright.parallel.logical_dropout import logical_dropout
 from shardwright.parallel.table.agree import Word, agree, word_of
 from shardwright.parallel.table.calls import Call, calls_of
 from shardwright.parallel.table.initialise import Init, materialise
@@ -44,7 +47,8 @@ def parallelize(
       `"context"`. Each module that is named so is a unit of its own.
 
     Everything is tried first on tensors without memory, and the ranks tell each other what came of it. A
-    model on the meta device gets memory for this rank's part and the weights of one device: see `init`.
+    model on the meta device gets memory for this rank's part and the weights of one device: see `init`. After
+    `context.seed(seed, dropout="logical")` dropout masks are those of one device (`logical_dropout`).
 
     Args:
         plan: a mapping, a word for the whole model, or the path of a .toml or .json file.
@@ -66,6 +70,8 @@ def parallelize(
             call.apply()
         if is_new:
             materialise(module, context.device, init)
+        if context.dropout == "logical":
+            logical_dropout(module, submesh(context.mesh_for(BATCH_DOMAIN), "dp"))
     if report is not None and context.is_main:
         report(report_of(calls, placed, words))
     return module

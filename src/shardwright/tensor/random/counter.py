@@ -13,6 +13,7 @@ from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.random.rows import rows_of
 from shardwright.tensor.random.source import CounterSource, draw_key
 from shardwright.tensor.spec import LocalUse, coords_of, spec_of, with_dtype
 from shardwright.tensor.wrap import wrap
@@ -151,7 +152,7 @@ def source_for(
         )
     key = draw_key(generator)
     coords = coords_of(mesh)
-    return None if coords is None else CounterSource(key, layout, coords, device)
+    return None if coords is None else CounterSource(key, layout, coords, device, rows_of(key, layout.ranks))
 
 
 def _fill(x: DTensor, make: Draw, given: Mapping[str, Any]) -> DTensor:

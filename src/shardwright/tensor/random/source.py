@@ -20,6 +20,7 @@ from shardwright.tensor.random.philox import Words, blocks, split_key
 
 if TYPE_CHECKING:
     from shardwright.layout.layout import Layout
+    from shardwright.tensor.random.rows import BatchRows
 
 # Blocks per step: on a CPU what one step touches stays in its cache.
 _STEP = {"cpu": 1 << 15}
@@ -47,12 +48,14 @@ class CounterSource:
         layout: of the tensor that is filled; a Pending axis counts as replicated.
         coords: of the rank.
         device: where the numbers are computed.
+        rows: where this rank's rows stand in the whole batch, for what drops elements of them.
     """
 
     key: int
     layout: Layout
     coords: tuple[int, ...]
     device: torch.device
+    rows: BatchRows | None = None
 
     def uniform(self, dtype: torch.dtype) -> Tensor:
         """In [0, 1), as many bits as the dtype has digits."""
@@ -83,16 +86,17 @@ class CounterSource:
 
     def below(self, probability: float) -> Tensor:
         """Whether a draw of 32 bits is below the probability; bool."""
-        return self._values(lambda w: w, 4, torch.int64) < round(probability * 2**32)
+        first = 0 if self.rows is None else self.rows.first_of(tuple(self.layout.shape))
+        return self._values(lambda w: w, 4, torch.int64, first) < round(probability * 2**32)
 
-    def _values(self, transform: Transform, per_block: int, dtype: torch.dtype) -> Tensor:
-        """The transformed numbers of the elements held, in the local shape."""
+    def _values(self, transform: Transform, per_block: int, dtype: torch.dtype, first: int = 0) -> Tensor:
+        """The transformed numbers of the elements held, in the local shape. Args: first: of the tensor."""
         shape = self.layout.local_shape(self.coords)
         interval = interval_of(self.layout, self.coords)
         if interval is None:
-            found = self._scattered(transform, per_block, dtype)
+            found = self._scattered(first, transform, per_block, dtype)
         else:
-            found = self._interval(*interval, transform, per_block, dtype)
+            found = self._interval(first + interval[0], interval[1], transform, per_block, dtype)
         return found.reshape(shape)
 
     def _interval(
@@ -103,8 +107,8 @@ class CounterSource:
         made = self._of_blocks(index, transform, per_block, dtype)
         return made[start - first * per_block :][:count]
 
-    def _scattered(self, transform: Transform, per_block: int, dtype: torch.dtype) -> Tensor:
-        index = indices_of(self.layout, self.coords, self.device)
+    def _scattered(self, first: int, transform: Transform, per_block: int, dtype: torch.dtype) -> Tensor:
+        index = indices_of(self.layout, self.coords, self.device).add_(first)
         wanted, place = torch.unique_consecutive(index // per_block, return_inverse=True)
         made = self._of_blocks(wanted, transform, per_block, dtype)
         return made[place.mul_(per_block).add_(index.remainder_(per_block))]

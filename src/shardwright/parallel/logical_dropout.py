@@ -1,0 +1,184 @@
+"""Dropout masks that equal one device's whatever the mesh: the hooks that say which rows a rank sees."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch import nn
+
+from shardwright.comm.functional import gather_rows
+from shardwright.compat import compiles_what_is_called, current_graph_task_id, saved_tensors_hooks_on
+from shardwright.context.randomness import LOGICAL
+from shardwright.errors import ParallelError, RuleError
+from shardwright.parallel.meshes import named_axes
+from shardwright.tensor.random.logical_mode import LogicalMode
+from shardwright.tensor.random.mode import random_mode
+from shardwright.tensor.random.rows import BatchRows, enter, leave
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_MANY = 1 << 16  # draws whose rows are known until their backward has run
+_NO_MODULE = (
+    "logical dropout: dropout in a function that is checkpointed, or under no_grad inside of a module: what "
+    "a backward runs again of it would not know its rows\n"
+    "  fix: make it a module (nn.Dropout in the module that is checkpointed)"
+)
+_NO_CALL = (
+    "logical dropout: this draw belongs to no call of the module that logical_dropout was given: a part of "
+    "it was called by itself, or checkpointed with preserve_rng_state=False"
+)
+
+
+def logical_dropout(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Draw the dropout masks of `module` as one device would that has the whole batch, in place.
+
+    The batch is what the ranks of the axis read, one after the other, rows in dim 0 of the first tensor that
+    the forward takes. Each mask follows from a key and the element's index in the whole batch (Philox4x32-10,
+    as in `random_mode("counter")`), so neither the mesh nor uneven rows change it. Strategies that place
+    parameters, before or after, change nothing here. What a checkpoint computes again is dropped again alike,
+    if it is a module (or inside of one) that is checkpointed.
+
+    Args: mesh: the one axis whose ranks read other rows: `context.mesh_for("batch")["dp"]`.
+    Returns: the module itself; hooks are added, nothing else.
+    Raises: ParallelError: not one axis, applied twice, under torch.compile. When the module runs: generators
+        that are not in the same state on all ranks (`context.seed(seed, dropout="logical")`), no tensor among
+        the arguments. RuleError: a mask whose first dim is no multiple of the rows, a kernel that drops
+        inside, a function (no module) with dropout that is checkpointed.
+    Cost: an all-gather of 16 bytes per call of the module; a mask costs several times torch's.
+    Source: Salmon and others, SC11, section 3.3.
+    """
+    axes = named_axes(mesh, "logical_dropout")
+    if len(axes) != 1:
+        raise ParallelError(
+            f'logical_dropout takes one axis, got {axes}; take context.mesh_for("batch")["dp"]'
+        )
+    for path, child in module.named_modules():
+        if hasattr(child, LOGICAL):
+            raise ParallelError(
+                f"logical_dropout: {path or 'the module'} draws its masks by logical index already; apply it "
+                "once"
+            )
+    scope = _RowsOfModule(mesh)
+    setattr(module, LOGICAL, scope)
+    module.register_forward_pre_hook(scope.begin, with_kwargs=True)
+    module.register_forward_hook(scope.end, always_call=True)
+    for child in module.modules():
+        if child is not module:
+            child.register_forward_pre_hook(scope.begin_inner)
+            child.register_forward_hook(scope.end, always_call=True)
+    return module
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """One module that runs on this thread.
+
+    Args:
+        entered: what was on when it was entered: hooks on saved tensors, gradients.
+        opened: the modes that it opened; None for one inside of another.
+        rows: of the call; None where a backward runs a part of it again.
+    """
+
+    entered: tuple[object, bool]
+    opened: tuple[random_mode, LogicalMode] | None
+    rows: BatchRows | None
+
+
+class _Here(threading.local):
+    """The modules that run on this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+
+
+class _RowsOfModule:
+    """The scope of one module: opened by its calls, and by what a backward runs again of it."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.ranks = frozenset(mesh.mesh.flatten().tolist())
+        self._group, self._device = mesh.get_group(), mesh.device_type
+        self._here = _Here()
+        self._known: OrderedDict[int, BatchRows] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RowsOfModule:
+        return self
+
+    def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The module is called."""
+        if compiles_what_is_called():
+            raise ParallelError("logical_dropout: a module that draws its masks by index is not compiled")
+        again = current_graph_task_id() != -1
+        self._open(None if again else self._agreed(_rows_in((*args, *kwargs.values()))))
+
+    def begin_inner(self, *_: Any) -> None:
+        """A part of it is: from it, or again by a backward, or by itself, in which case a draw says so."""
+        frames = self._here.frames
+        if frames:
+            frames.append(_Frame(_entered(), None, frames[-1].rows))
+        else:
+            self._open(None)
+
+    def end(self, *_: Any) -> None:
+        """Either of them has ended, with a result or an error."""
+        if not self._here.frames:
+            return  # `begin` itself has failed
+        opened = self._here.frames.pop().opened
+        if opened is not None:
+            leave(self)
+            for mode in reversed(opened):
+                mode.__exit__(None, None, None)
+
+    def rows_of(self, key: int) -> BatchRows:
+        """The rows that a draw is about: those of this call, or in a backward those of its forward.
+
+        Raises: RuleError: they are not known, or would not be in the backward.
+        """
+        frame = self._here.frames[-1]
+        if frame.entered != _entered():
+            raise RuleError(_NO_MODULE)
+        rows = frame.rows if frame.rows is not None else self._known.get(key)
+        if rows is None:
+            raise RuleError(_NO_CALL)
+        self._known[key] = rows
+        if len(self._known) > _MANY:
+            self._known.popitem(last=False)
+        return rows
+
+    def _open(self, rows: BatchRows | None) -> None:
+        opened = (random_mode("counter"), LogicalMode(self))
+        self._here.frames.append(_Frame(_entered(), opened, rows))
+        for mode in opened:
+            mode.__enter__()
+        enter(self)
+
+    def _agreed(self, rows: int) -> BatchRows:
+        """This rank's place among the rows of all. Raises: ParallelError: generators differ."""
+        state = xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().tobytes()) >> 1
+        told = torch.tensor([rows, state], device=self._device)
+        sizes = [1] * self._group.size()
+        said = gather_rows(told[None], sizes, self._group, reason="rows of logical dropout").tolist()
+        if any(other != state for _, other in said):
+            raise ParallelError(
+                "logical dropout: the generators of the ranks are in other states, and would drop by other "
+                'keys\n  fix: context.seed(seed, dropout="logical") on every rank, and no draw on some only'
+            )
+        return BatchRows(sum(count for count, _ in said[: self._group.rank()]), rows)
+
+
+def _entered() -> tuple[object, bool]:
+    """What differs inside of a checkpointed function, and is the same in all that a module runs."""
+    return saved_tensors_hooks_on(), torch.is_grad_enabled()
+
+
+def _rows_in(values: tuple[Any, ...]) -> int:
+    """The rows of the first tensor, which is what the module is called with."""
+    first = next((x for x in values if isinstance(x, torch.Tensor) and x.ndim), None)
+    if first is None:
+        raise ParallelError("logical dropout: no tensor among the arguments, whose dim 0 would be the rows")
+    return first.shape[0]

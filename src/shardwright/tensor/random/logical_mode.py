@@ -1,0 +1,102 @@
+"""Dropout of plain tensors, drawn by the logical index of each element in the whole batch."""
+
+from __future__ import annotations
+
+import math
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.compat import TorchDispatchMode
+from shardwright.errors import RuleError
+from shardwright.tensor.random.philox import blocks, split_key
+from shardwright.tensor.random.source import draw_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwright.tensor.random.rows import Scope
+
+aten = torch.ops.aten
+_PER_BLOCK = 4
+# Kernels that drop inside, and where their probability stands: what they drop cannot be said from outside.
+_INSIDE = MappingProxyType(
+    {
+        "_scaled_dot_product_flash_attention": "dropout_p",
+        "_scaled_dot_product_flash_attention_for_cpu": "dropout_p",
+        "_scaled_dot_product_efficient_attention": "dropout_p",
+        "_scaled_dot_product_cudnn_attention": "dropout_p",
+        "_cudnn_rnn": "dropout",
+    }
+)
+
+
+class LogicalMode(TorchDispatchMode):
+    """Within it, masks of plain tensors follow from their place in the batch; all else runs as it is.
+
+    Not for DTensors: `random_mode("counter")` draws theirs.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._scope = scope
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        draw = _DRAWN.get(func)
+        if draw is not None and _is_plain(args[0]) and kwargs.get("generator") is None:
+            return draw(self._scope, *args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if name in _INSIDE:
+            _refuse_inside(func, name, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, TorchDTensor) and not x.is_meta
+
+
+def _kept(scope: Scope, x: Tensor, keep: float) -> Tensor:
+    """Which elements of x stay, by 32 bits each; bool, in the shape of x."""
+    key = draw_key(None)
+    start = scope.rows_of(key).first_of(tuple(x.shape))
+    first, last = start // _PER_BLOCK, -(-(start + x.numel()) // _PER_BLOCK)
+    index = torch.arange(first, last, device=x.device)
+    words = torch.stack(blocks(index, split_key(key)), dim=-1).reshape(-1)
+    return (words[start - first * _PER_BLOCK :][: x.numel()] < round(keep * 2**32)).reshape(x.shape)
+
+
+def _bernoulli(scope: Scope, x: Tensor, p: float = 0.5, *, generator: None = None) -> Tensor:  # noqa: ARG001
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
+    return x.copy_(_kept(scope, x, p))
+
+
+def _native_dropout(scope: Scope, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    keep = 1.0 - p if train or train is None else 1.0
+    mask = _kept(scope, x, keep)
+    return x * mask * (0.0 if keep == 0 else 1.0 / keep), mask
+
+
+_DRAWN: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli_.float: _bernoulli,
+    aten.native_dropout.default: _native_dropout,
+}
+
+
+def _refuse_inside(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise RuleError for a kernel that drops by itself."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    chance = given.get(_INSIDE[name]) or 0.0
+    if chance and not math.isclose(chance, 0.0) and given.get("train", True):
+        raise RuleError(
+            f"logical dropout: {name} drops with p={chance} inside of a kernel, in an order of its own\n"
+            "  fix: torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the attention, or no dropout of "
+            "its weights"
+        )
