@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 
@@ -17,8 +17,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.mix(self.norm(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-        merged = self.down(self.inner(F.gelu(self.up(x))))
+        x = x + self.out(
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        )
+        merged = self.down(self.inner(functional.gelu(self.up(x))))
         return x + self.outer(merged)
 
 
@@ -36,8 +38,9 @@ class Model(nn.Module):
     def forward(self, tokens):
         x = self.drop(self.embed(tokens))
         for block in self.layers:
-            x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant") if self.recompute else block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten(), reduction="sum")
+            again = self.recompute == "reentrant"
+            x = checkpoint(block, x, use_reentrant=again) if self.recompute else block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten(), reduction="sum")
 
 
 def made(**kwargs):

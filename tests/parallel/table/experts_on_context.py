@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.moe import MoELayer
@@ -21,7 +21,9 @@ class Block(nn.Module):
 
     def forward(self, x):
         q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.mix(self.norm(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        x = x + self.out(
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        )
         return x + self.moe(x)
 
 
@@ -39,7 +41,9 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         for block in self.layers:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return functional.cross_entropy(
+            self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+        )
 
 
 def made(**kwargs):

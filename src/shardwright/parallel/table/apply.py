@@ -18,7 +18,7 @@ from shardwright.parallel.table.rehearsal import Placed, check_new, rehearse
 from shardwright.parallel.table.report import Report, print_report, report_of
 from shardwright.parallel.table.resolve import resolve
 from shardwright.parallel.table.rows import Plan, read_rows
-from shardwright.tensor.modules.slots import unchanged_on_error
+from shardwright.tensor.modules.ties import ties_kept
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +65,7 @@ def parallelize(
     _check_context(context)
     calls, placed, words = _prepared(module, context, plan)
     is_new = any(p.is_meta for p in module.parameters())
-    with unchanged_on_error(module):
+    with ties_kept(module, "parallelize"):
         for call in calls:
             call.apply()
         if is_new:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import ParallelError
@@ -26,8 +27,9 @@ def materialise(module: nn.Module, device: torch.device, init: Init | None = Non
 
     Values are drawn from the default generator, whole and then cut: those of one device whose generator was
     in this state when it made the model. That holds where a constructor draws as its modules are registered,
-    each by `reset_parameters` (torch's do), or by `transformers`' `_init_weights`; not for values that a
-    constructor made otherwise (`nn.Parameter(torch.randn(3))`), which nobody can make again.
+    each by `reset_parameters` (torch's do), then by `transformers`' `_init_weights`; not where one draws
+    otherwise (`Conv1D` of GPT-2): weights are then alike on every mesh, and others than a constructor's. Of
+    a parameter that nothing can give a value (`nn.Parameter(torch.randn(3))`) the name is said.
 
     Args: init: a function of the module that gives all values, in place of that.
     Raises: ParallelError: a parameter or buffer that got none.
@@ -85,7 +87,23 @@ def _start(module: nn.Module) -> None:
     # A model of transformers draws all of it anew, but what an inner model of its kind has drawn.
     everything = getattr(module, "initialize_weights", None)
     if callable(everything) and hasattr(module, "_init_weights"):
-        everything()
+        with _as_its_own_class(module):
+            everything()
+
+
+@contextmanager
+def _as_its_own_class(module: nn.Module) -> Iterator[None]:
+    """`transformers` asks where a class was defined, and gives others less: a unit's class is of torch."""
+    own = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    asked = getattr(own, "is_custom_code", None)
+    if own is type(module) or asked is None:
+        yield
+        return
+    vars(module)["is_custom_code"] = asked
+    try:
+        yield
+    finally:
+        del vars(module)["is_custom_code"]
 
 
 @contextmanager
