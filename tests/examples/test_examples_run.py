@@ -1,0 +1,64 @@
+"""The examples run as their first lines say, and find what one device finds: they compare it themselves."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import only
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+_LONGEST = 80
+
+
+def _command(name):
+    """What the first line says."""
+    first = (ROOT / "examples" / name).read_text().splitlines()[0]
+    assert first.startswith("# torchrun ")
+    assert first.endswith(f"examples/{name}")
+    return first.removeprefix("# ")
+
+
+def _run(command, folder):
+    program, *arguments = shlex.split(command)
+    assert program == "torchrun"
+    environment = {**os.environ, "EXAMPLE_FOLDER": str(folder), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", only(["fsdp.py"], EXAMPLES))
+def test_an_example_runs_as_its_first_line_says(name, tmp_path):
+    printed = [_run(command, tmp_path) for command in _command(name).split(" && ")]
+    assert all(printed)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_short(name):
+    assert len((ROOT / "examples" / name).read_text().splitlines()) < _LONGEST
+
+
+def test_an_example_that_finds_another_number_fails(tmp_path):
+    """A planted fault: the loss of one device is compared with twice the loss."""
+    text = (ROOT / "examples" / "fsdp.py").read_text()
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(text.replace("assert_close(loss, expected", "assert_close(2 * loss, expected"))
+    with pytest.raises(AssertionError, match="not close"):
+        _run(f"torchrun --standalone --nproc-per-node 4 {wrong}", tmp_path)
