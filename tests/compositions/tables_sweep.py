@@ -27,9 +27,8 @@ def main() -> int:
                 text = next((f"rank {rank}: {said[0]}" for rank, said in enumerate(found) if said), "")
             except RankError as error:
                 text = str(error).strip().splitlines()[-1]
-            if text:
-                bad += 1
-                print(f"{' + '.join(strategies)} | {variant}: {text}", flush=True)
+            bad += bool(text)
+            print(f"{' + '.join(strategies)} | {variant}: {text or 'as one device'}", flush=True)
     print(f"{tried} tables, {bad} not as one device, {time.monotonic() - start:.0f} s")
     return 1 if bad or not tried else 0
 

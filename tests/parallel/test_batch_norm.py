@@ -10,6 +10,7 @@ from shardwright.context import DENSE_DOMAIN
 from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer, global_mean
 from shardwright.parallel import (
+    differing_buffers,
     parallelize,
     parallelize_batch_norm,
     parallelize_fsdp,
@@ -144,6 +145,21 @@ def test_what_is_no_batch_norm_of_torch_is_refused_and_left_as_it_was(ranks):
     words = ("no batch norm", "apply it once", "forward of its own", "LazyBatchNorm1d", "forward of its own")
     for found in ranks(2, _refusals):
         assert all(word in text for word, text in zip(words, found, strict=True))
+
+
+def _named():
+    at = context(data_parallel_shard=2)
+    mesh = at.mesh_for(DENSE_DOMAIN)["dp_cp_shard"]
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=0.0))
+    before = differing_buffers(net, mesh)
+    net(torch.randn(4, 3, generator=torch.Generator().manual_seed(at.rank)))
+    with pytest.raises(ParallelError, match=r"have other buffers: 0\.running_mean, 0\.running_var"):
+        parallelize(net, at, "fsdp", report=None)
+    return before, differing_buffers(net, mesh)
+
+
+def test_buffers_that_differ_between_ranks_are_named(ranks):
+    assert ranks(2, _named) == [((), ("0.running_mean", "0.running_var"))] * 2
 
 
 def _by_table():

@@ -1,6 +1,7 @@
 """Strategies: small functions that place the parameters of a module."""
 
 from shardwright.parallel.batch_norm import parallelize_batch_norm
+from shardwright.parallel.buffers import differing_buffers
 from shardwright.parallel.context_parallel import cut_sequence, parallelize_context
 from shardwright.parallel.expert import ShardMoESparseExpertsParallel, parallelize_expert_parallel
 from shardwright.parallel.fsdp import parallelize_fsdp
@@ -17,6 +18,7 @@ __all__ = [
     "ShardMoESparseExpertsParallel",
     "ToLocalParallel",
     "cut_sequence",
+    "differing_buffers",
     "logical_dropout",
     "parallelize",
     "parallelize_batch_norm",

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
+from shardwright.parallel.buffers import digest_of, digests_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,6 +32,7 @@ class Word:
         table: of its rows.
         names: of its parameters.
         parameters: what each is: shape and dtype, and its values where ranks cut them unasked.
+        buffers: the values of plain ones.
         generator: the state that weights are to be drawn from; 0 where none are.
         local_bytes: of each parameter.
     """
@@ -40,6 +42,7 @@ class Word:
     table: int = 0
     names: tuple[str, ...] = ()
     parameters: tuple[int, ...] = ()
+    buffers: tuple[tuple[str, int], ...] = ()
     generator: int = 0
     local_bytes: tuple[int, ...] = ()
 
@@ -54,6 +57,7 @@ def word_of(rank: int, module: nn.Module, rows: Sequence[Row], placed: Sequence[
         table=_digest(repr([(r.pattern, r.strategy, r.said, sorted(map(str, r.options))) for r in rows])),
         names=tuple(name for name, _ in named),
         parameters=tuple(_parameter(p, values=name in cut) for name, p in named),
+        buffers=tuple(digests_of(module).items()),
         generator=_digest(torch.get_rng_state().numpy().tobytes()) if any(p.is_meta for _, p in named) else 0,
         local_bytes=tuple(each.local_bytes for each in placed),
     )
@@ -63,8 +67,7 @@ def _parameter(p: nn.Parameter, *, values: bool) -> int:
     told = _digest(f"{tuple(p.shape)} {p.dtype} {p.requires_grad}")
     if not values or p.is_meta or isinstance(p, TorchDTensor):
         return told
-    held = p.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return told ^ _digest(held.numpy())
+    return told ^ digest_of(p)
 
 
 def _digest(of: Any) -> int:
@@ -107,6 +110,12 @@ def _refuse_difference(one: Word, other: Word) -> None:
         text = (
             f"{ranks} have another {name} (its shape, dtype or values), of which every rank would keep a "
             "part\n  fix: context.seed(seed) before the model is made, or load it on every rank"
+        )
+    elif one.buffers != other.buffers:
+        differing = dict(sorted(set(one.buffers) ^ set(other.buffers)))
+        text = (
+            f"{ranks} have other buffers: {', '.join(differing)}\n"
+            "  fix: make or load the model alike on every rank"
         )
     elif one.generator != other.generator:
         text = (
