@@ -20,6 +20,7 @@ ROOT = Path(remember.__file__).parent
 # Tables that nothing else could fill again: state, no cache.
 STATE = {
     "compat/fully_shard.py:_managed": "what torch's fully_shard made of a parameter, while that lives",
+    "context/randomness.py:_waiting": "the hook of the newest seed, until the first forward",
     "context/registry.py:_newest": "the open context",
     "tensor/dispatch/torch_shardings.py:_told": "warnings are said once",
     "tensor/plain/spmd.py:_checked_sites": "the ranks compared these lines together",
