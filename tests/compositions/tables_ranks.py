@@ -95,7 +95,7 @@ def train(strategies: tuple[str, ...], variant: Variant, planted: str = "") -> l
     one, model = made
     parallelize(model, at, table_of(strategies), report=None)
     kind: Any = getattr(torch.optim, variant.optimizer)
-    options = {"lr": 1e-2, "eps": 1e-6} if variant.optimizer == "AdamW" else {"lr": 0.3}
+    options = {"lr": 1e-3, "eps": 1e-6} if variant.optimizer == "AdamW" else {"lr": 0.3}
     optimizers = [kind(m.parameters(), **options) for m in (one, model)]
     synchronizer = GradientSynchronizer(model)
     data = at.mesh_for(BATCH_DOMAIN)["dp"]

@@ -156,7 +156,7 @@ def _placed(path: str, parameter: nn.Parameter, mesh: DeviceMesh, source: int | 
         value = distribute_tensor(parameter.detach(), mesh, whole, src_data_rank=source)
     else:
         before = as_ours(parameter)
-        if is_other_view(before.device_mesh, mesh):
+        if is_other_view(before.device_mesh, mesh) or _is_complete(before, mesh):
             return None
         if axis_names(mesh)[0] in axis_names(before.device_mesh):
             raise ParallelError(
@@ -167,6 +167,11 @@ def _placed(path: str, parameter: nn.Parameter, mesh: DeviceMesh, source: int | 
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
     carry_over(parameter, new)
     return new
+
+
+def _is_complete(x: DTensor, mesh: DeviceMesh) -> bool:
+    """On a mesh of one rank a parameter that computes locally (an expert's) is what it must be."""
+    return mesh.size() == 1 and x._spec.use is not None and kept_spec(x._spec) is None
 
 
 def _computing(x: DTensor) -> DTensor:

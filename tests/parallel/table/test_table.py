@@ -242,3 +242,21 @@ def _no_context():
 
 def test_a_mesh_in_place_of_a_context_is_refused(ranks):
     ranks(2, _no_context)
+
+
+def _alone():
+    at = context()
+    one, module = made(), made()
+    parallelize(module, at, {**TENSOR, "": ["context", "fsdp"], "layers.*": "fsdp"}, report=None)
+    one.eval(), module.eval()
+    one(batch(3)).backward()
+    loss = module(batch(3))
+    loss.backward()
+    GradientSynchronizer(module).synchronize()
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), one.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+
+
+def test_on_one_rank_every_row_is_what_one_device_does(ranks):
+    """A table is tried before it goes to many: no axis has two ranks, and none is missed."""
+    ranks(1, _alone)
