@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwright.comm import functional
+from shardwright.comm.dtype import moves_natively
 from shardwright.comm.mailbox import Mailing
 from shardwright.comm.pack import copy_in, flat_memory, in_memory, joined, move, new_tensor, shaped
 from shardwright.comm.task import Task, label, tensor
@@ -100,6 +101,7 @@ class Exchanging(Task):
         whole = self.packing.whole_filled or work.gather
         moved = tuple([(a, b._replace(start=b.start + shift)) for a, b in work.kept.views])
         self.keep = () if whole else moved
+        self.equal = work.gather and group.size() > 1 and moves_natively(plan.source.dtype)
 
     def run(self, held: Held, why: str) -> Tensor:
         """The result; terms along a leading dim."""
@@ -127,6 +129,8 @@ class Exchanging(Task):
         return joined(x, self.packing.to_send)
 
     def _arrived(self, buffer: Tensor, why: str) -> Tensor:
+        if self.equal:
+            return functional.gather_equal(buffer, (self.group, self.axis, why))
         if self.work.gather:
             sizes = [buffer.numel()] * self.group.size()
             return functional.gather_rows(buffer, sizes, self.group, axis=self.axis, reason=why)
@@ -140,7 +144,8 @@ class Exchanging(Task):
         if self.packing.whole_filled:
             return shaped(received, self.result)
         out = new_tensor(x, self.result)
-        move(x, out, self.keep)
+        if self.keep:
+            move(x, out, self.keep)
         copy_in(received, out, self.packing.to_fill)
         return out
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -169,15 +170,19 @@ def _all_gather(x: Tensor, sizes: Sequence[int], told: Told) -> Tensor:
         # Uneven: an all-to-all that repeats the rows moves exactly the missing ones; padding would move more.
         repeated = x.repeat(n, *([1] * (x.dim() - 1)))
         return _all_to_all(repeated, list(sizes), [x.shape[0]] * n, told)
+    return gather_equal(x, told)
+
+
+def gather_equal(x: Tensor, told: Told) -> Tensor:
+    """`gather_rows` of contiguous rows, as many on each of several members, whose dtype moves natively."""
+    group = told[0]
+    n = group.size()
     if recording():
         with _sending(told, "all_gather", x, (n - 1) * x.nbytes):
-            return _gathered(x, told[0])
-    return _gathered(x, told[0])
-
-
-def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
-    gathered: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(x, group.size(), group.group_name))
-    return gathered
+            gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(x, n, group.group_name))
+    else:
+        gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(x, n, group.group_name))
+    return cast("Tensor", gathered)
 
 
 def reduce_scatter_rows_raw(

@@ -16,12 +16,13 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
+from shardwright.plan import network
 from shardwright.plan.cost import lower_bound, matching
 from shardwright.plan.decide_between import plan_between, plan_between_in_pieces
 from shardwright.plan.exchange import Exchange
 from shardwright.plan.holders import LayoutMap, Map, MixedMap, SlabMap, unchanged_axes
 from shardwright.plan.lines import groups_of
-from shardwright.plan.network import current_network, network_version
+from shardwright.plan.network import current_network
 from shardwright.plan.pending import AxisPending, check_domains, commute, pending_change, takes_padding
 from shardwright.plan.plan import Plan
 from shardwright.plan.slow_axes import by_level, slow_bound
@@ -68,10 +69,10 @@ def plan_redistribution(source: Layout, target: Layout, *, max_extra_bytes: int 
         PlanError: the shapes or dtypes differ, a Pending of the target cannot be made, or even the
             smallest pieces need more memory than `max_extra_bytes`.
     """
-    plan = _planned(source, target, network_version())
+    plan = _planned(source, target, network.version)
     if max_extra_bytes is None or plan.peak_bytes <= max_extra_bytes:
         return plan
-    return _planned_in_pieces(source, target, max_extra_bytes, network_version())
+    return _planned_in_pieces(source, target, max_extra_bytes, network.version)
 
 
 def plan_together(pairs: Iterable[tuple[Layout, Layout]]) -> list[Plan]:
@@ -79,7 +80,7 @@ def plan_together(pairs: Iterable[tuple[Layout, Layout]]) -> list[Plan]:
 
     Terms that are small alone may be large together: those of one dtype then go in two rounds of fewer bytes.
     """
-    plans = [_planned(*pair, network_version()) for pair in pairs]
+    plans = [_planned(*pair, network.version) for pair in pairs]
     small: dict[torch.dtype, list[int]] = {}
     for index, plan in enumerate(plans):
         if plan.reason == _SMALL:
@@ -88,7 +89,7 @@ def plan_together(pairs: Iterable[tuple[Layout, Layout]]) -> list[Plan]:
         ranks = len(plans[members[0]].source.ranks)
         if sum(plans[i].total_bytes for i in members) > one_round_bytes() * ranks:
             for i in members:
-                plans[i] = _planned(plans[i].source, plans[i].target, network_version(), False)
+                plans[i] = _planned(plans[i].source, plans[i].target, network.version, False)
     return plans
 
 

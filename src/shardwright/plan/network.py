@@ -49,7 +49,7 @@ class Network:
 
 
 _current = Network()
-_version = 0
+version = 0  # changes with the network: a part of the key under which plans are remembered
 
 
 def current_network() -> Network:
@@ -57,12 +57,7 @@ def current_network() -> Network:
     return _current
 
 
-def network_version() -> int:
-    """Changes with the network: a part of the key under which plans are remembered."""
-    return _version
-
-
 def set_network(network: Network) -> None:
     """Make plans for this network from now on, on this rank only: see `shardwright.comm.use_network`."""
-    global _current, _version
-    _current, _version = network, _version + 1
+    global _current, version
+    _current, version = network, version + 1

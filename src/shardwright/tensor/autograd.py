@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.placement.base import Pending
+from shardwright.remember import remembered
 from shardwright.tensor.between import acceptable_between
 from shardwright.tensor.local_use import kept_spec, restore_axes
 from shardwright.tensor.move import move_asked
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from shardwright.layout.layout import Layout
     from shardwright.tensor.dtensor import DTensor
-    from shardwright.tensor.spec import Spec
+    from shardwright.tensor.spec import Spec, Token
 
 
 def acceptable_gradient(source: Layout, gradient: Layout) -> Layout:
@@ -67,7 +68,7 @@ class FromLocal(torch.autograd.Function):
             ctx.grad_layout.placements, order=ctx.grad_layout.order_names
         )
         if differentiated(grad):
-            moved = apply(Redistribute, grad, target, grad.device_mesh)
+            moved = redistributed(grad, target, grad.device_mesh)
             return to_local(moved, finished(target)), None, None, None
         local = move_asked(grad, target, reason="gradient of from_local")
         return local, None, None, None
@@ -101,27 +102,39 @@ def to_local(x: DTensor, grad_layout: Layout) -> torch.Tensor:
 
 
 class Redistribute(torch.autograd.Function):
-    """DTensor -> DTensor of another layout, on `mesh`. Backward: from the layout that the gradient has."""
+    """DTensor -> DTensor of another spec. Backward: from the layout that the gradient has."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, target: Layout, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.source, ctx.mesh = x._spec.layout, x.device_mesh
+    def forward(ctx: Any, x: DTensor, target: Spec) -> torch.Tensor:
+        ctx.source = x._spec.token
         ctx.set_materialize_grads(False)
         up_to_date(x)
-        local = move_asked(x, target, reason="redistribute")
+        local = move_asked(x, target.layout, reason="redistribute")
         if local is x._local_tensor:
             local = local.view_as(local)
-        return wrap(local, spec_of(target, mesh, x._spec.use if mesh == x.device_mesh else None))
+        return wrap(local, target)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None]:
         if grad is None:
-            return None, None, None
-        target = acceptable_gradient(ctx.source, grad._spec.layout)
+            return None, None
+        target = _returned(ctx.source, grad._spec.token)
         if differentiated(grad):
-            return apply(Redistribute, grad, target, ctx.mesh), None, None
-        local = move_asked(grad, target, reason="gradient of redistribute")
-        return wrap(local, spec_of(target, ctx.mesh)), None, None
+            return apply(Redistribute, grad, target), None
+        return wrap(move_asked(grad, target.layout, reason="gradient of redistribute"), target), None
+
+
+def redistributed(x: DTensor, target: Layout, mesh: DeviceMesh) -> DTensor:
+    """`x` in a layout on a mesh, its own or another one: differentiable."""
+    use = x._spec.use if mesh == x.device_mesh else None
+    return apply(Redistribute, x, spec_of(target, mesh, use))
+
+
+@remembered(16384)
+def _returned(source: Token, gradient: Token) -> Spec:
+    """What a gradient of one spec becomes for a value that had the other."""
+    target = acceptable_gradient(source.spec.layout, gradient.spec.layout)
+    return spec_of(target, source.spec.mesh)
 
 
 class Adopt(Redistribute):
@@ -134,7 +147,7 @@ class Adopt(Redistribute):
     @staticmethod
     def forward(ctx: Any, x: TorchDTensor) -> torch.Tensor:  # type: ignore[override]
         ours = as_ours(x)
-        ctx.source, ctx.mesh = ours._spec.layout, x.device_mesh
+        ctx.source = ours._spec.token
         ctx.set_materialize_grads(False)
         return ours
 
@@ -170,7 +183,8 @@ class Localize(torch.autograd.Function):
             grad = _complete(as_ours(grad))
         if differentiated(grad):
             if inner is not None:
-                grad = apply(Redistribute, grad, with_dtype(finished(inner.layout), grad.dtype), inner.mesh)
+                target = with_dtype(finished(inner.layout), grad.dtype)
+                grad = redistributed(cast("DTensor", grad), target, inner.mesh)
             return apply(RestoreAxes, grad, ctx.spec)
         local = grad if inner is None else _brought_to(inner, cast("DTensor", grad))
         term = restore_axes(ctx.spec, local)
@@ -200,7 +214,7 @@ class GradientIsTaken:
 def _complete(grad: DTensor) -> torch.Tensor:
     """The gradient of a local tensor that counted as replicated on axes that the parameter does not know."""
     whole = grad._spec.layout.replicated()
-    return to_local(apply(Redistribute, grad, whole, grad.device_mesh), whole)
+    return to_local(redistributed(grad, whole, grad.device_mesh), whole)
 
 
 def _brought_to(inner: Spec, grad: DTensor) -> DTensor:

@@ -16,9 +16,9 @@ from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Placement, Replicate
 from shardwright.tensor.agreed import check_alike, check_stated, refuse_unequal, told_by_all, whole_of
-from shardwright.tensor.autograd import FromLocal, Redistribute, apply
+from shardwright.tensor.autograd import FromLocal, Redistribute, apply, redistributed
 from shardwright.tensor.between import layout_on
-from shardwright.tensor.needless_moves import is_own_layout, known_target, unmoved
+from shardwright.tensor.needless_moves import known_target, unmoved
 from shardwright.tensor.placements import PlacementsArgument, mesh_and_placements, resolve_placements
 from shardwright.tensor.spec import coords_of, finished
 from shardwright.tensor.wrap import knots
@@ -215,21 +215,20 @@ def redistribute(
     async_op: bool = False,
 ) -> DTensor:
     """See `DTensor.redistribute`."""
+    if forward_dtype is None and backward_dtype is None and order is None and not async_op:
+        known = known_target(x, mesh, placements)
+        if known is not None:
+            return unmoved(x) if known.token is x._spec.plain.token else apply(Redistribute, x, known)
     mesh, given = mesh_and_placements("redistribute", mesh, placements)
-    as_it_is = forward_dtype is None and backward_dtype is None and order is None
-    if as_it_is and is_own_layout(x, mesh, given):
-        return unmoved(x)
     home = x.device_mesh if mesh is None else mesh
     if forward_dtype is not None and forward_dtype != x.dtype:
         x = cast("DTensor", x.to(forward_dtype))
     if backward_dtype is not None:
         x = apply(_CastGradient, x, backward_dtype)
-    target = known_target(x, home, given) if order is None else None
-    if target is None:
-        target = layout_on(x, home, given, order)
+    target = layout_on(x, home, given, order)
     if async_op and home == x.device_mesh and x._spec.use is None and not torch.compiler.is_compiling():
         return knots.start(x, target)
-    return apply(Redistribute, x, target, home)
+    return redistributed(x, target, home)
 
 
 class _CastGradient(torch.autograd.Function):
@@ -250,4 +249,4 @@ def replicated(x: DTensor) -> DTensor:
     target = x._spec.layout.replicated()
     if target == x._spec.layout:
         return x
-    return apply(Redistribute, x, target, x.device_mesh)
+    return redistributed(x, target, x.device_mesh)

@@ -59,8 +59,8 @@ def _kept(layout: Layout, dims: tuple[int, ...], *, must_hold: bool) -> list[Pla
     return kept
 
 
-def base_of(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The local part of what was expanded; a rank outside the mesh has none."""
-    for dim in expanded_dims(layout) if local.dim() == len(layout.shape) else ():
+def base_of(local: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:
+    """The local part of what was expanded along these dims."""
+    for dim in repeated:
         local = local.narrow(dim, 0, min(1, local.shape[dim]))
     return local

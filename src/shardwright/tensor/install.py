@@ -40,7 +40,7 @@ ALGORITHMS = (key_parts, orders, scans, windows)
 def install() -> None:
     """Tie every knot."""
     CLASSES[:] = [DTensor, LocalizedDTensor]
-    knots.refresh = write_back.refresh_if_any
+    knots.copies, knots.refresh = write_back.origins.data, write_back.refresh
     knots.start = start_redistribution
     for table in OWN:
         boundary.OWN.update(table)

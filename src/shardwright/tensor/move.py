@@ -6,13 +6,15 @@ program goes on (`under_way.py`), both of which the program wrote. `lint-imports
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.comm.execute import execute
+from shardwright.comm.bound import Bound
 from shardwright.comm.record import record_decision, recording
+from shardwright.plan import network
 from shardwright.plan.decide import plan_redistribution
+from shardwright.remember import memo
 from shardwright.tensor.between import own_coords
-from shardwright.tensor.expanded import base_of, bases
+from shardwright.tensor.expanded import base_of, bases, expanded_dims
 from shardwright.tensor.explicit_mode import refuse_moves
 from shardwright.tensor.wrap import up_to_date
 
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from shardwright.index.region import Shape
     from shardwright.layout.layout import Layout
     from shardwright.tensor.dtensor import DTensor
+    from shardwright.tensor.spec import Spec, Token
 
 
 def move_asked(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
@@ -33,18 +37,53 @@ def move_asked(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
     The local tensor of `x` itself if it has that layout. Not differentiable: autograd lies above. Cost: what
     `plan_redistribution(sw.layout_of(x), target)` states.
     """
-    source = x._spec.layout
-    if source is target or source == target:
+    spec = x._spec
+    if spec.layout is target:
+        return x._local_tensor
+    key = spec.token, target, network.version
+    road = _roads.get(key)
+    if road is None:
+        road = _roads[key] = _road(spec, target)
+    if road.bound is None:
         return x._local_tensor
     local = x._local_tensor.resolve_conj().resolve_neg()  # what is sent are bytes, not flags
+    if road.repeated is None:
+        return road.bound.run(local, reason)
+    moved = road.bound.run(base_of(local, road.repeated), f"{reason}: what it was expanded from")
+    return moved if road.shape is None else moved.expand(road.shape)
+
+
+class _Road(NamedTuple):
+    """How tensors of one spec get a layout.
+
+    bound:    the plan; None: they have it.
+    repeated: the dims along which they repeat one element, which moves once; None: there are none.
+    shape:    the local shape in which the result repeats it again; None: on a rank that has no part.
+    """
+
+    bound: Bound | None
+    repeated: tuple[int, ...] | None = None
+    shape: Shape | None = None
+
+
+_MANY_ROADS = 16384
+_roads: dict[tuple[Token, Layout, int], _Road] = memo("moves between layouts", {})
+
+
+def _road(spec: Spec, target: Layout) -> _Road:
+    if len(_roads) >= _MANY_ROADS:
+        _roads.clear()
+    source = spec.layout
+    if source == target:
+        return _Road(None)
     small = bases(source, target)
     if small is None:
-        return execute(plan_redistribution(source, target), local, x.device_mesh, reason=reason)
-    base, why = base_of(local, source), f"{reason}: what it was expanded from"
-    moved = execute(plan_redistribution(*small), base, x.device_mesh, reason=why)
+        return _Road(Bound(plan_redistribution(source, target), spec.mesh))
     same = target.mesh_shape == source.mesh_shape
-    coords = x._spec.coords if same else own_coords(target)
-    return moved if coords is None else moved.expand(target.local_shape(coords))
+    coords = spec.coords if same else own_coords(target)
+    shape = None if coords is None else target.local_shape(coords)
+    repeated = () if spec.coords is None else expanded_dims(source)  # who is outside has a part of one dim
+    return _Road(Bound(plan_redistribution(*small), spec.mesh), repeated, shape)
 
 
 def move_operands(

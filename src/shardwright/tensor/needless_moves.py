@@ -1,72 +1,75 @@
-"""What a redistribution need not do again: make the layout it leads to, or move to the layout that it has."""
+"""What a redistribution need not do again: make the spec it leads to, or move to the layout that it has."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor.placement_types import Partial as TorchPartial
+from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
+from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from shardwright.compat import DisableTorchFunctionSubclass
 from shardwright.placement.base import Placement
-from shardwright.placement.convert import as_placement
-from shardwright.remember import remembered
+from shardwright.remember import memo
 from shardwright.tensor.autograd import Redistribute, apply
+from shardwright.tensor.between import layout_on
+from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import wrap
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.layout.layout import Layout
     from shardwright.tensor.dtensor import DTensor
+    from shardwright.tensor.spec import Spec
 
 _without_torch_function = DisableTorchFunctionSubclass
 
 
-def is_own_layout(x: DTensor, mesh: DeviceMesh | None, given: Any) -> bool:
-    """True if these placements are surely those that `x` has; False where only a full look could tell.
+def known_target(x: DTensor, mesh: Any, placements: Any) -> Spec | None:
+    """The spec that these placements mean for `x` on its own mesh, made once; that of `x` if it has them.
 
-    A sequence is applied left to right; a mapping keeps the order that `x` has.
+    None: on another mesh, of another kind of argument, or in an order of its own: a full look must tell.
+    Args: as `redistribute` got them: placements may stand where a mesh may.
     """
     spec = x._spec
-    if mesh is not None and mesh is not spec.mesh and mesh != spec.mesh:
-        return False
-    layout = spec.layout
+    if placements is None:
+        given = mesh
+    elif mesh is None or mesh is spec.mesh:
+        given = placements
+    else:
+        return None
     kind = type(given)
     if kind is list or kind is tuple:
-        mine = layout.placements
-        in_order = layout.order == tuple(range(len(mine)))
-        return in_order and len(given) == len(mine) and all(map(_same, given, mine))
-    if kind is dict:
-        axes = layout.mesh_shape.axes
-        return all(
-            name in axes and _same(p, layout.placements[axes.index(name)]) for name, p in given.items()
-        )
-    return False
+        key = (spec.token, *given)
+    elif kind is dict:
+        key = (spec.token, *given.items())
+    else:
+        return None
+    for placement in given.values() if kind is dict else given:
+        if not isinstance(placement, Placement) and type(placement) not in _TORCHS:
+            return None  # equal to one of ours it might mean something else
+    try:
+        known = _targets.get(key)
+    except TypeError:  # one cannot be hashed, which a full look says in words
+        return None
+    return _new_target(key, x, given) if known is None else known
 
 
-def _same(given: Any, mine: Any) -> bool:
-    if given is mine:
-        return True
-    other = given if given.__class__ is mine.__class__ else as_placement(given)
-    return bool(other == mine)
+_TORCHS = frozenset({TorchShard, TorchReplicate, TorchPartial})
+_MANY_TARGETS = 16384
+_targets: dict[tuple[Any, ...], Spec] = memo("targets of redistributions", {})
 
 
-def known_target(x: DTensor, mesh: DeviceMesh, given: Any) -> Layout | None:
-    """The layout that a list of our placements means on the mesh of `x`, made once; else None."""
+def _new_target(key: tuple[Any, ...], x: DTensor, given: Any) -> Spec:
     spec = x._spec
-    if mesh is not spec.mesh or not isinstance(given, list | tuple) or hasattr(given, "order"):
-        return None
-    for placement in given:
-        if not isinstance(placement, Placement):
-            return None
-    if len(given) != len(spec.placements):
-        return None
-    return _target(spec.layout, tuple(map(as_placement, given)))
-
-
-@remembered(4096)
-def _target(layout: Layout, placements: tuple[Placement, ...]) -> Layout:
-    return layout.with_placements(placements)
+    if type(given) is dict or len(given) != len(spec.placements):
+        layout = layout_on(x, spec.mesh, given)
+    else:
+        layout = spec.layout.with_placements(given)
+    target = spec_of(layout, spec.mesh, spec.use)
+    if len(_targets) >= _MANY_TARGETS:
+        _targets.clear()
+    _targets[key] = target
+    return target
 
 
 def unmoved(x: DTensor) -> DTensor:
@@ -84,7 +87,7 @@ class _Unmoved(Redistribute):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.source, ctx.mesh = x._spec.layout, x._spec.mesh
+        ctx.source = x._spec.token
         ctx.set_materialize_grads(False)
         local = x._local_tensor
         return wrap(local.view_as(local), x._spec)

@@ -62,23 +62,22 @@ class ArrivingDTensor(DTensor):
 
 def start_redistribution(x: DTensor, target: Layout) -> DTensor:
     """Post what the redistribution of `x` to `target`, on its own mesh, sends last, and return at once."""
-    return apply(_Start, x, target, x.device_mesh)
+    return apply(_Start, x, spec_of(target, x.device_mesh))
 
 
 class _Start(Redistribute):
     """Its backward is that of any redistribution: complete when it returns."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, target: Layout, mesh: Any) -> torch.Tensor:
-        ctx.source, ctx.mesh = x._spec.layout, mesh
+    def forward(ctx: Any, x: DTensor, target: Spec) -> torch.Tensor:
+        ctx.source = x._spec.token
         ctx.set_materialize_grads(False)
         local = x._local_tensor
-        plan = plan_redistribution(x._spec.layout, target)
-        moved = execute_later(plan, local, mesh, reason="redistribute")
-        spec = spec_of(target, mesh)
+        plan = plan_redistribution(x._spec.layout, target.layout)
+        moved = execute_later(plan, local, target.mesh, reason="redistribute")
         if isinstance(moved, Later):
-            return _arriving(moved, local.new_empty(0), spec)
-        return wrap(moved.view_as(moved) if moved is local else moved, spec)
+            return _arriving(moved, local.new_empty(0), target)
+        return wrap(moved.view_as(moved) if moved is local else moved, target)
 
 
 def _arriving(later: Later, empty: torch.Tensor, spec: Spec) -> DTensor:

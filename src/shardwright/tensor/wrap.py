@@ -14,7 +14,7 @@ from shardwright.remember import remembered
 from shardwright.tensor.spec import spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor as TorchDTensor
@@ -29,10 +29,12 @@ CLASSES: list[Any] = [None, None]
 class _Knots:
     """What stands above this module and is asked for below it: `tensor.install` puts it in.
 
-    refresh: brings a view that had to copy up to date with its base.
+    copies:  the views that had to copy, as long as they are alive: empty, nothing is out of date.
+    refresh: brings one of them up to date with its base.
     start:   starts a redistribution without waiting.
     """
 
+    copies: Mapping[Any, Any]
     refresh: Callable[[Any], None]
     start: Callable[[DTensor, Layout], DTensor]
 
@@ -42,7 +44,8 @@ knots = _Knots()
 
 def up_to_date(x: TorchDTensor) -> None:
     """Derive the local tensor again if `x` is a copied view of a base that was written since."""
-    knots.refresh(x)
+    if knots.copies:
+        knots.refresh(x)
 
 
 # Attributes of one tensor that no copy of it has.

@@ -16,7 +16,7 @@ from shardwright.index.stride import stride_like
 from shardwright.tensor.attention.asked import Asked, asked_here
 from shardwright.tensor.attention.choice import AUTO, EXCHANGE, CutCall, cheaper, cut_call, exchange_of
 from shardwright.tensor.attention.ring_function import Facts, RingAttention
-from shardwright.tensor.autograd import Redistribute, apply
+from shardwright.tensor.autograd import apply, redistributed
 from shardwright.tensor.explicit_mode import refuse_exchange
 from shardwright.tensor.move import move_asked
 from shardwright.tensor.plain.boundary import Own
@@ -164,16 +164,16 @@ def _announce(call: CutCall, way: str, asked: Asked) -> None:
 def _exchanged(func: Any, given: Given, call: CutCall, exchange: Exchange) -> DTensor:
     """Every rank attends with some heads, to whole sequences, and sends the positions back."""
     mesh = as_ours(given.query).device_mesh
-    query = apply(Redistribute, as_ours(given.query), exchange.query, mesh)
-    key = apply(Redistribute, as_ours(given.key), exchange.key, mesh)
-    value = apply(Redistribute, as_ours(given.value), exchange.value, mesh)
+    query = redistributed(as_ours(given.query), exchange.query, mesh)
+    key = redistributed(as_ours(given.key), exchange.key, mesh)
+    value = redistributed(as_ours(given.value), exchange.value, mesh)
     arguments = {"is_causal": given.is_causal, "scale": given.scale, "enable_gqa": given.enable_gqa}
     mask = given.attn_mask
     if mask is not None and not isinstance(mask, TorchDTensor):
         mask = as_replicated(mask, mesh)
     made = func(query, key, value, attn_mask=mask, **arguments)
     target = made._spec.layout.with_placements(call.result.placements, order=call.result.order_names)
-    return apply(Redistribute, made, target, mesh)
+    return redistributed(made, target, mesh)
 
 
 def _in_ring(given: Given, call: CutCall, asked: Asked) -> DTensor:

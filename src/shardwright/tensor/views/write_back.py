@@ -104,7 +104,7 @@ def around(route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwar
     """One op while such views are alive: stale ones are derived again first, written ones go back after."""
     for value in tree_leaves((args, dict(kwargs))):
         if isinstance(value, DTensor):
-            _refresh(value)
+            refresh(value)
     written = written_by(func, args, kwargs) if func._schema.is_mutable else []
     before: Snapshots = {}
     for value in written:
@@ -125,18 +125,12 @@ def _version(x: torch.Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def refresh_if_any(view: DTensor) -> None:
+def refresh(view: DTensor) -> None:
     """Derive the view again if it had to copy and its base was written since."""
-    if origins.data:
-        _refresh(view)
-
-
-def _refresh(view: DTensor) -> None:
-    """Derive the view again if its base was written since."""
     origin = origins.get(view)
     if origin is None:
         return
-    _refresh(origin.base)
+    refresh(origin.base)
     version = _version(origin.base)
     if not origin.copied or (version is not None and version == origin.version):
         return
