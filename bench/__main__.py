@@ -17,6 +17,7 @@ _NAMES = (
     "context",
     "erased",
     "first_call",
+    "lists",
     "meshes",
     "moe",
     "op_overhead",

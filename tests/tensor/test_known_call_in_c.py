@@ -34,6 +34,23 @@ def _operands(mesh):
     return [sw.distribute_tensor(value, mesh, placed) for value, placed in pairs]
 
 
+def _stepped(x, y, step):
+    state = [torch.zeros_like(x), torch.zeros_like(x)]
+    how = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+    p = x.clone()
+    lists = [p], [y], [state[0]], [state[1]], [], [step]
+    torch._fused_adamw_(*lists, **how, amsgrad=False, maximize=False)
+    return [p, *state]
+
+
+def _written_lists(x, y):
+    made = [x.clone(), y.clone()]
+    torch._foreach_mul_(made, 3.0)
+    torch._foreach_addcmul_(made, [x, y], [y, x], value=0.5)
+    torch._foreach_div_(made, [2.0, 4.0])
+    return made
+
+
 CALLS = {
     "add": lambda x, y, w, v: x + y,
     "by a number": lambda x, y, w, v: x * 2.5,
@@ -54,6 +71,12 @@ CALLS = {
     "written": lambda x, y, w, v: x.clone().add_(y),
     "written by a number": lambda x, y, w, v: x.clone().mul_(2.0),
     "copied": lambda x, y, w, v: x.clone().copy_(y),
+    "lists": lambda x, y, w, v: torch._foreach_add([x, y, v], [y, x, v], alpha=2),
+    "lists and numbers": lambda x, y, w, v: torch._foreach_mul([x, w], [2.0, 3.0]),
+    "lists and a plain number": lambda x, y, w, v: torch._foreach_mul([x, w], torch.tensor(2.0)),
+    "norms": lambda x, y, w, v: torch._foreach_norm([w, v]),
+    "lists written": lambda x, y, w, v: _written_lists(x, y),
+    "fused": lambda x, y, w, v: _stepped(x, y, torch.tensor(1.0)),
     "where": lambda x, y, w, v: torch.where(x > 0, x, y),
 }
 
@@ -551,7 +574,8 @@ def _what_stays():
     def held():
         gc.collect()
         touched = [x, y, target, x._spec, x._spec.token, x._local_tensor, sw.DTensor, None, short.Short, ()]
-        touched += [part for key, recipe in short.recipes.items() for part in (recipe, *key, *recipe)]
+        for table in (short.recipes, short.lists):
+            touched += [part for key, recipe in table.items() for part in (recipe, *key, *(recipe or ()))]
         return [sys.getrefcount(value) for value in touched], len(gc.get_objects())
 
     for _ in range(5):

@@ -56,6 +56,7 @@ function_modes_on = torch._C._len_torch_function_stack  # how many modes see eac
 exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+increment_versions = torch._C._increment_version
 is_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 modes_on = torch._C._len_torch_dispatch_stack  # how many modes see each op
 mesh_resources = device_mesh._mesh_resources

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import compiler_names, modes_on, without_subclasses
+from shardwright.compat import compiler_names, increment_versions, modes_on, without_subclasses
 from shardwright.tensor.dispatch import short
 from shardwright.tensor.dispatch.call import dispatch
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.localized import LocalizedDTensor, call_localized
+from shardwright.tensor.localized import LOOKUPS, LocalizedDTensor, call_localized
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.host_reads import READING
 from shardwright.tensor.views import write_back
@@ -29,11 +29,26 @@ from shardwright.tensor.wrap import wrap
 
 _VARIABLE = "SHARDWRIGHT_EXTENSION"
 _MODULE = "shardwright.tensor.extension.known_call"
-_BUILT = 2  # `VERSION` of the C file
+_BUILT = 3  # `VERSION` of the C file
 # Classes whose values `call._collect` tells apart by class and value.
 _SCALARS = frozenset(
     {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
+# Functions of torch that take lists of tensors, as optimizers do, and beside them their counts of steps.
+_OF_LISTS = frozenset(
+    getattr(torch, name) for name in dir(torch) if name.startswith(("_foreach_", "_fused_"))
+)
+# What a tensor says of itself, without an op and without other tensors.
+_LOOKS = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "grad", "requires_grad", "is_leaf", "grad_fn", "shape", "ndim", "dtype", "device", "layout",
+        "is_sparse", "is_cpu", "is_cuda", "is_meta", "_version",
+    )
+) | {
+    torch.is_complex, torch.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_floating_point,
+    torch.Tensor.numel, torch.Tensor.dim, torch.Tensor.size, torch.Tensor.stride, torch.Tensor.element_size,
+}  # fmt: skip
 
 
 def open_doors(*, extension: bool = True) -> str:
@@ -46,7 +61,7 @@ def open_doors(*, extension: bool = True) -> str:
         _put(classmethod(boundary.call), classmethod(call_localized), classmethod(dispatch))
     else:
         made = _module()
-        both = _boundary(made, boundary.call), _boundary(made, call_localized, (DTensor, LocalizedDTensor))
+        both = _boundary(made, boundary.call), _boundary(made, call_localized, localized=True)
         _put(*both, _dispatch(made))
     short.reader.there = not why
     return why
@@ -70,7 +85,8 @@ def why_python() -> str:
         made = _module()
     except ImportError as error:
         return f"it was not built when the library was installed ({error})"
-    if (getattr(made, "VERSION", 1), made.FIELDS) != (_BUILT, len(short.Short._fields)):
+    fields = len(short.Short._fields), len(short.ShortList._fields)
+    if (getattr(made, "VERSION", 1), made.FIELDS, getattr(made, "FIELDS_OF_LISTS", 0)) != (_BUILT, *fields):
         return "it was built from another version of the library"
     if not all(isinstance(slot, MemberDescriptorType) for slot in _slots()):
         return "this torch keeps the parts of a DTensor otherwise"
@@ -98,7 +114,7 @@ def _put(function: Any, localized: Any, below: Any) -> None:
     DTensor.__torch_dispatch__ = below  # type: ignore[method-assign]
 
 
-def _boundary(made: ModuleType, call: Any, of_one_mesh: tuple[type, ...] = ()) -> Any:
+def _boundary(made: ModuleType, call: Any, *, localized: bool = False) -> Any:
     return made.Boundary(
         call,
         compiler=compiler_names,
@@ -109,8 +125,12 @@ def _boundary(made: ModuleType, call: Any, of_one_mesh: tuple[type, ...] = ()) -
         below=without_subclasses,
         plain=torch.Tensor,
         made=boundary.judged,
-        of_one_mesh=of_one_mesh,
+        of_one_mesh=(DTensor, LocalizedDTensor) if localized else (),
         spec_of=TorchDTensor.__dict__["_spec"],
+        of_lists=_OF_LISTS,
+        lookups=LOOKUPS if localized else frozenset(),
+        looks=_LOOKS,
+        ours=(DTensor, LocalizedDTensor),
     )
 
 
@@ -131,4 +151,9 @@ def _dispatch(made: ModuleType) -> Any:
         local=local,
         spec=spec,
         made_by={"requires_grad": False},
+        lists=short.lists,
+        list_ops=short.list_ops,
+        tensor=torch.Tensor,
+        helpers=boundary.helpers_allowed,
+        raise_versions=increment_versions,
     )

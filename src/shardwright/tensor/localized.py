@@ -47,10 +47,10 @@ def call_localized(
 
     Raises: RuleError: a look-up that rescales the rows that it reads, and what `boundary.call` raises.
     """
-    if not kwargs and func not in _LOOKUPS and _on_one_mesh(args):
+    if not kwargs and func not in LOOKUPS and _on_one_mesh(args):
         return boundary.call(cls, func, types, args, kwargs)  # an optimizer, on parameters and states
     kwargs = kwargs or {}
-    if func in _LOOKUPS and kwargs.get("max_norm") is not None:
+    if func in LOOKUPS and kwargs.get("max_norm") is not None:
         raise RuleError(_RENORM.format(func.__name__))
     if _mixes((*args, *kwargs.values())) and not _keeps_parameter(func, args):
         args = tuple(_localized(a) for a in args)
@@ -59,7 +59,7 @@ def call_localized(
     return boundary.call(cls, func, types, args, kwargs)
 
 
-_LOOKUPS = frozenset({torch.nn.functional.embedding, torch.nn.functional.embedding_bag})
+LOOKUPS = frozenset({torch.nn.functional.embedding, torch.nn.functional.embedding_bag})
 _RENORM = (
     "{}: with max_norm the rows that are read are rescaled in place, and each data rank reads others: the "
     "copies of this parameter would part\n"

@@ -55,6 +55,31 @@ class Short(NamedTuple):
 recipes: dict[tuple[Any, ...], Short] = memo("recipes of known calls", {})
 
 
+class ShortList(NamedTuple):
+    """What C does for one key of a call on lists of tensors; it reads the fields by their place.
+
+    call:     what is called on the lists of local tensors.
+    results:  the specs of new tensors, None for one that is no DTensor; None: the op gives nothing.
+    writes:   which operands are written, from one up to another.
+    no_views: none of the operands may be a view: one device refuses some of its writes.
+    versions: autograd is told what was written.
+    dense:    the kernel trusts that all of them are contiguous.
+    """
+
+    call: Callable[..., Any]
+    results: tuple[Spec | None, ...] | None
+    writes: tuple[tuple[int, int], ...]
+    no_views: bool
+    versions: bool
+    dense: bool
+
+
+# Bounded by who fills it: `lists` clears it with what it decided.
+# None: one for each choice of numbers, under the key with these at its end.
+lists: dict[tuple[Any, ...], ShortList | None] = memo("recipes of known calls on lists", {})
+list_ops: set[Any] = memo("ops of known calls on lists", set())
+
+
 class _Reader:
     """Is there somebody who follows recipes? Without the extension none is written."""
 
@@ -88,6 +113,21 @@ def learn(
     if offsets.begins_there(func) is not None:
         found = found._replace(placed=True, begins=offsets.from_the_start(func, args, kwargs))
     recipes[func._op, *key[1:]] = found  # an overload hashes in Python, what it calls does not
+
+
+def learn_list(func: Op, key: Sequence[Any], numbers: Sequence[Any] | None, found: ShortList) -> None:
+    """Write down how a call on lists was run that goes the short way.
+
+    Args: key: what identifies the arguments. numbers: for which it holds only; None: for all.
+    """
+    if _something_around(func, ()):
+        return
+    list_ops.add(func._op)
+    of_all = func._op, *key
+    if numbers is None:
+        lists[of_all] = found
+    else:
+        lists[of_all], lists[*of_all, *numbers] = None, found
 
 
 def _of_prepared(

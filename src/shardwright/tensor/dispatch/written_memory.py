@@ -70,6 +70,13 @@ def _questions(func: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
     return pointwise or name in _ONCE, partly, name in _ALONE
 
 
+def asks_of(func: torch._ops.OpOverload, written: Sequence[DTensor]) -> bool:
+    """Does `refuse` ask more of a call that writes these than what their specs say?"""
+    if not written:
+        return False
+    return any(_questions(func)) or any(is_cut_there(x._spec.layout) for x in written)
+
+
 def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise what one device raises. Raises: RuleError (a RuntimeError): with the words of torch."""
     once, partly, wholly = questions = _questions(func)

@@ -19,10 +19,10 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 2 };
+enum { VERSION = 3 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
-enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 16 };
+enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 20 };
 enum {
     RECIPES = OF_DISPATCH, /* key -> Short */
     RECIPE,                /* the class Short */
@@ -37,6 +37,11 @@ enum {
     LOCAL,                 /* the slot of the local tensor */
     SPEC,                  /* the slot of the spec */
     MADE_BY,               /* the keyword arguments of NEW */
+    LISTS,                 /* key -> ShortList, of calls on lists of tensors */
+    LIST_OPS,              /* the ops that have such recipes */
+    TENSOR,                /* torch.Tensor */
+    HELPERS,               /* do plain tensors that an op meets count as replicated? */
+    RAISE_VERSIONS,        /* tells autograd that tensors were written */
     END_OF_DISPATCH
 };
 enum {
@@ -50,19 +55,27 @@ enum {
     MADE,                   /* judges a plain result */
     OF_ONE_MESH,            /* classes of tensors that must be on one mesh, their base first; or none */
     SPEC_OF,                /* the slot of their specs */
+    OF_LISTS,               /* functions that take lists of tensors, and plain ones of one element beside them */
+    LOOKUPS,                /* functions that may write what they read, as a keyword argument says */
+    LOOKS,                  /* functions that look at what a tensor says of itself, and run no op */
+    OURS,                   /* the classes of DTensors */
     END_OF_BOUNDARY
 };
 static const char *const held_by_dispatch[] = {"recipes", "recipe", "copies", "modes", "inference", "scalars",
-    "ordinary", "localized", "new", "wrap", "local", "spec", "made_by", NULL};
+    "ordinary", "localized", "new", "wrap", "local", "spec", "made_by", "lists", "list_ops", "tensor", "helpers",
+    "raise_versions", NULL};
 static const char *const held_by_boundary[] = {
     "compiler", "harmless", "reading", "own", "state", "below", "plain", "made",
-    "of_one_mesh", "spec_of", NULL};
+    "of_one_mesh", "spec_of", "of_lists", "lookups", "looks", "ours", NULL};
 
 /* The fields of a recipe, in the order of `short.Short`. */
 enum { CALL, RESULTS, SEVERAL, WRITTEN, OVERRIDES, PLACED, BEGINS, FIELDS };
+/* Those of a recipe of lists, in the order of `short.ShortList`; the first two are as above. */
+enum { WRITES = RESULTS + 1, NO_VIEWS, VERSIONS, DENSE, FIELDS_OF_LISTS };
 
 static PyObject *str_token, *str_use, *str_storage_offset, *str_untyped_storage, *str_writes, *str_base;
 static PyObject *str_functions, *str_out, *str_offset, *str_op, *str_compiles, *str_mesh, *no_arguments;
+static PyObject *str_shape, *str_dtype, *str_numel, *str_is_contiguous;
 
 /* ------------------------------------------------------------------------------------------------ doors */
 
@@ -155,50 +168,92 @@ static PyObject *python(Door *door, PyObject *cls, PyObject *const *args, Py_ssi
 
 /* --------------------------------------------------------------------------------------------- dispatch */
 
-enum { MOST_PARTS = 160, MOST_OPERANDS = 64 };
+enum { FEW_PARTS = 160, FEW_OPERANDS = 64 };
 enum Found { FAILED = -1, UNKNOWN = 0, FOUND = 1 };
 
-/* One call: the parts of its key, its operands, and their local tensors. All owned. */
+/* Objects that are owned: a few in place, more of them elsewhere (an optimizer has thousands). */
 typedef struct {
-    Py_ssize_t parts, operands;
-    PyObject *part[MOST_PARTS];
-    PyObject *operand[MOST_OPERANDS];
-    PyObject *local[MOST_OPERANDS];
+    Py_ssize_t size, room;
+    PyObject **at;
+} Many;
+
+/* One call: the parts of its key, its operands, and their local tensors. on_lists: it is keyed as a call on
+ * lists is (`list_arguments.Taken`), its numbers by themselves. plain: a plain tensor is among its arguments. */
+typedef struct {
+    Many part, operand, local, number;
+    int on_lists, plain;
+    PyObject *few_parts[FEW_PARTS];
+    PyObject *few_numbers[FEW_OPERANDS];
+    PyObject *few_operands[FEW_OPERANDS];
+    PyObject *few_locals[FEW_OPERANDS];
 } Call;
 
+static void begin(Call *call) {
+    call->part = (Many){0, FEW_PARTS, call->few_parts};
+    call->operand = (Many){0, FEW_OPERANDS, call->few_operands};
+    call->local = (Many){0, FEW_OPERANDS, call->few_locals};
+    call->number = (Many){0, FEW_OPERANDS, call->few_numbers};
+    call->on_lists = call->plain = 0;
+}
+
+/* Append, and take the reference. FAILED: an error is set. */
+static enum Found add_to(Many *many, PyObject **few, PyObject *object) {
+    if (object == NULL) {
+        return FAILED;
+    }
+    if (many->size == many->room) {
+        size_t bytes = (size_t)many->room * 2 * sizeof(PyObject *);
+        PyObject **made = many->at == few ? PyMem_Malloc(bytes) : PyMem_Realloc(many->at, bytes);
+        if (made == NULL) {
+            Py_DECREF(object);
+            PyErr_NoMemory();
+            return FAILED;
+        }
+        if (many->at == few) {
+            memcpy(made, few, (size_t)many->size * sizeof(PyObject *));
+        }
+        many->at = made;
+        many->room *= 2;
+    }
+    many->at[many->size++] = object;
+    return FOUND;
+}
+
+static void let_go_of(Many *many, PyObject **few) {
+    for (Py_ssize_t i = 0; i < many->size; i++) {
+        Py_DECREF(many->at[i]);
+    }
+    if (many->at != few) {
+        PyMem_Free(many->at);
+    }
+}
+
 static void let_go(Call *call) {
-    for (Py_ssize_t i = 0; i < call->parts; i++) {
-        Py_DECREF(call->part[i]);
-    }
-    for (Py_ssize_t i = 0; i < call->operands; i++) {
-        Py_DECREF(call->operand[i]);
-        Py_DECREF(call->local[i]);
-    }
+    let_go_of(&call->part, call->few_parts);
+    let_go_of(&call->operand, call->few_operands);
+    let_go_of(&call->local, call->few_locals);
+    let_go_of(&call->number, call->few_numbers);
 }
 
 /* Append to the key; takes the reference. */
 static enum Found append(Call *call, PyObject *part) {
-    if (part == NULL) {
-        return FAILED;
-    }
-    if (call->parts == MOST_PARTS) {
-        Py_DECREF(part);
-        return UNKNOWN;
-    }
-    call->part[call->parts++] = part;
-    return FOUND;
+    return add_to(&call->part, call->few_parts, part);
 }
 
 /* A DTensor: its token is a part of the key, its local tensor is what the local call gets. */
 static enum Found collect_operand(Door *door, Call *call, PyObject *value, PyObject **given) {
     PyObject *local = *(PyObject **)((char *)value + door->local_at);
     PyObject *spec = *(PyObject **)((char *)value + door->spec_at);
-    if (local == NULL || spec == NULL || call->operands == MOST_OPERANDS) {
+    if (local == NULL || spec == NULL) {
         return UNKNOWN;
     }
-    call->operand[call->operands] = Py_NewRef(value);
-    call->local[call->operands++] = Py_NewRef(local);
-    *given = Py_NewRef(local);
+    Py_INCREF(local);
+    if (add_to(&call->operand, call->few_operands, Py_NewRef(value)) != FOUND ||
+        add_to(&call->local, call->few_locals, Py_NewRef(local)) != FOUND) {
+        Py_DECREF(local);
+        return FAILED;
+    }
+    *given = local;
     Py_INCREF(spec);
     PyObject *token = PyObject_GetAttr(spec, str_token);
     Py_DECREF(spec);
@@ -209,7 +264,7 @@ static enum Found collect(Door *door, Call *call, PyObject *value, PyObject **gi
 
 /* A list: its length, then its elements. The local call gets a list of its own if a DTensor is in it. */
 static enum Found collect_list(Door *door, Call *call, PyObject *value, PyObject **given) {
-    Py_ssize_t before = call->operands, size = PySequence_Fast_GET_SIZE(value);
+    Py_ssize_t before = call->operand.size, size = PySequence_Fast_GET_SIZE(value);
     enum Found found = append(call, PyLong_FromSsize_t(size));
     PyObject *made = found == FOUND ? PyList_New(size) : NULL;
     for (Py_ssize_t i = 0; made != NULL && i < size; i++) {
@@ -231,11 +286,25 @@ static enum Found collect_list(Door *door, Call *call, PyObject *value, PyObject
     if (made == NULL) {
         return found == FOUND ? FAILED : found;
     }
-    if (call->operands == before) {
+    if (call->operand.size == before) {
         Py_SETREF(made, Py_NewRef(value));
     }
     *given = made;
     return FOUND;
+}
+
+/* A plain tensor among lists: what it is like. */
+static enum Found collect_plain(Call *call, PyObject *value, PyObject **given) {
+    enum Found found = append(call, PyObject_GetAttr(value, str_shape));
+    found = found == FOUND ? append(call, PyObject_GetAttr(value, str_dtype)) : found;
+    call->plain = 1;
+    *given = Py_NewRef(value);
+    return found;
+}
+
+/* Does the key of a call on lists tell values of this class by their class alone? */
+static int is_number(PyTypeObject *type) {
+    return type == &PyFloat_Type || type == &PyLong_Type || type == &PyBool_Type || type == &PyComplex_Type;
 }
 
 /* Append what identifies a value, as `call._collect` does; `given`, a new reference: what stands for it in the
@@ -247,10 +316,19 @@ static enum Found collect(Door *door, Call *call, PyObject *value, PyObject **gi
     }
     if (value == Py_None) {
         *given = Py_NewRef(value);
-        return append(call, Py_NewRef((PyObject *)type));
+        enum Found found = append(call, Py_NewRef((PyObject *)type));
+        return found == FOUND && call->on_lists ? append(call, Py_NewRef(value)) : found;
     }
     if (PyList_Check(value) || PyTuple_Check(value)) {
         return collect_list(door, call, value, given);
+    }
+    if (call->on_lists && (PyObject *)type == door->held[TENSOR]) {
+        return collect_plain(call, value, given);
+    }
+    if (call->on_lists && is_number(type)) {
+        *given = Py_NewRef(value);
+        enum Found found = append(call, Py_NewRef((PyObject *)type));
+        return found == FOUND ? add_to(&call->number, call->few_numbers, Py_NewRef(value)) : found;
     }
     int scalar = PySet_Contains(door->held[SCALARS], (PyObject *)type);
     if (scalar <= 0) {
@@ -298,18 +376,38 @@ static PyObject *collect_kwargs(Door *door, Call *call, PyObject *kwargs, enum F
     return made;
 }
 
+/* These objects in a tuple, which owns them from now on. */
+static PyObject *tuple_of(Many *many) {
+    PyObject *made = PyTuple_New(many->size);
+    for (Py_ssize_t i = 0; made != NULL && i < many->size; i++) {
+        PyTuple_SET_ITEM(made, i, many->at[i]);
+    }
+    many->size = made == NULL ? many->size : 0;
+    return made;
+}
+
+/* What the recipe of a call on lists is where it holds for these numbers only. */
+static PyObject *recipe_of_numbers(Door *door, Call *call, PyObject *key) {
+    PyObject *numbers = tuple_of(&call->number);
+    PyObject *all = numbers == NULL ? NULL : PySequence_Concat(key, numbers);
+    PyObject *recipe = all == NULL ? NULL : PyDict_GetItemWithError(door->held[LISTS], all);
+    Py_XINCREF(recipe);
+    Py_XDECREF(numbers);
+    Py_XDECREF(all);
+    return recipe;
+}
+
 /* The recipe of the call, a new reference; NULL with an error, or without: there is none. */
 static PyObject *recipe_of(Door *door, Call *call) {
-    PyObject *key = PyTuple_New(call->parts);
+    PyObject *key = tuple_of(&call->part);
     if (key == NULL) {
         return NULL;
     }
-    for (Py_ssize_t i = 0; i < call->parts; i++) {
-        PyTuple_SET_ITEM(key, i, call->part[i]);
-    }
-    call->parts = 0; /* they are the key's now */
-    PyObject *recipe = PyDict_GetItemWithError(door->held[RECIPES], key);
+    PyObject *recipe = PyDict_GetItemWithError(door->held[call->on_lists ? LISTS : RECIPES], key);
     Py_XINCREF(recipe);
+    if (recipe == Py_None) {
+        Py_SETREF(recipe, recipe_of_numbers(door, call, key));
+    }
     Py_DECREF(key);
     return recipe;
 }
@@ -425,14 +523,15 @@ static PyObject *memory_of(PyObject *x) {
 /* Is nothing that the call reads a part of what it writes, on one device or in local memory? Where it is, one
  * device may refuse, or the local call needs copies: Python asks (`written_memory`). -1: error. */
 static int lie_apart(Call *call, Py_ssize_t written, PyObject *storage) {
-    PyObject *memory = call->operands > 1 ? memory_of(call->operand[written]) : NULL;
-    int apart = call->operands > 1 && memory == NULL ? -1 : 1;
-    for (Py_ssize_t i = 0; apart > 0 && i < call->operands; i++) {
+    Py_ssize_t operands = call->operand.size;
+    PyObject *memory = operands > 1 ? memory_of(call->operand.at[written]) : NULL;
+    int apart = operands > 1 && memory == NULL ? -1 : 1;
+    for (Py_ssize_t i = 0; apart > 0 && i < operands; i++) {
         if (i == written) {
             continue;
         }
-        PyObject *other = memory_of(call->operand[i]);
-        PyObject *local = other == NULL ? NULL : PyObject_CallMethodNoArgs(call->local[i], str_untyped_storage);
+        PyObject *other = memory_of(call->operand.at[i]);
+        PyObject *local = other == NULL ? NULL : PyObject_CallMethodNoArgs(call->local.at[i], str_untyped_storage);
         apart = local == NULL ? -1 : other != memory && local != storage;
         Py_XDECREF(other);
         Py_XDECREF(local);
@@ -462,7 +561,7 @@ static int count_write(PyObject *storage) {
 /* The call that writes an operand, and gives it. FOUND: `result` is set. */
 static enum Found run_writing(Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
     Py_ssize_t written = PyLong_AsSsize_t(PyTuple_GET_ITEM(recipe, WRITTEN));
-    PyObject *storage = PyObject_CallMethodNoArgs(call->local[written], str_untyped_storage);
+    PyObject *storage = PyObject_CallMethodNoArgs(call->local.at[written], str_untyped_storage);
     int apart = storage == NULL ? -1 : lie_apart(call, written, storage);
     if (apart <= 0) {
         Py_XDECREF(storage);
@@ -476,7 +575,7 @@ static enum Found run_writing(Call *call, PyObject *recipe, PyObject *args, PyOb
         return FAILED;
     }
     Py_DECREF(out);
-    *result = Py_NewRef(call->operand[written]);
+    *result = Py_NewRef(call->operand.at[written]);
     return FOUND;
 }
 
@@ -486,7 +585,7 @@ static enum Found begin_of_operand(Door *door, Call *call, PyObject *recipe, Py_
     if (off <= 0) {
         return off < 0 ? FAILED : UNKNOWN;
     }
-    *base = storage_offset(call->operand[0]);
+    *base = storage_offset(call->operand.at[0]);
     if (*base == -1 && PyErr_Occurred()) {
         return FAILED;
     }
@@ -525,6 +624,133 @@ static enum Found run(Door *door, Call *call, PyObject *recipe, PyObject *args, 
     return *result == NULL ? FAILED : FOUND;
 }
 
+/* ---- calls on lists: one decision for the lists, one call on the lists of local tensors */
+
+/* Does a question of this name, put to a tensor, have the answer yes? -1: error. */
+static int says(PyObject *x, PyObject *question) {
+    PyObject *answer = PyObject_CallMethodNoArgs(x, question);
+    int yes = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    return yes;
+}
+
+static int is_no_view(PyObject *x) {
+    PyObject *base = PyObject_GetAttr(x, str_base);
+    int none = base == NULL ? -1 : base == Py_None;
+    Py_XDECREF(base);
+    return none;
+}
+
+/* Is what the recipe asks of each operand so? */
+static enum Found as_asked(Call *call, PyObject *recipe) {
+    int yes = 1;
+    if (PyTuple_GET_ITEM(recipe, DENSE) == Py_True) {
+        for (Py_ssize_t i = 0; yes > 0 && i < call->local.size; i++) {
+            yes = says(call->local.at[i], str_is_contiguous);
+        }
+    }
+    if (PyTuple_GET_ITEM(recipe, NO_VIEWS) == Py_True) {
+        for (Py_ssize_t i = 0; yes > 0 && i < call->operand.size; i++) {
+            yes = is_no_view(call->operand.at[i]);
+        }
+    }
+    return yes < 0 ? FAILED : yes ? FOUND : UNKNOWN;
+}
+
+/* Operands from `first` up to `end` were written: their storages count it, and autograd is told. */
+static int count_writes(Door *door, Call *call, PyObject *recipe, Py_ssize_t first, Py_ssize_t end, int ran) {
+    PyObject *told = PyList_New(0);
+    int done = told == NULL ? -1 : 0;
+    for (Py_ssize_t i = first; done == 0 && i < end && i < call->operand.size; i++) {
+        PyObject *storage = PyObject_CallMethodNoArgs(call->local.at[i], str_untyped_storage);
+        done = storage == NULL ? -1 : count_write(storage);
+        Py_XDECREF(storage);
+        if (done == 0 && ran && PyTuple_GET_ITEM(recipe, VERSIONS) == Py_True) {
+            done = PyList_Append(told, call->operand.at[i]);
+        }
+    }
+    if (done == 0 && PyList_GET_SIZE(told)) {
+        PyObject *raised = PyObject_CallOneArg(door->held[RAISE_VERSIONS], told);
+        done = raised == NULL ? -1 : 0;
+        Py_XDECREF(raised);
+    }
+    Py_XDECREF(told);
+    return done;
+}
+
+static int count_all_writes(Door *door, Call *call, PyObject *recipe, int ran) {
+    PyObject *writes = PyTuple_GET_ITEM(recipe, WRITES);
+    int done = 0;
+    for (Py_ssize_t i = 0; done == 0 && i < PyTuple_GET_SIZE(writes); i++) {
+        PyObject *pair = PyTuple_GET_ITEM(writes, i);
+        Py_ssize_t first = PyLong_AsSsize_t(PyTuple_GET_ITEM(pair, 0));
+        done = count_writes(door, call, recipe, first, PyLong_AsSsize_t(PyTuple_GET_ITEM(pair, 1)), ran);
+    }
+    return done;
+}
+
+/* A list of new DTensors; None where the op gives nothing. */
+static PyObject *wrapped_list(Door *door, PyObject *recipe, PyObject *out) {
+    PyObject *specs = PyTuple_GET_ITEM(recipe, RESULTS);
+    if (specs == Py_None) {
+        return Py_NewRef(Py_None);
+    }
+    Py_ssize_t n = PyTuple_GET_SIZE(specs);
+    if (!(PyList_CheckExact(out) || PyTuple_CheckExact(out)) || PySequence_Fast_GET_SIZE(out) != n) {
+        PyErr_SetString(PyExc_SystemError, "a known call gave other results than before");
+        return NULL;
+    }
+    PyObject *made = PyList_New(n);
+    for (Py_ssize_t i = 0; made != NULL && i < n; i++) {
+        PyObject *spec = PyTuple_GET_ITEM(specs, i), *local = PySequence_Fast_GET_ITEM(out, i);
+        PyObject *one = spec == Py_None ? Py_NewRef(local) : wrapped(door, local, spec, 0);
+        if (one == NULL) {
+            Py_CLEAR(made);
+        } else {
+            PyList_SET_ITEM(made, i, one);
+        }
+    }
+    return made;
+}
+
+static enum Found run_on_lists(
+    Door *door, Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
+    int off = is_off(door->held[MODES]);
+    if (off > 0 && PyTuple_GET_ITEM(recipe, VERSIONS) == Py_True) {
+        off = is_off(door->held[INFERENCE]); /* elsewhere nothing that has no version can be written */
+    }
+    if (off <= 0) {
+        return off < 0 ? FAILED : UNKNOWN;
+    }
+    enum Found found = as_asked(call, recipe);
+    if (found != FOUND) {
+        return found;
+    }
+    PyObject *out = PyObject_Call(PyTuple_GET_ITEM(recipe, CALL), args, kwargs);
+    PyObject *type = NULL, *value = NULL, *trace = NULL;
+    if (out == NULL) { /* what it wrote before it failed counts */
+        PyErr_Fetch(&type, &value, &trace);
+    }
+    int counted = count_all_writes(door, call, recipe, out != NULL);
+    if (out == NULL) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, trace);
+        return FAILED;
+    }
+    *result = counted < 0 ? NULL : wrapped_list(door, recipe, out);
+    Py_DECREF(out);
+    return *result == NULL ? FAILED : FOUND;
+}
+
+/* Is the op one whose calls have recipes as calls on lists? */
+static int is_on_lists(Door *door, PyObject *op, PyObject *args) {
+    if (!PyTuple_GET_SIZE(args)) {
+        return 0;
+    }
+    PyObject *first = PyTuple_GET_ITEM(args, 0);
+    return PyList_Check(first) || PyTuple_Check(first) ? PySet_Contains(door->held[LIST_OPS], op) : 0;
+}
+
 static enum Found run_known(Door *door, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **result) {
     Call call;
     PyObject *op, *local_args, *local_kwargs = NULL, *recipe = NULL;
@@ -533,18 +759,27 @@ static enum Found run_known(Door *door, PyObject *func, PyObject *args, PyObject
         return is_op < 0 ? FAILED : UNKNOWN;
     }
     enum Found found;
-    call.parts = call.operands = 0;
+    begin(&call);
     append(&call, op);
+    call.on_lists = is_on_lists(door, op, args);
+    if (call.on_lists < 0) {
+        let_go(&call);
+        return FAILED;
+    }
     local_args = collect_args(door, &call, args, &found);
     if (found == FOUND && kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
         local_kwargs = collect_kwargs(door, &call, kwargs, &found);
+    }
+    if (found == FOUND && call.plain) {
+        found = append(&call, PyObject_CallNoArgs(door->held[HELPERS]));
     }
     if (found == FOUND) {
         recipe = recipe_of(door, &call);
         found = recipe != NULL ? FOUND : PyErr_Occurred() ? FAILED : UNKNOWN;
     }
     if (found == FOUND) {
-        found = run(door, &call, recipe, local_args, local_kwargs, result);
+        found = call.on_lists ? run_on_lists(door, &call, recipe, local_args, local_kwargs, result)
+                              : run(door, &call, recipe, local_args, local_kwargs, result);
     }
     Py_XDECREF(recipe);
     Py_XDECREF(local_args);
@@ -591,41 +826,81 @@ static int is_on_mesh(Door *door, PyObject *value, PyObject **mesh) {
     return same;
 }
 
+/* Is it a plain tensor of one element, which a function of lists takes as it is? -1: error. */
+static int is_one_element(Door *door, PyObject *value) {
+    if ((PyObject *)Py_TYPE(value) != door->held[PLAIN]) {
+        return 0;
+    }
+    PyObject *elements = PyObject_CallMethodNoArgs(value, str_numel);
+    long one = elements == NULL ? -1 : PyLong_AsLong(elements) == 1;
+    Py_XDECREF(elements);
+    return (int)one;
+}
+
 /* Is a value, or every value of a list, of a class that is known to be harmless? -1: error. */
-static int is_harmless(Door *door, PyObject *value, PyObject **mesh) {
+static int is_harmless(Door *door, PyObject *value, PyObject **mesh, int of_lists) {
     if (!PyTuple_Check(value) && !PyList_Check(value)) {
+        if (value == Py_None || is_number(Py_TYPE(value))) {
+            return 1;
+        }
         int harmless = PySet_Contains(door->held[HARMLESS], (PyObject *)Py_TYPE(value));
+        if (harmless == 0 && of_lists) {
+            return is_one_element(door, value);
+        }
         return harmless <= 0 || door->spec_at == 0 ? harmless : is_on_mesh(door, value, mesh);
     }
     int all = 1;
     for (Py_ssize_t i = 0; all > 0 && i < PySequence_Fast_GET_SIZE(value); i++) {
         PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(value, i));
-        all = is_harmless(door, item, mesh);
+        all = is_harmless(door, item, mesh, of_lists);
         Py_DECREF(item);
     }
     return all;
 }
 
-/* A door that asks of meshes has no keyword arguments go through: a look-up with `max_norm` writes. */
-static int all_harmless(Door *door, PyObject *args, PyObject *kwargs) {
+static int all_harmless(Door *door, PyObject *func, PyObject *args, PyObject *kwargs) {
     PyObject *value, *mesh = NULL;
     Py_ssize_t place = 0;
-    if (kwargs != NULL && door->spec_at != 0 && PyDict_GET_SIZE(kwargs)) {
-        return 0;
+    int of_lists = PySet_Contains(door->held[OF_LISTS], func);
+    if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) { /* a look-up with `max_norm` writes */
+        int looks_up = PySet_Contains(door->held[LOOKUPS], func);
+        if (looks_up != 0) {
+            return looks_up < 0 ? -1 : 0;
+        }
     }
-    int all = is_harmless(door, args, &mesh);
+    int all = of_lists < 0 ? -1 : is_harmless(door, args, &mesh, of_lists);
     while (all > 0 && kwargs != NULL && PyDict_Next(kwargs, &place, NULL, &value)) {
-        all = is_harmless(door, value, &mesh);
+        all = is_harmless(door, value, &mesh, of_lists);
     }
     return all;
 }
 
+/* Does torch trace? -1: error. */
+static int traces(Door *door) {
+    PyObject *flag = PyDict_GetItemWithError(door->held[COMPILER], str_compiles);
+    return flag == Py_False ? 0 : flag == NULL && PyErr_Occurred() ? -1 : 1;
+}
+
+/* Does the function look at one DTensor alone, and run no op? An optimizer reads five such things of each
+ * parameter. -1: error. */
+static int looks(Door *door, PyObject *func, PyObject *args, PyObject *kwargs) {
+    if (kwargs != NULL || PyTuple_GET_SIZE(args) != 1) {
+        return 0;
+    }
+    int yes = PySequence_Contains(door->held[OURS], (PyObject *)Py_TYPE(PyTuple_GET_ITEM(args, 0)));
+    if (yes > 0) {
+        yes = PySet_Contains(door->held[LOOKS], func);
+    }
+    int traced = yes > 0 ? traces(door) : 0;
+    return traced < 0 ? -1 : traced ? 0 : yes;
+}
+
 /* May the function run as it is? 0: Python judges the call. -1: error. */
 static int goes_through(Door *door, PyObject *func, PyObject *args, PyObject *kwargs) {
-    PyObject *traces = PyDict_GetItemWithError(door->held[COMPILER], str_compiles);
-    int yes = traces == Py_False ? 1 : PyErr_Occurred() ? -1 : 0;
+    int yes = traces(door);
+    yes = yes < 0 ? -1 : !yes;
     if (yes > 0) {
-        yes = all_harmless(door, args, kwargs);
+        yes = all_harmless(door, func, args, kwargs);
     }
     if (yes > 0 && kwargs != NULL) {
         int has_out = PyDict_Contains(kwargs, str_out);
@@ -642,15 +917,20 @@ static int goes_through(Door *door, PyObject *func, PyObject *args, PyObject *kw
     return yes;
 }
 
-/* Run it one function of torch deeper, below the classes of its arguments. */
+/* Run it below the classes of its arguments. */
+static PyObject *call_below(Door *door, PyObject *func, PyObject *types, PyObject *args, PyObject *kwargs) {
+    PyObject *given[] = {NULL, func, types, args, kwargs};
+    size_t n = kwargs == NULL ? 3 : 4;
+    return PyObject_Vectorcall(door->held[BELOW], given + 1, n | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+}
+
+/* The same, one function of torch deeper. */
 static PyObject *run_below(Door *door, PyObject *func, PyObject *types, PyObject *args, PyObject *kwargs) {
     PyObject *state = door->held[STATE], *depth = PyObject_GetAttr(state, str_functions);
     PyObject *deeper = depth == NULL ? NULL : PyLong_FromSsize_t(PyLong_AsSsize_t(depth) + 1);
     PyObject *out = NULL;
     if (deeper != NULL && PyObject_SetAttr(state, str_functions, deeper) == 0) {
-        PyObject *given[] = {NULL, func, types, args, kwargs};
-        size_t n = kwargs == NULL ? 3 : 4;
-        out = PyObject_Vectorcall(door->held[BELOW], given + 1, n | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+        out = call_below(door, func, types, args, kwargs);
         PyObject *type, *value, *trace;
         PyErr_Fetch(&type, &value, &trace);
         if (PyObject_SetAttr(state, str_functions, depth) < 0) {
@@ -677,11 +957,13 @@ static PyObject *boundary(PyObject *self, PyObject *const *args, size_t flags, P
         (named != NULL && !PyDict_CheckExact(named))) {
         return python(door, door->held[PLAIN], args, n, names);
     }
-    int through = goes_through(door, args[0], given, named);
+    int looking = looks(door, args[0], given, named);
+    int through = looking ? looking : goes_through(door, args[0], given, named);
     if (through <= 0) {
         return through < 0 ? NULL : python(door, door->held[PLAIN], args, n, names);
     }
-    PyObject *out = run_below(door, args[0], args[1], given, named);
+    PyObject *out = looking ? call_below(door, args[0], args[1], given, named)
+                            : run_below(door, args[0], args[1], given, named);
     if (out == NULL || (PyObject *)Py_TYPE(out) != door->held[PLAIN]) {
         return out;
     }
@@ -756,7 +1038,8 @@ static int intern_names(void) {
     } names[] = {{&str_token, "token"}, {&str_use, "use"}, {&str_storage_offset, "storage_offset"},
         {&str_untyped_storage, "untyped_storage"}, {&str_writes, "writes"}, {&str_base, "_base"},
         {&str_functions, "functions"}, {&str_out, "out"}, {&str_offset, "offset"}, {&str_op, "_op"},
-        {&str_compiles, "_is_compiling_flag"}, {&str_mesh, "mesh"}};
+        {&str_compiles, "_is_compiling_flag"}, {&str_mesh, "mesh"}, {&str_shape, "shape"}, {&str_dtype, "dtype"},
+        {&str_numel, "numel"}, {&str_is_contiguous, "is_contiguous"}};
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         *names[i].at = PyUnicode_InternFromString(names[i].text);
         if (*names[i].at == NULL) {
@@ -782,6 +1065,7 @@ PyMODINIT_FUNC PyInit_known_call(void) {
     if (add(module, "Dispatch", make_class("shardwright.tensor.extension.known_call.Dispatch", dispatch_init)) < 0 ||
         add(module, "Boundary", make_class("shardwright.tensor.extension.known_call.Boundary", boundary_init)) < 0 ||
         PyModule_AddIntConstant(module, "FIELDS", FIELDS) < 0 ||
+        PyModule_AddIntConstant(module, "FIELDS_OF_LISTS", FIELDS_OF_LISTS) < 0 ||
         PyModule_AddIntConstant(module, "VERSION", VERSION) < 0) {
         Py_DECREF(module);
         return NULL;

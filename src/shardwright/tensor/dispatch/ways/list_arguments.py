@@ -23,16 +23,16 @@ class Taken:
     key:     the tokens of DTensors, shapes and dtypes of plain tensors, classes of everything, in order;
         numbers (learning rates, corrections of a step) by their class alone.
     numbers: these, in order.
-    foreign: a DTensor of torch's own is among them.
+    foreign: a DTensor of torch's own is among them. plain: a plain tensor is.
     args:    the positional arguments with local tensors; `kwargs` by name.
     """
 
-    __slots__ = ("args", "foreign", "key", "kwargs", "numbers")
+    __slots__ = ("args", "foreign", "key", "kwargs", "numbers", "plain")
 
     def __init__(self, first: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.key: list[Any] = [*first]
         self.numbers: list[Any] = []
-        self.foreign = False
+        self.foreign = self.plain = False
         self.args = [self._take(value) for value in args]
         self.kwargs: dict[str, Any] = {}
         for name, value in kwargs.items():
@@ -47,6 +47,7 @@ class Taken:
             return value._local_tensor
         if isinstance(value, torch.Tensor):
             self.foreign |= isinstance(value, TorchDTensor)
+            self.plain = True
             self.key += value.shape, value.dtype
             return value
         self.key.append(value.__class__)

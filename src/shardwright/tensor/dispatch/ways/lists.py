@@ -17,12 +17,13 @@ from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.tensor import finished_forms
-from shardwright.tensor.dispatch import written_memory
+from shardwright.tensor.dispatch import short, written_memory
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.kernels import is_linear, kernel_of
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.run import check_simple, run
+from shardwright.tensor.dispatch.ways import kept_form
 from shardwright.tensor.dispatch.ways.list_arguments import Taken
 from shardwright.tensor.dispatch.ways.list_elements import ElementCall, element_calls, list_arguments
 from shardwright.tensor.dispatch.ways.out import is_pointwise
@@ -67,6 +68,8 @@ def run_on_lists(
         out = _call(func, taken, decided.specs)
         if first:
             _check(func, decided.specs, out)
+            if short.reader.there:
+                _learn(func, args, kwargs, taken, decided)
     _raise_versions(func, written)
     return out if func._schema.returns else None
 
@@ -94,6 +97,7 @@ def _known_or_decided(
 def _store(key: tuple[Any, ...], decided: _Decided, taken: Taken) -> None:
     if len(_known) >= _MANY:
         _known.clear()
+        short.lists.clear()  # a call that is decided, and has no recipe, gets none any more
     if decided.by_numbers:
         _known[tuple(taken.key)] = decided
         key = (*taken.key, *taken.numbers)
@@ -259,6 +263,47 @@ def _check(func: torch._ops.OpOverload, specs: Sequence[Spec | None], out: Any) 
     for spec, x in zip(specs, out or (), strict=False):
         if spec is not None:
             check_simple(spec, func, x, ())
+
+
+def _learn(
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    taken: Taken,
+    decided: _Decided,
+) -> None:
+    """Write down for C how this call was run, if nothing else is asked when it is run again."""
+    specs = decided.specs
+    operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor)]
+    written = written_by(func, args, kwargs)
+    if specs is None or kept_form.asks(operands):
+        return
+    if written_memory.asks_of(func, written) or (kernel_of(func, set()) and not is_linear(func)):
+        return
+    if func._schema.returns and written:
+        return
+    results = tuple(specs) if func._schema.returns else None
+    is_counted = func._schema.name.startswith("aten::_foreach_")
+    several = bool(written) and len(list_arguments(func)) > 1
+    writes = tuple(_stretches(operands, written))
+    found = short.ShortList(func._op, results, writes, several, is_counted, is_linear(func))
+    helpers = taken.key[:1] if taken.plain else ()
+    numbers = taken.numbers if decided.by_numbers else None
+    short.learn_list(func, (*taken.key[2:], *helpers), numbers, found)
+
+
+def _stretches(operands: Sequence[DTensor], written: Sequence[DTensor]) -> Iterator[tuple[int, int]]:
+    """Which operands are written, from one up to another."""
+    own = set(map(id, written))
+    first = None
+    for place, x in enumerate(operands):
+        if id(x) in own and first is None:
+            first = place
+        elif id(x) not in own and first is not None:
+            yield first, place
+            first = None
+    if first is not None:
+        yield first, len(operands)
 
 
 def _raise_versions(func: torch._ops.OpOverload, written: Sequence[DTensor]) -> None:
