@@ -14,6 +14,7 @@ from shardwright.erased.effects import Before, Effects, gradients_after, written
 from shardwright.erased.entry import Backward, Entry, Leaf, overlap
 from shardwright.erased.gradients import Cut, hang, has_hooks, inputs_of, own_backward
 from shardwright.erased.program import program_of
+from shardwright.erased.rates import Rate, followed_facts, may_name
 from shardwright.erased.record import Recording
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.results import Result
@@ -33,6 +34,7 @@ class Attempt:
 
     keep, refused: told of the entry, or of why there is none; with results that want gradients this is after
         their first backward.
+    rates: numbers of optimizers that are followed.
     """
 
     def __init__(
@@ -41,9 +43,10 @@ class Attempt:
         leaves: list[Any],
         keep: Callable[[Entry], None],
         refused: Callable[[list[Refusal]], None],
+        rates: Sequence[Rate] = (),
     ) -> None:
         self.function, self.leaves, self.keep, self.refused = function, leaves, keep, refused
-        self.recording = Recording()
+        self.recording, self.rates = Recording(rates), rates
         self.tape = self.recording.tape
         self.world = World(self._met)
         self.watch = Watch(self.world, self.recording.values_read)
@@ -62,7 +65,7 @@ class Attempt:
             self.world.reach(getattr(self.function, "__name__", type(self.function).__name__), self.function)
             for place, leaf in enumerate(self.leaves):
                 self._give(place, leaf)
-        with in_groups(), self.recording.events, self.watch, self.recording:
+        with in_groups(), self.recording.events, self.recording.following, self.watch, self.recording:
             out = self.function(*self.cut.args, **self.cut.kwargs)
         with DisableTorchFunctionSubclass():
             return self._after(out)
@@ -119,6 +122,8 @@ class Attempt:
         return flat[0] if structure is None else tree_unflatten(flat, structure)
 
     def _refusals(self) -> list[Refusal]:
+        if may_name(self.rates, self.world.named):
+            return [Refusal("a number of an optimizer", "the program may read it beside the step")]
         return [*self.recording.refusals, *self.watch.refusals, *self.world.refusals]
 
     def _results(self, flat: list[Any]) -> tuple[list[Leaf], list[torch.Tensor], list[Refusal]]:
@@ -237,7 +242,7 @@ class _Finish:
         )
         self.done = False
         self.results = [Result.of(x, attempt.tape) for x in made]
-        self.facts = list(attempt.world.facts)
+        self.facts = followed_facts(attempt.world.facts, attempt.rates)
         # Looked at now: gradients and versions go on before a backward comes.
         tensors = [x for _, x in attempt.world.tensors]
         self.guard = holds.guard_of(self.facts, tensors, self._gradients_before())
@@ -326,6 +331,8 @@ class _Finish:
                 autocast=attempt.autocast,
                 backward=backward,
                 where=attempt.where,
+                optimizers=tuple(attempt.world.optimizers),
+                named=frozenset(attempt.world.named),
             )
         )
 

@@ -61,7 +61,7 @@ class Backward:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What one recording knows."""
+    """What one recording knows. optimizers, named: as in `walk.World`."""
 
     facts: Sequence[Fact]
     guard: Callable[[], bool]
@@ -76,6 +76,8 @@ class Entry:
     autocast: tuple[str, ...]
     backward: Backward | None = None
     where: str = ""
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    named: frozenset[str] = frozenset()
     readers: tuple[Any, ...] = field(default=())
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from shardwright.comm.traced import in_groups
 from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten
 from shardwright.erased import given, surroundings
 from shardwright.erased.attempt import Attempt
+from shardwright.erased.changed_rates import rates_that_changed
 from shardwright.erased.gradients import Cut, hang, has_hooks, inputs_of, own_backward
 from shardwright.erased.holds import changed
 from shardwright.erased.report import Report
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardwright.erased.entry import Entry
+    from shardwright.erased.rates import Rate
 
 _MOST = 8
 _TRIES = 3
@@ -33,6 +35,8 @@ class Erased:
         self._function, self._most = function, most
         self._entries: dict[Any, list[Entry]] = {}
         self._attempts: dict[Any, int] = {}
+        self._rates: list[Rate] = []
+        self._constant: set[Any] = set()  # what cannot be recorded with numbers that are followed
         self._report = Report(getattr(function, "__qualname__", type(function).__name__))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,8 +84,34 @@ class Erased:
             return self._as_it_is(args, kwargs, why)
         self._attempts[key] = self._attempts.get(key, 0) + 1
         self._say_why_again(key)
-        attempt = Attempt(self._function, leaves, lambda entry: self._keep(key, entry), self._refused)
-        return attempt.run(args, kwargs)
+        rates = self._rates_for(key)
+
+        def kept(entry: Entry) -> None:
+            found = self._entries.get(key, [])
+            if covered in found:
+                found.remove(covered)  # what it held for, the new one holds for too
+            self._keep(key, entry)
+
+        def refused(refusals: list[Any]) -> None:
+            if rates:  # once more without them
+                self._constant.add(key)
+                self._attempts[key] -= 1
+            self._refused(refusals)
+
+        covered = self._entries[key][0] if rates and self._entries.get(key) else None
+        return Attempt(self._function, leaves, kept, refused, rates).run(args, kwargs)
+
+    def _rates_for(self, key: Any) -> list[Rate]:
+        """The numbers of optimizers that the next recording follows: those that changed from call to call."""
+        if key in self._constant:
+            return []
+        for entry in self._entries.get(key, ())[:1]:
+            new = rates_that_changed(entry.facts, entry.optimizers, entry.named)
+            if not new:  # something else changed
+                return []
+            self._rates += new
+        self._rates = [rate for rate in self._rates if rate.is_there()]
+        return self._rates
 
     def _no_more(self, key: Any) -> str:
         made = sum(map(len, self._entries.values()))

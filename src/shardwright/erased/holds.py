@@ -8,7 +8,7 @@ import torch
 
 from shardwright.erased.given import of_tensor
 from shardwright.erased.program import compiled
-from shardwright.erased.walk import SCALARS, Fact, content
+from shardwright.erased.walk import FLOAT, SCALARS, Fact, content
 from shardwright.tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ _READ = {
     "attribute": "getattr({holder}, {key})",
     "length": "len({holder})",
     "array": "content({holder})",
+    FLOAT: "{holder}[{key}]",
 }
 
 
@@ -46,6 +47,8 @@ def guard_of(
         read = _READ[fact.kind].format(holder=holder, key=key)
         if fact.kind in {"length", "array"}:
             lines.append(f"  if {read} != {value}: return False")
+        elif fact.kind == FLOAT:
+            lines.append(f"  if type({read}) is not float: return False")
         elif isinstance(fact.value, SCALARS):
             lines.append(f"  v = {read}\n  if v is not {value} and not same(v, {value}): return False")
         else:
@@ -98,11 +101,25 @@ def changed(facts: Iterable[Fact]) -> list[str]:
         except _GONE:
             found.append(f"{fact.path} is gone")
             continue
-        if fact.kind == "array" and now == fact.value:
-            continue
-        if now is not fact.value and not (isinstance(now, SCALARS) and same(now, fact.value)):
+        if _differs(fact, now):
             found.append(f"{fact.path}: {_short(fact.value)} -> {_short(now)}")
     return found
+
+
+def has_changed(fact: Fact) -> bool:
+    """Does it hold no more?"""
+    try:
+        return _differs(fact, _read(fact))
+    except _GONE:
+        return True
+
+
+def _differs(fact: Fact, now: Any) -> bool:
+    if fact.kind == FLOAT:
+        return type(now) is not float
+    if fact.kind == "array" and now == fact.value:
+        return False
+    return now is not fact.value and not (isinstance(now, SCALARS) and same(now, fact.value))
 
 
 def _read(fact: Fact) -> Any:

@@ -22,10 +22,13 @@ class HostNumber:
     """The node of a `torch.SymFloat`: a value, and the text that makes it again.
 
     used: told what was done with the number that no text can repeat (a comparison, a cast).
+    handed: asked first where the number is cast: does an operator get it that is known?
     """
 
-    def __init__(self, value: float, text: str, used: Callable[[str], None]) -> None:
-        self.value, self.text, self.used = value, text, used
+    def __init__(
+        self, value: float, text: str, used: Callable[[str], None], handed: Callable[[], bool] | None = None
+    ) -> None:
+        self.value, self.text, self.used, self.handed = value, text, used, handed
 
     # What torch asks of the node of any symbolic number.
     def is_int(self) -> bool:  # noqa: D102
@@ -56,7 +59,8 @@ class HostNumber:
         return HostNumber(value, repr(value), self.used)
 
     def guard_float(self, _file: str, _line: int) -> float:  # noqa: D102
-        self.used("the host reads it as a number")
+        if self.handed is None or not self.handed():
+            self.used("the host reads it as a number")
         return self.value
 
     def _graph_repr(self) -> str:
@@ -110,6 +114,9 @@ class _Truth:
         self.used("the host decides by it")
         return self.value
 
+    def bool_(self) -> bool:
+        return self.guard_bool("", 0)
+
     def expect_true(self, _file: str, _line: int) -> bool:
         return self.value
 
@@ -136,9 +143,11 @@ _COMPARED = {
 }
 
 
-def followed(value: float, name: str, used: Callable[[str], None]) -> Any:
+def followed(
+    value: float, name: str, used: Callable[[str], None], handed: Callable[[], bool] | None = None
+) -> Any:
     """A number that is followed under this name."""
-    node: Any = HostNumber(value, name, used)
+    node: Any = HostNumber(value, name, used, handed)
     return torch.SymFloat(node)
 
 

@@ -127,7 +127,7 @@ def _renamed(line: Line, aliases: dict[int, int]) -> Line:
 def _compiled(
     tape: Tape, lines: Sequence[Line], takes: tuple[int, ...], gives: tuple[int, ...], holds: tuple[int, ...]
 ) -> Callable[..., tuple[Any, ...]]:
-    names: dict[str, Any] = {f"v{n}": tape.values[n].tensor for n in holds}
+    names: dict[str, Any] = {f"v{n}": tape.values[n].tensor for n in holds} | tape.names
     written = _Writer(names)
     last = _last_uses(lines, {*gives, *holds})
     text = [f"def run({', '.join(f'v{n}' for n in takes)}):"]

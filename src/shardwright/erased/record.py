@@ -8,7 +8,6 @@ call sends, and nothing of it is a rehearsal.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +18,18 @@ from shardwright.comm.record import source_line
 from shardwright.comm.told import told
 from shardwright.compat import FakeTensorMode, TorchDispatchMode, modes_stack, tree_leaves, tree_map
 from shardwright.erased import numbers
+from shardwright.erased.rates import OPTIMIZERS, Following
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.tape import Line, Ref, Tape
 from shardwright.erased.walk import local_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
+    from shardwright.erased.rates import Rate
+
 aten = torch.ops.aten
-_OPTIMIZERS = str(Path(torch.__file__).parent / "optim")
 # Between an operator and whoever asked for it.
 _BETWEEN = ("torch/_dynamo/eval_frame.py", "torch/_compile.py", "torch/utils/_pytree.py")
 _HERE = "shardwright/erased"
@@ -40,15 +42,20 @@ _FROM_NOWHERE = "it takes a tensor that is neither given nor found in the progra
 
 
 class Recording(TorchDispatchMode):
-    """One call on its way to a tape. refusals: what it did that a replay cannot do."""
+    """One call on its way to a tape. refusals: what it did that a replay cannot do.
 
-    def __init__(self) -> None:
+    rates: numbers of optimizers that are followed.
+    """
+
+    def __init__(self, rates: Sequence[Rate] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.refusals: list[Refusal] = []
         self.events = Events()
         self._numbers = 0
         self._followed: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+        self.following = Following(rates, self.refuse)
+        self.tape.names = self.following.names
 
     # -- what the recording is told -------------------------------------------------------------------
 
@@ -71,7 +78,7 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = self.following.with_handed(func, kwargs or {})
         if any(issubclass(cls, TorchDTensor) for cls in types):
             return self._on_dtensors(func, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -217,7 +224,7 @@ def _draws(func: Any) -> bool:
 
 
 def _asked_by_an_optimizer() -> bool:
-    return _first_frame(skip=_BETWEEN).startswith(_OPTIMIZERS)
+    return _first_frame(skip=_BETWEEN).startswith(OPTIMIZERS)
 
 
 def _is_told() -> bool:

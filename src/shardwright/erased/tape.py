@@ -85,10 +85,11 @@ Geometry = tuple[Any, ...]
 
 @dataclass(slots=True, eq=False)
 class Tape:
-    """Lines, and the values that they make and take."""
+    """Lines, and the values that they make and take. names: what the texts of numbers name."""
 
     lines: list[Line] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
+    names: dict[str, Any] = field(default_factory=dict)
     _by_id: dict[int, int] = field(default_factory=dict)
     _by_memory: dict[Geometry, int] = field(default_factory=dict)
     _storages: dict[int, int] = field(default_factory=dict)

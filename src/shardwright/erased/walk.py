@@ -39,6 +39,7 @@ _HELPERS = ("/site-packages/numpy/",)
 _ABOUT_GRADIENTS = frozenset({"grad", "getattr", "backward", "zero_grad"})
 _MOST = 50_000
 _LARGEST_ARRAY = 4096
+FLOAT = "float"  # a kind of fact
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Fact:
     """What stood at a place. read(holder, key) looks again.
 
     kind: "item" of a dict or list, "cell" of a closure, "attribute", "length" of a container, "array" for the
-        content of one.
+        content of one, "float" of a dict that holds any number there.
     """
 
     path: str
@@ -62,6 +63,7 @@ class World:
 
     met: told of each tensor, once, before the code that reached it runs.
     sees_gradients: can the program ask which gradients exist? By an optimizer, or by their name.
+    optimizers: those that it reaches. named: the names and texts in the program's own code.
     """
 
     met: Callable[[str, torch.Tensor], None]
@@ -69,6 +71,8 @@ class World:
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     sees_gradients: bool = False
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    named: set[str] = field(default_factory=set)
     _seen: dict[int, Any] = field(default_factory=dict)
     _codes: set[tuple[int, int]] = field(default_factory=set)
     _todo: list[tuple[str, Any]] = field(default_factory=list)
@@ -91,6 +95,7 @@ class World:
         self._codes.add(key)
         self._seen[id(code)] = code  # held, so that nothing takes its `id`
         name, names = str(globals_.get("__name__", "?")), _names_of(code)
+        self.named.update(names, _texts_of(code))
         self.sees_gradients |= not _ABOUT_GRADIENTS.isdisjoint(names)
         for used in names:
             if used in globals_:
@@ -152,6 +157,7 @@ class World:
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
         self.sees_gradients = True
+        self.optimizers.append(optimizer)
         self._attributes(path, optimizer, _OF_OPTIMIZERS)
 
     def _function(self, path: str, function: Any) -> None:
@@ -253,6 +259,15 @@ def _names_of(code: types.CodeType) -> list[str]:
         if isinstance(const, types.CodeType):
             names.update(dict.fromkeys(_names_of(const)))
     return list(names)
+
+
+def _texts_of(code: types.CodeType) -> list[str]:
+    """The texts that a function and the functions inside it have as constants."""
+    found = [const for const in code.co_consts if isinstance(const, str)]
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found += _texts_of(const)
+    return found
 
 
 def is_library(filename: str) -> bool:
