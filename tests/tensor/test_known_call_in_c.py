@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
 from shardwright.remember import forget
 from shardwright.tensor import doors
-from shardwright.tensor.dispatch import short
+from shardwright.tensor.dispatch import bindings, short
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.under_way import ArrivingDTensor
 
@@ -276,6 +278,49 @@ def test_a_write_through_data_is_counted(ranks):
     for calls, right in ranks(2, _writes_are_counted):
         assert calls == []
         assert right
+
+
+class _Hearing(TorchFunctionMode):
+    """Notes the functions of torch that somebody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.heard.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _functions_are_heard():
+    """A backward calls no function, so a mode of functions hears of none, of those on local parts neither."""
+    mesh = _mesh()
+    heard = []
+    for _ in range(4):
+        x, y, w, v = (t.detach().requires_grad_() for t in _operands(mesh))
+        loss = (F.layer_norm(F.linear(x, w, v), (6,), v, v) * torch.softmax(y, 1) - x).square().sum()
+        with doors.in_python() if not heard else contextlib.nullcontext(), _Hearing() as mode:
+            loss.backward()
+        heard.append(mode.heard)
+    return [each == heard[0] for each in heard]
+
+
+def test_a_mode_of_functions_hears_what_was_called(ranks):
+    assert ranks(2, _functions_are_heard) == [[True] * 4] * 2
+
+
+def test_bindings_are_those_that_call_the_very_op():
+    x, aten = torch.ones(2, 3), torch.ops.aten
+    assert bindings.binding_of(aten.add.Tensor, (x, x), {}) is torch.add
+    assert bindings.binding_of(aten.add.Tensor, (x, x), {"alpha": 2}) is torch.add
+    assert bindings.binding_of(aten.add_.Tensor, (x, x), {}) is torch.Tensor.add_
+    assert bindings.binding_of(aten._softmax.default, (x, 1, False), {}) is torch._softmax
+    assert bindings.binding_of(aten.sum.dim_IntList, (x, [0]), {}) is torch.sum
+    assert bindings.binding_of(aten.split.Tensor, (x, 1), {}) is not None
+    assert bindings.binding_of(aten.slice.Tensor, (x, 0, 0, 1), {}) is None  # indexing has no function
+    assert bindings.binding_of(aten.mul.Scalar, (x, 2.0), {}) is None  # `torch.mul` calls another overload
+    assert bindings.binding_of(aten.contiguous.default, (x,), {}) is None  # done without an op
+    assert bindings.binding_of(aten.matmul.default, (x, x.t()), {}) is not torch.mm
 
 
 class _Silent(TorchDispatchMode):

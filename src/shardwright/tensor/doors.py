@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import compiler_names, increment_versions, modes_on, without_subclasses
+from shardwright.compat import (
+    compiler_names,
+    function_modes_on,
+    increment_versions,
+    modes_on,
+    without_subclasses,
+)
 from shardwright.tensor.dispatch import short
 from shardwright.tensor.dispatch.call import dispatch
 from shardwright.tensor.dtensor import DTensor
@@ -29,7 +35,7 @@ from shardwright.tensor.wrap import wrap
 
 _VARIABLE = "SHARDWRIGHT_EXTENSION"
 _MODULE = "shardwright.tensor.extension.known_call"
-_BUILT = 3  # `VERSION` of the C file
+_BUILT = 4  # `VERSION` of the C file
 # Classes whose values `call._collect` tells apart by class and value.
 _SCALARS = frozenset(
     {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -156,4 +162,5 @@ def _dispatch(made: ModuleType) -> Any:
         tensor=torch.Tensor,
         helpers=boundary.helpers_allowed,
         raise_versions=increment_versions,
+        function_modes=function_modes_on,
     )

@@ -19,7 +19,7 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 3 };
+enum { VERSION = 4 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
 enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 20 };
@@ -42,6 +42,7 @@ enum {
     TENSOR,                /* torch.Tensor */
     HELPERS,               /* do plain tensors that an op meets count as replicated? */
     RAISE_VERSIONS,        /* tells autograd that tensors were written */
+    FUNCTION_MODES,        /* how many modes see each function of torch */
     END_OF_DISPATCH
 };
 enum {
@@ -63,13 +64,13 @@ enum {
 };
 static const char *const held_by_dispatch[] = {"recipes", "recipe", "copies", "modes", "inference", "scalars",
     "ordinary", "localized", "new", "wrap", "local", "spec", "made_by", "lists", "list_ops", "tensor", "helpers",
-    "raise_versions", NULL};
+    "raise_versions", "function_modes", NULL};
 static const char *const held_by_boundary[] = {
     "compiler", "harmless", "reading", "own", "state", "below", "plain", "made",
     "of_one_mesh", "spec_of", "of_lists", "lookups", "looks", "ours", NULL};
 
 /* The fields of a recipe, in the order of `short.Short`. */
-enum { CALL, RESULTS, SEVERAL, WRITTEN, OVERRIDES, PLACED, BEGINS, FIELDS };
+enum { CALL, RESULTS, SEVERAL, WRITTEN, OVERRIDES, PLACED, BEGINS, BINDING, FIELDS };
 /* Those of a recipe of lists, in the order of `short.ShortList`; the first two are as above. */
 enum { WRITES = RESULTS + 1, NO_VIEWS, VERSIONS, DENSE, FIELDS_OF_LISTS };
 
@@ -558,8 +559,19 @@ static int count_write(PyObject *storage) {
     return done < 0 ? -1 : 0;
 }
 
+/* The local call: by the op's own binding to Python, unless modes would see a function that nobody called. */
+static PyObject *call_locally(Door *door, PyObject *recipe, PyObject *args, PyObject *kwargs) {
+    PyObject *callee = PyTuple_GET_ITEM(recipe, BINDING);
+    int off = callee == Py_None ? 0 : is_off(door->held[FUNCTION_MODES]);
+    if (off < 0) {
+        return NULL;
+    }
+    return PyObject_Call(off ? callee : PyTuple_GET_ITEM(recipe, CALL), args, kwargs);
+}
+
 /* The call that writes an operand, and gives it. FOUND: `result` is set. */
-static enum Found run_writing(Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
+static enum Found run_writing(
+    Door *door, Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
     Py_ssize_t written = PyLong_AsSsize_t(PyTuple_GET_ITEM(recipe, WRITTEN));
     PyObject *storage = PyObject_CallMethodNoArgs(call->local.at[written], str_untyped_storage);
     int apart = storage == NULL ? -1 : lie_apart(call, written, storage);
@@ -567,7 +579,7 @@ static enum Found run_writing(Call *call, PyObject *recipe, PyObject *args, PyOb
         Py_XDECREF(storage);
         return apart < 0 ? FAILED : UNKNOWN;
     }
-    PyObject *out = PyObject_Call(PyTuple_GET_ITEM(recipe, CALL), args, kwargs);
+    PyObject *out = call_locally(door, recipe, args, kwargs);
     int counted = count_write(storage);
     Py_DECREF(storage);
     if (out == NULL || counted < 0) {
@@ -603,7 +615,7 @@ static enum Found run(Door *door, Call *call, PyObject *recipe, PyObject *args, 
         return FAILED;
     }
     if (PyTuple_GET_ITEM(recipe, WRITTEN) != Py_None) {
-        return run_writing(call, recipe, args, kwargs, result);
+        return run_writing(door, call, recipe, args, kwargs, result);
     }
     Py_ssize_t base = 0;
     int placed = PyTuple_GET_ITEM(recipe, PLACED) == Py_True;
@@ -611,7 +623,7 @@ static enum Found run(Door *door, Call *call, PyObject *recipe, PyObject *args, 
     if (found != FOUND) {
         return found;
     }
-    PyObject *out = PyObject_Call(PyTuple_GET_ITEM(recipe, CALL), args, kwargs);
+    PyObject *out = call_locally(door, recipe, args, kwargs);
     if (out == NULL) { /* of a view whose local strides do not merge Python makes a copy */
         if (placed && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
             PyErr_Clear();

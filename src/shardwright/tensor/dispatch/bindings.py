@@ -1,0 +1,118 @@
+"""An op's own binding to Python: a function of torch that parses its arguments in half the time.
+
+`torch.ops.aten.add.Tensor` looks the arguments of any op up in a schema; `torch.add` was generated for this
+one. Which overload such a function calls depends on what it is given, so it is tried: on tensors without data
+it must call exactly what the overload calls, once, with the very arguments.
+"""
+
+from __future__ import annotations
+
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.compat import TorchDispatchMode, nn_functions, tree_leaves, tree_map_only
+from shardwright.remember import memo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+Op = torch._ops.OpOverload
+_known: dict[tuple[Any, ...], Callable[..., Any] | None] = memo("bindings of ops", {})
+_MANY = 4096
+
+
+def binding_of(func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """A function that does with local arguments of these classes what the overload does; None: there is none.
+
+    It must not be called where modes of torch change functions: they would see calls that nobody made.
+    """
+    key = (func, *map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items()))
+    if key not in _known:
+        if len(_known) >= _MANY:
+            _known.clear()
+        _known[key] = _found(func, args, kwargs)
+    return _known[key]
+
+
+def _kind(value: Any) -> Any:
+    """By what an overload is chosen: the classes of values and of members of lists."""
+    if isinstance(value, list | tuple):
+        return type(value), len(value), *sorted({type(each).__name__ for each in value})
+    if isinstance(value, torch.Tensor):
+        return type(value), value.dim() == 0  # one element may stand for a number
+    return type(value)
+
+
+def _found(func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    if not all(
+        type(x) is torch.Tensor
+        for x in tree_leaves((list(args), dict(kwargs)))
+        if isinstance(x, torch.Tensor)
+    ):
+        return None
+    empty_args, empty_kwargs = tree_map_only(torch.Tensor, _without_data, (list(args), dict(kwargs)))
+    wanted = _asked(func, empty_args, empty_kwargs)
+    if wanted is None:
+        return None
+    for candidate in _candidates(func):
+        asked = _asked(candidate, empty_args, empty_kwargs)
+        if asked is not None and _same(asked, wanted):
+            return candidate
+    return None
+
+
+def _candidates(func: Op) -> Iterator[Callable[..., Any]]:
+    """Functions of torch in C that have the op's name."""
+    namespace, _, name = func._schema.name.partition("::")
+    for home in (torch, torch.Tensor.__base__, nn_functions) if namespace == "aten" else ():
+        found = getattr(home, name, None)
+        if isinstance(found, BuiltinFunctionType | MethodDescriptorType):
+            yield found
+
+
+def _without_data(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+_Asked = list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+
+
+class _Listening(TorchDispatchMode):
+    """Notes each op."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.asked: _Asked = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _asked(call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> _Asked | None:
+    """The ops that a call consists of; None where it fails on tensors without data."""
+    try:
+        with _Listening() as listening:
+            call(*args, **kwargs)
+            asked: _Asked = listening.asked
+    except Exception:  # noqa: BLE001 - whatever it is: the overload is called then
+        return None
+    return asked
+
+
+def _same(one: _Asked, other: _Asked) -> bool:
+    """One op, the same, with the very tensors and equal values."""
+    if len(one) != 1 or len(other) != 1 or one[0][0] is not other[0][0]:
+        return False
+    mine, theirs = (tree_leaves((list(asked[1]), asked[2])) for asked in (one[0], other[0]))
+    return (
+        len(mine) == len(theirs) and all(map(_equal, mine, theirs)) and one[0][2].keys() == other[0][2].keys()
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other
+    return type(one) is type(other) and bool(one == other)
