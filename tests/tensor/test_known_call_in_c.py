@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
@@ -278,35 +276,6 @@ def test_a_write_through_data_is_counted(ranks):
     for calls, right in ranks(2, _writes_are_counted):
         assert calls == []
         assert right
-
-
-class _Hearing(TorchFunctionMode):
-    """Notes the functions of torch that somebody calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.heard = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.heard.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def _functions_are_heard():
-    """A backward calls no function, so a mode of functions hears of none, of those on local parts neither."""
-    mesh = _mesh()
-    heard = []
-    for _ in range(4):
-        x, y, w, v = (t.detach().requires_grad_() for t in _operands(mesh))
-        loss = (F.layer_norm(F.linear(x, w, v), (6,), v, v) * torch.softmax(y, 1) - x).square().sum()
-        with doors.in_python() if not heard else contextlib.nullcontext(), _Hearing() as mode:
-            loss.backward()
-        heard.append(mode.heard)
-    return [each == heard[0] for each in heard]
-
-
-def test_a_mode_of_functions_hears_what_was_called(ranks):
-    assert ranks(2, _functions_are_heard) == [[True] * 4] * 2
 
 
 def test_bindings_are_those_that_call_the_very_op():

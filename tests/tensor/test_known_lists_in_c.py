@@ -193,6 +193,21 @@ def test_views_in_lists_are_for_python(ranks):
     ranks(2, _views)
 
 
+def _overlapping_views():
+    """One device refuses what a rank without elements would do, for a list that is known too."""
+    base = sw.distribute_tensor(torch.zeros(4, 1, 6), _mesh(), [sw.Shard(1)])
+    one, two = base[:2].clone(), base[:2].clone()
+    for _ in range(3):
+        torch._foreach_add_([one], [two])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="single memory location"):
+            torch._foreach_add_([base[:2]], [base[1:3]])
+
+
+def test_views_that_overlap_are_refused_on_every_rank(ranks):
+    ranks(2, _overlapping_views)
+
+
 def _finished_forms():
     """A form that was kept of a pending value holds no longer when a list wrote it by another name."""
     mesh = _mesh()
@@ -241,6 +256,27 @@ def _gaps():
         cut.append([x.full_tensor() if isinstance(x, sw.DTensor) else x for x in weights])
     for one, other in zip(*cut, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def _parts_of_wider_rows():
+    """A parameter whose part is a column of a wider matrix: the kernel would walk over its neighbours."""
+    mesh = _mesh()
+    whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    first = 3 * torch.distributed.get_rank()
+    wide = whole.clone()
+    part = sw.DTensor.from_local(wide[:, first : first + 3], mesh, [sw.Shard(1)], shape=(4, 6), stride=(6, 1))
+    weights = [torch.nn.Parameter(whole.clone()), torch.nn.Parameter(part)]
+    optimizers = [torch.optim.AdamW([weight], lr=0.1, fused=True) for weight in weights]
+    for _ in range(4):
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = torch.zeros_like(weight).add_(weight.detach())
+            optimizer.step()
+    torch.testing.assert_close(weights[1].full_tensor(), weights[0])
+    assert torch.equal(wide[:, 3 - first : 6 - first], whole[:, 3 - first : 6 - first])
+
+
+def test_fused_steps_leave_what_lies_between_alone(ranks):
+    ranks(2, _parts_of_wider_rows)
 
 
 def test_fused_steps_of_what_has_gaps_are_those_of_one_device(ranks):
