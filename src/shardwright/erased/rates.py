@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwright.erased.walk import Fact
 
 
+_OURS = str(Path(__file__).parents[1])
 OPTIMIZERS = str(Path(torch.__file__).parent / "optim")
 # Functions of torch that hand their learning rate to a kernel and do nothing else with it.
 _FUSED = frozenset({"_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"})
@@ -97,7 +98,9 @@ class Following:
         put: Any = None
 
         def handed() -> bool:
-            frame = sys._getframe(2)  # below the node: who makes the call that casts
+            frame: Any = sys._getframe(2)  # below the node: who makes the call that casts
+            while frame.f_code.co_filename.startswith(_OURS):  # doors in Python hand it on
+                frame = frame.f_back
             if frame.f_code.co_name not in _FUSED or not frame.f_code.co_filename.startswith(OPTIMIZERS):
                 return False
             self._handed.append(put)
