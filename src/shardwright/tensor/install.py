@@ -17,6 +17,7 @@ from shardwright.tensor.attention import function as attention
 from shardwright.tensor.doors import open_doors
 from shardwright.tensor.dtensor import DTensor, above
 from shardwright.tensor.localized import LocalizedDTensor, compute_view
+from shardwright.tensor.modules.replaced import refuse_replaced
 from shardwright.tensor.optimizer_gradients import bring_gradients, give_back
 from shardwright.tensor.plain import backward, boundary, made_gradients, packed_sequences, set_data
 from shardwright.tensor.safe_globals import allow_safe_loading
@@ -48,6 +49,7 @@ def install() -> None:
     above.redistribute, above.replicated = conversions.redistribute, conversions.replicated
     open_doors()
     call_in_graphs(conversions.from_local_in_graph, compute_view)  # of these a graph sees the call alone
+    register_optimizer_step_pre_hook(refuse_replaced)
     register_optimizer_step_pre_hook(bring_gradients)
     register_optimizer_step_post_hook(give_back)
     allow_safe_loading()

@@ -76,6 +76,11 @@ def _known_lines() -> dict[int, _Line]:
     return found
 
 
+def names_of_replaced() -> dict[int, str]:
+    """Identity of each tensor that a strategy replaced and somebody still holds -> the name that it had."""
+    return {id(old): line.name for old, line in _lines.items() if line.last is not old}
+
+
 @contextmanager
 def _forgotten_on_error(olds: Sequence[nn.Parameter]) -> Iterator[None]:
     """On an error within the block nothing is remembered of it: what stood there stands there again."""
