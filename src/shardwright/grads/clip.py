@@ -18,9 +18,10 @@ from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.grads.parameters import Parameters, named_parameters
 from shardwright.grads.pending import finish_gradients
+from shardwright.grads.stages import SharedByStages, groups_of, stages_of
 from shardwright.tensor.wrap import as_ours
 
-_Key = tuple[DeviceMesh | None, tuple[str, ...]]
+_Key = tuple[DeviceMesh | None, tuple[str, ...], SharedByStages | None]
 
 
 class NonFiniteNormError(ShardwrightError, RuntimeError):
@@ -40,7 +41,9 @@ def clip_grad_norm_(
     Parameters may live on different meshes (dense ones and experts) and in any layout. Each element counts
     once: norms of parts are added over the axes that cut a parameter, not over those that replicate it. A
     gradient that is still pending is summed first, as `GradientSynchronizer` does (the norm of a sum is not
-    the sum of norms). Plain tensors are taken to be equal on all ranks. Sums are in float64.
+    the sum of norms). Plain tensors are taken to be equal on all ranks. Parameters of a pipeline
+    (`parallelize_pipeline`) are of one vector with those of the other stages, tied ones counted once. Sums
+    are in float64.
 
     Args:
         parameters: a module, one tensor, tensors, or (name, tensor) pairs; the same on every rank.
@@ -55,17 +58,20 @@ def clip_grad_norm_(
         NonFiniteNormError: see `error_if_nonfinite`.
         ConfigError: `norm_type` is not above 0.
 
-    Cost: per mesh axis a few bytes per parameter (to agree), and one all-reduce of 8 bytes per kind of cut.
+    Cost: per mesh axis a few bytes per parameter (to agree), and one all-reduce of 8 bytes per kind of cut;
+        of a pipeline one of 8 bytes over its stages.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ConfigError(f"norm_type={norm_type} is no norm; use a number above 0, or inf")
-    trainable = {name: p for name, p in named_parameters(parameters).items() if p.requires_grad}
+    named = named_parameters(parameters)
+    stages = list(dict.fromkeys(held.mesh for held in map(stages_of, named.values()) if held is not None))
+    trainable = {name: p for name, p in named.items() if p.requires_grad}
     distributed = {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
     finish_gradients(distributed, DEFAULT_BUCKET_BYTES, agreed=False)
     fused = foreach is not False
     groups = _group(trainable.values())
-    total = _total_norm(groups, norm_type, fused=fused)
+    total = _total_norm(groups, stages, norm_type, fused=fused)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise NonFiniteNormError(
             f"the {norm_type:g}-norm of the gradients is {total.item()}, so they cannot be clipped; look for "
@@ -94,29 +100,55 @@ def _group(parameters: Iterable[Tensor]) -> dict[_Key, list[Tensor]]:
 
 def _key(parameter: Tensor) -> _Key:
     """Return where a parameter's norm must be added up: its mesh, and the axes that cut it."""
+    stages = stages_of(parameter)
     if not isinstance(parameter, TorchDTensor):
-        return None, ()
+        return None, (), stages
     layout = as_ours(parameter)._spec.layout
     cut = tuple(a for a, p in zip(layout.axes, layout.placements, strict=True) if p.is_partition)
-    return parameter.device_mesh, cut
+    return parameter.device_mesh, cut, stages
 
 
-def _total_norm(groups: dict[_Key, list[Tensor]], p: float, *, fused: bool) -> Tensor:
-    """Return the p-norm of everything in `groups`, over all ranks."""
-    if not groups:
+def _total_norm(
+    groups: dict[_Key, list[Tensor]], stages: list[DeviceMesh], p: float, *, fused: bool
+) -> Tensor:
+    """Return the p-norm of everything in `groups`, over all ranks.
+
+    Args: stages: the axes of pipelines that the parameters are of, frozen ones too: their stages may train.
+    """
+    if not groups and not stages:
         return torch.tensor(0.0)
     powers = [_reduced_power(key, locals_, p, fused=fused) for key, locals_ in groups.items()]
-    device = next((power.device for power in powers if power.device.type != "cpu"), powers[0].device)
-    stacked = torch.stack([power.to(device) for power in powers])
-    total = stacked.max() if math.isinf(p) else stacked.sum() ** (1.0 / p)
+    zero = torch.zeros((), dtype=torch.float64, device=stages[0].device_type if stages else None)
+    device = next((power.device for power in (*powers, zero) if power.device.type != "cpu"), zero.device)
+    here, staged = [zero.to(device)], [zero.to(device)]
+    for (_, _, held), power in zip(groups, powers, strict=True):
+        if held is None or held.counts:
+            (here if held is None else staged).append(power.to(device))
+    if stages:
+        here.append(_over_stages(_joined(staged, p), stages, p))
+    total = _joined(here, p) if math.isinf(p) else _joined(here, p) ** (1.0 / p)
     dtypes = [local.dtype for locals_ in groups.values() for local in locals_]
     wide = torch.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else torch.float32
     return total.to(wide)
 
 
+def _joined(powers: Sequence[Tensor], p: float) -> Tensor:
+    """Return the power of several parts together."""
+    stacked = torch.stack(list(powers))
+    return stacked.max() if math.isinf(p) else stacked.sum()
+
+
+def _over_stages(power: Tensor, stages: list[DeviceMesh], p: float) -> Tensor:
+    """Return the power of all stages of a pipeline, of which this rank has that of its own."""
+    for axis, group in groups_of(stages):
+        op = "max" if math.isinf(p) else "sum"
+        power = reduce_over(power, op, group, axis=axis, reason="norm of gradients over stages")
+    return power
+
+
 def _reduced_power(key: _Key, locals_: Sequence[Tensor], p: float, *, fused: bool) -> Tensor:
     """Return the sum of |x|^p (for inf: the largest |x|) over the ranks that cut these gradients."""
-    mesh, cut = key
+    mesh, cut, _ = key
     power = _local_power(locals_, p, fused=fused)
     if mesh is None:
         return power

@@ -1,0 +1,41 @@
+"""Parameters of a model whose stages lie on different ranks: what a norm over all of them adds up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwright.context.submesh import groups_above_one
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class SharedByStages:
+    """Hangs on a parameter of a pipeline, as its attribute `shared_by_stages`.
+
+    Args: mesh: the axis whose ranks hold the other stages. counts: whether norms count it on this rank; a
+        parameter that several stages hold (tied weights) is counted on one.
+    """
+
+    mesh: DeviceMesh
+    counts: bool
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SharedByStages:
+        """Itself: a copy of a parameter is of the same stage."""
+        return self
+
+
+def stages_of(parameter: Tensor) -> SharedByStages | None:
+    """Where the other stages of this parameter's model are; None: there are none."""
+    found: SharedByStages | None = getattr(parameter, "shared_by_stages", None)
+    return found
+
+
+def groups_of(meshes: list[DeviceMesh]) -> list[tuple[str, dist.ProcessGroup]]:
+    """The groups that add up over the stages, each once."""
+    found = {group: name for mesh in meshes for name, group in groups_above_one(mesh)}
+    return [(name, group) for group, name in found.items()]
