@@ -51,8 +51,22 @@ def read_model(model: nn.Module) -> ModelState:
                 f"the model's state_dict() gives {name!r}, which is none of its parameters and buffers "
                 "(a state_dict hook?): it could be saved but not loaded"
             )
-        tensors[name] = value
+        for each in _tied_names(name, value):
+            tensors[each] = value
     return ModelState(tensors, _modules_with_objects(model))
+
+
+def _tied_names(name: str, tensor: torch.Tensor) -> tuple[str, ...]:
+    """The names of a tensor, those among them that it has in other stages of a pipeline; else its one name.
+
+    A rank that holds one end of tied weights saves and loads them as a rank that holds both.
+    """
+    tied: tuple[str, ...] = getattr(tensor, "names_in_stages", ())
+    own = next((each for each in tied if name == each or name.endswith(f".{each}")), None)
+    if own is None:
+        return (name,)
+    prefix = name.removesuffix(own)
+    return tuple(f"{prefix}{each}" for each in tied)
 
 
 def _uncompiled(name: str) -> str:
