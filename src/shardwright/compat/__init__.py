@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 from torch._C import DispatchKey as DispatchKey
 from torch._C import TensorType as TensorType
@@ -19,6 +20,7 @@ from torch._functorch import pyfunctorch
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, device_mesh, distributed_c10d
@@ -277,3 +279,13 @@ def default_store() -> Any:
 def saved_tensors_hooks_on() -> object:
     """The pair of hooks that sees what is saved for a backward now, as in a checkpoint; None without one."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def intercept_calls(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let `around(what a call of this one module did)` answer its calls from now on, before any hook.
+
+    torch keeps a compiled call of a module in the same place; one that is there is called, one that
+    `module.compile()` puts there later takes the place of this.
+    """
+    before = module._compiled_call_impl
+    module._compiled_call_impl = around(module._call_impl if before is None else before)

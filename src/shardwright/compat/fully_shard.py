@@ -181,7 +181,11 @@ def replaced_parameters(module: nn.Module) -> list[str]:
 
 
 def _fsdp_groups(module: nn.Module) -> list[Any]:
-    state = module._get_fsdp_state()  # type: ignore[operator]
+    return groups_of(module._get_fsdp_state())  # type: ignore[operator]
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The groups of parameters of one unit's state."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)

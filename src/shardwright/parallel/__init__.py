@@ -7,6 +7,8 @@ from shardwright.parallel.expert import ShardMoESparseExpertsParallel, paralleli
 from shardwright.parallel.fsdp import parallelize_fsdp
 from shardwright.parallel.hsdp import parallelize_hsdp
 from shardwright.parallel.logical_dropout import logical_dropout
+from shardwright.parallel.pipeline.pipeline import Pipeline
+from shardwright.parallel.pipeline_parallel import parallelize_pipeline
 from shardwright.parallel.replicate import parallelize_replicate
 from shardwright.parallel.table.apply import parallelize
 from shardwright.parallel.table.report import Report
@@ -15,6 +17,7 @@ from shardwright.parallel.to_local import ToLocalParallel
 
 __all__ = [
     "Report",
+    "Pipeline",
     "ShardMoESparseExpertsParallel",
     "ToLocalParallel",
     "cut_sequence",
@@ -26,6 +29,7 @@ __all__ = [
     "parallelize_expert_parallel",
     "parallelize_fsdp",
     "parallelize_hsdp",
+    "parallelize_pipeline",
     "parallelize_replicate",
     "parallelize_tensor",
 ]

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.pipeline.mark import refuse_cut
 from shardwright.parallel.plan_of_styles import apply_styles
 from shardwright.parallel.swap import put_all, replace_parameters
 from shardwright.parallel.tensor.bring import brought_plan
@@ -56,7 +57,7 @@ def parallelize_tensor(
     Raises: ParallelError: not one axis, an empty plan, styles beside anything else, an unknown name or word,
         `"auto"` of a model that brings no plan, two words or styles for one shared parameter or module, a
         parameter that this axis has placed already, a style for parameters that are placed already or for a
-        module that it does not take; nothing has been changed then.
+        module that it does not take, a model that is cut into pipeline stages; nothing has been changed then.
     Cost: an all-reduce (or, sequence-parallel, its two halves) per pair of cut layers and pass; as the
         styles say.
     Source: Megatron-LM, arXiv 1909.08053, section 3; of sequence parallelism arXiv 2205.05198, section 4.
@@ -64,6 +65,7 @@ def parallelize_tensor(
     axes = named_axes(mesh, "parallelize_tensor")
     if len(axes) != 1:
         raise ParallelError(f"parallelize_tensor takes one axis, got {axes}; slice the mesh: mesh['tp']")
+    refuse_cut(module, "parallelize_tensor")
     plan = _as_mapping(parallelize_plan)
     kinds = {_kind(value) for value in plan.values()} if plan is not None else {str}
     if not kinds or (ParallelStyle in kinds and len(kinds) > 1):

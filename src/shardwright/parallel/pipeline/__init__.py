@@ -1,0 +1,1 @@
+"""Pipelines: a model cut into stages that run on the ranks of one axis, micro-batch by micro-batch."""

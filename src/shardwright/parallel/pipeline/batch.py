@@ -1,0 +1,76 @@
+"""A batch as micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shardwright.compat import tree_flatten, tree_unflatten
+from shardwright.errors import ParallelError
+
+Dims = Mapping[str, int | None]
+Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
+
+_ASK = -1  # the dim is 0, if the size is that of the batch
+
+
+def micro_batches(
+    args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, n: int, dims: Dims
+) -> list[Batch]:
+    """`n` equal parts of the arguments and the target, along the batch.
+
+    The batch is dim 0 of the first tensor; tensors whose dim 0 is as long are cut, those with one row and
+    those without dims are handed to all. `dims` says otherwise by name: the dim of the batch, None for whole.
+    Raises: ParallelError: `n` does not divide the batch, or a tensor has another number of rows.
+    """
+    flat, tree = tree_flatten((args, kwargs, target))
+    named = _dims_of(args, kwargs, target, dims)
+    lengths = [x.shape[max(d or 0, 0)] for x, d in zip(flat, named, strict=True) if _has_rows(x, d)]
+    rows = next((length for length in lengths if length != 1), 1)  # one row may stand for all
+    if not lengths:
+        raise ParallelError("pipeline: no tensor among the arguments has rows that could be cut")
+    if n < 1 or rows % n:
+        fits = [d for d in range(1, rows + 1) if rows % d == 0]
+        raise ParallelError(
+            f"pipeline: {n} micro-batches do not divide a batch of {rows} rows; choose micro_batches from "
+            f"{', '.join(map(str, fits))}, or pad the batch"
+        )
+    parts = [_cut(x, d, rows, n) for x, d in zip(flat, named, strict=True)]
+    return [tree_unflatten([part[i] for part in parts], tree) for i in range(n)]
+
+
+def _has_rows(x: Any, dim: int | None) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0 and dim is not None
+
+
+def _dims_of(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, dims: Dims) -> list[int | None]:
+    """For each leaf, the dim that was given for the argument that it is in."""
+    unknown = [name for name in dims if name not in kwargs]
+    if unknown:
+        raise ParallelError(f"pipeline: batch_dims names {unknown[0]!r}, which is no argument of this step")
+    found: list[int | None] = [_ASK] * len(tree_flatten(args)[0])
+    for name, value in kwargs.items():
+        found += [dims.get(name, _ASK)] * len(tree_flatten(value)[0])
+    return found + [_ASK] * len(tree_flatten(target)[0])
+
+
+def _cut(x: Any, dim: int | None, rows: int, n: int) -> list[Any]:
+    if not isinstance(x, Tensor) or x.ndim == 0 or dim is None or (dim == _ASK and x.shape[0] == 1):
+        return [x] * n
+    at = 0 if dim == _ASK else dim
+    if x.shape[at] != rows:
+        raise ParallelError(
+            f"pipeline: a tensor of shape {tuple(x.shape)} beside a batch of {rows} rows; name the dim of "
+            "its batch with batch_dims={argument: dim}, or None for what every micro-batch is handed whole"
+        )
+    return list(x.chunk(n, dim=at))
+
+
+def signature(batch: Batch) -> tuple[Any, ...]:
+    """What of a micro-batch decides which shapes cross the borders."""
+    return tuple(
+        (tuple(x.shape), x.dtype, getattr(x, "placements", None)) if isinstance(x, Tensor) else repr(x)
+        for x in tree_flatten(batch[:2])[0]
+    )

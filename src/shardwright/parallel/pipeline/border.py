@@ -1,0 +1,132 @@
+"""What crosses from one stage to the next: local tensors, and the layouts that they have there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.compat import axis_names
+from shardwright.layout.layout import Layout
+from shardwright.tensor.autograd import FromLocal, to_local
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.spec import finished, spec_of
+from shardwright.tensor.wrap import as_ours, wrap
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwright.placement.base import Placement
+
+FindMesh = Callable[[tuple[str, ...]], "DeviceMesh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor as the next stage must know it: its logical shape, and its layout where it is distributed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    axes: tuple[str, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    order: tuple[str, ...] = ()
+    stride: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, x: Tensor) -> Leaf:
+        """Describe a tensor."""
+        if not isinstance(x, TorchDTensor):
+            return cls(tuple(x.shape), x.dtype)
+        ours = as_ours(x)
+        layout = ours._spec.layout
+        return cls(
+            tuple(layout.shape),
+            x.dtype,
+            axis_names(ours.device_mesh),
+            tuple(layout.placements),
+            tuple(layout.order_names),
+            tuple(layout.stride),
+        )
+
+    @property
+    def flows_back(self) -> bool:
+        """Can it have a gradient?"""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def layout(self, find: FindMesh) -> Layout:
+        """The layout, on this rank's mesh of these axes."""
+        return Layout(
+            find(self.axes),
+            self.placements,
+            self.shape,
+            dtype=self.dtype,
+            stride=self.stride,
+            order=self.order,
+        )
+
+    def local_shape(self, find: FindMesh) -> tuple[int, ...]:
+        """What travels: the shape of this rank's part."""
+        if not self.axes:
+            return self.shape
+        mesh = find(self.axes)
+        layout = self.layout(find)
+        coords = spec_of(layout, mesh).coords
+        return tuple(layout.local_shape(coords or (0,) * len(layout.sizes)))
+
+    def example(self, find: FindMesh) -> Tensor:
+        """A tensor without memory that says what travels."""
+        return torch.empty(
+            self.local_shape(find), dtype=self.dtype, device="meta", requires_grad=self.flows_back
+        )
+
+    def zeros(self, find: FindMesh, device: torch.device) -> Tensor:
+        """A tensor like it, of zeros."""
+        local = torch.zeros(self.local_shape(find), dtype=self.dtype, device=device)
+        return wrap(local, spec_of(self.layout(find), find(self.axes))) if self.axes else local
+
+
+class _Own(torch.autograd.Function):
+    """A tensor of its own with this value, that has a gradient even if the value has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:  # noqa: ARG004  the anchor makes the graph
+        return x.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004  torch's signature
+        return grad, None
+
+
+def leaving(x: Tensor, leaf: Leaf, find: FindMesh, anchor: Tensor) -> Tensor:
+    """What travels of `x`: this rank's part, in one piece.
+
+    Its gradient comes back in the layout of `x`, pending sums finished.
+    """
+    if isinstance(x, TorchDTensor):
+        x = _local(as_ours(x), leaf.layout(find))
+    if not leaf.flows_back:
+        return x.detach().contiguous()
+    own: Tensor = _Own.apply(x, anchor)  # type: ignore[no-untyped-call]
+    return own
+
+
+def _local(x: DTensor, layout: Layout) -> Tensor:
+    if x._spec.layout != layout:
+        x = x.redistribute(x.device_mesh, list(layout.placements), order=list(layout.order_names))
+    if torch.is_grad_enabled() and x.requires_grad:
+        return to_local(x, finished(layout))
+    return x.to_local()
+
+
+def arriving(local: Tensor, leaf: Leaf, find: FindMesh) -> Tensor:
+    """The tensor that was sent, from what travelled; writes into it do not reach the buffer."""
+    own = local.clone()
+    if not leaf.axes:
+        return own
+    layout = leaf.layout(find)
+    made: Tensor = FromLocal.apply(own, layout, find(leaf.axes), finished(layout))  # type: ignore[no-untyped-call]
+    return made

@@ -1,0 +1,21 @@
+"""How a module says that it was cut into stages."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardwright.errors import ParallelError
+
+ATTRIBUTE = "pipeline_stages"
+
+
+def refuse_cut(module: nn.Module, verb: str) -> None:
+    """Raise ParallelError for a module that `parallelize_pipeline` has cut.
+
+    A plan names modules of the whole model, and each rank would find other ones missing.
+    """
+    if ATTRIBUTE in module.__dict__:
+        raise ParallelError(
+            f"{verb}: {type(module).__name__} is cut into stages already, and a rank has a part of what the "
+            "plan names; apply it before parallelize_pipeline"
+        )

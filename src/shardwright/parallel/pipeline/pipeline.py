@@ -1,0 +1,256 @@
+"""Running a model that was cut into stages, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.comm.functional import reduce_over
+from shardwright.compat.fully_shard_traffic import hold_gradients_back, reduce_gradients
+from shardwright.context.submesh import groups_above_one
+from shardwright.errors import ParallelError, ShardwrightError
+from shardwright.parallel.pipeline.batch import Batch, micro_batches, signature
+from shardwright.parallel.pipeline.caller import Caller
+from shardwright.parallel.pipeline.homes import Homes
+from shardwright.parallel.pipeline.learn import learn
+from shardwright.parallel.pipeline.recording import refuse_recording
+from shardwright.parallel.pipeline.schedules import check_schedule, make_schedule
+from shardwright.parallel.pipeline.split import find_split
+from shardwright.parallel.pipeline.stage import Stage, StageModule
+from shardwright.parallel.pipeline.ties import Ties
+
+_MOST = 8  # shapes of batches for which buffers and schedules are kept
+
+
+class Pipeline:
+    """Runs a model that `parallelize_pipeline` has cut, by one of torch's schedules.
+
+    Every rank of the axis calls `step` with the same batch. Gradients are what one device has for the sum of
+    the loss's terms over all micro-batches: sums, never averages, in the layouts that the strategies say.
+
+    Args:
+        module: cut by `parallelize_pipeline`, placed by any other strategies.
+        loss: `loss(output, target)`, a scalar: this micro-batch's term. With `data` and `step(count=)`, a sum
+            over its tokens, which is divided by the number of all ranks' tokens.
+        micro_batches: into how many parts a batch is cut.
+        schedule: "gpipe", "1f1b" (one stage on each rank), "interleaved_1f1b", "looped_bfs" (several).
+        data: the axes whose ranks have other rows, for `step(count=)`.
+    Raises: ParallelError: the module was not cut, an unknown schedule, stages that place tied weights in
+        different ways, a model that records outputs of its layers.
+    Cost: tied weights are sent once to the other stages that hold them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        micro_batches: int,
+        schedule: str | None = None,
+        data: DeviceMesh | None = None,
+    ) -> None:
+        split = find_split(module)
+        if split is None:
+            raise ParallelError(
+                f"Pipeline: {type(module).__name__} has no stages; cut it with "
+                "parallelize_pipeline(module, mesh['pp'], cuts) first"
+            )
+        self.module, self.loss, self.data, self._split = module, loss, data, split
+        self.schedule = check_schedule(schedule, split.stages, split.mesh.size(), micro_batches)
+        self.micro_batches = micro_batches
+        refuse_recording(module, {})
+        self._homes = Homes(module, split.mesh)
+        self._ties = Ties(split, module)
+        self._ties.start()
+        self._caller = Caller(module, split)
+        self._ready: dict[Any, tuple[Any, list[StageModule]]] = {}
+        self._device = _device(split.mesh.device_type)
+
+    @property
+    def is_last(self) -> bool:
+        """Does this rank run the last stage, which has the outputs?"""
+        return self._split.stages - 1 in self._split.mine
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        count: int | Tensor | None = None,
+        batch_dims: Mapping[str, int | None] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Forward and backward of a batch; gradients are added to those that are there. Collective.
+
+        Args:
+            args, kwargs: of the model, for the whole batch, the same on every rank of the axis. Tensors are
+                cut along dim 0; those with one row are handed whole to every micro-batch.
+            target: handed to the loss, cut in the same way; tensors in any lists, tuples and dicts.
+            count: how many tokens the loss sums on this rank: divides by the count of all ranks of `data`.
+            batch_dims: `{argument: dim of its batch}`, None for a tensor that is not cut.
+        Returns: the loss of the batch, the same on every rank of the axis (with `count`, of `data` too).
+        Raises: ParallelError: the batch is not divisible, what crosses a border cannot be sent.
+        Cost: per micro-batch and border the values that cross it, and their gradients; 8 bytes; the gradients
+            of tied weights once. The first step with new shapes runs a forward of each stage more.
+        """
+        if self.loss is None:
+            raise ParallelError("Pipeline.step needs a loss: Pipeline(module, loss, ...)")
+        batches = micro_batches(args, kwargs, target, self.micro_batches, batch_dims or {})
+        refuse_recording(self.module, kwargs)
+        schedule, stages = self._for(batches, train=True)
+        losses: list[Tensor] = []
+        scale = self._scale(count)
+        with self._ties.summed():
+            hold_gradients_back(self.module)
+            try:
+                with _running(stages, batches, self._scaled(scale)), _own_errors():
+                    schedule.step(target=_numbers(batches), losses=losses, return_outputs=False)
+            finally:
+                reduce_gradients(self.module)
+        return self._total(losses, scaled=scale is not None)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        count: int | Tensor | None = None,
+        batch_dims: Mapping[str, int | None] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The loss of a batch, without gradients; arguments, result and errors as `step`. Collective."""
+        if self.loss is None:
+            raise ParallelError("Pipeline.evaluate needs a loss: Pipeline(module, loss, ...)")
+        batches = micro_batches(args, kwargs, target, self.micro_batches, batch_dims or {})
+        scale = self._scale(count)
+        losses = self._forward(batches, self._scaled(scale), None)
+        return self._total(losses, scaled=scale is not None)
+
+    @torch.no_grad()
+    def outputs(
+        self, *args: Any, batch_dims: Mapping[str, int | None] | None = None, **kwargs: Any
+    ) -> list[Any] | None:
+        """What the model returns for each micro-batch, on the ranks of the last stage; None elsewhere.
+
+        Collective; arguments and errors as `step`.
+        """
+        batches = micro_batches(args, kwargs, None, self.micro_batches, batch_dims or {})
+        outputs: list[Any] = []
+        self._forward(batches, None, outputs)
+        return outputs if self.is_last else None
+
+    def _forward(
+        self, batches: list[Batch], loss: Callable[[Any, Any], Tensor] | None, outputs: list[Any] | None
+    ) -> list[Tensor]:
+        refuse_recording(self.module, batches[0][1])
+        schedule, stages = self._for(batches, train=False)
+        losses: list[Tensor] = []
+        with _running(stages, batches, loss, outputs), _own_errors():
+            schedule.eval(target=_numbers(batches), losses=losses, return_outputs=False)
+        return losses
+
+    def _for(self, batches: list[Batch], *, train: bool) -> tuple[Any, list[StageModule]]:
+        """The schedule for micro-batches of these shapes, once it is known what crosses the borders."""
+        first = signature(batches[0])
+        if any(signature(batch)[0] != first[0] for batch in batches):
+            raise ParallelError("pipeline: micro-batches have different shapes; pad the batch")
+        key = (first, train, self.module.training, len(batches), _autocast(self._device))
+        if key not in self._ready:
+            self._ready[key] = self._made(batches)
+            while len(self._ready) > _MOST:
+                del self._ready[next(iter(self._ready))]
+        return self._ready[key]
+
+    def _made(self, batches: list[Batch]) -> tuple[Any, list[StageModule]]:
+        split = self._split
+        borders = learn(
+            split, self.module, lambda run: self._caller(run, batches[0]), self._homes, self._device
+        )
+        modules = [
+            StageModule(self.module, split, stage, borders, self._caller, self._homes, self._device)
+            for stage in split.mine
+        ]
+        stages = [Stage(module, split) for module in modules]
+        return make_schedule(self.schedule, stages, len(batches), _as_it_is), modules
+
+    def _scale(self, count: int | Tensor | None) -> Tensor | None:
+        """The number of tokens of all data ranks, on the last stage; None: terms are added as they are."""
+        if count is None:
+            return None
+        total = torch.as_tensor(count, device=self._device).detach().double().reshape(())
+        if self.is_last and self.data is not None:
+            for axis, group in groups_above_one(self.data):
+                total = reduce_over(total, "sum", group, axis=axis, reason="count of a pipeline's tokens")
+        return total.clamp(min=1.0)
+
+    def _scaled(self, scale: Tensor | None) -> Callable[[Any, Any], Tensor] | None:
+        loss = self.loss
+        if scale is None or loss is None:
+            return loss
+        return lambda output, target: loss(output, target) / float(scale)
+
+    def _total(self, losses: list[Tensor], *, scaled: bool) -> Tensor:
+        """The sum of the terms, on all stages; over the data ranks where they are parts of one mean."""
+        dtype = losses[0].dtype if losses else torch.float32
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for term in losses:
+            total += term.detach().double()
+        if self.is_last and scaled and self.data is not None:
+            for axis, group in groups_above_one(self.data):
+                total = reduce_over(total, "sum", group, axis=axis, reason="loss of a pipeline")
+        for axis, group in groups_above_one(self._split.mesh):
+            total = reduce_over(total, "sum", group, axis=axis, reason="loss of a pipeline")
+        return total.to(dtype)
+
+
+def _as_it_is(output: Any, _: Any) -> Any:
+    """The last stage returns its loss."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _numbers(batches: list[Batch]) -> Tensor:
+    """What torch's schedule cuts into targets; the stage has its own."""
+    return torch.zeros(len(batches))
+
+
+def _device(kind: str) -> torch.device:
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _autocast(device: torch.device) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+
+@contextmanager
+def _running(
+    stages: list[StageModule],
+    batches: list[Batch],
+    loss: Callable[[Any, Any], Tensor] | None,
+    outputs: list[Any] | None = None,
+) -> Iterator[None]:
+    """The stages have these micro-batches, and keep none of them."""
+    for stage in stages:
+        stage.batches, stage.loss, stage.outputs = batches, loss, outputs
+    try:
+        yield
+    finally:
+        for stage in stages:
+            stage.batches, stage.loss, stage.outputs = [], None, None
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """An error of ours, which torch wraps, as it was raised."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ShardwrightError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise cause from None

@@ -1,0 +1,77 @@
+"""The schedules of torch, by name, and which rank runs which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch.distributed import pipelining
+
+from shardwright.errors import ParallelError
+
+LOOP, V = "loop", "v"
+SINGLE: Mapping[str, Any] = MappingProxyType(
+    {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+)
+MULTI: Mapping[str, Any] = MappingProxyType(
+    {
+        "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+        "looped_bfs": pipelining.ScheduleLoopedBFS,
+    }
+)
+KNOWN = (*SINGLE, *MULTI)
+
+
+def rank_of_stage(stages: int, ranks: int) -> tuple[int, ...]:
+    """The rank of the axis that runs each stage: in turn, so that each has as many.
+
+    Raises: ParallelError: the stages do not share out evenly.
+    """
+    if stages < ranks or stages % ranks:
+        raise ParallelError(
+            f"parallelize_pipeline: {stages - 1} cuts make {stages} stages, and the axis has {ranks} ranks\n"
+            f"  fix: give {ranks - 1} cuts, or {ranks * 2 - 1} for two stages on each rank; each stage needs "
+            "a module of its own to begin with"
+        )
+    return tuple(stage % ranks for stage in range(stages))
+
+
+def check_schedule(name: str | None, stages: int, ranks: int, count: int) -> str:
+    """The schedule that is meant; by default one-forward-one-backward.
+
+    Raises: ParallelError: an unknown one, one for another number of stages on each rank, or for more
+        micro-batches than `count`.
+    """
+    if name is None:
+        name = "1f1b" if stages == ranks else "interleaved_1f1b"
+    if type(count) is not int or count < 1:
+        raise ParallelError(f"pipeline: micro_batches={count!r} is no number of parts of a batch")
+    if name == "1f1b" and count < stages:
+        raise ParallelError(
+            f"pipeline: schedule '1f1b' needs as many micro-batches as stages, {stages}, and micro_batches="
+            f"{count}\n  fix: more micro-batches, or schedule='gpipe'"
+        )
+    if name not in KNOWN:
+        raise ParallelError(f"pipeline: schedule={name!r}; there are {', '.join(map(repr, KNOWN))}")
+    if name in SINGLE and stages != ranks:
+        raise ParallelError(
+            f"pipeline: schedule {name!r} runs one stage on each rank, and there are {stages} stages on "
+            f"{ranks} ranks\n  fix: {' or '.join(map(repr, MULTI))}, or {ranks - 1} cuts"
+        )
+    return name
+
+
+def make_schedule(
+    name: str, stages: Sequence[Any], count: int, loss: Callable[[Any, Any], Any] | None
+) -> Any:
+    """A schedule object of torch: gradients are sums over micro-batches, never averages.
+
+    Raises: ParallelError: what the schedule says of this number of micro-batches.
+    """
+    try:
+        if name in SINGLE:
+            return SINGLE[name](stages[0], count, loss_fn=loss, scale_grads=False)
+        return MULTI[name](list(stages), count, loss_fn=loss, scale_grads=False)
+    except ValueError as error:
+        raise ParallelError(f"pipeline: schedule {name!r} with {count} micro-batches: {error}") from None

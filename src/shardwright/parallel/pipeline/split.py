@@ -1,0 +1,194 @@
+"""Taking from a model what other ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.compat import FakeTensorMode, intercept_calls
+from shardwright.errors import ParallelError
+from shardwright.grads.stages import SharedByStages
+from shardwright.parallel.pipeline.border import Leaf
+from shardwright.parallel.pipeline.conductor import (
+    Call,
+    Conductor,
+    Elsewhere,
+    Held,
+    Value,
+    held,
+    mark,
+)
+from shardwright.parallel.pipeline.mark import ATTRIBUTE
+from shardwright.parallel.pipeline.places import VERB, Place, Places
+from shardwright.tensor.modules.replaced import taken_away
+from shardwright.tensor.modules.slots import slots_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass
+class Split:
+    """How a model is cut: which stages this rank runs, and who hears the calls of its parts.
+
+    shared: names of the parameters that several ranks hold, and these ranks, that of the first stage first.
+    reads_parameters: whether modules above the cuts have parameters of their own.
+    """
+
+    mesh: DeviceMesh
+    stages: int
+    mine: tuple[int, ...]
+    rank_of: tuple[int, ...]
+    conductor: Conductor
+    mode: FakeTensorMode
+    above: list[nn.Module]
+    shared: list[tuple[tuple[str, ...], tuple[int, ...]]]
+    reads_parameters: bool
+
+    def hollow(self, leaf: Leaf, device: torch.device) -> Tensor:
+        """A tensor with a shape, and no values."""
+        return hollow(self.mode, leaf, device)
+
+
+def hollow(mode: FakeTensorMode, leaf: Leaf, device: torch.device) -> Tensor:
+    """A tensor with a shape, and no values."""
+    with mode:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+
+
+def find_split(module: nn.Module) -> Split | None:
+    """How this module was cut into stages, None if it was not."""
+    split: Split | None = module.__dict__.get(ATTRIBUTE)
+    return split
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """Raise ParallelError for what `fully_shard` manages: a unit does not lose parameters."""
+    for slot in slots_of(module):
+        if getattr(slot.get(), "_fully_sharded", ""):
+            raise ParallelError(
+                f"{VERB}: {slot.path} is sharded already; cut the model into stages before parallelize_fsdp "
+                "and parallelize_hsdp"
+            )
+
+
+def take_apart(model: nn.Module, mesh: DeviceMesh, places: Places, rank_of: Sequence[int]) -> Split:
+    """Leave in the model what this rank holds; say of each parameter who counts it."""
+    me = mesh.get_local_rank()
+    mine = tuple(stage for stage, rank in enumerate(rank_of) if rank == me)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shared = _shared(places, rank_of)
+    split = Split(
+        mesh=mesh,
+        stages=places.stages,
+        mine=mine,
+        rank_of=tuple(rank_of),
+        conductor=Conductor(),
+        mode=mode,
+        above=places.above,
+        shared=list(shared.values()),
+        reads_parameters=any(place.is_parameter for place in places.parts),
+    )
+    holders = _holders(places, rank_of)
+    kept = {id(p.part()) for p in places.of_modules() if set(p.stages) & set(mine)}
+    heard: set[int] = set()
+    before = [(slot.get(), slot.path) for slot in slots_of(model)]
+    for place in places.parts:
+        here = bool(set(place.stages) & set(mine))
+        if place.is_parameter:
+            if not here:
+                _hollow_parameter(place, mode)
+        elif here:
+            _hear(place, places, split.conductor, heard)
+        else:
+            _leave(place, places, split, strip=id(place.part()) not in kept)
+    left = {id(slot.get()) for slot in slots_of(model)}
+    for parameter, name in before:
+        if id(parameter) not in left:
+            taken_away(parameter, name)
+    for slot in slots_of(model):
+        parameter = slot.get()
+        ranks = holders[id(parameter)]
+        parameter.shared_by_stages = SharedByStages(mesh, counts=ranks[0] == me)  # type: ignore[attr-defined]
+        if id(parameter) in shared:
+            parameter.names_in_stages = shared[id(parameter)][0]  # type: ignore[attr-defined]
+    model.__dict__[ATTRIBUTE] = split
+    return split
+
+
+def _all_stages(place: Place, places: Places) -> Held:
+    """A part with the stages of all places where its module stands."""
+    part = held(place)
+    part.stages = tuple(sorted({s for p in places.of_modules() if p.key == place.key for s in p.stages}))
+    return part
+
+
+def _hear(place: Place, places: Places, conductor: Conductor, heard: set[int]) -> None:
+    module = place.part()
+    if id(module) not in heard:
+        heard.add(id(module))
+        part = _all_stages(place, places)
+        intercept_calls(module, lambda original: conductor.hears(part, original))
+
+
+def _leave(place: Place, places: Places, split: Split, *, strip: bool) -> None:
+    module = place.part()
+    place.parent._modules[place.name] = Elsewhere(split.conductor, _all_stages(place, places), module)
+    if strip:
+        for child in module.modules():
+            for name, parameter in child._parameters.items():
+                if parameter is not None:
+                    child._parameters[name] = _emptied(parameter, f"{place.path}.{name}", split.mode)
+
+
+def _emptied(parameter: Tensor, path: str, mode: FakeTensorMode) -> nn.Parameter:
+    stand_in = hollow(mode, Leaf(tuple(parameter.shape), parameter.dtype), parameter.device)
+    empty = nn.Parameter(stand_in, requires_grad=False)
+    mark(empty, frozenset([Value(Call(path, -1), 0)]))
+    return empty
+
+
+def _hollow_parameter(place: Place, mode: FakeTensorMode) -> None:
+    """A parameter of a module above the cuts, that another rank holds: its code still reads the name."""
+    parameter = place.parent._parameters.pop(place.name)
+    if parameter is not None:
+        place.parent.__dict__[place.name] = _emptied(parameter, place.path, mode)
+
+
+def _holders(places: Places, rank_of: Sequence[int]) -> dict[int, list[int]]:
+    """Identity of each parameter -> the ranks that hold it, that of its first stage first."""
+    found: dict[int, dict[int, None]] = {}
+    for stage in range(places.stages):
+        for place in places.parts:
+            if stage in place.stages:
+                for parameter in _parameters(place):
+                    found.setdefault(id(parameter), {})[rank_of[stage]] = None
+    return {key: list(ranks) for key, ranks in found.items()}
+
+
+def _shared(places: Places, rank_of: Sequence[int]) -> dict[int, tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Parameters that several ranks hold: their names, and the ranks."""
+    holders = _holders(places, rank_of)
+    names: dict[int, list[str]] = {}
+    for place in places.parts:
+        if place.is_parameter:
+            names.setdefault(id(place.parent._parameters[place.name]), []).append(place.path)
+            continue
+        for name, parameter in place.part().named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(f"{place.path}.{name}")
+    return {
+        key: (tuple(dict.fromkeys(names[key])), tuple(ranks))
+        for key, ranks in holders.items()
+        if len(ranks) > 1
+    }
+
+
+def _parameters(place: Place) -> list[Tensor]:
+    if place.is_parameter:
+        parameter = place.parent._parameters.get(place.name)
+        return [] if parameter is None else [parameter]
+    return list(place.part().parameters())

@@ -1,0 +1,134 @@
+"""Parameters that several stages hold (tied weights): equal everywhere, their gradients summed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.comm.record import because
+from shardwright.errors import ParallelError
+from shardwright.parallel.pipeline.split import Split
+from shardwright.tensor.wrap import as_ours, wrap
+
+
+@dataclass
+class _Tie:
+    """One parameter: its first name, what this rank has of it, and the ranks of the axis that have it."""
+
+    name: str
+    parameter: nn.Parameter
+    ranks: tuple[int, ...]
+
+
+class Ties:
+    """The parameters of this rank that other ranks of the axis hold too."""
+
+    def __init__(self, split: Split, model: nn.Module) -> None:
+        self.split, self.model = split, model
+
+    def start(self) -> None:
+        """Give all holders the values of the first. A collective over the axis.
+
+        Raises: ParallelError: two stages placed it in different ways; on every rank.
+        """
+        ties = self._held()
+        self._check_alike(ties)
+        for tie in ties:
+            local = _local(tie.parameter.detach())
+            if local.is_meta:
+                continue
+            values = self._exchanged(tie, local, "tied weights of two stages")
+            local.copy_(values[0])
+
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """What backwards in the block add to a gradient is summed over its holders; what was there, was."""
+        ties = [tie for tie in self._held() if tie.parameter.requires_grad]
+        before = [tie.parameter.grad for tie in ties]
+        for tie in ties:
+            tie.parameter.grad = None
+        yield
+        for tie, earlier in zip(self._held(), before, strict=True) if ties else ():
+            total = self._total(tie)
+            tie.parameter.grad = total if earlier is None else earlier + total
+
+    def _total(self, tie: _Tie) -> Tensor:
+        gradient = _finished(tie.parameter)
+        terms = self._exchanged(tie, _local(gradient), "gradients of tied weights of two stages")
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return wrap(total, as_ours(gradient)._spec) if isinstance(gradient, TorchDTensor) else total
+
+    def _held(self) -> list[_Tie]:
+        named = dict(self.model.named_parameters(remove_duplicate=False)) if self.split.shared else {}
+        me = self.split.mesh.get_local_rank()
+        return [
+            _Tie(names[0], next(named[n] for n in names if n in named), ranks)
+            for names, ranks in self.split.shared
+            if me in ranks
+        ]
+
+    def _check_alike(self, ties: list[_Tie]) -> None:
+        if not self.split.shared:
+            return
+        mine = {tie.name: _told(tie.parameter) for tie in ties}
+        group = self.split.mesh.get_group()
+        everybody: list[Any] = [None] * dist.get_world_size(group)
+        with because("layouts of tied weights of two stages"):
+            dist.all_gather_object(everybody, mine, group=group)
+        for name in {name for told in everybody for name in told}:
+            said = {told[name] for told in everybody if name in told}
+            if len(said) > 1:
+                raise ParallelError(
+                    f"pipeline: {name} is held by two stages (tied weights), which place it as "
+                    f"{' and as '.join(sorted(said))}\n  fix: apply the strategy before parallelize_pipeline"
+                    ", while it is one parameter, or in the same way to both names"
+                )
+
+    def _exchanged(self, tie: _Tie, local: Tensor, reason: str) -> list[Tensor]:
+        """The local parts of all holders, in the order of their stages: the same sums on each."""
+        group, me = self.split.mesh.get_group(), self.split.mesh.get_local_rank()
+        own = local.contiguous()
+        parts = {rank: own if rank == me else torch.empty_like(own) for rank in tie.ranks}
+        operations = []
+        for rank in tie.ranks:
+            if rank != me:
+                peer = dist.get_global_rank(group, rank)
+                operations.append(dist.P2POp(dist.isend, own, peer, group))
+                operations.append(dist.P2POp(dist.irecv, parts[rank], peer, group))
+        with because(reason):
+            for work in dist.batch_isend_irecv(operations) if own.numel() else ():
+                work.wait()
+        return [parts[rank] for rank in tie.ranks]
+
+
+def _local(x: Tensor) -> Tensor:
+    return as_ours(x)._local_tensor if isinstance(x, TorchDTensor) else x
+
+
+def _finished(parameter: nn.Parameter) -> Tensor:
+    """The gradient in its parameter's layout, zeros where there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter).detach()
+    if isinstance(gradient, TorchDTensor) and isinstance(parameter, TorchDTensor):
+        layout = as_ours(parameter)._spec.layout
+        ours = as_ours(gradient)
+        moved = ours.redistribute(ours.device_mesh, list(layout.placements), order=list(layout.order_names))
+        return moved.detach()
+    return gradient
+
+
+def _told(parameter: nn.Parameter) -> str:
+    """How a parameter is placed, without the ranks, which are others on each stage."""
+    if not isinstance(parameter, TorchDTensor):
+        return f"a plain tensor {tuple(parameter.shape)}"
+    return str(as_ours(parameter)._spec.layout)

@@ -1,0 +1,50 @@
+"""Pipeline parallelism: a model is cut into stages by the names of modules, one or more on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.errors import ParallelError
+from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.pipeline.places import VERB, Stages, read_places
+from shardwright.parallel.pipeline.schedules import rank_of_stage
+from shardwright.parallel.pipeline.split import find_split, refuse_sharded, take_apart
+
+
+def parallelize_pipeline(
+    module: nn.Module, mesh: DeviceMesh, cuts: Sequence[str], *, stages: Stages | None = None
+) -> nn.Module:
+    """Leave on each rank of `mesh` the parts of `module` that its stages compute, in place.
+
+    `Pipeline(module, ...)` then runs it. Every stage runs the model's own forward on the arguments of the
+    model: masks, positions and rotary tables are made where they are used. What the parts of other stages
+    return is received where it is computed with (the stream of activations; what an encoder left), with the
+    layout that it had, and is a tensor without values where it is not. Names of parameters and of the
+    state_dict are those of the whole model.
+
+    Args:
+        mesh: the one axis of the pipeline.
+        cuts: names of modules, in the order of computation; each begins a stage. `len(cuts) + 1` stages run
+            on the ranks in turn: as many as ranks, or a multiple.
+        stages: `{name of a module or parameter: stage}` for what is not computed in the order in which it is
+            registered; several stages in a tuple hold a copy each, whose gradients are summed.
+    Returns: the module itself. Parameters that parts of different stages share (tied weights) are held by
+        each of them.
+    Raises: ParallelError: not one axis, no such module, cuts out of order, a number of stages that the ranks
+        do not divide, a stage without parameters, a module that was cut already or that `fully_shard`
+        manages; nothing has been changed then.
+    Cost: none. The module is whole on every rank before; make a large one on the meta device.
+    Source: GPipe, arXiv 1811.06965; 1F1B: PipeDream, arXiv 2006.09503; interleaved: arXiv 2104.04473.
+    """
+    axes = named_axes(mesh, VERB)
+    if len(axes) != 1:
+        raise ParallelError(f"{VERB} takes one axis, got {axes}; slice the mesh: mesh['pp']")
+    if find_split(module) is not None:
+        raise ParallelError(f"{VERB}: {type(module).__name__} is cut into stages already; cut it once")
+    refuse_sharded(module)
+    places = read_places(module, cuts, stages or {})
+    take_apart(module, mesh, places, rank_of_stage(places.stages, mesh.size()))
+    return module

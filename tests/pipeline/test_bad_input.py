@@ -1,0 +1,187 @@
+"""What cannot be a pipeline is said once, on every rank, and nothing has been changed then."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.errors import ParallelError
+from shardwright.parallel import Pipeline, parallelize_fsdp, parallelize_pipeline, parallelize_tensor
+from shardwright.testing import rank_mesh
+from tests.pipeline.models import HIDDEN, Block, Decoder, hugging_face, loss_sum
+
+
+def _text(function, *args, **kwargs):
+    with pytest.raises(ParallelError) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+def _cut(cuts, stages=None, tied=False):
+    model = Decoder(tied)
+    before = [(n, id(m), dict(m._parameters)) for n, m in model.named_modules()]
+    text = _text(parallelize_pipeline, model, rank_mesh((2,), ("pp",)), cuts, stages=stages)
+    assert [(n, id(m), dict(m._parameters)) for n, m in model.named_modules()] == before
+    return text
+
+
+@pytest.mark.parametrize(
+    ("cuts", "stages", "said"),
+    [
+        (["layer.2"], None, "no module 'layer.2'; did you mean 'layers.2'"),
+        (["layers.3", "layers.2", "layers.1"], None, "out of order"),
+        (["layers.2", "layers.2", "layers.3"], None, "named twice"),
+        ([], None, "0 cuts make 1 stages, and the axis has 2 ranks"),
+        (["layers.1", "layers.2"], None, "2 cuts make 3 stages, and the axis has 2 ranks"),
+        ("layers.2", None, "give a list of names"),
+        (["layers.2"], {"norms": 1}, "stages names 'norms'"),
+        (["layers.2"], {"norm": 2}, "there are stages 0 to 1"),
+        (["layers.0"], {"embedding": 1, "positions": 1}, "stage 0 of 2 would hold no parameter"),
+    ],
+)
+def test_wrong_cuts_are_refused_before_anything_is_changed(ranks, cuts, stages, said):
+    texts = ranks(2, _cut, cuts, stages)
+    assert texts[0] == texts[1]
+    assert said in texts[0]
+
+
+def _other_verbs():
+    mesh = rank_mesh((2, 1), ("pp", "dp"))
+    model = Decoder()
+    texts = [_text(parallelize_pipeline, model, mesh, ["layers.2"])]
+    texts.append(_text(Pipeline, model, loss_sum, micro_batches=2))
+    parallelize_pipeline(model, mesh["pp"], ["layers.2"])
+    texts.append(_text(parallelize_pipeline, model, mesh["pp"], ["layers.2"]))
+    texts.append(_text(parallelize_tensor, model, mesh["dp"], {"head": "colwise"}))
+    texts.append(_text(model, torch.zeros(2, 4, dtype=torch.long)))
+    texts.append(_text(Pipeline, model, loss_sum, micro_batches=2, schedule="2f2b"))
+    texts.append(_text(Pipeline, model, loss_sum, micro_batches=2, schedule="interleaved"))
+    texts.append(_text(Pipeline, model, loss_sum, micro_batches=1))
+    texts.append(_text(Pipeline, model, loss_sum, micro_batches=0))
+    sharded = Decoder()
+    parallelize_fsdp(sharded, mesh["dp"])
+    texts.append(_text(parallelize_pipeline, sharded, mesh["pp"], ["layers.2"]))
+    return texts
+
+
+def test_verbs_in_another_order_say_which_comes_first(ranks):
+    said = [
+        "takes one axis, got ('pp', 'dp')",
+        "cut it with parallelize_pipeline",
+        "is cut into stages already; cut it once",
+        "apply it before parallelize_pipeline",
+        "run the model with Pipeline(model, ...).step(...)",
+        "schedule='2f2b'; there are 'gpipe', '1f1b'",
+        "schedule='interleaved'; there are",
+        "schedule '1f1b' needs as many micro-batches as stages, 2",
+        "micro_batches=0 is no number of parts",
+        "cut the model into stages before parallelize_fsdp",
+    ]
+    for texts in ranks(2, _other_verbs):
+        for text, words in zip(texts, said, strict=True):
+            assert words in text
+
+
+class Hands(nn.Module):
+    """A part that returns what the argument says."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.first, self.second = Block(), Block()
+        self.what = what
+        self.pick = Pick(what)
+
+    def forward(self, x):
+        return self.second(
+            self.pick(self.first(x)).value if self.what == "object" else self.pick(self.first(x))
+        )
+
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+
+class Pick(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x):
+        return Box(x * self.weight) if self.what == "object" else x * self.weight
+
+
+class Registered(nn.Module):
+    """The last part is registered first."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def _steps(model, cuts, rows=4, micro=2, stages=None, **given):
+    mesh = rank_mesh((2,), ("pp",))
+    parallelize_pipeline(model, mesh, cuts, stages=stages)
+    pipeline = Pipeline(model, lambda out, _: out.float().sum(), micro_batches=micro)
+    before = [p.detach().clone() for p in model.parameters()]
+    text = _text(pipeline.step, torch.ones(rows, 3, HIDDEN), **given)
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
+    return text
+
+
+def _border(what):
+    if what == "object":
+        return _steps(Hands("object"), ["second"])
+    if what == "registered":
+        return _steps(Registered(), ["layers.1"])
+    if what == "rows":
+        return _steps(Hands(""), ["second"], rows=5)
+    return _steps(Hands(""), ["second"], target=torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("object", "pick returns a Box, and what a stage hands to the next is tensors"),
+        ("registered", "fix: parallelize_pipeline(..., stages={'norm': 1})"),
+        ("rows", "2 micro-batches do not divide a batch of 5 rows; choose micro_batches from 1, 5"),
+        ("target", "a tensor of shape (3,) beside a batch of 4 rows"),
+    ],
+)
+def test_what_no_border_carries_is_said_on_every_rank(ranks, what, said):
+    texts = ranks(2, _border, what)
+    assert texts[0] == texts[1]
+    assert said in texts[0]
+
+
+def _moved():
+    mesh = rank_mesh((2,), ("pp",))
+    torch.manual_seed(0)
+    model, whole = Registered(), Registered()
+    whole.load_state_dict(model.state_dict())
+    parallelize_pipeline(model, mesh, ["layers.1"], stages={"norm": 1})
+    x = torch.randn(4, 3, HIDDEN)
+    loss = Pipeline(model, lambda out, _: out.square().sum(), micro_batches=2).step(x)
+    return float(loss), float(whole(x).square().sum().detach())
+
+
+def test_a_part_that_is_registered_too_early_runs_in_the_stage_that_it_is_given(ranks):
+    for have, want in ranks(2, _moved):
+        assert have == pytest.approx(want, rel=1e-6)
+
+
+def _recorded():
+    model = hugging_face("mixtral", output_router_logits=True)
+    parallelize_pipeline(model, rank_mesh((2,), ("pp",)), ["model.layers.2"])
+    return _text(Pipeline, model, loss_sum, micro_batches=2)
+
+
+def test_a_model_that_collects_from_all_its_layers_is_refused(ranks):
+    for text in ranks(2, _recorded):
+        assert "output_router_logits, which a model collects from all its layers" in text

@@ -1,0 +1,220 @@
+"""Models that write in place, take lists apart, freeze, share or look at their activations."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.errors import ParallelError
+from shardwright.grads import clip_grad_norm_
+from shardwright.parallel import Pipeline, parallelize_pipeline
+from shardwright.testing import rank_mesh
+
+H = 8
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Part() for _ in range(4))
+
+
+class WritesBetween(Base):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            x += 0.5
+        return x
+
+
+class Frozen(Base):
+    def __init__(self):
+        super().__init__()
+        self.layers[:2].requires_grad_(False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Shared(Frozen):
+    """One block that both stages call."""
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(True)
+        self.layers[3] = self.layers[1]
+
+
+class Looks(Base):
+    """Its own code branches on an activation."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if x.abs().max() > 1e6:
+                x = x / 2
+        return x
+
+
+class Checkpointed(Base):
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class Iterates(nn.Module):
+    """Takes the members of an nn.Sequential, whose last one writes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(H, H)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(H, H), nn.ReLU(inplace=True)) for _ in range(4))
+        )
+        self.head = nn.Linear(H, 2)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Dicts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pairs = nn.ModuleList(nn.ModuleDict({"a": Part(), "b": Part()}) for _ in range(2))
+
+    def forward(self, x):
+        for pair in self.pairs:
+            x = x + pair["b"](pair["a"](x))
+        return x
+
+
+class Norms(nn.Module):
+    """Batch norms see the micro-batches one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H))
+        self.second = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Numbers(nn.Module):
+    """Integers and a plain number cross the border."""
+
+    class Picks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(H, H)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y, y.argmax(-1), 3
+
+    def __init__(self):
+        super().__init__()
+        self.picks, self.then, self.table = self.Picks(), Part(), nn.Embedding(H, H)
+
+    def forward(self, x):
+        y, index, number = self.picks(x)
+        return self.then(y * number) + self.table(index)
+
+
+CASES = {
+    "writes between": (WritesBetween, ["layers.2"]),
+    "frozen": (Frozen, ["layers.2"]),
+    "shared": (Shared, ["layers.2"]),
+    "looks": (Looks, ["layers.2"]),
+    "checkpointed": (Checkpointed, ["layers.2"]),
+    "iterates": (Iterates, ["blocks.2"]),
+    "inside a block": (Iterates, ["blocks.1.1"]),
+    "dicts": (Dicts, ["pairs.0.b"]),
+    "dicts whole": (Dicts, ["pairs.1"]),
+    "norms": (Norms, ["second"]),
+    "numbers": (Numbers, ["then"]),
+}
+
+
+def _loss(out, _):
+    return out.square().sum()
+
+
+def _steps(name):
+    make, cuts = CASES[name]
+    torch.manual_seed(0)
+    model = make()
+    alone = copy.deepcopy(model)
+    x = torch.randn(4, H)
+    parallelize_pipeline(model, rank_mesh((2,), ("pp",)), cuts)
+    pipeline = Pipeline(model, _loss, micro_batches=2)
+    for _ in range(2):
+        value = float(pipeline.step(x))
+        wanted = 0.0
+        for rows in x.chunk(2):
+            term = _loss(alone(rows), None)
+            term.backward()
+            wanted += float(term.detach())
+        assert value == pytest.approx(wanted, rel=1e-5)
+    known = dict(alone.named_parameters(remove_duplicate=False))
+    for path, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (known[path].grad is None)
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, known[path].grad, rtol=1e-4, atol=1e-4)
+    for path, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, dict(alone.named_buffers())[path])
+    norm = clip_grad_norm_(model, 1.0)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 1.0), rtol=1e-5, atol=0)
+    assert pipeline.evaluate(x).isfinite()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_they_give_what_one_device_gives(ranks, name):
+    ranks(2, _steps, name)
+
+
+class WritesInside(nn.Module):
+    class Doubles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(H, H)
+
+        def forward(self, x):
+            return self.linear(x.mul_(2.0))
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.doubles = nn.Linear(H, H), self.Doubles()
+        self.third, self.last = nn.Linear(H, H), nn.Linear(H, H)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(self.third(self.doubles(x)) + x)
+
+
+def _refused():
+    model = WritesInside()
+    parallelize_pipeline(model, rank_mesh((2,), ("pp",)), ["third"])
+    with pytest.raises(ParallelError, match="doubles writes in place into what first returned, and stage 1"):
+        Pipeline(model, _loss, micro_batches=2).step(torch.ones(4, H))
+
+
+def test_a_part_that_writes_into_what_a_later_stage_reads_is_refused(ranks):
+    ranks(2, _refused)

@@ -1,0 +1,61 @@
+"""A pipeline gives what one device gives: loss, every gradient, clipped norm, parameters after 5 steps."""
+
+import pytest
+
+from tests.pipeline.models import make
+from tests.pipeline.ranks import Case, assert_right, beside_one_device
+
+
+def _right(ranks, case):
+    names = [n for n, _ in make(case.name).named_parameters(remove_duplicate=False)]
+    assert_right(ranks(case.world, beside_one_device, case), names)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["decoder", "tied", "skip", "two streams", "llama", "tied llama", "gpt2", "t5", "mixtral", "gemma2"],
+)
+def test_two_stages_give_what_one_device_gives(ranks, name):
+    _right(ranks, Case(name, {"pp": 2}))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [("gpipe", 2), ("1f1b", 2), ("interleaved_1f1b", 4), ("looped_bfs", 4)],
+)
+@pytest.mark.parametrize("name", ["tied", "skip"])
+def test_every_schedule_gives_what_one_device_gives(ranks, name, schedule, stages):
+    _right(ranks, Case(name, {"pp": 2}, stages=stages, schedule=schedule))
+
+
+@pytest.mark.parametrize("how", ["replicate", "fsdp", "fsdp at once"])
+@pytest.mark.parametrize(("name", "stages", "accumulate"), [("tied", 2, 3), ("llama", 4, 1)])
+def test_stages_over_data_ranks_give_what_one_device_gives(ranks, name, how, stages, accumulate):
+    order = ("pipeline", how)
+    _right(ranks, Case(name, {"pp": 2, "dp": 2}, order, stages, micro=2, accumulate=accumulate))
+
+
+@pytest.mark.parametrize("how", [("tensor", "pipeline"), ("sequence", "pipeline")])
+@pytest.mark.parametrize("name", ["llama", "tied llama"])
+def test_stages_of_tensor_parallel_parts_give_what_one_device_gives(ranks, name, how):
+    _right(ranks, Case(name, {"pp": 2, "tp": 2}, how, micro=2))
+
+
+@pytest.mark.parametrize("how", [("context", "pipeline"), ("pipeline", "context")])
+def test_stages_of_cut_sequences_give_what_one_device_gives(ranks, how):
+    _right(ranks, Case("llama", {"pp": 2, "cp": 2}, how, micro=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "how"),
+    [
+        ({"pp": 2, "dp": 2, "tp": 2}, ("tensor", "pipeline", "fsdp")),
+        ({"pp": 2, "dp": 2, "tp": 2}, ("sequence", "replicate", "pipeline")),
+        ({"pp": 2, "dp": 2, "cp": 2}, ("context", "pipeline", "fsdp")),
+        ({"pp": 2, "cp": 2, "tp": 2}, ("sequence", "context", "pipeline")),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "tied llama"])
+def test_stages_of_two_strategies_give_what_one_device_gives(ranks, name, axes, how):
+    _right(ranks, Case(name, axes, how, micro=2, steps=2))
