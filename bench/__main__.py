@@ -21,6 +21,7 @@ _NAMES = (
     "meshes",
     "moe",
     "op_overhead",
+    "pipeline",
     "planning",
     "random_draws",
     "redistribution",
