@@ -22,7 +22,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 ISSUE_FLAGS = [
     *("--world", "--dp-replicate", "--dp-shard", "--cp-replicate", "--tp", "--ep", "--steps", "--batch-size"),
     *("--seq-len", "--experts", "--top-k", "--lr", "--dtype", "--device", "--seed", "--out", "--resume"),
-    *("--checkpoint-every", "--timeout", "--verify", "--data"),
+    *("--checkpoint-every", "--timeout", "--verify", "--data", "--pp", "--cp", "--sp", "--micro-batches"),
+    "--layers",
 ]
 
 

@@ -26,6 +26,12 @@ def test_without_a_world_the_degrees_make_it():
     assert TrainConfig.parse().check().world == 1
 
 
+def test_without_micro_batches_there_are_about_two_for_each_stage():
+    assert TrainConfig.parse(pp=2).check().micro_batches == 4
+    assert TrainConfig.parse(pp=3, batch_size=10).check().micro_batches == 5
+    assert TrainConfig.parse().check().micro_batches is None
+
+
 def test_torchrun_gives_the_world():
     config = TrainConfig.parse(dp_replicate=2).check(given_ranks=8)
     assert (config.world, config.dp_shard) == (8, 4)
@@ -58,6 +64,16 @@ def test_a_world_other_than_torchruns_is_refused():
         ({"timeout": 0}, "--timeout 0 cannot be used"),
         ({"dtype": "float16"}, "--dtype 'float16' cannot be used"),
         ({"dp_shart": 2}, "--dp-shart is not a setting"),
+        ({"world": 6, "pp": 4}, "--pp 4 --dp-replicate 1 --cp-replicate 1 --tp 1 multiply to 4"),
+        ({"pp": 4}, "--pp 4 has more stages than the model's 3 layers"),
+        ({"pp": 2, "dp_replicate": 3}, "--batch-size 32 does not share out evenly over the 3 ranks"),
+        ({"pp": 2, "micro_batches": 5}, "--micro-batches 5 do not divide the 32 sequences of a rank"),
+        ({"pp": 2, "dp_shard": 32}, "--pp 2 needs as many micro-batches, and a rank's 1 sequences make 1"),
+        ({"micro_batches": 2}, "--micro-batches are what a pipeline runs: add --pp"),
+        ({"sp": True}, "--sp cuts what the ranks of --tp hold between attentions"),
+        ({"cp": 3}, "--cp 3 cut a sequence into 6 parts, which do not divide --seq-len 128"),
+        ({"cp": 2, "tp": 2, "sp": True, "seq_len": 100}, "--cp 2 --tp 2 cut a sequence into 8 parts"),
+        ({"cp": 2, "ep": 4}, "--ep 4 does not divide the 2 data and context parallel ranks"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named(settings, says):

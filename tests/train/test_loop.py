@@ -114,8 +114,19 @@ def test_a_stop_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint(ranks
         {"world": 2, "dp_replicate": 1, "ep": 1},
         pytest.param({"world": 2, "dp_replicate": 2, "ep": 2}, marks=pytest.mark.slow),
         pytest.param({"world": 1, "dp_replicate": 1, "ep": 1}, marks=pytest.mark.slow),
+        {"world": 2, "dp_replicate": 1, "ep": 1, "pp": 2},
+        pytest.param(
+            {"world": 4, "dp_replicate": 1, "ep": 2, "tp": 2, "sp": True, "cp": 2}, marks=pytest.mark.slow
+        ),
     ],
-    ids=["the same mesh", "two ranks, fsdp", "two ranks, experts", "one rank"],
+    ids=[
+        "the same mesh",
+        "two ranks, fsdp",
+        "two ranks, experts",
+        "one rank",
+        "two stages",
+        "cut sequences",
+    ],
 )
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks, settings, tmp_path, other):
     """Bit for bit on the same mesh; within rounding on another."""
@@ -133,6 +144,17 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks, settings, tmp_pat
         assert found == expected
     assert found[2] == pytest.approx(expected[2], rel=1e-6)
     assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_run_with_stages_goes_on_without_and_leaves_all_parameters(ranks, settings):
+    steps = {"steps": 4, "checkpoint_every": 2, "world": 4, "dp_replicate": 1, "pp": 2, "ep": 1}
+    assert ranks(4, trained, settings | steps) == [0] * 4
+    expected = losses(settings["out"])
+    assert all(f"blocks.{i}.moe.router" in (settings["out"] / "layouts.txt").read_text() for i in (0, 1))
+    (settings["out"] / "checkpoints" / "step-00000004").rename(settings["out"] / "checkpoints" / "moved")
+    resumed = settings | steps | {"world": 1, "pp": 1, "resume": "newest"}
+    assert ranks(1, trained, resumed) == [0]
+    assert losses(settings["out"]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_resume_without_a_finished_checkpoint_is_refused(ranks, settings):

@@ -66,7 +66,7 @@ def test_attention_depends_on_distances_only():
     """Rotary positions: the score of q at i with k at j depends on i - j."""
     attention = decoder().blocks[0].attention
     x = torch.randn(1, 1, 1, 8).expand(1, 1, 12, 8)
-    turned = attention._turn(x)
+    turned = attention.core._turn(x)
     scores = turned @ turned.transpose(-1, -2)
     torch.testing.assert_close(scores[0, 0, 3, 1], scores[0, 0, 9, 7])
     assert rotary_tables(12, 8)[0].shape == (12, 4)

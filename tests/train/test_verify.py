@@ -28,7 +28,21 @@ MESHES = {
     "cp_replicate + fsdp": {"world": 4, "cp_replicate": 2, "ep": 2},
     "tp + replicate": {"world": 4, "tp": 2, "dp_replicate": 2},
     "three ranks": {"world": 3},
+    "cp": {"world": 2, "cp": 2},
+    "cp + cp_replicate + ep": {"world": 4, "cp": 2, "cp_replicate": 2, "ep": 4},
+    "sp": {"world": 2, "tp": 2, "sp": True},
+    "sp + cp + ep": {"world": 4, "tp": 2, "sp": True, "cp": 2, "ep": 2},
     "one device": {"world": 1},
+}
+# Their micro-batches are of one size.
+STAGED = {
+    "pp": {"world": 2, "pp": 2, "micro_batches": 4},
+    "pp + replicate": {"world": 4, "pp": 2, "dp_replicate": 2},
+    "pp + fsdp + ep": {"world": 4, "pp": 2, "dp_shard": 2, "ep": 2},
+    "pp + hsdp + ep": {"world": 8, "pp": 2, "dp_replicate": 2, "ep": 2, "layers": 3, "batch_size": 8},
+    "pp + tp": {"world": 4, "pp": 2, "tp": 2},
+    "pp + cp + sp": {"world": 8, "pp": 2, "cp": 2, "tp": 2, "sp": True, "ep": 2},
+    "pp alone of three": {"world": 3, "pp": 3, "layers": 5, "batch_size": 6},
 }
 BATCHES = {"even": 4, "uneven": 5, "fewer than ranks": 1}
 # Each strategy alone, all of them at once, and each size of batch.
@@ -41,6 +55,9 @@ OFTEN = [
     ("tp 2", "even"),
     ("tp + fsdp + ep", "uneven"),
     ("one device", "even"),
+    ("cp", "uneven"),
+    ("sp", "even"),
+    ("sp + cp + ep", "fewer than ranks"),
 ]
 LAST_LINE = re.compile(
     r"verify: max loss difference (\S+), max gradient difference (\S+), max parameter difference (\S+)"
@@ -99,7 +116,15 @@ def settings(tmp_path) -> dict[str, Any]:
 @pytest.mark.parametrize(("mesh", "batch"), only(OFTEN, itertools.product(MESHES, BATCHES)))
 def test_every_mesh_trains_like_one_device(ranks, settings, mesh, batch):
     """Loss and weights within 1e-4, gradients and their norm within 1e-5, under AdamW and SGD."""
-    settings |= {**MESHES[mesh], "batch_size": BATCHES[batch]}
+    _trains_like_one_device(ranks, settings | {**MESHES[mesh], "batch_size": BATCHES[batch]})
+
+
+@pytest.mark.parametrize("mesh", only(["pp", "pp + fsdp + ep"], STAGED))
+def test_every_mesh_with_stages_trains_like_one_device(ranks, settings, mesh):
+    _trains_like_one_device(ranks, settings | STAGED[mesh])
+
+
+def _trains_like_one_device(ranks, settings):
     results = ranks(settings["world"], verified, settings)
     printed = results[0][1]
     assert [result[0] for result in results] == [0] * len(results), printed
@@ -109,9 +134,10 @@ def test_every_mesh_trains_like_one_device(ranks, settings, mesh, batch):
     assert parameter <= 1e-4
 
 
+@pytest.mark.parametrize("mesh", [{"ep": 2}, {"pp": 2}], ids=["experts", "stages"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(ranks, settings, fault):
-    settings |= {"world": 2, "ep": 2}
+def test_a_planted_fault_is_found(ranks, settings, fault, mesh):
+    settings |= {"world": 2, **mesh}
     results = ranks(2, verified, settings, fault)
     assert [code for code, _ in results] == [1, 1]
     printed = results[0][1]

@@ -35,15 +35,26 @@ def _help(text: str, default: str | bool = False) -> Any:
 def train(  # noqa: PLR0913  one parameter for each flag
     *,
     world: Annotated[Number, _help("Processes in all.", "product of the degrees")] = None,
+    pp: Annotated[Number, _help("Pipeline stages: each holds a part of the layers.")] = None,
     dp_replicate: Annotated[Number, _help("Copies of the model, each on its own part of the batch.")] = None,
     dp_shard: Annotated[
         Number, _help("Ranks that share one copy's parameters.", "the rest of the world")
     ] = None,
-    cp_replicate: Annotated[Number, _help("Context parallel ranks; they take other sequences.")] = None,
+    cp: Annotated[Number, _help("Context parallel ranks: each holds a part of every sequence.")] = None,
+    cp_replicate: Annotated[
+        Number, _help("Context parallel ranks that take other sequences instead.")
+    ] = None,
     tp: Annotated[Number, _help("Tensor parallel ranks: each holds a part of every attention.")] = None,
+    sp: Annotated[
+        bool, typer.Option("--sp", help="Between attentions, cut sequences over the ranks of --tp too.")
+    ] = False,
     ep: Annotated[Number, _help("Expert parallel ranks: each holds a part of the experts.")] = None,
     steps: Annotated[Number, _help("Steps to train.")] = None,
     batch_size: Annotated[Number, _help("Sequences in a step, over all ranks.")] = None,
+    micro_batches: Annotated[
+        Number, _help("Parts of a rank's batch that go through the stages of --pp.", "about twice --pp")
+    ] = None,
+    layers: Annotated[Number, _help("Layers of the model.")] = None,
     seq_len: Annotated[Number, _help("Bytes in a sequence.")] = None,
     experts: Annotated[Number, _help("Experts in a layer.")] = None,
     top_k: Annotated[Number, _help("Experts that each byte goes to.")] = None,

@@ -28,15 +28,19 @@ class TrainConfig(BaseModel):
 
     # ranks; None: what the other settings imply (see `check`)
     world: Degree | None = None
+    pp: Degree = 1
     dp_replicate: Degree = 1
     dp_shard: Degree | None = None
+    cp: Degree = 1
     cp_replicate: Degree = 1
     tp: Degree = 1
+    sp: bool = False
     ep: Degree = 1
 
     # run
     steps: Annotated[int, Field(ge=0)] = 200
     batch_size: Count = 32
+    micro_batches: Count | None = None
     seq_len: Count = 128
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4e-3
     warmup: Annotated[int, Field(ge=0)] = 20
@@ -94,16 +98,25 @@ class TrainConfig(BaseModel):
         resolved = self._resolve_world(given_ranks)
         resolved._check_experts()
         resolved._check_model()
+        resolved._check_sequence()
+        resolved = resolved._resolve_stages()
         resolved._check_run()
         return resolved
 
     @property
     def batch_ranks(self) -> int:
-        """How many ranks take different sequences (all data and context parallel ranks)."""
+        """How many ranks take different sequences: data parallel ranks, and those of `--cp-replicate`."""
         return self.dp_replicate * (self.dp_shard or 1) * self.cp_replicate
 
     def _resolve_world(self, given_ranks: int | None) -> Self:
-        known = {"--dp-replicate": self.dp_replicate, "--cp-replicate": self.cp_replicate, "--tp": self.tp}
+        known = {
+            "--pp": self.pp,
+            "--dp-replicate": self.dp_replicate,
+            "--cp": self.cp,
+            "--cp-replicate": self.cp_replicate,
+            "--tp": self.tp,
+        }
+        known = {flag: n for flag, n in known.items() if n > 1 or flag not in ("--pp", "--cp")}
         if self.dp_shard is not None:
             known["--dp-shard"] = self.dp_shard
         product = math.prod(known.values())
@@ -127,11 +140,12 @@ class TrainConfig(BaseModel):
         return self.model_copy(update={"world": world, "dp_shard": self.dp_shard or world // product})
 
     def _check_experts(self) -> None:
-        ranks = self.batch_ranks
+        ranks = self.batch_ranks * self.cp
         if ranks % self.ep:
+            cut = f" x cp {self.cp}" if self.cp > 1 else ""
             raise ConfigError(
                 f"--ep {self.ep} does not divide the {ranks} data and context parallel ranks "
-                f"(dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x cp_replicate "
+                f"(dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}{cut} x cp_replicate "
                 f"{self.cp_replicate}): choose --ep from {_divisors(ranks)}"
             )
         if self.experts % self.ep:
@@ -156,6 +170,55 @@ class TrainConfig(BaseModel):
                 f"a hidden size of {self.hidden} does not split into {self.heads} heads of an even size, as "
                 f"rotary positions need: choose a hidden size that is a multiple of {2 * self.heads}"
             )
+
+    def _check_sequence(self) -> None:
+        """Each rank of a sequence takes two pieces of it, and of these each rank of `--sp` one part."""
+        if self.sp and self.tp == 1:
+            raise ConfigError(
+                "--sp cuts what the ranks of --tp hold between attentions: add --tp of at least 2"
+            )
+        parts = 2 * self.cp if self.cp > 1 else 1
+        flags = f"--cp {self.cp}" if self.cp > 1 else "--sp"
+        if self.sp:
+            parts *= self.tp
+            flags += f" --tp {self.tp}"
+        if self.seq_len % parts:
+            raise ConfigError(
+                f"{flags} cut a sequence into {parts} parts, which do not divide --seq-len {self.seq_len}: "
+                f"choose --seq-len as a multiple of {parts}"
+            )
+
+    def _resolve_stages(self) -> Self:
+        """The number of micro-batches; those of one rank are of one size."""
+        if self.pp == 1:
+            if self.micro_batches is not None:
+                raise ConfigError("--micro-batches are what a pipeline runs: add --pp, or leave them out")
+            return self
+        if self.layers < self.pp:
+            raise ConfigError(
+                f"--pp {self.pp} has more stages than the model's {self.layers} layers: choose --pp of at "
+                f"most {self.layers}, or more --layers"
+            )
+        rows, left = divmod(self.batch_size, self.batch_ranks)
+        if left:
+            raise ConfigError(
+                f"--batch-size {self.batch_size} does not share out evenly over the {self.batch_ranks} ranks "
+                f"that read sequences, and --pp cuts each rank's into micro-batches: choose a multiple of "
+                f"{self.batch_ranks}"
+            )
+        micro = self.micro_batches or max(n for n in range(1, 2 * self.pp + 1) if rows % n == 0)
+        if rows % micro:
+            raise ConfigError(
+                f"--micro-batches {micro} do not divide the {rows} sequences of a rank: choose from "
+                f"{_divisors(rows)}"
+            )
+        if micro < self.pp:
+            raise ConfigError(
+                f"--pp {self.pp} needs as many micro-batches, and a rank's {rows} sequences make {micro}: "
+                f"choose --batch-size as a multiple of {self.batch_ranks * self.pp}, and --micro-batches of "
+                f"at least {self.pp}"
+            )
+        return self.model_copy(update={"micro_batches": micro})
 
     def _check_run(self) -> None:
         if self.verify and self.dtype != "float32":

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.comm.collectives import all_gather_uneven
+from shardwright.comm.record import because
 from shardwright.context.domains import FLAT_DOMAIN
-from shardwright.train.data import share
+from shardwright.parallel.pipeline.split import find_split
+from shardwright.train.places import Place
 
 if TYPE_CHECKING:
     from shardwright.train.step import Trainer
@@ -30,16 +33,20 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 def gather_choices(trainer: Trainer) -> list[Tensor]:
     """The experts of each token of the last global batch, per layer:  int64 [tokens, k]. Collective."""
     config, world = trainer.config, trainer.context.mesh_for(FLAT_DOMAIN).get_group()
-    sizes = []
-    for rank in range(world.size()):
-        reader, tp_coord = divmod(rank, config.tp)
-        rows = len(share(config.batch_size, config.batch_ranks, reader)) if tp_coord == 0 else 0
-        sizes.append(rows * config.seq_len)
-    mine = sizes[world.rank()]
-    return [
-        all_gather_uneven(choices[:mine], sizes, world, axis="world", reason="routing decisions")
-        for choices in trainer.choices
-    ]
+    places = [Place.of(config, rank) for rank in range(world.size())]
+    tokens = [place.tokens() for place in places]
+    found, mine = [], trainer.routes.choices()
+    for layer in range(config.layers):
+        stage = next(s for s in reversed(range(config.pp)) if config.layers * s // config.pp <= layer)
+        counted = [place.counts and place.stage == stage for place in places]
+        sizes = [len(held) if counts else 0 for held, counts in zip(tokens, counted, strict=True)]
+        own = mine.get(layer, torch.zeros(0, config.top_k, dtype=torch.int64, device=trainer.context.device))
+        parts = all_gather_uneven(
+            own[: sizes[world.rank()]], sizes, world, axis="world", reason="routing decisions"
+        )
+        order = torch.cat([held for held, counts in zip(tokens, counted, strict=True) if counts])
+        found.append(torch.empty_like(parts).index_copy_(0, order.to(parts.device), parts))
+    return found
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -47,7 +54,25 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _whole(model: nn.Module, choose: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    return {name: _full(choose(parameter)).clone() for name, parameter in model.named_parameters()}
+    mine = {name: _full(choose(parameter)).clone() for name, parameter in model.named_parameters()}
+    merged: dict[str, Tensor] = {}
+    for part in of_all_stages(model, mine):
+        merged |= part
+    return merged
+
+
+T = TypeVar("T")
+
+
+def of_all_stages(model: nn.Module, mine: T) -> list[T]:
+    """What each stage of a pipeline has, first stage first; without one only `mine`. Collective, pickled."""
+    split = find_split(model)
+    if split is None or split.mesh.size() == 1:
+        return [mine]
+    everybody: list[Any] = [None] * split.mesh.size()
+    with because("weights of all stages"):
+        dist.all_gather_object(everybody, mine, group=split.mesh.get_group())
+    return everybody
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -7,14 +7,16 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
+
 from shardwright.checkpoint.folder import NEWEST, choose, step_path
 from shardwright.checkpoint.load import load
 from shardwright.checkpoint.save import save
 from shardwright.launch import supervise
-from shardwright.show.table import layout_table
+from shardwright.show.table import LayoutTable, layout_table
 from shardwright.train.agreement import from_first_rank
 from shardwright.train.data import Corpus, load_corpus
-from shardwright.train.gather import full_parameters
+from shardwright.train.gather import full_parameters, of_all_stages
 from shardwright.train.metrics import StepRecord, load_entropy
 from shardwright.train.model import Decoder, ModelShape, count_parameters
 from shardwright.train.optim import make_optimizer
@@ -80,7 +82,7 @@ class TrainingRun:
                 display.say(
                     f"resume: metrics.jsonl lacks {lost} of the {done} steps done; going on without them"
                 )
-            self.folder.write(LAYOUTS, layout_table(self.trainer.model.named_parameters()).text)
+            self.folder.write(LAYOUTS, self._layouts())
             display.start(done, self._headline())
             stopped = self._steps(done, display)
             if not stopped:
@@ -100,18 +102,29 @@ class TrainingRun:
             display.say(f"resume: {name} is of later steps, which are trained anew: now discarded-{name}")
         return done
 
+    def _layouts(self) -> str:
+        """The layouts of all parameters, those of each stage as its first rank has them. Collective."""
+        model = self.trainer.model
+        tables = of_all_stages(model, layout_table(model.named_parameters()))
+        return LayoutTable(tuple(row for table in tables for row in table.rows)).text
+
     def _headline(self) -> str:
-        config, model, corpus = self.config, self.trainer.model, self.trainer.corpus
+        config, corpus = self.config, self.trainer.corpus
+        with torch.device("meta"):
+            whole = Decoder(ModelShape.of(config))
         degrees = {
+            "pp": config.pp,
             "dp_replicate": config.dp_replicate,
             "dp_shard": config.dp_shard,
+            "cp": config.cp,
             "cp_replicate": config.cp_replicate,
             "tp": config.tp,
             "ep": config.ep,
         }
         spread = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1)
+        spread += ", sp" if config.sp else ""
         return (
-            f"{count_parameters(model):,} parameters on {config.world} ranks ({spread or 'one device'}); "
+            f"{count_parameters(whole):,} parameters on {config.world} ranks ({spread or 'one device'}); "
             f"{len(corpus.train):,} bytes of {corpus.source}, {len(corpus.held_out):,} held out"
         )
 

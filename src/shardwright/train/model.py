@@ -61,9 +61,6 @@ class Attention(nn.Module):
     four weights by name: wq, wk, wv by rows (whole heads), wo by columns.
     """
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.head_size = shape.hidden // shape.heads
@@ -71,19 +68,33 @@ class Attention(nn.Module):
         self.wk = nn.Linear(shape.hidden, shape.hidden, bias=False)
         self.wv = nn.Linear(shape.hidden, shape.hidden, bias=False)
         self.wo = nn.Linear(shape.hidden, shape.hidden, bias=False)
-        cos, sin = rotary_tables(shape.seq_len, self.head_size)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.core = AttentionCore(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]."""
         q, k, v = (self._heads(linear(x)) for linear in (self.wq, self.wk, self.wv))
-        mixed = functional.scaled_dot_product_attention(self._turn(q), self._turn(k), v, is_causal=True)
-        return self.wo(mixed.transpose(1, 2).flatten(2))
+        return self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
         """[b, s, (n d)] -> [b, n, s, d]."""
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
+
+class AttentionCore(nn.Module):
+    """What of an attention depends on positions, without weights: [b, n, s, d] thrice -> [b, n, s, d]."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        cos, sin = rotary_tables(shape.seq_len, shape.hidden // shape.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries, keys and values of each head -> what each position attends to."""
+        return functional.scaled_dot_product_attention(self._turn(q), self._turn(k), v, is_causal=True)
 
     def _turn(self, x: Tensor) -> Tensor:
         """Rotate the pairs (x[i], x[i + d/2]) by an angle that grows with the position:  [b, n, s, d]."""

@@ -38,8 +38,10 @@ def main_rank(config: TrainConfig) -> int:
 def degrees(config: TrainConfig) -> DeviceMeshParameters:
     """The degrees of a checked config."""
     return DeviceMeshParameters(
+        pipeline_parallel=config.pp,
         data_parallel_replicate=config.dp_replicate,
         data_parallel_shard=config.dp_shard or 1,
+        context_parallel_shard=config.cp,
         context_parallel_replicate=config.cp_replicate,
         tensor_parallel=config.tp,
         expert_parallel=config.ep,

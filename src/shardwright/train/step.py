@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from shardwright.context.submesh import submesh
 from shardwright.grads.clip import clip_grad_norm_
 from shardwright.grads.loss import global_mean
 from shardwright.grads.synchronizer import GradientSynchronizer
-from shardwright.moe.layer import MoELayer
-from shardwright.train.data import Corpus, share
+from shardwright.parallel.pipeline.pipeline import Pipeline
+from shardwright.train.data import Corpus
 from shardwright.train.optim import Kind, set_learning_rate
+from shardwright.train.places import Place, readers
+from shardwright.train.routes import Routes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from shardwright.context.context import DistributedContext
     from shardwright.train.config import TrainConfig
     from shardwright.train.model import Decoder
+
+_IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,11 @@ class Trainer:
         self.observers: list[Observer] = []
         self.synchronizer = GradientSynchronizer(model)
         batch = context.mesh_for(BATCH_DOMAIN)
-        self._readers = submesh(batch, ("dp", "cp"))
-        self._reader = batch["dp"].get_local_rank() * batch["cp"].size() + batch["cp"].get_local_rank()
-        self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+        self._readers = submesh(batch, ("dp", "cp", "tp") if config.sp else ("dp", "cp"))
+        self.place = Place.of(config, context.rank)
+        self._positions = self.place.positions().to(context.device)
+        self.routes = Routes(model)
+        self._pipeline = self._staged() if config.pp > 1 else None
 
     def step(self, step: int, stop_requested: Callable[[], bool] = lambda: False) -> StepResult:
         """Train on the batch of `step` (counted from 1). Collective.
@@ -90,6 +96,7 @@ class Trainer:
             observer.before(step, self)
         lr = set_learning_rate(self.optimizer, self.config, step, self.kind)
         recorder = Recorder()
+        self.routes.begin()
         with recorder:
             loss = self._backward(self._rows(step))
         for observer in self.observers:
@@ -106,34 +113,58 @@ class Trainer:
     def held_out_loss(self) -> float:
         """Mean loss over the fixed held-out windows, each read by one rank. Collective."""
         count = self.config.eval_windows
-        rows = share(count, self.config.batch_ranks, self._reader)
+        rows = self.place.rows(count)
         batch = self.corpus.held_out_windows(count, rows, self.config.seq_len).to(self.context.device)
+        if self._pipeline is not None:
+            return float(self._total(self._staged_loss(batch))) / (count * self.config.seq_len)
         with torch.no_grad():
             total = self._loss_sum(batch).double()
         return float(self._total(total)) / (count * self.config.seq_len)
 
-    @property
-    def choices(self) -> list[Tensor]:
-        """Which experts this rank's tokens went to in the last step, per layer:  int64 [tokens, k]."""
-        return [layer.choices for layer in self._layers]
+    def _staged(self) -> Pipeline:
+        return Pipeline(
+            self.model, _cross_entropy, micro_batches=self.config.micro_batches or 1, data=self._readers
+        )
+
+    def _staged_loss(self, batch: Tensor) -> Tensor:
+        """The sum of the losses of these windows, on the first stage; zero on others."""
+        inputs, targets = self._cut(batch)
+        micro = self.config.micro_batches or 1
+        missing = -len(batch) % micro or (0 if len(batch) else micro)
+        inputs = functional.pad(inputs, (0, 0, 0, missing))  # rows of which no position counts
+        targets = functional.pad(targets, (0, 0, 0, missing), value=_IGNORED)
+        with self._precision():
+            total = cast("Pipeline", self._pipeline).evaluate(inputs, target=targets).double()
+        return total if self.place.stage == 0 else torch.zeros_like(total)
+
+    def _cut(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets at this rank's positions:  [b, s + 1] -> [b, t] twice."""
+        return batch[:, self._positions], batch[:, self._positions + 1]
 
     def _rows(self, step: int) -> Tensor:
-        rows = share(self.config.batch_size, self.config.batch_ranks, self._reader)
+        rows = self.place.rows(self.config.batch_size)
         batch = self.corpus.batch(self.config.seed, step, rows, self.config.seq_len)
         return batch.to(self.context.device)
 
     def _backward(self, batch: Tensor) -> Tensor:
         """Leave complete gradients of the mean loss over the global batch; return that mean."""
-        loss = global_mean(self._loss_sum(batch), batch[:, 1:].numel(), self._readers)
+        if self._pipeline is not None:
+            inputs, targets = self._cut(batch)
+            with self._precision():
+                loss = self._pipeline.step(inputs, target=targets, count=targets.numel())
+            self.synchronizer.synchronize()
+            return loss
+        count = len(batch) * len(self._positions)
+        loss = global_mean(self._loss_sum(batch), count, self._readers)
         with self.synchronizer.overlapped():
             loss.backward()
         return loss.detach()
 
     def _loss_sum(self, batch: Tensor) -> Tensor:
+        inputs, targets = self._cut(batch)
         with self._precision():
-            logits = self.model(batch[:, :-1])
-        targets = batch[:, 1:].flatten()
-        return functional.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum")
+            logits = self.model(inputs)
+        return _cross_entropy(logits, targets)
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:
@@ -150,7 +181,8 @@ class Trainer:
         return clip_grad_norm_(self.model.parameters(), limit)
 
     def _agree(self, loss: Tensor, norm: Tensor, lr: float, sent: int, *, stop: bool) -> StepResult:
-        loads = torch.stack([layer.tokens_per_expert for layer in self._layers]).double()
+        config = self.config
+        loads = self.routes.counts(config.layers, config.experts, loss.device)
         mine = torch.cat((loads.new_tensor([sent, stop]), loads.flatten()))
         sent_by_all, stops, *counts = self._total(mine).tolist()
         return StepResult(
@@ -158,11 +190,20 @@ class Trainer:
             grad_norm=float(norm),
             lr=lr,
             loads=torch.tensor(counts, dtype=torch.float64).view(loads.shape),
-            bytes_communicated=round(sent_by_all * self.config.tp),
+            bytes_communicated=round(sent_by_all * readers(self.config)),
             stop=stops > 0,
         )
 
     def _total(self, x: Tensor) -> Tensor:
-        """Sum over the world; ranks of one tp group have read the same text and count once."""
+        """Sum over the world; ranks that have read the same tokens, of one tp group, count once."""
         world = self.context.mesh_for(FLAT_DOMAIN)
-        return all_reduce(x, "sum", world.get_group(), axis="world", reason="statistics") / self.config.tp
+        return all_reduce(x, "sum", world.get_group(), axis="world", reason="statistics") / readers(
+            self.config
+        )
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum over all positions that count."""
+    return functional.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=_IGNORED
+    )
