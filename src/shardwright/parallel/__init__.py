@@ -16,8 +16,8 @@ from shardwright.parallel.tensor_parallel import parallelize_tensor
 from shardwright.parallel.to_local import ToLocalParallel
 
 __all__ = [
-    "Report",
     "Pipeline",
+    "Report",
     "ShardMoESparseExpertsParallel",
     "ToLocalParallel",
     "cut_sequence",

@@ -12,7 +12,8 @@ import xxhash
 from torch import nn
 
 from shardwright.comm.functional import gather_rows
-from shardwright.compat import compiles_what_is_called, current_graph_task_id, saved_tensors_hooks_on
+from shardwright.compat import current_graph_task_id, saved_tensors_hooks_on
+from shardwright.compat.dynamo import compiles_what_is_called
 from shardwright.context.randomness import LOGICAL
 from shardwright.errors import ParallelError, RuleError
 from shardwright.parallel.meshes import named_axes
