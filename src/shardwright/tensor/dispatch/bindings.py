@@ -76,7 +76,8 @@ def _without_data(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-_Asked = list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+_Calls = list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+_Asked = tuple[_Calls, type]
 
 
 class _Listening(TorchDispatchMode):
@@ -84,7 +85,7 @@ class _Listening(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.asked: _Asked = []
+        self.asked: _Calls = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.asked.append((func, args, kwargs or {}))
@@ -92,23 +93,23 @@ class _Listening(TorchDispatchMode):
 
 
 def _asked(call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> _Asked | None:
-    """The ops that a call consists of; None where it fails on tensors without data."""
+    """The ops that a call consists of, and what it returns; None where it fails on tensors without data."""
     try:
         with _Listening() as listening:
-            call(*args, **kwargs)
-            asked: _Asked = listening.asked
+            returned = type(call(*args, **kwargs))
     except Exception:  # noqa: BLE001 - whatever it is: the overload is called then
         return None
-    return asked
+    return listening.asked, returned
 
 
-def _same(one: _Asked, other: _Asked) -> bool:
-    """One op, the same, with the very tensors and equal values."""
-    if len(one) != 1 or len(other) != 1 or one[0][0] is not other[0][0]:
+def _same(mine: _Asked, theirs: _Asked) -> bool:
+    """One op, the same, with the very tensors and equal values; a tuple of names is not a tuple."""
+    (one, returned), (other, wanted) = mine, theirs
+    if len(one) != 1 or len(other) != 1 or one[0][0] is not other[0][0] or returned is not wanted:
         return False
-    mine, theirs = (tree_leaves((list(asked[1]), asked[2])) for asked in (one[0], other[0]))
+    given, asked = (tree_leaves((list(calls[0][1]), calls[0][2])) for calls in (one, other))
     return (
-        len(mine) == len(theirs) and all(map(_equal, mine, theirs)) and one[0][2].keys() == other[0][2].keys()
+        len(given) == len(asked) and all(map(_equal, given, asked)) and one[0][2].keys() == other[0][2].keys()
     )
 
 
