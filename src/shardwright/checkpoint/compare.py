@@ -25,7 +25,7 @@ class Identity(NamedTuple):
     roots: tuple[str, ...]
     values: tuple[str, ...]
     optimizers: tuple[str, ...] = ()
-    fitted: set[str] = set()  # noqa: RUF012  a default of a NamedTuple is never changed
+    fitted: frozenset[str] = frozenset()
 
 
 def refuse_differences(path: Path, manifest: Manifest, ranks: Iterable[Identity], wanted: Wanted) -> None:

@@ -126,7 +126,7 @@ class Loading:
         roots = tuple(node.path for node in self.nodes if node.kind is Kind.MODULE)
         values = (*self.targets.objects, *(node.path for node in self.chosen if node.kind in VALUED))
         tuned = tuple(node.path for node in self.nodes if node.kind is Kind.OPTIMIZER)
-        return Identity(tensors, self.targets.ties, roots, values, tuned, self.patterns.fitted)
+        return Identity(tensors, self.targets.ties, roots, values, tuned, frozenset(self.patterns.fitted))
 
     def _compare_others(self) -> None:
         add_others(self.targets, self.chosen, self.manifest, rank=rank(), world=world())

@@ -28,7 +28,7 @@ class Patterns:
         return named or below
 
 
-def refuse_unfitted(patterns: Patterns, fitted: Iterable[set[str]], optimizers: Iterable[str]) -> None:
+def refuse_unfitted(patterns: Patterns, fitted: Iterable[frozenset[str]], optimizers: Iterable[str]) -> None:
     """Raises CheckpointError for a pattern that fits nothing on any rank.
 
     Args: fitted: by each rank. optimizers: their paths, which cannot be loaded in part.
