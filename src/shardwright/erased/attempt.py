@@ -124,7 +124,8 @@ class Attempt:
     def _refusals(self) -> list[Refusal]:
         if may_name(self.rates, self.world.named):
             return [Refusal("a number of an optimizer", "the program may read it beside the step")]
-        return [*self.recording.refusals, *self.watch.refusals, *self.world.refusals]
+        asked = self.world.asked_of_schedulers()
+        return [*self.recording.refusals, *self.watch.refusals, *self.world.refusals, *asked]
 
     def _results(self, flat: list[Any]) -> tuple[list[Leaf], list[torch.Tensor], list[Refusal]]:
         """How each leaf comes back, and the tensors that were made."""

@@ -26,7 +26,10 @@ def rates_that_changed(
 
     Args: facts, optimizers: of the recording. named: the names and texts in the program's own code.
     """
+    facts, optimizers = list(facts), list(optimizers)
     groups = {id(group): (group, each) for each in optimizers for group in each.param_groups}
+    if any(id(f.value) in groups and not _is_its_own(f, optimizers) for f in facts):
+        return []  # the program holds a group itself: it may read the number under no name
     found = []
     for fact in filter(has_changed, facts):
         group, optimizer = groups.get(id(fact.holder), (None, None))
@@ -37,6 +40,10 @@ def rates_that_changed(
             return []
         found.append(rate)
     return found
+
+
+def _is_its_own(fact: Fact, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    return any(fact.holder is each.param_groups for each in optimizers)
 
 
 def _can_follow(optimizer: torch.optim.Optimizer) -> bool:

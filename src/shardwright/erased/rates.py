@@ -52,7 +52,7 @@ class Rate:
 
 def may_name(rates: Sequence[Rate], named: Collection[str]) -> bool:
     """May a program that has these names and texts in its code read one of the numbers by itself?"""
-    return any(not {"param_groups", rate.key}.isdisjoint(named) for rate in rates)
+    return any(not {"param_groups", "state_dict", rate.key}.isdisjoint(named) for rate in rates)
 
 
 def followed_facts(facts: Iterable[Fact], rates: Sequence[Rate]) -> list[Fact]:
@@ -91,16 +91,18 @@ class Following:
             if rate.optimizer is optimizer:
                 value = rate.group[rate.key]
                 name = f"r{place}[{rate.key!r}]"
-                put = rate.group[rate.key] = self._followed(value, name)
+                put = rate.group[rate.key] = self._followed(value, name, rate.key)
                 self._put.append((rate, put, value))
 
-    def _followed(self, value: float, name: str) -> Any:
+    def _followed(self, value: float, name: str, key: str) -> Any:
         put: Any = None
 
         def handed() -> bool:
             frame: Any = sys._getframe(2)  # below the node: who makes the call that casts
             while frame.f_code.co_filename.startswith(_OURS):  # doors in Python hand it on
                 frame = frame.f_back
+            if key != "lr":  # equal numbers are not one number
+                return False
             if frame.f_code.co_name not in _FUSED or not frame.f_code.co_filename.startswith(OPTIMIZERS):
                 return False
             self._handed.append(put)

@@ -9,10 +9,13 @@ after.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import sys
+import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwright.comm.record import of_library
 from shardwright.erased.refuse import Refusal
@@ -33,8 +37,20 @@ _KEPT_OF_MODULES = (
     "training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks",
     "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
-_OF_OPTIMIZERS = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OF_OPTIMIZERS = (
+    "param_groups",
+    "state",
+    "defaults",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+)
 _NOT_THE_USERS = frozenset({"torch", "shardwright", "numpy", *sys.stdlib_module_names}) - {"__main__"}
+_TOLD_BY_SCHEDULERS = frozenset({
+    "get_last_lr", "get_lr", "last_epoch", "_last_lr", "_step_count", "base_lrs", "state_dict",
+})  # fmt: skip
+# Values of a class that are looked at: not what makes attributes (functions, properties, other descriptors).
+_VALUES = (*SCALARS, torch.Tensor, list, dict, tuple, set)
+_UNWATCHED = (ContextVar, threading.local, ctypes._SimpleCData)
 _HELPERS = ("/site-packages/numpy/",)
 _ABOUT_GRADIENTS = frozenset({"grad", "getattr", "backward", "zero_grad"})
 _MOST = 50_000
@@ -64,6 +80,7 @@ class World:
     met: told of each tensor, once, before the code that reached it runs.
     sees_gradients: can the program ask which gradients exist? By an optimizer, or by their name.
     optimizers: those that it reaches. named: the names and texts in the program's own code.
+    schedulers: paths of those of learning rates. Their state is no fact: it changes at every step.
     """
 
     met: Callable[[str, torch.Tensor], None]
@@ -73,7 +90,9 @@ class World:
     sees_gradients: bool = False
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
+    schedulers: list[str] = field(default_factory=list)
     _seen: dict[int, Any] = field(default_factory=dict)
+    _classes: dict[int, type] = field(default_factory=dict)
     _codes: set[tuple[int, int]] = field(default_factory=set)
     _todo: list[tuple[str, Any]] = field(default_factory=list)
 
@@ -104,6 +123,12 @@ class World:
                     self._of_python_module(used, globals_[used], code)
         while self._todo:
             self._visit(*self._todo.pop())
+
+    def asked_of_schedulers(self) -> list[Refusal]:
+        """Refusals where the program may ask a scheduler for what changes between its calls."""
+        if not self.schedulers or self.named.isdisjoint(_TOLD_BY_SCHEDULERS):
+            return []
+        return [Refusal(self.schedulers[0], "a scheduler, which the program may ask for its rate")]
 
     # -- one thing after the other --------------------------------------------------------------------
 
@@ -148,7 +173,18 @@ class World:
             if name in fields:
                 self._place(f"{path}.{name}", "item", fields, name, fields[name])
 
+    def _class(self, path: str, cls: type) -> None:
+        """The values of a class of the user's, which its objects read as their own."""
+        for base in cls.__mro__:
+            if base.__module__.partition(".")[0] in _NOT_THE_USERS or id(base) in self._classes:
+                continue
+            self._classes[id(base)] = base
+            for name, value in vars(base).items():
+                if not name.startswith("__") and isinstance(value, _VALUES):
+                    self._place(f"{path}.{name}", "attribute", base, name, value)
+
     def _module(self, path: str, module: nn.Module) -> None:
+        self._class(path, type(module))
         own = [name for name in vars(module) if name not in _OF_MODULES]
         self.facts.append(Fact(path, "length", vars(module), None, len(vars(module))))
         self._attributes(path, module, (*_KEPT_OF_MODULES, *own))
@@ -170,6 +206,7 @@ class World:
                 continue
         for name in ("__defaults__", "__kwdefaults__"):
             self._place(f"{path}.{name}", "attribute", function, name, getattr(function, name))
+        self._attributes(path, function, list(vars(function)))
         self.run_code(function.__code__, function.__globals__)
 
     def _method(self, path: str, method: types.MethodType) -> None:
@@ -181,6 +218,8 @@ class World:
             self._todo.append((f"{path}.{name}", value))
 
     def _of_python_module(self, name: str, module: types.ModuleType, code: types.CodeType) -> None:
+        if module.__name__ == "os" and not {"environ", "getenv"}.isdisjoint(_names_of(code)):
+            self._todo.append((f"{name}.environ", module.environ))
         if module.__name__.partition(".")[0] in _NOT_THE_USERS:
             return
         for used in _names_of(code):
@@ -206,8 +245,17 @@ class World:
 
     def _object(self, path: str, value: Any) -> None:
         cls = type(value)
+        if isinstance(value, _UNWATCHED):
+            why = "what it holds is another thing in each thread or context, or C's: nobody watches it"
+            self.refusals.append(Refusal(f"{path} ({cls.__name__})", why))
+        if isinstance(value, LRScheduler):
+            self.schedulers.append(path)
+        elif cls.__module__.partition(".")[0] == "torch" and hasattr(value, "__dict__"):
+            settings = [name for name, held in vars(value).items() if isinstance(held, SCALARS)]
+            self._attributes(path, value, settings)
         if cls.__module__.partition(".")[0] in _NOT_THE_USERS:
             return
+        self._class(path, cls)
         if hasattr(value, "__dict__"):
             self.facts.append(Fact(path, "length", vars(value), None, len(vars(value))))
             self._attributes(path, value, list(vars(value)))
@@ -225,7 +273,8 @@ _VISITORS: tuple[tuple[Any, Callable[[World, str, Any], None]], ...] = (
     (types.FunctionType, World._function),
     (types.MethodType, World._method),
     (functools.partial, World._partial),
-    ((type, types.ModuleType, types.BuiltinFunctionType), World._nothing),
+    (type, World._class),
+    ((types.ModuleType, types.BuiltinFunctionType), World._nothing),
     (np.ndarray, World._array),
     ((types.SimpleNamespace, argparse.Namespace), World._namespace),
     (Mapping, World._items),
