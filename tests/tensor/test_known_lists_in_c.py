@@ -327,3 +327,26 @@ def _localized():
 
 def test_parameters_that_compute_locally_step_in_c(ranks):
     ranks(2, _localized)
+
+
+def _twice_then_two():
+    """A list that is written and read, then two lists of its layouts: what is only read stays."""
+    mesh = _mesh()
+    torch.manual_seed(0)
+
+    def made():
+        return [sw.distribute_tensor(torch.randn(4, 3), mesh, [sw.Shard(0)]) for _ in range(3)]
+
+    a, b, v = made(), made(), made()
+    for _ in range(3):
+        torch._foreach_mul_(a, a)
+    weights = [w.requires_grad_() for w in made()]
+    saved = sum((w * x).sum() for w, x in zip(weights, v, strict=True))
+    torch._foreach_mul_(b, v)
+    saved.backward()  # `v` was saved, and nobody wrote it
+    for w, x in zip(weights, v, strict=True):
+        torch.testing.assert_close(w.grad.full_tensor(), x.full_tensor())
+
+
+def test_a_list_given_twice_teaches_nothing_of_two_lists(ranks):
+    ranks(2, _twice_then_two, timeout=60)

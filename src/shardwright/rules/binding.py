@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cmath import isfinite
 from collections.abc import Iterable, Iterator
 
 from shardwright.remember import remembered
@@ -173,9 +174,20 @@ def _shape_dim(item: Item, size: int, index: dict[str, int], sizes: LabelSizes) 
     return Dim((Factor(-1, size),))
 
 
+_LINEAR = frozenset({"sum", "avg", "*"})
+
+
+def _is_infinite(value: object) -> bool:
+    return isinstance(value, float | complex) and not isfinite(value)
+
+
 def _homs(formula: Formula, call: Call, slots: tuple[Slot, ...]) -> Iterator[BoundHom]:
+    # Terms times an infinite number are infinite with either sign, or none: their sum is no number.
+    is_finite = not any(map(_is_infinite, call.bound.values()))
     for text in formula.hom:
         for hom in parse_hom(text):
+            if not is_finite and hom.source in _LINEAR:
+                continue
             if not call.bound.keys() >= set(hom.args):  # a foreach form that names its arguments otherwise
                 continue
             present = {name for name in hom.args if call.bound[name] is not None}
