@@ -43,3 +43,11 @@ def test_what_cannot_be_cut_is_refused(args, n, dims, said):
     with pytest.raises(ParallelError) as caught:
         micro_batches(args, {}, None, n, dims)
     assert said in str(caught.value)
+
+
+def test_a_dim_may_be_counted_from_the_last():
+    x = torch.arange(24.0).view(2, 3, 4)
+    parts = micro_batches((), {"x": x}, None, 2, {"x": -1})
+    assert torch.equal(torch.cat([part[1]["x"] for part in parts], dim=2), x)
+    with pytest.raises(ParallelError, match="batch_dims says 3"):
+        micro_batches((), {"x": x}, None, 2, {"x": 3})

@@ -13,7 +13,8 @@ from shardwright.errors import ParallelError
 Dims = Mapping[str, int | None]
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
 
-_ASK = -1  # the dim is 0, if the size is that of the batch
+_ASK = "ask"  # the dim is 0, if the size is that of the batch
+Dim = int | str | None
 
 
 def micro_batches(
@@ -27,7 +28,7 @@ def micro_batches(
     """
     flat, tree = tree_flatten((args, kwargs, target))
     named = _dims_of(args, kwargs, target, dims)
-    lengths = [x.shape[max(d or 0, 0)] for x, d in zip(flat, named, strict=True) if _has_rows(x, d)]
+    lengths = [x.shape[_place(x, d)] for x, d in zip(flat, named, strict=True) if _has_rows(x, d)]
     rows = next((length for length in lengths if length != 1), 1)  # one row may stand for all
     if not lengths:
         raise ParallelError("pipeline: no tensor among the arguments has rows that could be cut")
@@ -41,25 +42,34 @@ def micro_batches(
     return [tree_unflatten([part[i] for part in parts], tree) for i in range(n)]
 
 
-def _has_rows(x: Any, dim: int | None) -> bool:
+def _place(x: Tensor, dim: Dim) -> int:
+    """The dim of the batch, counted from the first."""
+    if not isinstance(dim, int):
+        return 0
+    if not -x.ndim <= dim < x.ndim:
+        raise ParallelError(f"pipeline: batch_dims says {dim} of a tensor of shape {tuple(x.shape)}")
+    return dim % x.ndim
+
+
+def _has_rows(x: Any, dim: Dim) -> bool:
     return isinstance(x, Tensor) and x.ndim > 0 and dim is not None
 
 
-def _dims_of(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, dims: Dims) -> list[int | None]:
+def _dims_of(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, dims: Dims) -> list[Dim]:
     """For each leaf, the dim that was given for the argument that it is in."""
     unknown = [name for name in dims if name not in kwargs]
     if unknown:
         raise ParallelError(f"pipeline: batch_dims names {unknown[0]!r}, which is no argument of this step")
-    found: list[int | None] = [_ASK] * len(tree_flatten(args)[0])
+    found: list[Dim] = [_ASK] * len(tree_flatten(args)[0])
     for name, value in kwargs.items():
         found += [dims.get(name, _ASK)] * len(tree_flatten(value)[0])
     return found + [_ASK] * len(tree_flatten(target)[0])
 
 
-def _cut(x: Any, dim: int | None, rows: int, n: int) -> list[Any]:
+def _cut(x: Any, dim: Dim, rows: int, n: int) -> list[Any]:
     if not isinstance(x, Tensor) or x.ndim == 0 or dim is None or (dim == _ASK and x.shape[0] == 1):
         return [x] * n
-    at = 0 if dim == _ASK else dim
+    at = _place(x, dim)
     if x.shape[at] != rows:
         raise ParallelError(
             f"pipeline: a tensor of shape {tuple(x.shape)} beside a batch of {rows} rows; name the dim of "

@@ -90,6 +90,8 @@ class Run:
         if self.wanted is None:
             self._refuse_hollow(given)
             self.rewritten.update(self.look())
+        elif any(origins(x) for x in tree_leaves(given)):
+            raise ParallelError(ANOTHER_BRANCH.format(part.key))
         out = make()
         if self.wanted is None:
             self.written |= dict.fromkeys(self.look(), part.key)
@@ -140,6 +142,14 @@ class Run:
         asked: frozenset[Value] = frozenset().union(*(origins(x) for x in tree_leaves(given)))
         if asked:
             raise NeededError(asked)
+
+
+ANOTHER_BRANCH = (
+    "pipeline: {} is computed with a tensor of another stage that was not asked for when the borders were "
+    "learned, at the first step of these shapes: the forward took another branch since\n"
+    "  fix: let no value of a tensor or an attribute decide what the layers are given, or decide it by an "
+    "argument that is no tensor"
+)
 
 
 def mark(x: Tensor, values: frozenset[Value]) -> None:

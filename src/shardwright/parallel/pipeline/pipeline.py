@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.functional import reduce_over
+from shardwright.compat import FakeTensor, tree_map_only
 from shardwright.compat.fully_shard_traffic import hold_gradients_back, reduce_gradients
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError, ShardwrightError
 from shardwright.parallel.pipeline.batch import Batch, micro_batches, signature
 from shardwright.parallel.pipeline.caller import Caller
+from shardwright.parallel.pipeline.conductor import ANOTHER_BRANCH
 from shardwright.parallel.pipeline.homes import Homes
 from shardwright.parallel.pipeline.learn import learn
 from shardwright.parallel.pipeline.recording import refuse_recording
@@ -168,7 +170,7 @@ class Pipeline:
     def _made(self, batches: list[Batch]) -> tuple[Any, list[StageModule]]:
         split = self._split
         borders = learn(
-            split, self.module, lambda run: self._caller(run, batches[0]), self._homes, self._device
+            split, self.module, lambda run: self._caller(run, _copied(batches[0])), self._homes, self._device
         )
         modules = [
             StageModule(self.module, split, stage, borders, self._caller, self._homes, self._device)
@@ -198,6 +200,8 @@ class Pipeline:
         dtype = losses[0].dtype if losses else torch.float32
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for term in losses:
+            if isinstance(term, FakeTensor):
+                raise ParallelError(ANOTHER_BRANCH.format("the loss"))
             total += term.detach().double()
         if self.is_last and scaled and self.data is not None:
             for axis, group in groups_above_one(self.data):
@@ -205,6 +209,12 @@ class Pipeline:
         for axis, group in groups_above_one(self._split.mesh):
             total = reduce_over(total, "sum", group, axis=axis, reason="loss of a pipeline")
         return total.to(dtype)
+
+
+def _copied(batch: Batch) -> Batch:
+    """Learning runs the model before it is run: what it writes into must not be the user's."""
+    copied: Batch = tree_map_only(Tensor, lambda x: x.clone(), batch)
+    return copied
 
 
 def _as_it_is(output: Any, _: Any) -> Any:
