@@ -12,7 +12,7 @@ from shardwright.errors import ParallelError, ShardwrightError
 from shardwright.parallel.logical_dropout import logical_dropout
 from shardwright.parallel.table.agree import Word, agree, word_of
 from shardwright.parallel.table.calls import Call, calls_of
-from shardwright.parallel.table.initialise import Init, materialise
+from shardwright.parallel.table.initialise import Init, materialise, refuse_cut
 from shardwright.parallel.table.meshes import Axes, stage_of
 from shardwright.parallel.table.rehearsal import Placed, check_new, rehearse
 from shardwright.parallel.table.report import Report, print_report, report_of
@@ -63,7 +63,7 @@ def parallelize(
     Cost: as the strategies; and 16 bytes per parameter over each axis, once.
     """
     _check_context(context)
-    calls, placed, words = _prepared(module, context, plan)
+    calls, placed, words = _prepared(module, context, plan, init)
     is_new = any(p.is_meta for p in module.parameters())
     with ties_kept(module, "parallelize"):
         for call in calls:
@@ -89,13 +89,15 @@ def _check_context(context: object) -> None:
 
 
 def _prepared(
-    module: nn.Module, context: DistributedContext, plan: Plan
+    module: nn.Module, context: DistributedContext, plan: Plan, init: Init | None
 ) -> tuple[list[Call], list[Placed], list[Word]]:
     """What is to be done, after all ranks have found that it can be."""
     calls: list[Call] = []
     placed: list[Placed] = []
     try:
         check_new(module)
+        if init is None:
+            refuse_cut(module)
         rows = read_rows(plan)
         axes = Axes(context, frozenset(row.strategy for row in rows))
         calls = calls_of(resolve(module, rows, axes))

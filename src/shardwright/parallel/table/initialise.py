@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import ParallelError
+from shardwright.parallel.pipeline.split import find_split
 from shardwright.tensor.modules.slots import Slot, slots_of
 from shardwright.tensor.plain.spmd import spmd
 from shardwright.tensor.wrap import as_ours
@@ -45,6 +46,18 @@ def materialise(module: nn.Module, device: torch.device, init: Init | None = Non
                 for child in _as_constructed(module):
                     _start(child)
         _refuse_untouched(before, _versions(module))
+
+
+def refuse_cut(module: nn.Module) -> None:
+    """Raise ParallelError for a stage on the meta device: it knows not what earlier stages would draw."""
+    is_new = any(p.is_meta for p in module.parameters())
+    if is_new and any(find_split(child) is not None for child in module.modules()):
+        raise ParallelError(
+            "parallelize: the model was made on the meta device and cut into stages: every stage would draw "
+            "as if it were the first, and none has the weights of one device; nothing was changed\n"
+            "  fix: make it with memory before parallelize_pipeline, or parallelize(..., init=function) "
+            "which writes all parameters and buffers"
+        )
 
 
 def _versions(module: nn.Module) -> Mapping[str, tuple[int, int]]:
