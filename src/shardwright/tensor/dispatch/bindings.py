@@ -99,7 +99,7 @@ def _asked(call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) ->
             returned = type(call(*args, **kwargs))
     except Exception:  # noqa: BLE001 - whatever it is: the overload is called then
         return None
-    return listening.asked, returned
+    return listening.asked, tuple if returned is list else returned  # whose members are counted either way
 
 
 def _same(mine: _Asked, theirs: _Asked) -> bool:
