@@ -69,3 +69,49 @@ torch.compile(lambda x: sw.DTensor.from_local(x, mesh, [sw.Shard(0)]) + 1, backe
 print(*calls)
 """
     assert printed(program) == ["from_local_in_graph", "add"]
+
+
+@pytest.mark.processes
+def test_first_calls_import_nothing_that_takes_long():
+    """What a first call imports it waits for: NumPy's masked arrays 15 ms, Dynamo a second."""
+    program = """
+import sys, torch, torch.distributed as dist
+import shardwright as sw
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+x = sw.distribute_tensor(torch.ones(8, 8), mesh, [sw.Shard(0), sw.Shard(1)])
+before = set(sys.modules)
+x.redistribute(mesh, [sw.Replicate(), sw.Shard(0)]), x.sum(0).full_tensor()
+x[2:6], x @ x, torch.softmax(x, 1)
+new = set(sys.modules) - before
+print(*[name for name in ("numpy.ma", "torch._dynamo", "torch._inductor") if name in new])
+"""
+    assert printed(program) == []
+
+
+@pytest.mark.processes
+def test_nothing_that_a_mode_runs_is_compiled():
+    """Dynamo would compile, as a frame of its own, a function that a mode calls within a compiled program."""
+    program = """
+import torch
+from shardwright.compat import TorchDispatchMode, without_modes
+def below(x):
+    return x.cosh()
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with without_modes():
+            below(torch.ones(2))
+        return func(*args, **(kwargs or {}))
+graphs = []
+def backend(graph, inputs):
+    graphs.append({str(node.target) for node in graph.graph.nodes})
+    return graph.forward
+def program(x):
+    torch._dynamo.graph_break()
+    with Mode():
+        return x + 1
+compiled = torch.compile(lambda x: program(x * 2), backend=backend)(torch.ones(2))
+print(len(graphs), any("cosh" in names for names in graphs))
+"""
+    assert printed(program) == ["1", "False"]

@@ -33,12 +33,13 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
 from torch.utils import _python_dispatch
 from torch.utils._mode_utils import no_dispatch as no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+from shardwright.compat.dynamo import TorchDispatchMode as TorchDispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

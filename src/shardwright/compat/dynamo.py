@@ -14,6 +14,7 @@ from torch._C._dynamo.eval_frame import (
     get_eval_frame_callback,
     set_code_exec_strategy,
 )
+from torch.utils import _python_dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,6 +52,25 @@ def never_compiled_alone(function: Callable[..., Any]) -> None:
     """
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip)
+
+
+class TorchDispatchMode(_python_dispatch.TorchDispatchMode):
+    """Torch's mode that sees each op, of which Dynamo compiles nothing.
+
+    Torch has Dynamo disable a mode, for which it imports Dynamo when the first op is seen: a second of a
+    program's first call.
+    """
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)  # type: ignore[no-untyped-call]
+        seen = cls.__dict__.get("__torch_dispatch__")
+        if seen is not None:
+            never_compiled_alone(seen)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's question, whether to have Dynamo disable it."""
+        return False
 
 
 def compiles_what_is_called() -> bool:

@@ -69,6 +69,15 @@ class Line:
         return mask
 
 
+def ascending(*values: Ints) -> Ints:
+    """Each value once, ascending. `np.unique` imports `numpy.ma` when first called: 15 ms of a first move."""
+    found = np.concatenate(values)
+    found.sort()
+    first = np.ones(len(found), dtype=bool)
+    np.not_equal(found[1:], found[:-1], out=first[1:])
+    return found[first]
+
+
 def groups_of(layouts: Iterable[Layout]) -> tuple[Group, ...]:
     """The dims, grouped where one placement of any of the layouts acts on several at once."""
     parents: dict[int, int] = {}
@@ -189,7 +198,7 @@ def _refined(line: Line, dim: int, ndim: int, cut: Cut) -> Line:
     base = np.cumsum(lengths) - lengths
     starts = base[holder] + line.position
     shares = _laid_out(partition, dim, ndim, n, lengths, base)
-    at_cut = np.union1d(starts, shares[:, 0])
+    at_cut = ascending(starts, shares[:, 0])
     sizes = np.diff(np.append(at_cut, lengths.sum()))
     piece = np.searchsorted(starts, at_cut, side="right") - 1
     share = np.searchsorted(shares[:, 0], at_cut, side="right") - 1
@@ -216,8 +225,8 @@ def _holders(line: Line) -> Ints:
 def _laid_out(partition: Partition, dim: int, ndim: int, n: int, lengths: Ints, base: Ints) -> Ints:
     """The shares of every local dim, where it lies in the long line."""
     rows: list[Ints] = []
-    different = np.unique(lengths)
-    for length in different.tolist():
+    different = sorted(set(lengths.tolist()))
+    for length in different:
         shares = _shares(partition, dim, ndim, length, n)
         bases = base[lengths == length] if len(different) > 1 else base
         laid = np.tile(shares, (len(bases), 1))

@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from shardwright.plan.lines import Ints, Line
+from shardwright.plan.lines import Ints, Line, ascending
 from shardwright.remember import remembered
 
 _SMALL = 1024  # counts of at most this many coordinates are remembered
@@ -83,7 +83,7 @@ def meet(source: Line, target: Line) -> Meeting:
         return _meet_boxes(source, target)
     (order_s, low_s), (order_t, low_t) = source.by_low, target.by_low
     end_s, end_t = low_s + source.size[order_s, 0], low_t + target.size[order_t, 0]
-    cuts = np.unique(np.concatenate([low_s, low_t, end_s, end_t]))
+    cuts = ascending(low_s, low_t, end_s, end_t)
     if not len(low_s) or not len(low_t):
         cuts = cuts[:0]
     i, j = (np.searchsorted(low, cuts[:-1], side="right") - 1 for low in (low_s, low_t))
