@@ -10,8 +10,8 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement import Interleaved, Partial, Replicate, Shard
-from shardwright.plan import Plan, plan_redistribution
-from shardwright.plan.network import Network, current_network, set_network
+from shardwright.plan import Plan, network, plan_redistribution
+from shardwright.plan.network import Network, set_network
 from tests.plan.all_pairs import _seen
 from tests.plan.kinds import mesh_shape, random_pairs, small_integers
 from tests.plan.lockstep import Lockstep, scattered_terms
@@ -22,7 +22,7 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 @pytest.fixture
 def slow():
     """Axis a0 is slow, and no message is small."""
-    before = current_network()
+    before = network.current
     set_network(Network(slow_axes=("a0",), one_round_bytes=0))
     yield
     set_network(before)
@@ -63,7 +63,7 @@ def test_gathers_take_the_slow_axis_first_and_reductions_last(slow, before, afte
 def test_without_slow_axes_more_crosses_them():
     plan = made((2, 4), [S0, S0], [R, R], (1024, 1024))
     assert (plan.rounds, plan.slow) == (1, frozenset())
-    before = current_network()
+    before = network.current
     set_network(Network(slow_axes=("a0",)))
     two = made((2, 4), [S0, S0], [R, R], (1024, 1024))
     set_network(before)

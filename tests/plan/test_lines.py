@@ -15,10 +15,9 @@ from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement import ZigZag
 from shardwright.plan import lines
 from shardwright.plan.cost import shared_counts
-from shardwright.plan.exchange import Exchange
+from shardwright.plan.exchange import Exchange, shared_with_peers
 from shardwright.plan.holders import LayoutMap, MixedMap, SlabMap, every_coords
 from shardwright.plan.lines import groups_of
-from shardwright.plan.peers import shared_with_peers
 from tests.generators import LAW
 from tests.plan.test_redistribution_laws import layout_pairs
 

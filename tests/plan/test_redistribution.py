@@ -8,7 +8,7 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement import Box, Interleaved, Partial, Partition, Pending, Region, Replicate, Shard
-from shardwright.plan import decide, exchange, peers, plan_redistribution
+from shardwright.plan import decide, exchange, plan_redistribution
 from shardwright.plan.exchange import Exchange
 from shardwright.plan.holders import every_coords
 from shardwright.plan.steps import AllReduce
@@ -122,8 +122,8 @@ def test_pendings_that_are_swapped_are_noticed(monkeypatch, fresh_plans):
 
 
 def test_elements_taken_from_the_wrong_place_are_noticed(monkeypatch):
-    right = peers.stretches
-    monkeypatch.setattr(peers, "stretches", lambda found: right([(0, to, size) for _, to, size in found]))
+    right = exchange.stretches
+    monkeypatch.setattr(exchange, "stretches", lambda found: right([(0, to, size) for _, to, size in found]))
     with pytest.raises(AssertionError):
         run_and_check(
             layout((4,), [S0], (16, 4)), layout((4,), [S1], (16, 4)), torch.arange(64.0).view(16, 4)

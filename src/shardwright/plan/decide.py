@@ -22,8 +22,7 @@ from shardwright.plan.decide_between import plan_between, plan_between_in_pieces
 from shardwright.plan.exchange import Exchange
 from shardwright.plan.holders import LayoutMap, Map, MixedMap, SlabMap, unchanged_axes
 from shardwright.plan.lines import groups_of
-from shardwright.plan.network import current_network
-from shardwright.plan.pending import AxisPending, check_domains, commute, pending_change, takes_padding
+from shardwright.plan.pending import AxisPending, commute, pending_change, takes_padding
 from shardwright.plan.plan import Plan
 from shardwright.plan.slow_axes import by_level, slow_bound
 from shardwright.plan.step import Step
@@ -44,7 +43,7 @@ _LEVELS = "slow axes are gathered first and reduced last, so that less crosses t
 
 def one_round_bytes() -> int:
     """How many bytes per rank are few."""
-    stated = current_network().one_round_bytes
+    stated = network.current.one_round_bytes
     return ONE_ROUND_BYTES if stated is None else stated
 
 
@@ -143,12 +142,11 @@ class _Decision:
     def __init__(self, source: Layout, target: Layout) -> None:
         self.source, self.target, self.sizes = source, target, source.sizes
         self.change = pending_change(source, target)
-        check_domains(source, (*self.change.reduced, *self.change.made))
         self.reduced = tuple(axis for axis, _ in self.change.reduced)
         self.kept = tuple(axis for axis, _ in self.change.kept)
         groups = groups_of((source, target))
         self.before, self.after = LayoutMap(source, groups), LayoutMap(target, groups)
-        stated = current_network().slow_axes
+        stated = network.current.slow_axes
         slow = [axis for axis, name in enumerate(source.axes) if name in stated and self.sizes[axis] > 1]
         self.slow = frozenset(slow if stated else ())
         self.padded = self._padded()

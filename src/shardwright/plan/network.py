@@ -48,16 +48,11 @@ class Network:
         return cls(tuple(axes), least)
 
 
-_current = Network()
+current = Network()  # what plans are made for
 version = 0  # changes with the network: a part of the key under which plans are remembered
-
-
-def current_network() -> Network:
-    """What plans are made for."""
-    return _current
 
 
 def set_network(network: Network) -> None:
     """Make plans for this network from now on, on this rank only: see `shardwright.comm.use_network`."""
-    global _current, version
-    _current, version = network, version + 1
+    global current, version
+    current, version = network, version + 1

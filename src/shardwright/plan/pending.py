@@ -32,17 +32,25 @@ class PendingChange:
     made: tuple[AxisPending, ...]
 
 
+_NO_CHANGE = PendingChange((), (), ())
+
+
 def pending_change(source: Layout, target: Layout) -> PendingChange:
     """Which Pendings are kept, reduced and made between two layouts.
 
-    Raises: PlanError: a Pending of the target cannot be made from a finished value.
+    Raises: PlanError: a Pending of the target cannot be made from a finished value; a reduction has no
+    meaning for the dtype.
     """
     before, after = _pendings(source), _pendings(target)
+    if not before and not after:
+        return _NO_CHANGE
     kept = _kept(before, after)
     made = tuple([item for item in after if item not in kept])
     for axis, _ in made:
         refuse_target(target, axis)
-    return PendingChange(kept, tuple([item for item in before if item not in kept]), made)
+    reduced = tuple([item for item in before if item not in kept])
+    _check_domains(source, (*reduced, *made))
+    return PendingChange(kept, reduced, made)
 
 
 def has_embed(placement: Pending) -> bool:
@@ -80,8 +88,7 @@ def refuse_target(target: Layout, axis: int) -> None:
         )
 
 
-def check_domains(layout: Layout, pendings: tuple[AxisPending, ...]) -> None:
-    """Raises: PlanError: one of these reductions has no meaning for the dtype of the layout."""
+def _check_domains(layout: Layout, pendings: tuple[AxisPending, ...]) -> None:
     zero = torch.zeros((), dtype=layout.dtype)
     for axis, pending in pendings:
         if not pending.in_domain(zero):
@@ -110,5 +117,7 @@ def _kept(before: tuple[AxisPending, ...], after: tuple[AxisPending, ...]) -> tu
 
 
 def _pendings(layout: Layout) -> tuple[AxisPending, ...]:
-    pending = [axis for axis in layout.order if layout.placements[axis].is_pending]
-    return tuple([(axis, cast("Pending", layout.placements[axis])) for axis in pending])
+    placements = layout.placements
+    return tuple(
+        [(axis, cast("Pending", placements[axis])) for axis in layout.order if placements[axis].is_pending]
+    )

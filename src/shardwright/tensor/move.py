@@ -76,7 +76,7 @@ def _road(spec: Spec, target: Layout) -> _Road:
     source = spec.layout
     if source == target:
         return _Road(None)
-    small = bases(source, target)
+    small = bases(source, target) if 0 in source.stride else None
     if small is None:
         return _Road(Bound(plan_redistribution(source, target), spec.mesh))
     same = target.mesh_shape == source.mesh_shape
