@@ -70,5 +70,5 @@ def test_the_environment_guards_a_whole_program_and_its_end(tmp_path):
 
 def test_off_the_guard_is_not_on_the_way(ranks):
     for files in ranks(2, programs.files_called):
-        assert "comm/bound.py" in files
+        assert "comm/execute.py" in files
         assert not {"comm/guard.py", "comm/tap.py"}.intersection(files)

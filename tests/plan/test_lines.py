@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.index.grid import numel, overlaps, shared
-from shardwright.index.overlap import source_views, target_views
+from shardwright.index.grid import numel
+from shardwright.index.overlap import overlaps, shared, source_views, target_views
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement import ZigZag

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.layout.order import OrderedPlacements
+from shardwright.layout.arrangement import OrderedPlacements
 from shardwright.testing.meshes import rank_mesh
 
 MESHES = {2: ((2,), ("tp",)), 3: ((3,), ("tp",)), 4: ((2, 2), ("dp", "tp")), 6: ((2, 3), ("dp", "tp"))}

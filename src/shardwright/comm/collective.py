@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwright.comm import functional
-from shardwright.comm.dtype import moves_natively
+from shardwright.comm.dtype import NATIVE
 from shardwright.comm.mailbox import Mailing
 from shardwright.comm.pack import copy_in, flat_memory, in_memory, joined, move, new_tensor, shaped
-from shardwright.comm.task import Task, label, tensor
+from shardwright.comm.task import Task, tensor
 from shardwright.index.overlap import Strided, covers_in_order
 from shardwright.plan.plan import Plan
 from shardwright.plan.work import Held, Memory, Reduction, Share, Transfer
@@ -90,7 +90,7 @@ class Exchanging(Task):
 
     def __init__(self, work: Transfer, plan: Plan, group: ProcessGroup) -> None:
         self.work, self.plan, self.group = work, plan, group
-        self.axis = label(plan, work.axes)
+        self.axis = plan.names(work.axes)
         slot = work.kept.target
         self.result = Memory((work.terms, *slot.shape), (slot.numel, *slot.stride)) if work.terms else slot
         shares = {plan.rank_at(share.member): share for share in work.shares}
@@ -101,7 +101,7 @@ class Exchanging(Task):
         whole = self.packing.whole_filled or work.gather
         moved = tuple([(a, b._replace(start=b.start + shift)) for a, b in work.kept.views])
         self.keep = () if whole else moved
-        self.equal = work.gather and group.size() > 1 and moves_natively(plan.source.dtype)
+        self.equal = work.gather and group.size() > 1 and plan.source.dtype in NATIVE
 
     def run(self, held: Held, why: str) -> Tensor:
         """The result; terms along a leading dim."""
@@ -178,7 +178,7 @@ class Reducing(Task):
 
     def __init__(self, work: Reduction, plan: Plan, group: ProcessGroup) -> None:
         self.memory, self.op, self.group = work.memory, work.op, group
-        self.axis = label(plan, (work.axis,))
+        self.axis = plan.names((work.axis,))
 
     def run(self, held: Held, why: str) -> Tensor:
         """The reduced tensor, stored as the one given must be."""

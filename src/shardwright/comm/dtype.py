@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwright.errors import PlanError
 
-# What gloo and NCCL both move and reduce; everything else is carried by one of these.
+# What gloo and NCCL both move and reduce as it is; float8, complex, int16 and bool travel as bytes.
 NATIVE = frozenset(
     {
         torch.float32,
@@ -20,11 +20,6 @@ NATIVE = frozenset(
         torch.uint8,
     }
 )
-
-
-def moves_natively(dtype: torch.dtype) -> bool:
-    """True if the backends move this dtype as it is; float8, complex, int16 and bool travel as bytes."""
-    return dtype in NATIVE
 
 
 def as_bytes(x: Tensor) -> Tensor:

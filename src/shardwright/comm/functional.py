@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwright.comm.dtype import as_bytes, carrier, moves_natively
+from shardwright.comm.dtype import NATIVE, as_bytes, carrier
 from shardwright.comm.record import Sending, recording
 
 _ops = torch.ops._c10d_functional
@@ -48,7 +48,7 @@ def exchange_rows(
     if group.size() == 1:
         return x.clone()
     told = (group, axis, reason)
-    if moves_natively(x.dtype):
+    if x.dtype in NATIVE:
         return _all_to_all(x.contiguous(), list(out_splits), list(in_splits), told)
     return _exchange_as_bytes(x, out_splits, in_splits, told)
 
@@ -153,7 +153,7 @@ def gather_rows(
     if group.size() == 1:
         return x.clone()
     told = (group, axis, reason)
-    if not moves_natively(x.dtype):
+    if x.dtype not in NATIVE:
         return _gather_as_bytes(x, sizes, told)
     return _all_gather(x.contiguous(), sizes, told)
 

@@ -22,7 +22,7 @@ from torch.distributed import Work
 from shardwright.comm.dtype import bits
 from shardwright.comm.pack import copy_in, in_memory, joined, move, view_of
 from shardwright.comm.record import Sending, recording
-from shardwright.comm.task import Task, filled, label, room, tensor
+from shardwright.comm.task import Task, filled, room, tensor
 from shardwright.comm.uncounted import say_if_uncounted
 from shardwright.index.overlap import Strided, as_run
 from shardwright.plan.plan import Plan
@@ -54,7 +54,7 @@ class Mailing(Task):
 
     def __init__(self, work: Transfer, plan: Plan) -> None:
         self.kept, self.terms, self.own_slot = work.kept, work.terms, work.own_term
-        self.axis = label(plan, work.axes)
+        self.axis = plan.names(work.axes)
         others = _to_the_next_first(work)
         wanted: dict[tuple[Strided, ...], list[int]] = {}
         for share in others:

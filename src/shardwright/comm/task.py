@@ -14,7 +14,6 @@ from torch import Tensor
 from shardwright.comm.pack import in_memory, move, new_tensor
 from shardwright.comm.traced import is_traced
 from shardwright.errors import PlacementError, PlanError
-from shardwright.plan.plan import Plan
 from shardwright.plan.terms import Terms
 from shardwright.plan.work import Apply, Filling, Held, Memory, Move
 
@@ -119,15 +118,3 @@ def filled(out: Tensor, filling: Filling | None) -> Tensor:
     if not is_traced(out) and not filling.pending.in_domain(out):
         raise PlacementError(f"{filling.pending} has no meaning for these values of {out.dtype}")
     return out if filling.scale == 1 else out.mul_(filling.scale)
-
-
-def label(plan: Plan, axes: Sequence[int]) -> str:
-    """What the record calls the axes over which ranks communicate."""
-    if plan.is_between:
-        return " -> ".join(_list(layout.axes) for layout in (plan.source, plan.target))
-    names = [plan.source.axes[axis] for axis in axes]
-    return names[0] if len(names) == 1 else _list(names)
-
-
-def _list(names: Sequence[str]) -> str:
-    return f"({', '.join(names)})"

@@ -9,7 +9,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.index.grid import Cell, Grid, Interval, Overlap, Stretch, shared
+from shardwright.index.grid import Cell, Grid, Interval
+from shardwright.index.overlap import Overlap, Stretch, shared
 
 Counts = NDArray[np.int64]
 

@@ -1,9 +1,9 @@
 """Layouts: where each element of a tensor lives on a mesh. Pure: no process group, no communication."""
 
+from shardwright.layout.arrangement import OrderedPlacements
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.layout.of_tensor import layout_of
-from shardwright.layout.order import OrderedPlacements
 from shardwright.layout.partition_spec import from_partition_spec, to_partition_spec
 from shardwright.layout.strided import same_regions, to_ordered, to_strided
 

@@ -112,6 +112,8 @@ def applied_placements(
 
 
 def _steps(placements: Sequence[Placement], order: Sequence[int]) -> list[tuple[tuple[int, ...], Placement]]:
+    if Joint not in map(type, placements):
+        return [((axis,), placements[axis]) for axis in order]
     groups = {axis: group for group in joint_groups(placements) for axis in group}
     steps: list[tuple[tuple[int, ...], Placement]] = []
     done: set[int] = set()

@@ -1,19 +1,42 @@
-"""What follows from placements, mesh sizes and shape of a layout, worked out once for all alike."""
+"""The placements of a layout and the order in which they apply, worked out once for all layouts alike."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from shardwright.errors import LayoutError
 from shardwright.layout.applied import applied_placements, by_own_names, complete
-from shardwright.layout.order import canonical, conflicts
-from shardwright.placement.one_dim import states_runs
+from shardwright.placement.along_dim import states_runs
+from shardwright.placement.base import Partition, Pending
 from shardwright.remember import remembered
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from shardwright.index.region import Shape
     from shardwright.layout.applied import Applied
-    from shardwright.layout.order import Order
+    from shardwright.layout.mesh_shape import MeshShape
     from shardwright.placement.base import Placement
+
+Order = tuple[int, ...]
+
+
+class OrderedPlacements(tuple["Placement", ...]):  # noqa: SLOT001 - a tuple cannot have slots of its own
+    """One placement per axis, and the `order` of application (axis names; None: left to right).
+
+    Usable wherever placements are; a layout that is given no order of its own takes this one.
+    """
+
+    order: tuple[str, ...] | None
+
+    def __new__(cls, placements: Iterable[Placement], order: Sequence[str] | None) -> Self:
+        """A tuple of the placements that remembers the order."""
+        self = super().__new__(cls, tuple(placements))
+        self.order = None if order is None else tuple(order)
+        return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return tuple(self), self.order
 
 
 class Arrangement(NamedTuple):
@@ -48,3 +71,61 @@ def arranged(
     partitions = tuple([step for step in steps if step.partition is not None])
     by_runs = all(step.partition is not None and states_runs(step.partition) for step in partitions)
     return Arrangement(named, order, steps, partitions, by_runs)
+
+
+# ---------------------------------------------------------------------- order
+
+
+def order_indices(order: Sequence[str] | None, mesh: MeshShape) -> Order:
+    """Axis positions in order of application; axes that are not named keep their place.
+
+    Raises: LayoutError: an axis is named twice. MeshError: an axis does not exist.
+    """
+    everything = tuple(range(len(mesh.axes)))
+    if order is None or tuple(order) == mesh.axes:
+        return everything
+    named = [mesh.axis_index(name) for name in order]
+    if len(set(named)) != len(named):
+        raise LayoutError(f"order {tuple(order)} names an axis twice")
+    following = iter(named)
+    return tuple(next(following) if axis in named else axis for axis in everything)
+
+
+def conflicts(placements: Sequence[Placement], sizes: Sequence[int], shape: Shape) -> set[tuple[int, int]]:
+    """Pairs of axes whose order matters, as (smaller, larger).
+
+    Two partitions that touch a common dim, and two pendings that are different or have no name. A pending
+    reduces elementwise, so it commutes with every partition.
+    """
+    touched = [
+        frozenset(p.touched_dims(shape, n)) if isinstance(p, Partition) else frozenset()
+        for p, n in zip(placements, sizes, strict=True)
+    ]
+    return {
+        (a, b)
+        for b in range(len(placements))
+        for a in range(b)
+        if touched[a] & touched[b] or _in_order(placements[a], placements[b])
+    }
+
+
+def _in_order(first: Placement, second: Placement) -> bool:
+    """Two pendings that may not be swapped: all but two of one named or linear reduction."""
+    if not isinstance(first, Pending) or not isinstance(second, Pending):
+        return False
+    return first != second or not (first.reduce_op or first.linear)
+
+
+def canonical(order: Order, pairs: set[tuple[int, int]]) -> Order:
+    """The smallest order that applies each pair as `order` does: equal for orders that mean the same."""
+    if not pairs:
+        return tuple(range(len(order)))
+    place = {axis: position for position, axis in enumerate(order)}
+    before: dict[int, set[int]] = {axis: set() for axis in order}
+    for a, b in pairs:
+        first, second = (a, b) if place[a] < place[b] else (b, a)
+        before[second].add(first)
+    out: list[int] = []
+    while len(out) < len(order):
+        out.append(min(axis for axis in order if axis not in out and before[axis] <= set(out)))
+    return tuple(out)

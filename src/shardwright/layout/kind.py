@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from shardwright.index.region import Shape
     from shardwright.layout.arrangement import Arrangement
     from shardwright.layout.mesh_shape import MeshShape
-    from shardwright.placement.base import Placement
 
 
 class Kind:
     """Mesh, placements, order and dtype; per dim whether its size is 0, 1 or more; the order of the strides.
 
-    classes: per dim 0, 1 or 2 for more. rows: stored row by row.
+    classes: per dim 0, 1 or 2 for more. rows: stored row by row. base_hash: the part of the hash of its
+    layouts that sizes do not change.
     One object per kind: compared and hashed by identity.
     """
 
@@ -40,33 +40,28 @@ class Kind:
 
     def __init__(
         self,
+        base_hash: int,
         mesh_shape: MeshShape,
         arrangement: Arrangement,
         dtype: torch.dtype,
         classes: tuple[int, ...],
         strides: tuple[int, ...],
     ) -> None:
+        self.base_hash = base_hash
         self.mesh_shape = mesh_shape
         self.arrangement = arrangement
         self.dtype = dtype
         self.classes = classes
         self.stride_order = strides
         self.rows = strides == tuple(range(len(strides)))
-        self.base_hash = hash_without_sizes(mesh_shape, arrangement.placements, arrangement.order, dtype)
 
 
 _MANY = 65536
 _known: dict[tuple[object, ...], Kind] = memo("kinds of layouts", {})
 
 
-def hash_without_sizes(
-    mesh_shape: MeshShape, placements: tuple[Placement, ...], order: tuple[int, ...], dtype: torch.dtype
-) -> int:
-    """The part of a layout's hash that its sizes do not change."""
-    return hash((mesh_shape, placements, order, dtype))
-
-
 def find_kind(
+    base_hash: int,
     mesh_shape: MeshShape,
     arrangement: Arrangement,
     dtype: torch.dtype,
@@ -87,5 +82,5 @@ def find_kind(
     if known is None:
         if len(_known) >= _MANY:
             _known.clear()
-        known = _known[key] = Kind(mesh_shape, arrangement, dtype, classes, strides)
+        known = _known[key] = Kind(base_hash, mesh_shape, arrangement, dtype, classes, strides)
     return known

@@ -14,10 +14,9 @@ import torch
 from shardwright.errors import LayoutError
 from shardwright.index.region import Region, Shape
 from shardwright.index.stride import contiguous_stride, ordered_stride, stride_like
-from shardwright.layout.arrangement import arranged
-from shardwright.layout.kind import find_kind, hash_without_sizes
+from shardwright.layout.arrangement import arranged, order_indices
+from shardwright.layout.kind import find_kind
 from shardwright.layout.mesh_shape import Coords, as_mesh_shape
-from shardwright.layout.order import order_indices
 from shardwright.layout.text import format_layout, parse_layout
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.convert import as_placement
@@ -48,6 +47,7 @@ class Layout:
 
     __slots__ = (
         "_arrangement",
+        "_base_hash",
         "_hash",
         "_kind",
         "_regions",
@@ -79,6 +79,7 @@ class Layout:
     stride: Shape
     dtype: torch.dtype
     _arrangement: Arrangement
+    _base_hash: int  # without the sizes
     _hash: int
     _kind: Kind | bool | None  # False: not asked yet
     _shapes: dict[Coords, Shape]
@@ -103,8 +104,8 @@ class Layout:
         if len(stride) != len(shape):
             raise LayoutError(f"stride {stride} does not fit shape {shape}")
         given = _one_per_axis(placements, mesh_shape), mesh_shape.sizes, shape
-        found = arranged(*given, order_indices(order, mesh_shape))
-        base_hash = hash_without_sizes(mesh_shape, found.placements, found.order, dtype)
+        found = arranged(*given, order_indices(order, mesh_shape) if order else tuple(range(len(given[0]))))
+        base_hash = hash((mesh_shape, found.placements, found.order, dtype))
         self._set(mesh_shape, found, shape, stride, dtype, False, base_hash)
 
     @staticmethod
@@ -143,6 +144,7 @@ class Layout:
         put(self, "partitions", arrangement.partitions)
         put(self, "by_runs", arrangement.by_runs)
         put(self, "_kind", kind)
+        put(self, "_base_hash", base_hash)
         put(self, "_hash", hash((base_hash, shape, stride)))
         put(self, "_shapes", {})
         put(self, "_regions", {})
@@ -154,7 +156,9 @@ class Layout:
         """What it has in common with layouts of other sizes; None where sizes matter. Remembered."""
         known = self._kind
         if known is False:
-            known = find_kind(self.mesh_shape, self._arrangement, self.dtype, self.shape, self.stride)
+            known = find_kind(
+                self._base_hash, self.mesh_shape, self._arrangement, self.dtype, self.shape, self.stride
+            )
             object.__setattr__(self, "_kind", known)
         return known  # type: ignore[return-value]
 
@@ -354,4 +358,5 @@ def _one_per_axis(placements: Placements, mesh: MeshShape) -> tuple[Placement, .
         raise LayoutError(
             f"{len(placements)} placements for a mesh with {len(mesh.axes)} axes ({', '.join(mesh.axes)})"
         )
-    return tuple(map(as_placement, placements))
+    usable = all(isinstance(p, Placement) and type(p).__hash__ is not None for p in placements)
+    return tuple(placements if usable else map(as_placement, placements))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import LayoutError
+from shardwright.layout.arrangement import OrderedPlacements
 from shardwright.layout.mesh_shape import as_mesh_shape
-from shardwright.layout.order import OrderedPlacements
 from shardwright.layout.text import plain_cut
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwright.errors import LayoutError, MeshError
 from shardwright.index.stride import contiguous_stride
+from shardwright.layout.arrangement import conflicts
 from shardwright.layout.dtypes import dtype_name, dtype_of
-from shardwright.layout.order import conflicts
 from shardwright.placement.base import Placement
 from shardwright.placement.shard import Shard
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from shardwright.errors import PlacementError
 from shardwright.index.assemble import check_dim
@@ -101,3 +101,8 @@ class AlongDim(Partition):
 
     def _checked(self, name: str, value: Any, least: int) -> None:
         check_counts(self.text(), least, **{name: value})
+
+
+def states_runs(part: Partition) -> TypeGuard[AlongDim]:
+    """Does its class say itself which indices of its dim a coord holds, and no more than that?"""
+    return isinstance(part, AlongDim) and type(part).region is AlongDim.region

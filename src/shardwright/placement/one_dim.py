@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 from shardwright.index.runs import Run, Runs, intervals, merged
-from shardwright.placement.along_dim import AlongDim
+from shardwright.placement.along_dim import states_runs
 from shardwright.remember import remembered
 
 if TYPE_CHECKING:
@@ -25,11 +25,6 @@ def held(part: Partition, length: int, n: int, coord: int) -> Runs:
         part._dim(1)
         return merged(part.runs(length, n, coord))
     return held_along(part.region((length,), n, coord), 0)
-
-
-def states_runs(part: Partition) -> TypeGuard[AlongDim]:
-    """Does its class say itself which indices of its dim a coord holds, and no more than that?"""
-    return isinstance(part, AlongDim) and type(part).region is AlongDim.region
 
 
 def held_along(region: Region, dim: int) -> Runs:

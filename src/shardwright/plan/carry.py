@@ -15,8 +15,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from shardwright.index.grid import Overlap, overlaps
-from shardwright.index.overlap import Strided, paired_views, source_views, target_views
+from shardwright.index.overlap import Overlap, Strided, overlaps, paired_views, source_views, target_views
 from shardwright.index.shares import Counts, cut_overlaps, shared_counts
 from shardwright.plan.rank_map import Part, Place, RankMap
 from shardwright.plan.step import Holds, Step

@@ -13,7 +13,7 @@ from math import prod
 from typing import cast
 
 from shardwright.errors import PlanError
-from shardwright.index.slabs import slab_counts, slabs_of
+from shardwright.index.region import Box
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending
 from shardwright.placement.partial import Partial
@@ -35,6 +35,9 @@ _SAME = "each term goes to the rank at its place"
 _MERGE = "terms stay where they are wanted, the others join them"
 _TERMS = "each rank receives the terms of its part and combines them in rank order"
 _HOMES = "two rounds: the terms are combined at one rank per element, the values go on from there"
+
+# More pieces than this would cost more time than the memory is worth.
+_MOST_PIECES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ def plan_between_in_pieces(source: Layout, target: Layout, max_extra_bytes: int)
     Raises: PlanError: even the smallest pieces need more.
     """
     decision = _Decision(source, target)
-    for count in slab_counts(source.shape):
+    for count in _slab_counts(source.shape):
         plan = decision.plan_in_pieces(count)
         if plan.peak_bytes <= max_extra_bytes:
             return plan
@@ -100,7 +103,7 @@ class _Decision:
 
     def plan_in_pieces(self, count: int) -> Plan:
         """One slab of the longest dim after the other: smaller messages, the same bytes in all."""
-        slabs = tuple(slab_of(self.after, slab) for slab in slabs_of(self.source.shape, count))
+        slabs = tuple(slab_of(self.after, slab) for slab in _slabs_of(self.source.shape, count))
         choices, whole = self._best(slabs)
         every = range(len(slabs))
         pieces = Pieces(whole.steps, len(slabs), lambda i: (choices[i].steps, slabs[i]), self.after, every)
@@ -201,3 +204,25 @@ def _pendings(layout: Layout) -> tuple[TermsOf, ...]:
         for axis in layout.order
         if layout.placements[axis].is_pending
     )
+
+
+# ---------------------------------------------------------------------- in pieces
+
+
+def _slab_counts(shape: tuple[int, ...]) -> list[int]:
+    """In how many pieces to try: twice as many each time, at most one per index of the longest dim."""
+    longest = min(max((*shape, 1)), _MOST_PIECES)
+    return [2**i for i in range(1, longest.bit_length()) if 2**i < longest] + [longest]
+
+
+def _slabs_of(shape: tuple[int, ...], count: int) -> list[Box]:
+    """The tensor cut into `count` even slabs along its longest dim."""
+    if not shape:
+        return [Box((), ())]
+    dim = shape.index(max(shape))
+    slabs = []
+    for i in range(count):
+        low, high = shape[dim] * i // count, shape[dim] * (i + 1) // count
+        offset = tuple(low if d == dim else 0 for d in range(len(shape)))
+        slabs.append(Box(offset, (*shape[:dim], high - low, *shape[dim + 1 :])))
+    return slabs

@@ -12,8 +12,16 @@ from typing import cast
 import numpy as np
 import torch
 
-from shardwright.index.grid import Grid, Overlap, Stretch, overlaps, stretches
-from shardwright.index.overlap import paired_views, source_views, target_views
+from shardwright.index.grid import Grid
+from shardwright.index.overlap import (
+    Overlap,
+    Stretch,
+    overlaps,
+    paired_views,
+    source_views,
+    stretches,
+    target_views,
+)
 from shardwright.plan.cost import matching, over_all_ranks, shared_counts, without
 from shardwright.plan.holders import Coords, Map
 from shardwright.plan.lines import Ints

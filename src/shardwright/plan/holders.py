@@ -21,8 +21,9 @@ from typing import cast
 
 import numpy as np
 
-from shardwright.index.grid import Cell, Grid, Interval, cell_of, flat_cell, numel, row_major
+from shardwright.index.grid import Cell, Grid, Interval, cell_of, flat_cell, numel
 from shardwright.index.region import Box
+from shardwright.index.stride import contiguous_stride
 from shardwright.layout.layout import Layout
 from shardwright.plan.lines import Group, Ints, Line, groups_of, line_of
 from shardwright.plan.parts import cut_evenly, mixed, part_of_shared, shared
@@ -122,7 +123,7 @@ class LayoutMap(_Lines):
     def local_stride(self, coords: Coords) -> tuple[int, ...]:
         """The layout's local stride; row-major where the region is a list of boxes, whose order is."""
         if not self.layout.by_runs and self.layout.region(coords).runs is None:
-            return row_major(self.layout.local_shape(coords))
+            return contiguous_stride(self.layout.local_shape(coords))
         return self.layout.local_stride(coords)
 
 
@@ -143,7 +144,7 @@ class _OwnMemory(_Lines):
     def _product(self, coords: Coords) -> Cell:
         dims = tuple(_intervals(line, coords) for line in self.lines)
         shape = tuple(sum(piece.size for piece in of_dim) for of_dim in dims)
-        return (Grid(dims, 0, row_major(shape)),) if prod(shape) else ()
+        return (Grid(dims, 0, contiguous_stride(shape)),) if prod(shape) else ()
 
     def _boxes(self, coords: Coords) -> tuple[Box, ...]:
         held = [line.held_by(coords) for line in self.lines]
@@ -162,7 +163,7 @@ class _OwnMemory(_Lines):
 
     def local_stride(self, coords: Coords) -> tuple[int, ...]:
         """Row-major."""
-        return row_major(self.local_shape(coords))
+        return contiguous_stride(self.local_shape(coords))
 
 
 @dataclass(frozen=True, eq=False)

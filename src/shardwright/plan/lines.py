@@ -21,8 +21,8 @@ import numpy.typing as npt
 from shardwright.index.region import Region
 from shardwright.index.runs import Run, Runs, intervals
 from shardwright.layout.layout import Layout
+from shardwright.placement.along_dim import states_runs
 from shardwright.placement.base import Partition, Replicate
-from shardwright.placement.one_dim import states_runs
 from shardwright.remember import remembered
 
 Ints = npt.NDArray[np.int64]

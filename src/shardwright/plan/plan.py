@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -52,6 +53,13 @@ class Plan:
         if not self.is_between:
             return self.source.ranks
         return tuple(sorted({*self.source.ranks, *self.target.ranks}))
+
+    def names(self, axes: Sequence[int]) -> str:
+        """What a record calls these axes, over which ranks communicate."""
+        if self.is_between:
+            return " -> ".join(f"({', '.join(layout.axes)})" for layout in (self.source, self.target))
+        named = [self.source.axes[axis] for axis in axes]
+        return named[0] if len(named) == 1 else f"({', '.join(named)})"
 
     def rank_at(self, seat: Seat) -> int:
         """The rank of a seat."""

@@ -14,7 +14,8 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from shardwright.index.grid import Cell, flat_cell, numel, shared_boxes
+from shardwright.index.grid import Cell, flat_cell, numel
+from shardwright.index.overlap import shared_boxes
 from shardwright.index.region import Box
 from shardwright.layout.layout import Layout
 from shardwright.plan.holders import LayoutMap, every_coords

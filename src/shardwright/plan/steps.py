@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.index.grid import overlaps
-from shardwright.index.overlap import paired_views
+from shardwright.index.overlap import overlaps, paired_views
 from shardwright.layout.dtypes import HALF
 from shardwright.plan.cost import over_all_ranks, without
 from shardwright.plan.holders import Map

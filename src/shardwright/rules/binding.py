@@ -6,8 +6,7 @@ from cmath import isfinite
 from collections.abc import Iterable, Iterator
 
 from shardwright.remember import remembered
-from shardwright.rules.aliases import aliases_of
-from shardwright.rules.call import Call, TensorInfo, parameters_of
+from shardwright.rules.call import Call, TensorInfo, aliases_of, parameters_of
 from shardwright.rules.described import BindingError, Described, find_ellipsis, spell_out
 from shardwright.rules.equation import UNTOLD, BoundHom, Dim, Equation, Factor, Slot
 from shardwright.rules.formula import Formula, parse_hom

@@ -7,8 +7,8 @@ from itertools import pairwise
 from math import prod
 
 from shardwright.errors import RuleError
+from shardwright.layout.arrangement import conflicts
 from shardwright.layout.layout import Layout
-from shardwright.layout.order import conflicts
 from shardwright.placement.base import Placement
 from shardwright.rules.any_size import for_any_size
 from shardwright.rules.binding import bind

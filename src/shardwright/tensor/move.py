@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.comm.bound import Bound
+from shardwright.comm.execute import Bound
 from shardwright.comm.record import record_decision, recording
 from shardwright.plan import network
 from shardwright.plan.decide import plan_redistribution

@@ -13,8 +13,7 @@ from shardwright.compat import tree_flatten, tree_leaves, tree_map, tree_map_onl
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import Coords
-from shardwright.rules.aliases import aliases_of
-from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.call import Call, TensorInfo, aliases_of
 from shardwright.rules.decision import Decision
 from shardwright.rules.identity import identity_of, reduction_of_cuts
 

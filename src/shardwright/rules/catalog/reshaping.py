@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from math import gcd, prod
 
-from shardwright.index.reshape import leading, neighbours
+from shardwright.index.view import leading, neighbours
 
 
 def reshape_formula(source: tuple[int, ...], target: tuple[int, ...]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwright.layout.layout import Layout
-from shardwright.rules.aliases import aliases_of_returns
+from shardwright.rules.call import aliases_of_returns
 from shardwright.tensor.dispatch.kernels import kernel_of
 from shardwright.tensor.dispatch.prepared import Move, Prepared, Return
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwright.layout.layout import Layout
-from shardwright.rules.aliases import aliases_of
+from shardwright.rules.call import aliases_of
 from shardwright.rules.catalog.view_maps import gives_back, undoes
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision
