@@ -12,8 +12,7 @@ from shardwright.comm.task import Applying, Moving, filled, room
 from shardwright.layout.layout import Layout
 from shardwright.plan.holders import every_coords
 from shardwright.plan.plan import Plan
-from shardwright.plan.terms import Terms
-from shardwright.plan.work import Apply, Held, InPieces, Memory, Move, Reduction, Seat, Transfer, Work
+from shardwright.plan.work import Apply, Held, InPieces, Memory, Move, Reduction, Seat, Terms, Transfer, Work
 
 
 class Lockstep:

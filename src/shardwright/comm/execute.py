@@ -44,7 +44,7 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh | None, *, reason: str =
         return _traced(plan, local, mesh, reason)
     if local.is_conj() or local.is_neg():
         local = _materialised(local)
-    program = program_of(plan, mesh, seat, local)
+    program = program_of(plan, mesh, seat, local, in_groups=goes_in_groups(local))
     return program.run(local, f"{reason}: {plan.reason}" if reason else plan.reason)
 
 
@@ -80,7 +80,9 @@ class Bound:
     def _on_device(self, local: Tensor) -> Program | None:
         """The program for the device of a tensor; None on a rank that the plan does not know."""
         seat = seat_of(self.plan, self._mesh)
-        self._program = None if seat is None else program_of(self.plan, self._mesh, seat, local)
+        self._program = (
+            None if seat is None else program_of(self.plan, self._mesh, seat, local, in_groups=False)
+        )
         self._device = local.device
         return self._program
 
@@ -100,7 +102,7 @@ def execute_later(plan: Plan, local: Tensor, mesh: DeviceMesh | None, *, reason:
         return local
     if goes_in_groups(local):
         return execute(plan, local, mesh, reason=reason)
-    program = program_of(plan, mesh, seat, local)
+    program = program_of(plan, mesh, seat, local, in_groups=False)
     return program.start(_materialised(local), f"{reason}: {plan.reason}" if reason else plan.reason)
 
 
@@ -138,7 +140,7 @@ def _together(
     seat = seat_of(first, mesh)
     if seat is None:
         return list(locals_)
-    programs = [program_of(plan, mesh, seat, locals_[0], packed=True) for plan in plans]
+    programs = [program_of(plan, mesh, seat, locals_[0], in_groups=True) for plan in plans]
     held: list[Held] = [_given(program, local) for program, local in zip(programs, locals_, strict=True)]
     why = f"{reason}: {first.reason}" if reason else first.reason
     for tasks in zip(*(program.tasks for program in programs), strict=True):

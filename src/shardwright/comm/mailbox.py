@@ -26,8 +26,7 @@ from shardwright.comm.task import Task, filled, room, tensor
 from shardwright.comm.uncounted import say_if_uncounted
 from shardwright.index.overlap import Strided, as_run
 from shardwright.plan.plan import Plan
-from shardwright.plan.terms import Terms
-from shardwright.plan.work import Held, Share, Transfer
+from shardwright.plan.work import Held, Share, Terms, Transfer
 
 # Keeps our messages apart from the user's own untagged ones (gloo; NCCL orders them by issue).
 TAG = 53187

@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.comm import traced
 from shardwright.comm.async_result import Later
 from shardwright.comm.collective import Exchanging, Reducing
 from shardwright.comm.mailbox import Mailing
 from shardwright.comm.task import Applying, Moving, Piecewise, Task, run_all
-from shardwright.comm.traced import goes_in_groups
 from shardwright.errors import PlanError
 from shardwright.plan.plan import Plan
 from shardwright.plan.work import Apply, Held, InPieces, Move, Reduction, Seat, Transfer, Work
@@ -117,19 +115,17 @@ _TASKS: dict[type, Callable[[Program, Any], Task]] = {
 }
 
 
-def program_of(
-    plan: Plan, mesh: DeviceMesh | None, seat: Seat, like: Tensor, *, packed: bool = False
-) -> Program:
-    """The program of this rank for tensors like this one, or for several that are packed together.
+def program_of(plan: Plan, mesh: DeviceMesh | None, seat: Seat, like: Tensor, *, in_groups: bool) -> Program:
+    """The program of this rank for tensors like this one.
 
     Made once per plan and mesh: two meshes may have one shape.
+    in_groups: they go through process groups, wherever they lie: several that are packed, or see `traced`.
     """
-    key = seat, type(like), like.device.type, packed, traced.blocks > 0
+    key = seat, like.device.type, in_groups
     known = plan.for_rank.get(key)
     if isinstance(known, Program) and known.mesh is mesh:
         return known
-    in_groups = packed or goes_in_groups(like) or _on_accelerator(like)
-    made = plan.for_rank[key] = Program(plan, mesh, seat, in_groups=in_groups)
+    made = plan.for_rank[key] = Program(plan, mesh, seat, in_groups=in_groups or _on_accelerator(like))
     return made
 
 

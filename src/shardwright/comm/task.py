@@ -14,8 +14,7 @@ from torch import Tensor
 from shardwright.comm.pack import in_memory, move, new_tensor
 from shardwright.comm.traced import is_traced
 from shardwright.errors import PlacementError, PlanError
-from shardwright.plan.terms import Terms
-from shardwright.plan.work import Apply, Filling, Held, Memory, Move
+from shardwright.plan.work import Apply, Filling, Held, Memory, Move, Terms
 
 
 class Task(ABC):

@@ -27,7 +27,7 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.slow_axes import by_level, slow_bound
 from shardwright.plan.step import Step
 from shardwright.plan.steps import AllReduce, Combine, Embed, LocalMove, Pieces, Place
-from shardwright.plan.terms import TermsOf
+from shardwright.plan.work import TermsOf
 from shardwright.remember import remembered
 
 # Below this many bytes per rank one round with more bytes beats two rounds with fewer (gloo and NCCL alike:

@@ -24,8 +24,7 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.rank_map import RankMap, homes, rank_map, slab_of
 from shardwright.plan.step import Step
 from shardwright.plan.steps import Combine, Embed, Pieces, filling_of
-from shardwright.plan.terms import TermsOf
-from shardwright.plan.work import Filling
+from shardwright.plan.work import Filling, TermsOf
 from shardwright.remember import remembered
 
 _LOCAL = "every rank holds what it needs"

@@ -18,7 +18,7 @@ from shardwright.plan.pending import commute
 from shardwright.plan.shared import meet
 from shardwright.plan.step import Step
 from shardwright.plan.steps import Combine
-from shardwright.plan.terms import TermsOf
+from shardwright.plan.work import TermsOf
 
 MakeExchange = Callable[..., Exchange]
 

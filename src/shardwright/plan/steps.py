@@ -19,8 +19,18 @@ from shardwright.plan.holders import Map
 from shardwright.plan.lines import Ints
 from shardwright.plan.rank_map import RankMap
 from shardwright.plan.step import NONE, Holds, Step, most_held
-from shardwright.plan.terms import Terms, TermsOf, stacked
-from shardwright.plan.work import Apply, Filling, Held, InPieces, Move, Reduction, Seat
+from shardwright.plan.work import (
+    Apply,
+    Filling,
+    Held,
+    InPieces,
+    Move,
+    Reduction,
+    Seat,
+    Terms,
+    TermsOf,
+    stacked,
+)
 
 # Dtypes that the backends reduce themselves; the others are carried by one of 4 bytes.
 _REDUCED = HALF | {torch.int8, torch.uint8}

@@ -1,23 +1,63 @@
-"""What one rank does in a step, as data: the few things that an executor can do, whatever the step is.
+"""What one rank holds and does in a step, as data: the few things that an executor can do, whatever the step.
 
 A step answers with one of these for every seat; an executor knows these and no step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 
 from shardwright.index.overlap import Strided
 from shardwright.placement.base import Pending
-from shardwright.plan.terms import Terms
 
 # A rank of a plan: its coordinates on the one mesh, or its number in the world where there are two.
 Seat = tuple[int, ...] | int
+
+
+class TermsOf(NamedTuple):
+    """The `n` terms of a Pending on an axis of a mesh."""
+
+    axis: int
+    pending: Pending
+    n: int
+
+    def text(self, axes: tuple[str, ...]) -> str:
+        """How a plan names them: by the axis, or between two meshes, where none is meant, by their number."""
+        return f"{self.pending} of {axes[self.axis]}" if axes else f"{self.n} terms of {self.pending}"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Terms in the order of their coordinates. free: which ones nobody else looks at, to be overwritten."""
+
+    parts: Sequence[Tensor]
+    free: Sequence[bool]
+
+    def combined(self, pendings: Sequence[TermsOf]) -> Tensor:
+        """The finished value, the last Pending first:  q1 * q2 .. tensors [...] -> [...].
+
+        A rank that holds nothing calls no kernel.
+        """
+        parts, free = list(self.parts), list(self.free)
+        if not parts[0].numel():
+            return parts[0]
+        for _, pending, n in reversed(pendings):
+            groups = range(0, len(parts), n)
+            parts = [pending.combine_in_place(parts[i : i + n], free[i : i + n]) for i in groups]
+            free = [True] * len(parts)
+        return parts[0]
+
+
+def stacked(x: Tensor) -> Terms:
+    """The terms along dim 0; none is overwritten, for a result that is one of them would keep them all."""
+    return Terms(x.unbind(0), [False] * x.shape[0])
+
 
 # What a step is given and leaves: the local tensor, or the terms of it that have arrived.
 Held = Tensor | Terms

@@ -7,10 +7,16 @@ from collections.abc import Iterable, Iterator
 
 from shardwright.remember import remembered
 from shardwright.rules.call import Call, TensorInfo, aliases_of, parameters_of
-from shardwright.rules.described import BindingError, Described, find_ellipsis, spell_out
+from shardwright.rules.described import (
+    BindingError,
+    Described,
+    LabelSizes,
+    find_ellipsis,
+    solve_sizes,
+    spell_out,
+)
 from shardwright.rules.equation import UNTOLD, BoundHom, Dim, Equation, Factor, Slot
 from shardwright.rules.formula import Formula, parse_hom
-from shardwright.rules.label_sizes import LabelSizes, solve_sizes
 from shardwright.rules.notation import Fixed, Group, Item, Label, Notation, Pattern, parse, parse_pattern
 
 
