@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -26,6 +27,14 @@ class StartsAProcessError(Exception):
 
 def pytest_configure() -> None:
     sys.addaudithook(_refuse_processes)
+    # The one start that raises no event: that of `torch.multiprocessing.spawn`.
+    start = multiprocessing.util.spawnv_passfds
+
+    def refused_or_started(*arguments: Any) -> int:
+        _refuse_processes("subprocess.Popen", arguments)
+        return start(*arguments)
+
+    multiprocessing.util.spawnv_passfds = refused_or_started
 
 
 @pytest.hookimpl(tryfirst=True)

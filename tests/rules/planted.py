@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from shardwright.errors import RuleError
 from shardwright.rules import Formula, formula
 from shardwright.rules.binding import bind
+from shardwright.rules.call import Call
 from shardwright.testing.rule_cases import Scattered, cases
 from shardwright.testing.simulate import Sample, in_double, run_whole
 from tests.rules.samples import aten, samples_of
@@ -121,11 +123,22 @@ def _reduced_otherwise(true: Formula) -> Iterator[Formula]:
         yield replace(true, reduce=changed)
 
 
+@cache
+def _calls(op: torch._ops.OpOverload) -> list[Call]:
+    """The samples of an op as what a rule looks at."""
+    samples = [sample if isinstance(sample, Sample) else Sample(sample) for sample in samples_of(op)]
+    return [run_whole(op, in_double(sample)).call for sample in samples]
+
+
+@cache
+def _true_claims(op: torch._ops.OpOverload) -> set[object]:
+    return _claims(op, TRUE[op][0])
+
+
 def _claims(op: torch._ops.OpOverload, stated: Formula) -> set[object]:
     """What a formula says may be done on two ranks, for the samples of the op."""
     found: set[object] = set()
-    for sample in samples_of(op):
-        call = run_whole(op, in_double(sample if isinstance(sample, Sample) else Sample(sample))).call
+    for call in _calls(op):
         try:
             equation = bind(stated, call)
         except RuleError:
@@ -138,7 +151,7 @@ def _claims(op: torch._ops.OpOverload, stated: Formula) -> set[object]:
 
 def _claims_more(op: torch._ops.OpOverload, mutant: Formula) -> bool:
     """A mutant that allows nothing new is weaker than the rule, not wrong."""
-    return not _claims(op, mutant) <= _claims(op, TRUE[op][0])
+    return not _claims(op, mutant) <= _true_claims(op)
 
 
 MUTANTS = [(op, mutant) for op, mutant in _mutants() if _claims_more(op, mutant)]

@@ -1,5 +1,6 @@
 """Meshes that torch calls equal and that are not one: of other roots, made twice, made again later."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -91,5 +92,6 @@ def _worlds(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.processes
 def test_a_world_that_is_made_again_is_another(tmp_path):
     torch.multiprocessing.spawn(_worlds, (str(tmp_path),), nprocs=2)
