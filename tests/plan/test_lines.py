@@ -12,7 +12,7 @@ from shardwright.index.grid import numel
 from shardwright.index.overlap import overlaps, shared, source_views, target_views
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
-from shardwright.placement import ZigZag
+from shardwright.placement import Owner, Replicate, Shard, ZigZag
 from shardwright.plan import lines
 from shardwright.plan.cost import shared_counts
 from shardwright.plan.exchange import Exchange, shared_with_peers
@@ -156,3 +156,21 @@ def test_a_planted_fault_in_the_tables_is_found(monkeypatch, fault):
     with pytest.raises(AssertionError):
         checks[fault].hypothesis.inner_test((layout, layout))
     _forget()
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (5, 1), (1, 1), (0, 4), (6, 4)])
+@pytest.mark.parametrize("kept", [Shard(0), Owner(1), Shard(1), Replicate()])
+def test_a_dim_that_is_laid_out_alike_is_shared_with_whom_it_is_held_by(shape, kept):
+    """A dim of one piece may still be cut: then all but one coord hold nothing of it."""
+    mesh = MeshShape(("a", "b"), (2, 2))
+    source = Layout(mesh, [kept, Shard(1)], shape, dtype=torch.float32)
+    target = Layout(mesh, [kept, Replicate()], shape, dtype=torch.float32)
+    groups = groups_of((source, target))
+    before, after = LayoutMap(source, groups), LayoutMap(target, groups)
+    members = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for me in members:
+        near = [peer for peer in members if peer[0] == me[0]]
+        found = shared_with_peers(before, after, (1,), me, near)
+        for peer, (incoming, outgoing) in zip(near, found, strict=True):
+            assert sum(each.numel for each in incoming) == shared(before.cell(peer), after.cell(me))
+            assert sum(each.numel for each in outgoing) == shared(before.cell(me), after.cell(peer))

@@ -76,19 +76,16 @@ def arranged(
 # ---------------------------------------------------------------------- order
 
 
-def order_indices(order: Sequence[str] | None, mesh: MeshShape) -> Order:
+def order_indices(order: Sequence[str], mesh: MeshShape) -> Order:
     """Axis positions in order of application; axes that are not named keep their place.
 
     Raises: LayoutError: an axis is named twice. MeshError: an axis does not exist.
     """
-    everything = tuple(range(len(mesh.axes)))
-    if order is None or tuple(order) == mesh.axes:
-        return everything
     named = [mesh.axis_index(name) for name in order]
     if len(set(named)) != len(named):
         raise LayoutError(f"order {tuple(order)} names an axis twice")
     following = iter(named)
-    return tuple(next(following) if axis in named else axis for axis in everything)
+    return tuple(next(following) if axis in named else axis for axis in range(len(mesh.axes)))
 
 
 def conflicts(placements: Sequence[Placement], sizes: Sequence[int], shape: Shape) -> set[tuple[int, int]]:

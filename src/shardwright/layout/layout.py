@@ -104,7 +104,10 @@ class Layout:
         if len(stride) != len(shape):
             raise LayoutError(f"stride {stride} does not fit shape {shape}")
         given = _one_per_axis(placements, mesh_shape), mesh_shape.sizes, shape
-        found = arranged(*given, order_indices(order, mesh_shape) if order else tuple(range(len(given[0]))))
+        if order is None or tuple(order) == mesh_shape.axes:
+            found = arranged(*given, tuple(range(len(mesh_shape.axes))))
+        else:
+            found = arranged(*given, order_indices(order, mesh_shape))
         base_hash = hash((mesh_shape, found.placements, found.order, dtype))
         self._set(mesh_shape, found, shape, stride, dtype, False, base_hash)
 
@@ -358,5 +361,7 @@ def _one_per_axis(placements: Placements, mesh: MeshShape) -> tuple[Placement, .
         raise LayoutError(
             f"{len(placements)} placements for a mesh with {len(mesh.axes)} axes ({', '.join(mesh.axes)})"
         )
-    usable = all(isinstance(p, Placement) and type(p).__hash__ is not None for p in placements)
-    return tuple(placements if usable else map(as_placement, placements))
+    for placement in placements:
+        if not isinstance(placement, Placement) or type(placement).__hash__ is None:
+            return tuple(map(as_placement, placements))
+    return tuple(placements)

@@ -185,6 +185,10 @@ def _grid(which: Map, coords: Coords) -> Grid:
 def _side(meeting: Meeting, coords: Coords, crossed: frozenset[int], of_peer: tuple[int, ...]) -> _Side:
     """What of one dim each coordinate of a peer shares with this rank."""
     source, target = meeting.source, meeting.target
+    if source is target and not source.at and len(source.low) == 1 and source.position is not None:
+        # The same on every rank: most dims of most moves.
+        position, length = int(source.position[0]), int(source.size[0, 0])
+        return (), {(): (Stretch(position, position, length, 1, 0, 0),)}
     at_peer, at_here = (source.at, target.at) if of_peer is source.axes else (target.at, source.at)
     row_peer, row_here = (
         (meeting.of_source, meeting.of_target)

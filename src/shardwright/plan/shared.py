@@ -81,6 +81,9 @@ def meet(source: Line, target: Line) -> Meeting:
     """What two lines of one group share."""
     if len(source.group) != 1:
         return _meet_boxes(source, target)
+    if source is target:
+        order, low = source.by_low
+        return Meeting(source, target, order, order, low[:, None], source.size[order])
     (order_s, low_s), (order_t, low_t) = source.by_low, target.by_low
     end_s, end_t = low_s + source.size[order_s, 0], low_t + target.size[order_t, 0]
     cuts = ascending(low_s, low_t, end_s, end_t)
