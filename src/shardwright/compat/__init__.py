@@ -58,6 +58,7 @@ current_graph_task_id = torch._C._current_graph_task_id  # -1: no backward is ru
 function_modes_on = torch._C._len_torch_function_stack  # how many modes see each function
 exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
 foreach_mul_ = torch._foreach_mul_
+forward_names = vars(forward_ad)  # `_current_level` is -1 where no derivative is taken forward
 foreach_norm = torch._foreach_norm
 increment_versions = torch._C._increment_version
 is_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
@@ -75,6 +76,18 @@ view_tracking = torch.autograd._force_original_view_tracking
 without_modes = _python_dispatch._disable_current_modes
 # Calls a function below the classes of its arguments: (function, types, args, kwargs).
 without_subclasses = torch._C._disabled_torch_function_impl
+
+
+# What stands between a function of torch and its ops on tensors: each says 0 or False where it is off.
+QUIET = (
+    modes_on,
+    function_modes_on,
+    torch.is_inference_mode_enabled,
+    torch._C._are_functorch_transforms_active,
+    torch._C._is_any_autocast_enabled,
+    torch._C._is_tracing,
+    torch._C._autograd._profiler_enabled,
+)
 
 
 def view_again(view: Any, base: Any) -> Any:

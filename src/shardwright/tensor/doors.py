@@ -18,13 +18,15 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import (
+    QUIET,
     compiler_names,
+    forward_names,
     function_modes_on,
     increment_versions,
     modes_on,
     without_subclasses,
 )
-from shardwright.tensor.dispatch import short
+from shardwright.tensor.dispatch import short, whole_functions
 from shardwright.tensor.dispatch.call import dispatch
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.localized import LOOKUPS, LocalizedDTensor, call_localized
@@ -35,14 +37,10 @@ from shardwright.tensor.wrap import wrap
 
 _VARIABLE = "SHARDWRIGHT_EXTENSION"
 _MODULE = "shardwright.tensor.extension.known_call"
-_BUILT = 4  # `VERSION` of the C file
+_BUILT = 5  # `VERSION` of the C file
 # Classes whose values `call._collect` tells apart by class and value.
 _SCALARS = frozenset(
     {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
-)
-# Functions of torch that take lists of tensors, as optimizers do, and beside them their counts of steps.
-_OF_LISTS = frozenset(
-    getattr(torch, name) for name in dir(torch) if name.startswith(("_foreach_", "_fused_"))
 )
 # What a tensor says of itself, without an op and without other tensors.
 _LOOKS = frozenset(
@@ -54,6 +52,7 @@ _LOOKS = frozenset(
 ) | {
     torch.is_complex, torch.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_floating_point,
     torch.Tensor.numel, torch.Tensor.dim, torch.Tensor.size, torch.Tensor.stride, torch.Tensor.element_size,
+    torch.Tensor.storage_offset,
 }  # fmt: skip
 
 
@@ -67,8 +66,9 @@ def open_doors(*, extension: bool = True) -> str:
         _put(classmethod(boundary.call), classmethod(call_localized), classmethod(dispatch))
     else:
         made = _module()
-        both = _boundary(made, boundary.call), _boundary(made, call_localized, localized=True)
-        _put(*both, _dispatch(made))
+        below = _dispatch(made)
+        both = (_boundary(made, call, below) for call in (boundary.call, call_localized))
+        _put(*both, below)
     short.reader.there = not why
     return why
 
@@ -120,7 +120,8 @@ def _put(function: Any, localized: Any, below: Any) -> None:
     DTensor.__torch_dispatch__ = below  # type: ignore[method-assign]
 
 
-def _boundary(made: ModuleType, call: Any, *, localized: bool = False) -> Any:
+def _boundary(made: ModuleType, call: Any, below_it: Any) -> Any:
+    localized = call is call_localized
     return made.Boundary(
         call,
         compiler=compiler_names,
@@ -133,10 +134,19 @@ def _boundary(made: ModuleType, call: Any, *, localized: bool = False) -> Any:
         made=boundary.judged,
         of_one_mesh=(DTensor, LocalizedDTensor) if localized else (),
         spec_of=TorchDTensor.__dict__["_spec"],
-        of_lists=_OF_LISTS,
+        of_lists=whole_functions.OF_LISTS,
         lookups=LOOKUPS if localized else frozenset(),
         looks=_LOOKS,
         ours=(DTensor, LocalizedDTensor),
+        below_it=below_it,
+        functions=whole_functions.functions,
+        meet=whole_functions.meet,
+        whole=whole_functions.whole,
+        whole_lists=whole_functions.whole_lists,
+        first=whole_functions.first,
+        quiet=QUIET,
+        forward=forward_names,
+        gradients=torch.is_grad_enabled,
     )
 
 

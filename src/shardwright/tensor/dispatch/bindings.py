@@ -8,7 +8,7 @@ it must call exactly what the overload calls, once, with the very arguments.
 from __future__ import annotations
 
 from types import BuiltinFunctionType, MethodDescriptorType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -52,7 +52,7 @@ def _found(func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable
         if isinstance(x, torch.Tensor)
     ):
         return None
-    empty_args, empty_kwargs = tree_map_only(torch.Tensor, _without_data, (list(args), dict(kwargs)))
+    empty_args, empty_kwargs = tree_map_only(torch.Tensor, without_data, (list(args), dict(kwargs)))
     wanted = _asked(func, empty_args, empty_kwargs)
     if wanted is None:
         return None
@@ -72,30 +72,40 @@ def _candidates(func: Op) -> Iterator[Callable[..., Any]]:
             yield found
 
 
-def _without_data(x: torch.Tensor) -> torch.Tensor:
+def without_data(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same sizes, strides and dtype that has no memory."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-_Calls = list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
-_Asked = tuple[_Calls, type]
+class Heard(NamedTuple):
+    """One op that was called, and what it gave."""
+
+    op: Op
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    returned: Any
 
 
-class _Listening(TorchDispatchMode):
+_Asked = tuple[list[Heard], type]
+
+
+class Listening(TorchDispatchMode):
     """Notes each op."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.asked: _Calls = []
+        self.asked: list[Heard] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.asked.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        returned = func(*args, **(kwargs or {}))
+        self.asked.append(Heard(func, args, kwargs or {}, returned))
+        return returned
 
 
 def _asked(call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> _Asked | None:
     """The ops that a call consists of, and what it returns; None where it fails on tensors without data."""
     try:
-        with _Listening() as listening:
+        with Listening() as listening:
             returned = type(call(*args, **kwargs))
     except Exception:  # noqa: BLE001 - whatever it is: the overload is called then
         return None
@@ -105,11 +115,13 @@ def _asked(call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) ->
 def _same(mine: _Asked, theirs: _Asked) -> bool:
     """One op, the same, with the very tensors and equal values; a tuple of names is not a tuple."""
     (one, returned), (other, wanted) = mine, theirs
-    if len(one) != 1 or len(other) != 1 or one[0][0] is not other[0][0] or returned is not wanted:
+    if len(one) != 1 or len(other) != 1 or one[0].op is not other[0].op or returned is not wanted:
         return False
-    given, asked = (tree_leaves((list(calls[0][1]), calls[0][2])) for calls in (one, other))
+    given, asked = (tree_leaves((list(calls[0].args), calls[0].kwargs)) for calls in (one, other))
     return (
-        len(given) == len(asked) and all(map(_equal, given, asked)) and one[0][2].keys() == other[0][2].keys()
+        len(given) == len(asked)
+        and all(map(_equal, given, asked))
+        and one[0].kwargs.keys() == other[0].kwargs.keys()
     )
 
 

@@ -19,10 +19,10 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 4 };
+enum { VERSION = 5 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
-enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 20 };
+enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 26 };
 enum {
     RECIPES = OF_DISPATCH, /* key -> Short */
     RECIPE,                /* the class Short */
@@ -60,14 +60,28 @@ enum {
     LOOKUPS,                /* functions that may write what they read, as a keyword argument says */
     LOOKS,                  /* functions that look at what a tensor says of itself, and run no op */
     OURS,                   /* the classes of DTensors */
+    BELOW_IT,               /* the door of dispatch */
+    FUNCTIONS,              /* function -> may it be whole? */
+    MEET,                   /* says so of a function that is not there */
+    WHOLE,                  /* key -> Short of a whole function, or False */
+    WHOLE_LISTS,            /* the same of functions of lists: ShortList */
+    FIRST,                  /* runs a call of which nothing is known, and learns */
+    QUIET,                  /* functions that say 0 where nothing stands around calls */
+    FORWARD,                /* the names of torch.autograd.forward_ad */
+    GRADIENTS,              /* are gradients recorded? */
+    INNER,                  /* `whole_inside`, made here */
     END_OF_BOUNDARY
 };
+_Static_assert(
+    (int)END_OF_DISPATCH <= (int)MOST_HELD && (int)END_OF_BOUNDARY <= (int)MOST_HELD, "a door holds less than it is given");
+
 static const char *const held_by_dispatch[] = {"recipes", "recipe", "copies", "modes", "inference", "scalars",
     "ordinary", "localized", "new", "wrap", "local", "spec", "made_by", "lists", "list_ops", "tensor", "helpers",
     "raise_versions", "function_modes", NULL};
 static const char *const held_by_boundary[] = {
     "compiler", "harmless", "reading", "own", "state", "below", "plain", "made",
-    "of_one_mesh", "spec_of", "of_lists", "lookups", "looks", "ours", NULL};
+    "of_one_mesh", "spec_of", "of_lists", "lookups", "looks", "ours", "below_it", "functions", "meet",
+    "whole", "whole_lists", "first", "quiet", "forward", "gradients", NULL};
 
 /* The fields of a recipe, in the order of `short.Short`. */
 enum { CALL, RESULTS, SEVERAL, WRITTEN, OVERRIDES, PLACED, BEGINS, BINDING, FIELDS };
@@ -77,6 +91,9 @@ enum { WRITES = RESULTS + 1, NO_VIEWS, VERSIONS, DENSE, FIELDS_OF_LISTS };
 static PyObject *str_token, *str_use, *str_storage_offset, *str_untyped_storage, *str_writes, *str_base;
 static PyObject *str_functions, *str_out, *str_offset, *str_op, *str_compiles, *str_mesh, *no_arguments;
 static PyObject *str_shape, *str_dtype, *str_numel, *str_is_contiguous;
+static PyObject *str_requires_grad, *str_is_inference, *str_level;
+/* What `whole_inside` gives where it has no result: the call goes the way through torch, or is learned there. */
+static PyObject *goes_on, *is_new;
 
 /* ------------------------------------------------------------------------------------------------ doors */
 
@@ -388,26 +405,26 @@ static PyObject *tuple_of(Many *many) {
 }
 
 /* What the recipe of a call on lists is where it holds for these numbers only. */
-static PyObject *recipe_of_numbers(Door *door, Call *call, PyObject *key) {
+static PyObject *recipe_of_numbers(PyObject *table, Call *call, PyObject *key) {
     PyObject *numbers = tuple_of(&call->number);
     PyObject *all = numbers == NULL ? NULL : PySequence_Concat(key, numbers);
-    PyObject *recipe = all == NULL ? NULL : PyDict_GetItemWithError(door->held[LISTS], all);
+    PyObject *recipe = all == NULL ? NULL : PyDict_GetItemWithError(table, all);
     Py_XINCREF(recipe);
     Py_XDECREF(numbers);
     Py_XDECREF(all);
     return recipe;
 }
 
-/* The recipe of the call, a new reference; NULL with an error, or without: there is none. */
-static PyObject *recipe_of(Door *door, Call *call) {
+/* The recipe of the call in a table, a new reference; NULL with an error, or without: there is none. */
+static PyObject *recipe_of(PyObject *table, Call *call) {
     PyObject *key = tuple_of(&call->part);
     if (key == NULL) {
         return NULL;
     }
-    PyObject *recipe = PyDict_GetItemWithError(door->held[call->on_lists ? LISTS : RECIPES], key);
+    PyObject *recipe = PyDict_GetItemWithError(table, key);
     Py_XINCREF(recipe);
     if (recipe == Py_None) {
-        Py_SETREF(recipe, recipe_of_numbers(door, call, key));
+        Py_SETREF(recipe, recipe_of_numbers(table, call, key));
     }
     Py_DECREF(key);
     return recipe;
@@ -701,7 +718,7 @@ static int count_all_writes(Door *door, Call *call, PyObject *recipe, int ran) {
     return done;
 }
 
-/* A list of new DTensors; None where the op gives nothing. */
+/* New DTensors, in a list or a tuple as the call gave them; None where the op gives nothing. */
 static PyObject *wrapped_list(Door *door, PyObject *recipe, PyObject *out) {
     PyObject *specs = PyTuple_GET_ITEM(recipe, RESULTS);
     if (specs == Py_None) {
@@ -712,14 +729,17 @@ static PyObject *wrapped_list(Door *door, PyObject *recipe, PyObject *out) {
         PyErr_SetString(PyExc_SystemError, "a known call gave other results than before");
         return NULL;
     }
-    PyObject *made = PyList_New(n);
+    int is_list = PyList_CheckExact(out);
+    PyObject *made = is_list ? PyList_New(n) : PyTuple_New(n);
     for (Py_ssize_t i = 0; made != NULL && i < n; i++) {
         PyObject *spec = PyTuple_GET_ITEM(specs, i), *local = PySequence_Fast_GET_ITEM(out, i);
         PyObject *one = spec == Py_None ? Py_NewRef(local) : wrapped(door, local, spec, 0);
         if (one == NULL) {
             Py_CLEAR(made);
-        } else {
+        } else if (is_list) {
             PyList_SET_ITEM(made, i, one);
+        } else {
+            PyTuple_SET_ITEM(made, i, one);
         }
     }
     return made;
@@ -754,13 +774,13 @@ static enum Found run_on_lists(
     return *result == NULL ? FAILED : FOUND;
 }
 
-/* Is the op one whose calls have recipes as calls on lists? */
-static int is_on_lists(Door *door, PyObject *op, PyObject *args) {
+/* Is the op one of those whose calls have recipes as calls on lists? */
+static int is_on_lists(PyObject *ops, PyObject *op, PyObject *args) {
     if (!PyTuple_GET_SIZE(args)) {
         return 0;
     }
     PyObject *first = PyTuple_GET_ITEM(args, 0);
-    return PyList_Check(first) || PyTuple_Check(first) ? PySet_Contains(door->held[LIST_OPS], op) : 0;
+    return PyList_Check(first) || PyTuple_Check(first) ? PySet_Contains(ops, op) : 0;
 }
 
 static enum Found run_known(Door *door, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **result) {
@@ -773,7 +793,7 @@ static enum Found run_known(Door *door, PyObject *func, PyObject *args, PyObject
     enum Found found;
     begin(&call);
     append(&call, op);
-    call.on_lists = is_on_lists(door, op, args);
+    call.on_lists = is_on_lists(door->held[LIST_OPS], op, args);
     if (call.on_lists < 0) {
         let_go(&call);
         return FAILED;
@@ -786,7 +806,7 @@ static enum Found run_known(Door *door, PyObject *func, PyObject *args, PyObject
         found = append(&call, PyObject_CallNoArgs(door->held[HELPERS]));
     }
     if (found == FOUND) {
-        recipe = recipe_of(door, &call);
+        recipe = recipe_of(door->held[call.on_lists ? LISTS : RECIPES], &call);
         found = recipe != NULL ? FOUND : PyErr_Occurred() ? FAILED : UNKNOWN;
     }
     if (found == FOUND) {
@@ -959,6 +979,198 @@ static PyObject *run_below(Door *door, PyObject *func, PyObject *types, PyObject
     return out;
 }
 
+/* ------------------------------------------------------------------------------------- whole functions */
+
+/* A function of torch that was seen to be, on local tensors, what its ops are on these: it runs on them at
+ * once, above torch's dispatcher, where nothing that stands between the two would do something. */
+
+/* Does nothing stand around calls that must see ops on DTensors: modes, transforms, casts, traces, profiles,
+ * inference, derivatives forward? -1: error. */
+static int is_quiet(Door *door) {
+    PyObject *asked = door->held[QUIET];
+    int quiet = 1;
+    for (Py_ssize_t i = 0; quiet > 0 && i < PyTuple_GET_SIZE(asked); i++) {
+        quiet = is_off(PyTuple_GET_ITEM(asked, i));
+    }
+    if (quiet > 0) {
+        PyObject *level = PyDict_GetItemWithError(door->held[FORWARD], str_level);
+        long none = level == NULL ? 0 : PyLong_AsLong(level);
+        quiet = PyErr_Occurred() ? -1 : none == -1;
+    }
+    return quiet;
+}
+
+/* Are these tensors, plain ones, without gradients? Of torch's function the class alone is asked where
+ * gradients are not recorded. -1: error. */
+static int are_constant(Many *many, int records) {
+    int constant = 1;
+    for (Py_ssize_t i = 0; records && constant > 0 && i < many->size; i++) {
+        PyObject *requires = PyObject_GetAttr(many->at[i], str_requires_grad);
+        constant = requires == NULL ? -1 : requires == Py_False;
+        Py_XDECREF(requires);
+    }
+    return constant;
+}
+
+static int are_plain(Door *below, Many *many) {
+    for (Py_ssize_t i = 0; i < many->size; i++) {
+        if ((PyObject *)Py_TYPE(many->at[i]) != below->held[TENSOR]) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Tell autograd that an operand is written: below it nobody does. UNKNOWN: it has no version. */
+static enum Found raise_version(Door *below, PyObject *x) {
+    PyObject *one = PyTuple_Pack(1, x);
+    PyObject *raised = one == NULL ? NULL : PyObject_CallOneArg(below->held[RAISE_VERSIONS], one);
+    enum Found found = raised != NULL ? FOUND : PyErr_ExceptionMatches(PyExc_RuntimeError) ? UNKNOWN : FAILED;
+    if (found == UNKNOWN) {
+        PyErr_Clear();
+    }
+    Py_XDECREF(one);
+    Py_XDECREF(raised);
+    return found;
+}
+
+static enum Found write_whole(
+    Door *below, Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
+    Py_ssize_t written = PyLong_AsSsize_t(PyTuple_GET_ITEM(recipe, WRITTEN));
+    PyObject *local = call->local.at[written];
+    int lasting = says(local, str_is_inference); /* torch refuses to write such; below autograd it is written */
+    if (lasting != 0) {
+        return lasting < 0 ? FAILED : UNKNOWN;
+    }
+    PyObject *storage = PyObject_CallMethodNoArgs(local, str_untyped_storage);
+    int apart = storage == NULL ? -1 : lie_apart(call, written, storage);
+    enum Found found = apart < 0 ? FAILED : apart ? raise_version(below, call->operand.at[written]) : UNKNOWN;
+    PyObject *out = found == FOUND ? PyObject_Call(PyTuple_GET_ITEM(recipe, CALL), args, kwargs) : NULL;
+    if (found == FOUND && (count_write(storage) < 0 || out == NULL)) {
+        found = FAILED;
+    }
+    if (found == FOUND) {
+        *result = Py_NewRef(call->operand.at[written]);
+    }
+    Py_XDECREF(out);
+    Py_XDECREF(storage);
+    return found;
+}
+
+/* UNKNOWN: also where the local call fails, since the error is to be that of the op on logical tensors. */
+static enum Found run_whole(
+    Door *below, Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
+    if (PyTuple_GET_ITEM(recipe, WRITTEN) != Py_None) {
+        return write_whole(below, call, recipe, args, kwargs, result);
+    }
+    PyObject *out = PyObject_Call(PyTuple_GET_ITEM(recipe, CALL), args, kwargs);
+    if (out == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+            return FAILED;
+        }
+        PyErr_Clear();
+        return UNKNOWN;
+    }
+    *result = wrapped_all(below, recipe, out, 0);
+    Py_DECREF(out);
+    return *result == NULL ? FAILED : FOUND;
+}
+
+/* UNKNOWN with `missing`: nothing is known of this call. */
+static enum Found find_whole(Door *door, Call *call, PyObject *args, PyObject *kwargs, int *missing,
+    PyObject **result) {
+    Door *below = door_of(door->held[BELOW_IT]);
+    int records = !is_off(door->held[GRADIENTS]);
+    int constant = are_constant(&call->operand, records);
+    if (constant > 0) {
+        constant = are_constant(&call->local, records);
+    }
+    if (constant <= 0 || (records && call->plain) || !are_plain(below, &call->local)) {
+        return constant < 0 ? FAILED : UNKNOWN;
+    }
+    int quiet = is_quiet(door);
+    if (quiet <= 0) {
+        return quiet < 0 ? FAILED : UNKNOWN;
+    }
+    PyObject *recipe = recipe_of(door->held[call->on_lists ? WHOLE_LISTS : WHOLE], call);
+    if (recipe == NULL || recipe == Py_False) {
+        *missing = recipe == NULL;
+        Py_XDECREF(recipe);
+        return PyErr_Occurred() ? FAILED : UNKNOWN;
+    }
+    enum Found found = call->on_lists ? run_on_lists(below, call, recipe, args, kwargs, result)
+                                      : run_whole(below, call, recipe, args, kwargs, result);
+    Py_DECREF(recipe);
+    return found;
+}
+
+/* (func, args, kwargs or None), below the classes of the arguments: the result, `goes_on`, or `is_new`. */
+static PyObject *whole_inside(PyObject *self, PyObject *const *given, Py_ssize_t n) {
+    Door *door = door_of(self), *below = door_of(door->held[BELOW_IT]);
+    PyObject *func = given[0], *args = given[1], *kwargs = given[2];
+    PyObject *local_args, *local_kwargs = NULL, *result = NULL;
+    int missing = 0;
+    enum Found found;
+    Call call;
+    (void)n;
+    begin(&call);
+    append(&call, Py_NewRef(func));
+    call.on_lists = is_on_lists(door->held[OF_LISTS], func, args);
+    local_args = call.on_lists < 0 ? NULL : collect_args(below, &call, args, &found);
+    found = local_args == NULL && PyErr_Occurred() ? FAILED : local_args == NULL ? UNKNOWN : found;
+    if (found == FOUND && kwargs != Py_None && PyDict_GET_SIZE(kwargs)) {
+        local_kwargs = collect_kwargs(below, &call, kwargs, &found);
+    }
+    if (found == FOUND && call.operand.size) {
+        found = find_whole(door, &call, local_args, local_kwargs, &missing, &result);
+    } else if (found == FOUND) {
+        found = UNKNOWN;
+    }
+    Py_XDECREF(local_args);
+    Py_XDECREF(local_kwargs);
+    let_go(&call);
+    return found == FAILED ? NULL : found == FOUND ? result : Py_NewRef(missing ? is_new : goes_on);
+}
+
+static PyMethodDef whole_method = {
+    "whole_inside", (PyCFunction)(void (*)(void))whole_inside, METH_FASTCALL, NULL};
+
+/* May a call of this function be whole? -1: error. */
+static int may_be_whole(Door *door, PyObject *func) {
+    Door *below = door_of(door->held[BELOW_IT]);
+    if (PyDict_GET_SIZE(below->held[COPIES])) {
+        return 0;
+    }
+    PyObject *may = Py_XNewRef(PyDict_GetItemWithError(door->held[FUNCTIONS], func));
+    if (may == NULL && !PyErr_Occurred()) {
+        may = PyObject_CallOneArg(door->held[MEET], func);
+    }
+    int traced = may == NULL ? -1 : may == Py_False ? 1 : traces(door);
+    Py_XDECREF(may);
+    return traced < 0 ? -1 : !traced;
+}
+
+/* Run the call as a whole. UNKNOWN: it goes the way through torch. */
+static enum Found call_whole(
+    Door *door, PyObject *func, PyObject *types, PyObject *args, PyObject *kwargs, PyObject **result) {
+    int may = may_be_whole(door, func);
+    if (may <= 0) {
+        return may < 0 ? FAILED : UNKNOWN;
+    }
+    PyObject *all = PyTuple_Pack(3, func, args, kwargs == NULL ? Py_None : kwargs);
+    PyObject *out = all == NULL ? NULL : call_below(door, door->held[INNER], types, all, NULL);
+    Py_XDECREF(all);
+    if (out == is_new) {
+        PyObject *given[] = {NULL, door->held[PYTHON], func, types, args, kwargs == NULL ? Py_None : kwargs};
+        Py_SETREF(out, PyObject_Vectorcall(door->held[FIRST], given + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL));
+    } else if (out == goes_on) {
+        Py_DECREF(out);
+        return UNKNOWN;
+    }
+    *result = out;
+    return out == NULL ? FAILED : FOUND;
+}
+
 /* (func, types, args=(), kwargs=None) */
 static PyObject *boundary(PyObject *self, PyObject *const *args, size_t flags, PyObject *names) {
     Door *door = door_of(self);
@@ -970,6 +1182,11 @@ static PyObject *boundary(PyObject *self, PyObject *const *args, size_t flags, P
         return python(door, door->held[PLAIN], args, n, names);
     }
     int looking = looks(door, args[0], given, named);
+    PyObject *result = NULL;
+    enum Found found = looking ? UNKNOWN : call_whole(door, args[0], args[1], given, named, &result);
+    if (found != UNKNOWN) {
+        return found == FOUND ? result : NULL;
+    }
     int through = looking ? looking : goes_through(door, args[0], given, named);
     if (through <= 0) {
         return through < 0 ? NULL : python(door, door->held[PLAIN], args, n, names);
@@ -1009,9 +1226,14 @@ static int boundary_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_TypeError, "of_one_mesh is a tuple of classes, the base of all first");
         return -1;
     }
+    if (!PyTuple_Check(door->held[QUIET]) || !PyDict_Check(door->held[FORWARD])) {
+        PyErr_SetString(PyExc_TypeError, "quiet is a tuple of functions, forward a dict of names");
+        return -1;
+    }
+    Py_XSETREF(door->held[INNER], PyCFunction_New(&whole_method, self));
     door->spec_at = PyTuple_GET_SIZE(classes) ? place_of(door->held[SPEC_OF]) : 0;
     door->call = boundary;
-    return door->spec_at < 0 ? -1 : 0;
+    return door->held[INNER] == NULL || door->spec_at < 0 ? -1 : 0;
 }
 
 static PyObject *make_class(const char *name, initproc init) {
@@ -1051,7 +1273,8 @@ static int intern_names(void) {
         {&str_untyped_storage, "untyped_storage"}, {&str_writes, "writes"}, {&str_base, "_base"},
         {&str_functions, "functions"}, {&str_out, "out"}, {&str_offset, "offset"}, {&str_op, "_op"},
         {&str_compiles, "_is_compiling_flag"}, {&str_mesh, "mesh"}, {&str_shape, "shape"}, {&str_dtype, "dtype"},
-        {&str_numel, "numel"}, {&str_is_contiguous, "is_contiguous"}};
+        {&str_numel, "numel"}, {&str_is_contiguous, "is_contiguous"}, {&str_requires_grad, "requires_grad"},
+        {&str_is_inference, "is_inference"}, {&str_level, "_current_level"}};
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         *names[i].at = PyUnicode_InternFromString(names[i].text);
         if (*names[i].at == NULL) {
@@ -1059,7 +1282,9 @@ static int intern_names(void) {
         }
     }
     no_arguments = PyTuple_New(0);
-    return no_arguments == NULL ? -1 : 0;
+    goes_on = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
+    is_new = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
+    return no_arguments == NULL || goes_on == NULL || is_new == NULL ? -1 : 0;
 }
 
 static struct PyModuleDef definition = {

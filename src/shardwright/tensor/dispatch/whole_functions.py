@@ -1,0 +1,290 @@
+"""Functions of torch that are, on local tensors, what their ops are on these: learned call by call.
+
+`torch.add(x, y)` on DTensors goes through torch's dispatcher to one op, whose known call is that op on the
+local tensors. Then `torch.add(x_local, y_local)` has the same result, and the way through the dispatcher (2.4
+us) can be left out; a function that is several ops (`F.rms_norm` is six) spares six such ways and five
+wrappers. The extension runs such a call as a whole where nothing stands between function and op: no gradient,
+mode, transform, cast, trace or profile.
+
+What makes it provable: the ops that the function ran on the DTensors are heard, each has a recipe
+(`short.Short`), and on tensors without data the function runs the very local calls of these recipes, on the
+same operands, in the same order, and gives the same of their results.
+
+Not here: views. What a view knows of its base is written by torch between function and op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any
+
+import torch
+
+from shardwright.compat import DisableTorchFunctionSubclass, tree_leaves, tree_map_only
+from shardwright.remember import memo
+from shardwright.rules import registry
+from shardwright.tensor.dispatch import call, short
+from shardwright.tensor.dispatch.bindings import Heard, Listening, without_data
+from shardwright.tensor.dispatch.ways.list_arguments import Taken
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.plain import boundary
+from shardwright.tensor.plain.host_reads import READING
+from shardwright.tensor.views import write_back
+
+_Key = tuple[Any, ...]
+# Of calls by their keys; False: it goes the way through torch. Bounded by `_keep`.
+whole: dict[_Key, short.Short | bool] = memo("calls of whole functions", {})
+# None: one for each choice of numbers, under the key with these at its end.
+whole_lists: dict[_Key, short.ShortList | bool | None] = memo("calls of whole functions on lists", {})
+# May a call of the function be whole? Bounded by the functions of torch: none of the user's is kept.
+functions: dict[Any, bool] = memo("functions that may be whole", {})
+# How many keys differ from one another in numbers alone.
+_choices: dict[_Key, int] = memo("numbers of whole functions", {})
+_MANY, _FEW = 16384, 16
+# Functions of torch that take lists of tensors, as optimizers do, and beside them their counts of steps.
+OF_LISTS = frozenset(
+    getattr(torch, name) for name in dir(torch) if name.startswith(("_foreach_", "_fused_"))
+)
+_HOMES = frozenset({"torch", "torch.functional", "torch.nn.functional", "torch._tensor"})
+_VIEWS = frozenset({"__getitem__", "__get__", "__set__", "__setitem__"})
+
+
+def meet(func: Any) -> bool:
+    """May a call of this function be whole? Only one of torch's own, that is not done in a way of ours."""
+    of_torch = isinstance(func, BuiltinFunctionType | MethodDescriptorType | WrapperDescriptorType)
+    if not of_torch and getattr(func, "__module__", None) not in _HOMES:
+        return False
+    name = getattr(func, "__name__", "")
+    judged = func in boundary.OWN or func in READING or func in boundary.AUTOGRAD or name in _VIEWS
+    functions[func] = not judged
+    return not judged
+
+
+def first(
+    way: Callable[..., Any], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    """Run a call of which nothing is known, and learn whether it may be run as a whole from now on.
+
+    Args: way: what runs it: the boundary of the operands' class.
+    """
+    on_lists = func in OF_LISTS and bool(args) and isinstance(args[0], list | tuple)
+    key, numbers = _key_of_lists(func, args, kwargs or {}) if on_lists else _key_of(func, args, kwargs or {})
+    if len(numbers) and not on_lists and _differs_in_numbers(key):
+        return way(torch.Tensor, func, types, args, kwargs)
+    rules = registry.registry.generation
+    with Listening() as listening:
+        out = way(torch.Tensor, func, types, args, kwargs)
+    if registry.registry.generation == rules:
+        if on_lists:
+            _learn_list(func, args, kwargs or {}, key, numbers, listening.asked, out)
+        else:
+            _learn(func, args, kwargs or {}, key, listening.asked, out)
+    return out
+
+
+def _key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Key, _Key]:
+    """The key of a call, as the extension makes it, and the numbers in it."""
+    key: list[Any] = [func]
+    call._collect(args, [], key)
+    for name, value in kwargs.items():
+        key.append(name)
+        call._collect((value,), [], key)
+    return tuple(key), tuple(part for part in key if part.__class__ in {int, float, complex})
+
+
+def _key_of_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Key, _Key]:
+    taken = Taken((func,), args, kwargs)
+    return tuple(taken.key), tuple(taken.numbers)
+
+
+def _differs_in_numbers(key: _Key) -> bool:
+    """Were there many calls like this one, but for their numbers? Another number each time is not learned."""
+    alike = tuple(part for part in key if part.__class__ not in {int, float, complex})
+    if len(_choices) >= _MANY:
+        _choices.clear()
+    _choices[alike] = _choices.get(alike, 0) + 1
+    return _choices[alike] > _FEW
+
+
+def _keep(table: dict[_Key, Any], key: _Key, found: Any) -> None:
+    if len(table) >= _MANY:
+        table.clear()
+    table[key] = found
+
+
+def _learn(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: _Key, heard: list[Heard], out: Any
+) -> None:
+    if all(write_back.is_view(each.op) for each in heard):  # or no op at all
+        functions[func] = False
+        return
+    _keep(whole, key, _found(func, args, kwargs, heard, out) or False)
+
+
+def _found(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], heard: list[Heard], out: Any
+) -> short.Short | None:
+    """The recipe of a call that ran these ops and gave `out`; None: it is not to be run as a whole."""
+    recipes = [_recipe_of(each) for each in heard]
+    last = recipes[-1] if recipes else None
+    operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
+    if last is None or None in recipes or not isinstance(out, DTensor) or not _are_plain(operands):
+        return None
+    if last.written is None:
+        place = _place(out, heard[-1].returned)
+        if place is None or last.placed or any(out is x for x in operands):
+            return None
+    else:
+        place = 0
+        if len(heard) > 1 or out is not _tensors(heard[0])[last.written] or out is not operands[last.written]:
+            return None
+    if not _does_the_same(func, args, kwargs, heard, recipes, operands, place):
+        return None
+    return short.Short(func, (last.results[place],), False, last.written, (), False, None)
+
+
+def _place(out: Any, returned: Any) -> int | None:
+    """Which of the results of an op this is."""
+    each = returned if isinstance(returned, list | tuple) else (returned,)
+    return next((i for i, one in enumerate(each) if one is out), None)
+
+
+def _recipe_of(each: Heard) -> short.Short | None:
+    key: list[Any] = [each.op._op]
+    call._collect(each.args, [], key)
+    for name, value in each.kwargs.items():
+        key.append(name)
+        call._collect((value,), [], key)
+    return short.recipes.get(tuple(key))
+
+
+def _tensors(each: Heard) -> list[Any]:
+    return [x for x in tree_leaves((each.args, each.kwargs)) if isinstance(x, torch.Tensor)]
+
+
+def _are_plain(operands: list[Any]) -> bool:
+    """Are all of them DTensors whose local tensors are of torch's own class?"""
+    return all(isinstance(x, DTensor) and type(x._local_tensor) is torch.Tensor for x in operands)
+
+
+class _Pairs:
+    """Which tensor without data stands for which DTensor."""
+
+    def __init__(self, operands: list[Any]) -> None:
+        self._stands: dict[int, tuple[Any, torch.Tensor]] = {}
+        for x in operands:
+            self._stands.setdefault(id(x), (x, without_data(x._local_tensor)))
+
+    def of(self, x: Any) -> torch.Tensor | None:
+        found = self._stands.get(id(x))
+        return None if found is None else found[1]
+
+    def all(self) -> Iterator[torch.Tensor]:
+        return (stand_in for _, stand_in in self._stands.values())
+
+    def learn(self, ours: Any, theirs: Any) -> bool:
+        """The results of one op; those that were operands must stand for the same."""
+        one, other = tree_leaves(ours), tree_leaves(theirs)
+        if len(one) != len(other):
+            return False
+        for x, y in zip(one, other, strict=True):
+            if isinstance(x, DTensor) != isinstance(y, torch.Tensor):
+                return False
+            if isinstance(x, DTensor) and self._stands.setdefault(id(x), (x, y))[1] is not y:
+                return False
+        return True
+
+
+def _does_the_same(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    heard: list[Heard],
+    recipes: list[Any],
+    operands: list[Any],
+    place: int,
+) -> bool:
+    """Does the function, on tensors without data, run the local calls of these recipes, and give the last's?"""
+    pairs = _Pairs(operands)
+    stood = list(pairs.all())
+    empty_args, empty_kwargs = tree_map_only(torch.Tensor, pairs.of, (tuple(args), dict(kwargs)))
+    try:
+        with DisableTorchFunctionSubclass(), Listening() as listening:
+            returned = func(*empty_args, **empty_kwargs)
+    except Exception:  # noqa: BLE001 - whatever it is: the call goes the way through torch then
+        return False
+    if len(listening.asked) != len(heard):
+        return False
+    for ours, recipe, theirs in zip(heard, recipes, listening.asked, strict=True):
+        if not _is_local_call(ours, recipe, theirs, pairs) or not pairs.learn(ours.returned, theirs.returned):
+            return False
+    if _place(returned, listening.asked[-1].returned) != place:
+        return False
+    memory = {x.untyped_storage()._cdata for x in stood}
+    return recipes[-1].written is not None or returned.untyped_storage()._cdata not in memory
+
+
+def _is_local_call(ours: Heard, recipe: short.Short, theirs: Heard, pairs: _Pairs) -> bool:
+    """Is what the function did on its own what the recipe does for the op?"""
+    if recipe.call is not theirs.op._op or ours.op is not theirs.op:
+        return False
+    given = list(ours.args)
+    for place, value in recipe.overrides:
+        given[place] = value
+    mine, others = (tree_leaves((list(a), dict(k))) for a, k in ((given, ours.kwargs), (theirs.args, theirs.kwargs)))
+    return (
+        len(mine) == len(others)
+        and ours.kwargs.keys() == theirs.kwargs.keys()
+        and all(_stands_for(x, y, pairs) for x, y in zip(mine, others, strict=True))
+    )
+
+
+def _stands_for(x: Any, y: Any, pairs: _Pairs) -> bool:
+    if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
+        return pairs.of(x) is y
+    return type(x) is type(y) and bool(x == y)
+
+
+def _learn_list(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    key: _Key,
+    numbers: _Key,
+    heard: list[Heard],
+    out: Any,
+) -> None:
+    """One op on the very lists, by the name of the function, that has a recipe."""
+    found: short.ShortList | None = None
+    by_numbers = False
+    op = heard[0].op if len(heard) == 1 else None
+    if op is not None and op._schema.name == f"aten::{func.__name__}" and _are_one_element(args, kwargs):
+        taken = Taken((op._op,), heard[0].args, heard[0].kwargs)
+        helpers = (True,) if taken.plain else ()
+        of_all = (*taken.key, *helpers)
+        by_numbers = of_all in short.lists and short.lists[of_all] is None
+        found = short.lists.get((*of_all, *taken.numbers) if by_numbers else of_all)
+        if not _same_members(args, kwargs, heard[0]) or (out is None) != (found is None or found.results is None):
+            found = None
+    if by_numbers:
+        _keep(whole_lists, key, None)
+        key = (*key, *numbers)
+    _keep(whole_lists, key, False if found is None else found._replace(call=func))
+
+
+def _are_one_element(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Plain tensors beside lists are taken where they have one element: others a block may have let through."""
+    leaves = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
+    return all(
+        type(x._local_tensor) is torch.Tensor if isinstance(x, DTensor) else x.numel() == 1 for x in leaves
+    )
+
+
+def _same_members(args: tuple[Any, ...], kwargs: Mapping[str, Any], heard: Heard) -> bool:
+    """Did the op get the tensors that the function got, in this order?"""
+    mine, theirs = (
+        [x for x in tree_leaves(given) if isinstance(x, DTensor)]
+        for given in ((args, dict(kwargs)), (heard.args, heard.kwargs))
+    )
+    return len(mine) == len(theirs) and all(x is y for x, y in zip(mine, theirs, strict=True))
