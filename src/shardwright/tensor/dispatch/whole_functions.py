@@ -265,7 +265,8 @@ def _learn_list(
         of_all = (*taken.key, *helpers)
         by_numbers = of_all in short.lists and short.lists[of_all] is None
         found = short.lists.get((*of_all, *taken.numbers) if by_numbers else of_all)
-        if not _same_members(args, kwargs, heard[0]) or (out is None) != (found is None or found.results is None):
+        writes_it = out is None or out is args[0]
+        if found is None or not _same_members(args, kwargs, heard[0]) or writes_it != (found.results is None):
             found = None
     if by_numbers:
         _keep(whole_lists, key, None)

@@ -718,11 +718,11 @@ static int count_all_writes(Door *door, Call *call, PyObject *recipe, int ran) {
     return done;
 }
 
-/* New DTensors, in a list or a tuple as the call gave them; None where the op gives nothing. */
+/* New DTensors, in a list or a tuple as the call gave them; what it gave where the op gives nothing. */
 static PyObject *wrapped_list(Door *door, PyObject *recipe, PyObject *out) {
     PyObject *specs = PyTuple_GET_ITEM(recipe, RESULTS);
     if (specs == Py_None) {
-        return Py_NewRef(Py_None);
+        return Py_NewRef(out);
     }
     Py_ssize_t n = PyTuple_GET_SIZE(specs);
     if (!(PyList_CheckExact(out) || PyTuple_CheckExact(out)) || PySequence_Fast_GET_SIZE(out) != n) {
@@ -1077,8 +1077,8 @@ static enum Found run_whole(
 }
 
 /* UNKNOWN with `missing`: nothing is known of this call. */
-static enum Found find_whole(Door *door, Call *call, PyObject *args, PyObject *kwargs, int *missing,
-    PyObject **result) {
+static enum Found find_whole(Door *door, Call *call, PyObject *given, PyObject *args, PyObject *kwargs,
+    int *missing, PyObject **result) {
     Door *below = door_of(door->held[BELOW_IT]);
     int records = !is_off(door->held[GRADIENTS]);
     int constant = are_constant(&call->operand, records);
@@ -1100,6 +1100,9 @@ static enum Found find_whole(Door *door, Call *call, PyObject *args, PyObject *k
     }
     enum Found found = call->on_lists ? run_on_lists(below, call, recipe, args, kwargs, result)
                                       : run_whole(below, call, recipe, args, kwargs, result);
+    if (found == FOUND && call->on_lists && *result == PyTuple_GET_ITEM(args, 0)) {
+        Py_SETREF(*result, Py_NewRef(PyTuple_GET_ITEM(given, 0))); /* what it wrote is given back as a list */
+    }
     Py_DECREF(recipe);
     return found;
 }
@@ -1122,7 +1125,7 @@ static PyObject *whole_inside(PyObject *self, PyObject *const *given, Py_ssize_t
         local_kwargs = collect_kwargs(below, &call, kwargs, &found);
     }
     if (found == FOUND && call.operand.size) {
-        found = find_whole(door, &call, local_args, local_kwargs, &missing, &result);
+        found = find_whole(door, &call, args, local_args, local_kwargs, &missing, &result);
     } else if (found == FOUND) {
         found = UNKNOWN;
     }
