@@ -67,8 +67,7 @@ def open_doors(*, extension: bool = True) -> str:
     else:
         made = _module()
         below = _dispatch(made)
-        both = (_boundary(made, call, below) for call in (boundary.call, call_localized))
-        _put(*both, below)
+        _put(_boundary(made, boundary.call, below), _boundary(made, call_localized, below), below)
     short.reader.there = not why
     return why
 

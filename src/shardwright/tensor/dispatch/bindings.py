@@ -90,15 +90,21 @@ _Asked = tuple[list[Heard], type]
 
 
 class Listening(TorchDispatchMode):
-    """Notes each op."""
+    """Notes each op; none at all where there are more than `most`: what they gave is kept until the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 16) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.asked: list[Heard] = []
+        self.too_many = False
+        self._most = most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
-        self.asked.append(Heard(func, args, kwargs or {}, returned))
+        if len(self.asked) == self._most:
+            self.asked.clear()
+            self.too_many = True
+        if not self.too_many:
+            self.asked.append(Heard(func, args, kwargs or {}, returned))
         return returned
 
 

@@ -37,28 +37,30 @@ _Key = tuple[Any, ...]
 whole: dict[_Key, short.Short | bool] = memo("calls of whole functions", {})
 # None: one for each choice of numbers, under the key with these at its end.
 whole_lists: dict[_Key, short.ShortList | bool | None] = memo("calls of whole functions on lists", {})
-# May a call of the function be whole? Bounded by the functions of torch: none of the user's is kept.
+# May a call of the function be whole? None of the user's functions is kept.
 functions: dict[Any, bool] = memo("functions that may be whole", {})
 # How many keys differ from one another in numbers alone.
 _choices: dict[_Key, int] = memo("numbers of whole functions", {})
 _MANY, _FEW = 16384, 16
 # Functions of torch that take lists of tensors, as optimizers do, and beside them their counts of steps.
-OF_LISTS = frozenset(
-    getattr(torch, name) for name in dir(torch) if name.startswith(("_foreach_", "_fused_"))
+OF_LISTS = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("_foreach_", "_fused_")))
+_HOMES = frozenset({"torch.functional", "torch.nn.functional"})
+_REFLECTED = frozenset(
+    getattr(torch.Tensor, f"__r{name}__") for name in ("sub", "div", "truediv", "floordiv", "pow", "mod")
 )
-_HOMES = frozenset({"torch", "torch.functional", "torch.nn.functional", "torch._tensor"})
-_VIEWS = frozenset({"__getitem__", "__get__", "__set__", "__setitem__"})
+_OTHERS = frozenset({"__getitem__", "__setitem__", "__get__", "__set__"})  # views, and no ops at all
 
 
 def meet(func: Any) -> bool:
     """May a call of this function be whole? Only one of torch's own, that is not done in a way of ours."""
     of_torch = isinstance(func, BuiltinFunctionType | MethodDescriptorType | WrapperDescriptorType)
-    if not of_torch and getattr(func, "__module__", None) not in _HOMES:
+    if not (of_torch or func in _REFLECTED or getattr(func, "__module__", None) in _HOMES):
         return False
-    name = getattr(func, "__name__", "")
-    judged = func in boundary.OWN or func in READING or func in boundary.AUTOGRAD or name in _VIEWS
-    functions[func] = not judged
-    return not judged
+    if len(functions) >= _MANY:
+        functions.clear()
+    judged = func in boundary.OWN or func in READING or func in boundary.AUTOGRAD
+    functions[func] = not judged and getattr(func, "__name__", "") not in _OTHERS
+    return functions[func]
 
 
 def first(
@@ -78,6 +80,8 @@ def first(
     if registry.registry.generation == rules:
         if on_lists:
             _learn_list(func, args, kwargs or {}, key, numbers, listening.asked, out)
+        elif listening.too_many:
+            _keep(whole, key, False)
         else:
             _learn(func, args, kwargs or {}, key, listening.asked, out)
     return out
@@ -205,7 +209,7 @@ def _does_the_same(
     operands: list[Any],
     place: int,
 ) -> bool:
-    """Does the function, on tensors without data, run the local calls of these recipes, and give the last's?"""
+    """Does the function run, on tensors without data, the local calls of the recipes, and give the last's?"""
     pairs = _Pairs(operands)
     stood = list(pairs.all())
     empty_args, empty_kwargs = tree_map_only(torch.Tensor, pairs.of, (tuple(args), dict(kwargs)))
@@ -232,7 +236,9 @@ def _is_local_call(ours: Heard, recipe: short.Short, theirs: Heard, pairs: _Pair
     given = list(ours.args)
     for place, value in recipe.overrides:
         given[place] = value
-    mine, others = (tree_leaves((list(a), dict(k))) for a, k in ((given, ours.kwargs), (theirs.args, theirs.kwargs)))
+    mine, others = (
+        tree_leaves((list(a), dict(k))) for a, k in ((given, ours.kwargs), (theirs.args, theirs.kwargs))
+    )
     return (
         len(mine) == len(others)
         and ours.kwargs.keys() == theirs.kwargs.keys()
@@ -275,7 +281,7 @@ def _learn_list(
 
 
 def _are_one_element(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Plain tensors beside lists are taken where they have one element: others a block may have let through."""
+    """Have plain tensors beside lists one element? Others are let through by some blocks, and not elsewhere."""
     leaves = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
     return all(
         type(x._local_tensor) is torch.Tensor if isinstance(x, DTensor) else x.numel() == 1 for x in leaves

@@ -653,6 +653,14 @@ static enum Found run(Door *door, Call *call, PyObject *recipe, PyObject *args, 
     return *result == NULL ? FAILED : FOUND;
 }
 
+/* Is it no view of another tensor? -1: error. */
+static int is_no_view(PyObject *x) {
+    PyObject *base = PyObject_GetAttr(x, str_base);
+    int none = base == NULL ? -1 : base == Py_None;
+    Py_XDECREF(base);
+    return none;
+}
+
 /* ---- calls on lists: one decision for the lists, one call on the lists of local tensors */
 
 /* Does a question of this name, put to a tensor, have the answer yes? -1: error. */
@@ -661,13 +669,6 @@ static int says(PyObject *x, PyObject *question) {
     int yes = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
     return yes;
-}
-
-static int is_no_view(PyObject *x) {
-    PyObject *base = PyObject_GetAttr(x, str_base);
-    int none = base == NULL ? -1 : base == Py_None;
-    Py_XDECREF(base);
-    return none;
 }
 
 /* Is what the recipe asks of each operand so? */
@@ -1057,6 +1058,17 @@ static enum Found write_whole(
     return found;
 }
 
+/* Is it memory of its own? `reshape`, `contiguous` and their like give an operand, or a view of one, where its
+ * local strides allow that, also where on one device they copy. -1: error. */
+static int is_fresh(Call *call, PyObject *out) {
+    for (Py_ssize_t i = 0; i < call->local.size; i++) {
+        if (call->local.at[i] == out) {
+            return 0;
+        }
+    }
+    return is_no_view(out);
+}
+
 /* UNKNOWN: also where the local call fails, since the error is to be that of the op on logical tensors. */
 static enum Found run_whole(
     Door *below, Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
@@ -1071,9 +1083,12 @@ static enum Found run_whole(
         PyErr_Clear();
         return UNKNOWN;
     }
-    *result = wrapped_all(below, recipe, out, 0);
+    int fresh = (PyObject *)Py_TYPE(out) == below->held[TENSOR] ? is_fresh(call, out) : 0;
+    if (fresh > 0) {
+        *result = wrapped_one(below, recipe, 0, out, 0);
+    }
     Py_DECREF(out);
-    return *result == NULL ? FAILED : FOUND;
+    return fresh == 0 ? UNKNOWN : fresh < 0 || *result == NULL ? FAILED : FOUND;
 }
 
 /* UNKNOWN with `missing`: nothing is known of this call. */
