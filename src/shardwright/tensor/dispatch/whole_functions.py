@@ -281,7 +281,7 @@ def _learn_list(
 
 
 def _are_one_element(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Have plain tensors beside lists one element? Others are let through by some blocks, and not elsewhere."""
+    """Have plain tensors beside lists one element? Others are let through by some blocks only."""
     leaves = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
     return all(
         type(x._local_tensor) is torch.Tensor if isinstance(x, DTensor) else x.numel() == 1 for x in leaves
