@@ -181,11 +181,11 @@ def test_what_stands_between_function_and_op_sees_the_op(ranks):
 def _beside_a_copied_view():
     base = sw.distribute_tensor(torch.arange(16.0), _mesh(), [sw.Interleaved(0, 2)])
     for _ in range(3):
-        base.mul_(1.0)
+        base.mul_(2.0)
     view = base[::3]  # each rank had to copy
     with Below() as below:
         base.mul_(2.0)
-    return below.ops[:1], torch.equal(view.full_tensor(), torch.arange(16.0)[::3] * 2)
+    return below.ops[:1], torch.equal(view.full_tensor(), torch.arange(16.0)[::3] * 16)
 
 
 def test_a_view_that_had_to_copy_is_kept_up_to_date(ranks):
@@ -344,8 +344,9 @@ def test_an_inference_tensor_is_not_written_outside(ranks):
 def _a_local_tensor_that_requires_a_gradient():
     mesh = _mesh()
     local = torch.ones(4, 6, requires_grad=True)
-    with torch.no_grad():
-        x = sw.DTensor.from_local(local, mesh, [sw.Shard(0)])
+    spec = sw.DTensor.from_local(torch.ones(4, 6), mesh, [sw.Shard(0)])._spec
+    with pytest.warns(UserWarning, match="recommended to use local_tensor.detach"):
+        x = sw.DTensor(local, spec, requires_grad=False)
     y = sw.DTensor.from_local(torch.ones(4, 6), mesh, [sw.Shard(0)])
     for _ in range(3):
         y * 2.0

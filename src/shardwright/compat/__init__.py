@@ -72,18 +72,27 @@ pad_packed_rows = torch._pad_packed_sequence
 pad_kernel = torch._C._nn.pad
 modes_stack = _python_dispatch._get_current_dispatch_mode_stack
 preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
+transforms_on = torch._C._are_functorch_transforms_active
 view_tracking = torch.autograd._force_original_view_tracking
 without_modes = _python_dispatch._disable_current_modes
 # Calls a function below the classes of its arguments: (function, types, args, kwargs).
 without_subclasses = torch._C._disabled_torch_function_impl
 
 
+def requires_grad(x: torch.Tensor) -> bool:
+    """Does a tensor of whatever class require a gradient? Its class is not asked."""
+    if torch.compiler.is_compiling():
+        return x.requires_grad
+    return bool(without_subclasses(_requires_grad, (), (x,), {}))
+
+
+_requires_grad = vars(torch._C.TensorBase)["requires_grad"].__get__
 # What stands between a function of torch and its ops on tensors: each says 0 or False where it is off.
 QUIET = (
     modes_on,
     function_modes_on,
     torch.is_inference_mode_enabled,
-    torch._C._are_functorch_transforms_active,
+    transforms_on,
     torch._C._is_any_autocast_enabled,
     torch._C._is_tracing,
     torch._C._autograd._profiler_enabled,

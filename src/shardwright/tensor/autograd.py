@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.compat import is_functorch_wrapped_tensor, transforms_on
 from shardwright.placement.base import Pending
 from shardwright.remember import remembered
 from shardwright.tensor.between import acceptable_between
@@ -39,8 +40,14 @@ def acceptable_gradient(source: Layout, gradient: Layout) -> Layout:
 
 
 def apply(function: Any, *args: Any) -> DTensor:
-    """`function.apply`, typed: torch leaves it without annotations."""
-    return cast("DTensor", function.apply(*args))
+    """`function.apply`, without what it does in Python for `torch.func` where nothing of that is on."""
+    if torch.compiler.is_compiling() or transforms_on() or any(map(_is_wrapped, args)):
+        return cast("DTensor", function.apply(*args))
+    return cast("DTensor", super(torch.autograd.Function, function).apply(*args))
+
+
+def _is_wrapped(value: Any) -> bool:
+    return type(value) is torch.Tensor and is_functorch_wrapped_tensor(value)
 
 
 def differentiated(grad: torch.Tensor) -> bool:
@@ -57,8 +64,7 @@ class FromLocal(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.grad_layout, ctx.mesh = grad_layout, mesh
         ctx.set_materialize_grads(False)
-        spec = spec_of(layout, mesh)
-        return wrap(hand_out(local.detach()) if spec.pending else local.detach(), spec)
+        return adopted(local, spec_of(layout, mesh))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None, None]:
@@ -72,6 +78,11 @@ class FromLocal(torch.autograd.Function):
             return to_local(moved, finished(target)), None, None, None
         local = move_asked(grad, target, reason="gradient of from_local")
         return local, None, None, None
+
+
+def adopted(local: torch.Tensor, spec: Spec) -> DTensor:
+    """The DTensor of a local tensor that the program goes on holding; not differentiable."""
+    return wrap(hand_out(local.detach()) if spec.pending else local.detach(), spec)
 
 
 class ToLocal(torch.autograd.Function):
@@ -97,8 +108,7 @@ class ToLocal(torch.autograd.Function):
 
 def to_local(x: DTensor, grad_layout: Layout) -> torch.Tensor:
     """The local tensor of `x`, which needs a gradient; the gradient has `grad_layout`."""
-    local: torch.Tensor = ToLocal.apply(x, grad_layout)  # type: ignore[no-untyped-call]
-    return local
+    return cast("torch.Tensor", apply(ToLocal, x, grad_layout))
 
 
 class Redistribute(torch.autograd.Function):

@@ -15,6 +15,7 @@ from shardwright.compat import mesh_resources
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Placement, Replicate
+from shardwright.tensor import known_parts
 from shardwright.tensor.agreed import check_alike, check_stated, refuse_unequal, told_by_all, whole_of
 from shardwright.tensor.autograd import FromLocal, Redistribute, apply, redistributed
 from shardwright.tensor.between import layout_on
@@ -48,6 +49,12 @@ def from_local(
     grad_placements: PlacementsArgument | None,
 ) -> DTensor:
     """See `DTensor.from_local`."""
+    key: tuple[Any, ...] | None = None
+    if not run_check and shape is None and stride is None and grad_placements is None:
+        key = known_parts.key_of(local, mesh, placements)
+        known = None if key is None else known_parts.parts.get(key)
+        if known is not None:
+            return known.adopt(local)
     made: DTensor = from_local_in_graph(
         local,
         mesh,
@@ -57,6 +64,8 @@ def from_local(
         shape=shape,
         stride=stride,
     )
+    if key is not None and mesh is not None and coords_of(mesh) is not None:
+        known_parts.learn(key, mesh, made)
     return made
 
 

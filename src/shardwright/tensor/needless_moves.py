@@ -9,7 +9,7 @@ from torch.distributed.tensor.placement_types import Partial as TorchPartial
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
-from shardwright.compat import DisableTorchFunctionSubclass
+from shardwright.compat import requires_grad
 from shardwright.placement.base import Placement
 from shardwright.remember import memo
 from shardwright.tensor.autograd import Redistribute, apply
@@ -20,8 +20,6 @@ from shardwright.tensor.wrap import wrap
 if TYPE_CHECKING:
     from shardwright.tensor.dtensor import DTensor
     from shardwright.tensor.spec import Spec
-
-_without_torch_function = DisableTorchFunctionSubclass
 
 
 def known_target(x: DTensor, mesh: Any, placements: Any) -> Spec | None:
@@ -45,7 +43,7 @@ def known_target(x: DTensor, mesh: Any, placements: Any) -> Spec | None:
     else:
         return None
     for placement in given.values() if kind is dict else given:
-        if not isinstance(placement, Placement) and type(placement) not in _TORCHS:
+        if not isinstance(placement, Placement) and type(placement) not in TORCHS:
             return None  # equal to one of ours it might mean something else
     try:
         known = _targets.get(key)
@@ -54,7 +52,8 @@ def known_target(x: DTensor, mesh: Any, placements: Any) -> Spec | None:
     return _new_target(key, x, given) if known is None else known
 
 
-_TORCHS = frozenset({TorchShard, TorchReplicate, TorchPartial})
+# Classes of torch whose placements mean what ours do.
+TORCHS = frozenset({TorchShard, TorchReplicate, TorchPartial})
 _MANY_TARGETS = 16384
 _targets: dict[tuple[Any, ...], Spec] = memo("targets of redistributions", {})
 
@@ -74,9 +73,7 @@ def _new_target(key: tuple[Any, ...], x: DTensor, given: Any) -> Spec:
 
 def unmoved(x: DTensor) -> DTensor:
     """A new tensor that shares the local tensor of `x`, differentiable, as a redistribution would give."""
-    with _without_torch_function():
-        differentiated = torch.is_grad_enabled() and x.requires_grad
-    if differentiated:
+    if torch.is_grad_enabled() and requires_grad(x):
         return apply(_Unmoved, x)
     local = x._local_tensor
     return wrap(local.view_as(local), x._spec)
