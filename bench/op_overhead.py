@@ -54,7 +54,7 @@ def run() -> None:
     for name, (op, dims) in _OPS.items():
         print(_compare(name, op, dims).row(), flush=True)
     print(_compare("x @ y, forward and backward", _with_backward, (0, -1), grad=True).row())
-    for comparison in _unmoved():
+    for comparison in (*_unmoved(), *_in_and_out()):
         print(comparison.row(), flush=True)
     dist.destroy_process_group()
 
@@ -87,6 +87,20 @@ def _unmoved() -> Iterator[Comparison]:
         by_name = partial(ours.redistribute, {"tp": sw.Shard(0)})
         yield compare(f"redistribute, nothing moves{after}", by_list, at_peer, calls=300)
         yield compare(f"the same, placements by name{after}", by_name, at_peer, calls=300)
+
+
+def _in_and_out() -> Iterator[Comparison]:
+    """From local tensors and back."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    for grad in (False, True):
+        full, local = (torch.randn(size, 8, requires_grad=grad) for size in (8, 2))
+        ours, peer = (library.distribute_tensor(full, mesh, [library.Shard(0)]) for library in (sw, theirs))
+        into, at_peer = (
+            partial(library.DTensor.from_local, local, mesh, [library.Shard(0)]) for library in (sw, theirs)
+        )
+        after = ", with gradient" if grad else ""
+        yield compare(f"from_local{after}", into, at_peer, calls=300)
+        yield compare(f"to_local{after}", ours.to_local, peer.to_local, calls=300)
 
 
 def _placed(library: object, dim: int) -> object:

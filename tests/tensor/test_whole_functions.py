@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -142,7 +144,17 @@ class _SeesFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def _transform():
+    torch._C._functorch._grad_increment_nesting()
+    try:
+        yield
+    finally:
+        torch._C._functorch._grad_decrement_nesting()
+
+
 BETWEEN = {
+    "a transform": _transform,
     "a mode of ops": _Sees,
     "inference": torch.inference_mode,
     "a cast": lambda: torch.autocast("cpu", torch.bfloat16),
