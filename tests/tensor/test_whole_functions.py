@@ -427,6 +427,34 @@ def test_a_class_of_the_users_goes_the_way_through_torch(ranks):
     assert ranks(1, _subclass) == [(["aten.add.Tensor"], True)]
 
 
+def _another_call():
+    """Functions that are not the same on local tensors: sizes are given, or a dim is cut."""
+    operands, full = _operands(), _full()
+    for call in (
+        lambda x, y, w, v: x.new_ones((8, 6)),
+        lambda x, y, w, v: x.repeat(2, 1),
+        lambda x, y, w, v: x.mean(0),
+        lambda x, y, w, v: x.cumsum(0),
+        lambda x, y, w, v: torch.var(x, 0),
+        lambda x, y, w, v: torch.softmax(x, 0),
+        lambda x, y, w, v: x.argmax(0),
+        lambda x, y, w, v: torch.cat([x, y], 0),
+        lambda x, y, w, v: F.group_norm(x, 3),
+        lambda x, y, w, v: F.normalize(x, dim=0),
+        lambda x, y, w, v: torch.full_like(x, 2.0),
+        lambda x, y, w, v: F.mse_loss(x, y),
+        lambda x, y, w, v: torch.addmm(v, x, w, beta=0.5),
+        lambda x, y, w, v: (x.t() @ y).relu(),
+    ):
+        for _ in range(3):
+            torch.testing.assert_close(call(*operands).full_tensor(), call(*full))
+    return True
+
+
+def test_functions_that_are_another_call_on_local_tensors_go_through_torch(ranks):
+    assert all(ranks(2, _another_call))
+
+
 def _many_numbers():
     x, *_ = _operands()
     full, *_ = _full()

@@ -79,14 +79,6 @@ without_modes = _python_dispatch._disable_current_modes
 without_subclasses = torch._C._disabled_torch_function_impl
 
 
-def requires_grad(x: torch.Tensor) -> bool:
-    """Does a tensor of whatever class require a gradient? Its class is not asked."""
-    if torch.compiler.is_compiling():
-        return x.requires_grad
-    return bool(without_subclasses(_requires_grad, (), (x,), {}))
-
-
-_requires_grad = vars(torch._C.TensorBase)["requires_grad"].__get__
 # What stands between a function of torch and its ops on tensors: each says 0 or False where it is off.
 QUIET = (
     modes_on,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import is_functorch_wrapped_tensor, transforms_on
 from shardwright.placement.base import Pending
 from shardwright.remember import remembered
 from shardwright.tensor.between import acceptable_between
@@ -40,14 +39,8 @@ def acceptable_gradient(source: Layout, gradient: Layout) -> Layout:
 
 
 def apply(function: Any, *args: Any) -> DTensor:
-    """`function.apply`, without what it does in Python for `torch.func` where nothing of that is on."""
-    if torch.compiler.is_compiling() or transforms_on() or any(map(_is_wrapped, args)):
-        return cast("DTensor", function.apply(*args))
-    return cast("DTensor", super(torch.autograd.Function, function).apply(*args))
-
-
-def _is_wrapped(value: Any) -> bool:
-    return type(value) is torch.Tensor and is_functorch_wrapped_tensor(value)
+    """`function.apply`, typed: torch leaves it without annotations."""
+    return cast("DTensor", function.apply(*args))
 
 
 def differentiated(grad: torch.Tensor) -> bool:
@@ -108,7 +101,8 @@ class ToLocal(torch.autograd.Function):
 
 def to_local(x: DTensor, grad_layout: Layout) -> torch.Tensor:
     """The local tensor of `x`, which needs a gradient; the gradient has `grad_layout`."""
-    return cast("torch.Tensor", apply(ToLocal, x, grad_layout))
+    local: torch.Tensor = ToLocal.apply(x, grad_layout)  # type: ignore[no-untyped-call]
+    return local
 
 
 class Redistribute(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import TensorClass, requires_grad
+from shardwright.compat import DisableTorchFunctionSubclass, TensorClass
 from shardwright.layout.layout import Layout
 from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
 from shardwright.tensor.flattened import spec_again
@@ -123,11 +123,12 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         up_to_date(self)
         if self._spec.pending and not torch.compiler.is_compiling():
             hand_out(self._local_tensor)
-        differentiable = requires_grad(self)
+        with DisableTorchFunctionSubclass():
+            differentiable = self.requires_grad
         if not torch.is_grad_enabled() or not differentiable:
             return self._local_tensor.view_as(self._local_tensor) if differentiable else self._local_tensor
         if grad_placements is None:
-            grad_layout = finished(self._spec.layout)
+            grad_layout = finished(self._spec.layout) if self._spec.pending else self._spec.layout
         else:
             placements, order = resolve_placements(
                 self.device_mesh, grad_placements, default="layout", own=self._spec.layout

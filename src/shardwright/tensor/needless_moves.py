@@ -9,7 +9,7 @@ from torch.distributed.tensor.placement_types import Partial as TorchPartial
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
-from shardwright.compat import requires_grad
+from shardwright.compat import DisableTorchFunctionSubclass
 from shardwright.placement.base import Placement
 from shardwright.remember import memo
 from shardwright.tensor.autograd import Redistribute, apply
@@ -73,7 +73,9 @@ def _new_target(key: tuple[Any, ...], x: DTensor, given: Any) -> Spec:
 
 def unmoved(x: DTensor) -> DTensor:
     """A new tensor that shares the local tensor of `x`, differentiable, as a redistribution would give."""
-    if torch.is_grad_enabled() and requires_grad(x):
+    with DisableTorchFunctionSubclass():
+        differentiated = torch.is_grad_enabled() and x.requires_grad
+    if differentiated:
         return apply(_Unmoved, x)
     local = x._local_tensor
     return wrap(local.view_as(local), x._spec)

@@ -261,8 +261,6 @@ def with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
 
 def finished(layout: Layout) -> Layout:
     """The layout with every Pending replaced by its dual: where the gradient of such a value lives."""
-    if not any(p.is_pending for p in layout.placements):
-        return layout
     return layout.with_placements(tuple(p.dual() for p in layout.placements), order=layout.order_names)
 
 
