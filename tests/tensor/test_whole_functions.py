@@ -323,6 +323,24 @@ def test_a_write_is_noticed_by_a_backward_that_saved_the_old_value(ranks):
     assert ranks(2, _versions) == [[True] * 3] * 2
 
 
+def _writes_are_counted():
+    """What is kept of a pending value counts the writes into its storage, by whatever name."""
+    x = 1 * sw.DTensor.from_local(torch.ones(4, 4), _mesh(), [sw.Partial()])
+    raw = x.data
+    for _ in range(3):
+        raw.mul_(3)
+    with sw.spmd(_mesh()):
+        torch.relu(x)
+        with Below() as below:
+            raw.mul_(3)
+        seen = torch.relu(x).full_tensor()
+    return below.ops, torch.equal(seen, torch.full((4, 4), 81.0 * torch.distributed.get_world_size()))
+
+
+def test_a_write_by_another_name_is_counted(ranks):
+    assert ranks(2, _writes_are_counted) == [([], True)] * 2
+
+
 def _kept_by_a_view():
     x, *_ = _operands()
     for _ in range(3):

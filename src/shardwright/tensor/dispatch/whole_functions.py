@@ -54,13 +54,16 @@ _OTHERS = frozenset({"__getitem__", "__setitem__", "__get__", "__set__"})  # vie
 def meet(func: Any) -> bool:
     """May a call of this function be whole? Only one of torch's own, that is not done in a way of ours."""
     of_torch = isinstance(func, BuiltinFunctionType | MethodDescriptorType | WrapperDescriptorType)
-    if not (of_torch or func in _REFLECTED or getattr(func, "__module__", None) in _HOMES):
-        return False
-    if len(functions) >= _MANY:
-        functions.clear()
-    judged = func in boundary.OWN or func in READING or func in boundary.AUTOGRAD
-    functions[func] = not judged and getattr(func, "__name__", "") not in _OTHERS
-    return functions[func]
+    module = getattr(func, "__module__", None) or ""
+    may = of_torch or func in _REFLECTED or module in _HOMES
+    if func in boundary.OWN or func in READING or func in boundary.AUTOGRAD:
+        may = False
+    may = may and getattr(func, "__name__", "") not in _OTHERS
+    if of_torch or module.partition(".")[0] == "torch":
+        if len(functions) >= _MANY:
+            functions.clear()
+        functions[func] = may
+    return may
 
 
 def first(
