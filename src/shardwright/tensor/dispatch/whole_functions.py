@@ -15,17 +15,18 @@ Not here: views. What a view knows of its base is written by torch between funct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
 
-from shardwright.compat import DisableTorchFunctionSubclass, tree_leaves, tree_map_only
+from shardwright.compat import tree_leaves
 from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.tensor.dispatch import call, short
-from shardwright.tensor.dispatch.bindings import Heard, Listening, without_data
+from shardwright.tensor.dispatch.bindings import Heard, Listening
+from shardwright.tensor.dispatch.same_local_calls import does_the_same, place_of
 from shardwright.tensor.dispatch.ways.list_arguments import Taken
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain import boundary
@@ -41,7 +42,9 @@ whole_lists: dict[_Key, short.ShortList | bool | None] = memo("calls of whole fu
 functions: dict[Any, bool] = memo("functions that may be whole", {})
 # How many keys differ from one another in numbers alone.
 _choices: dict[_Key, int] = memo("numbers of whole functions", {})
-_MANY, _FEW = 16384, 16
+# How many calls of a function were found not to be whole.
+_in_vain: dict[Any, int] = memo("functions that were not whole", {})
+_MANY, _FEW, _TOO_MANY = 16384, 16, 64
 # Functions of torch that take lists of tensors, as optimizers do, and beside them their counts of steps.
 OF_LISTS = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("_foreach_", "_fused_")))
 _HOMES = frozenset({"torch.functional", "torch.nn.functional"})
@@ -111,6 +114,8 @@ def _differs_in_numbers(key: _Key) -> bool:
     if len(_choices) >= _MANY:
         _choices.clear()
     _choices[alike] = _choices.get(alike, 0) + 1
+    if _choices[alike] > _TOO_MANY:
+        functions[key[0]] = False
     return _choices[alike] > _FEW
 
 
@@ -126,7 +131,16 @@ def _learn(
     if all(write_back.is_view(each.op) for each in heard):  # or no op at all
         functions[func] = False
         return
-    _keep(whole, key, _found(func, args, kwargs, heard, out) or False)
+    found = _found(func, args, kwargs, heard, out)
+    if found is None and _never(func):
+        functions[func] = False
+    _keep(whole, key, found or False)
+
+
+def _never(func: Any) -> bool:
+    """Was no call of this function found to be whole, out of several? Then none is looked at again."""
+    _in_vain[func] = _in_vain.get(func, 0) + 1
+    return _in_vain[func] > _FEW and not any(found for key, found in whole.items() if key[0] is func)
 
 
 def _found(
@@ -138,23 +152,19 @@ def _found(
     operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
     if last is None or None in recipes or not isinstance(out, DTensor) or not _are_plain(operands):
         return None
+    if out.requires_grad:  # said by a keyword argument, which torch obeys after the op
+        return None
     if last.written is None:
-        place = _place(out, heard[-1].returned)
+        place = place_of(out, heard[-1].returned)
         if place is None or last.placed or any(out is x for x in operands):
             return None
     else:
         place = 0
         if len(heard) > 1 or out is not _tensors(heard[0])[last.written] or out is not operands[last.written]:
             return None
-    if not _does_the_same(func, args, kwargs, heard, recipes, operands, place):
+    if not does_the_same(func, args, kwargs, heard, recipes, operands, place):
         return None
     return short.Short(func, (last.results[place],), False, last.written, (), False, None)
-
-
-def _place(out: Any, returned: Any) -> int | None:
-    """Which of the results of an op this is."""
-    each = returned if isinstance(returned, list | tuple) else (returned,)
-    return next((i for i, one in enumerate(each) if one is out), None)
 
 
 def _recipe_of(each: Heard) -> short.Short | None:
@@ -173,86 +183,6 @@ def _tensors(each: Heard) -> list[Any]:
 def _are_plain(operands: list[Any]) -> bool:
     """Are all of them DTensors whose local tensors are of torch's own class?"""
     return all(isinstance(x, DTensor) and type(x._local_tensor) is torch.Tensor for x in operands)
-
-
-class _Pairs:
-    """Which tensor without data stands for which DTensor."""
-
-    def __init__(self, operands: list[Any]) -> None:
-        self._stands: dict[int, tuple[Any, torch.Tensor]] = {}
-        for x in operands:
-            self._stands.setdefault(id(x), (x, without_data(x._local_tensor)))
-
-    def of(self, x: Any) -> torch.Tensor | None:
-        found = self._stands.get(id(x))
-        return None if found is None else found[1]
-
-    def all(self) -> Iterator[torch.Tensor]:
-        return (stand_in for _, stand_in in self._stands.values())
-
-    def learn(self, ours: Any, theirs: Any) -> bool:
-        """The results of one op; those that were operands must stand for the same."""
-        one, other = tree_leaves(ours), tree_leaves(theirs)
-        if len(one) != len(other):
-            return False
-        for x, y in zip(one, other, strict=True):
-            if isinstance(x, DTensor) != isinstance(y, torch.Tensor):
-                return False
-            if isinstance(x, DTensor) and self._stands.setdefault(id(x), (x, y))[1] is not y:
-                return False
-        return True
-
-
-def _does_the_same(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    heard: list[Heard],
-    recipes: list[Any],
-    operands: list[Any],
-    place: int,
-) -> bool:
-    """Does the function run, on tensors without data, the local calls of the recipes, and give the last's?"""
-    pairs = _Pairs(operands)
-    stood = list(pairs.all())
-    empty_args, empty_kwargs = tree_map_only(torch.Tensor, pairs.of, (tuple(args), dict(kwargs)))
-    try:
-        with DisableTorchFunctionSubclass(), Listening() as listening:
-            returned = func(*empty_args, **empty_kwargs)
-    except Exception:  # noqa: BLE001 - whatever it is: the call goes the way through torch then
-        return False
-    if len(listening.asked) != len(heard):
-        return False
-    for ours, recipe, theirs in zip(heard, recipes, listening.asked, strict=True):
-        if not _is_local_call(ours, recipe, theirs, pairs) or not pairs.learn(ours.returned, theirs.returned):
-            return False
-    if _place(returned, listening.asked[-1].returned) != place:
-        return False
-    memory = {x.untyped_storage()._cdata for x in stood}
-    return recipes[-1].written is not None or returned.untyped_storage()._cdata not in memory
-
-
-def _is_local_call(ours: Heard, recipe: short.Short, theirs: Heard, pairs: _Pairs) -> bool:
-    """Is what the function did on its own what the recipe does for the op?"""
-    if recipe.call is not theirs.op._op or ours.op is not theirs.op:
-        return False
-    given = list(ours.args)
-    for place, value in recipe.overrides:
-        given[place] = value
-    mine, others = (
-        tree_leaves((list(a), dict(k))) for a, k in ((given, ours.kwargs), (theirs.args, theirs.kwargs))
-    )
-    return (
-        len(mine) == len(others)
-        and ours.kwargs.keys() == theirs.kwargs.keys()
-        and all(_stands_for(x, y, pairs) for x, y in zip(mine, others, strict=True))
-    )
-
-
-def _stands_for(x: Any, y: Any, pairs: _Pairs) -> bool:
-    if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
-        return pairs.of(x) is y
-    return type(x) is type(y) and bool(x == y)
 
 
 def _learn_list(

@@ -281,7 +281,7 @@ static enum Found collect_operand(Door *door, Call *call, PyObject *value, PyObj
 static enum Found collect(Door *door, Call *call, PyObject *value, PyObject **given);
 
 /* A list: its length, then its elements. The local call gets a list of its own if a DTensor is in it. */
-static enum Found collect_list(Door *door, Call *call, PyObject *value, PyObject **given) {
+static enum Found collect_items(Door *door, Call *call, PyObject *value, PyObject **given) {
     Py_ssize_t before = call->operand.size, size = PySequence_Fast_GET_SIZE(value);
     enum Found found = append(call, PyLong_FromSsize_t(size));
     PyObject *made = found == FOUND ? PyList_New(size) : NULL;
@@ -309,6 +309,16 @@ static enum Found collect_list(Door *door, Call *call, PyObject *value, PyObject
     }
     *given = made;
     return FOUND;
+}
+
+/* The same; a list that holds itself has no end. */
+static enum Found collect_list(Door *door, Call *call, PyObject *value, PyObject **given) {
+    if (Py_EnterRecursiveCall(" in the arguments of a call")) {
+        return FAILED;
+    }
+    enum Found found = collect_items(door, call, value, given);
+    Py_LeaveRecursiveCall();
+    return found;
 }
 
 /* A plain tensor among lists: what it is like. */
@@ -882,12 +892,16 @@ static int is_harmless(Door *door, PyObject *value, PyObject **mesh, int of_list
         }
         return harmless <= 0 || door->spec_at == 0 ? harmless : is_on_mesh(door, value, mesh);
     }
+    if (Py_EnterRecursiveCall(" in the arguments of a call")) {
+        return -1;
+    }
     int all = 1;
     for (Py_ssize_t i = 0; all > 0 && i < PySequence_Fast_GET_SIZE(value); i++) {
         PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(value, i));
         all = is_harmless(door, item, mesh, of_lists);
         Py_DECREF(item);
     }
+    Py_LeaveRecursiveCall();
     return all;
 }
 
@@ -1022,36 +1036,38 @@ static int are_plain(Door *below, Many *many) {
     return 1;
 }
 
-/* Tell autograd that an operand is written: below it nobody does. UNKNOWN: it has no version. */
+/* Tell autograd that an operand is written: below it nobody does. */
 static enum Found raise_version(Door *below, PyObject *x) {
     PyObject *one = PyTuple_Pack(1, x);
     PyObject *raised = one == NULL ? NULL : PyObject_CallOneArg(below->held[RAISE_VERSIONS], one);
-    enum Found found = raised != NULL ? FOUND : PyErr_ExceptionMatches(PyExc_RuntimeError) ? UNKNOWN : FAILED;
-    if (found == UNKNOWN) {
-        PyErr_Clear();
-    }
     Py_XDECREF(one);
     Py_XDECREF(raised);
-    return found;
+    return raised != NULL ? FOUND : FAILED;
 }
 
 static enum Found write_whole(
     Door *below, Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
     Py_ssize_t written = PyLong_AsSsize_t(PyTuple_GET_ITEM(recipe, WRITTEN));
-    PyObject *local = call->local.at[written];
+    PyObject *operand = call->operand.at[written], *local = call->local.at[written];
     int lasting = says(local, str_is_inference); /* torch refuses to write such; below autograd it is written */
+    if (lasting == 0) {
+        lasting = says(operand, str_is_inference);
+    }
     if (lasting != 0) {
         return lasting < 0 ? FAILED : UNKNOWN;
     }
     PyObject *storage = PyObject_CallMethodNoArgs(local, str_untyped_storage);
     int apart = storage == NULL ? -1 : lie_apart(call, written, storage);
-    enum Found found = apart < 0 ? FAILED : apart ? raise_version(below, call->operand.at[written]) : UNKNOWN;
+    enum Found found = apart < 0 ? FAILED : apart ? FOUND : UNKNOWN;
     PyObject *out = found == FOUND ? PyObject_Call(PyTuple_GET_ITEM(recipe, CALL), args, kwargs) : NULL;
     if (found == FOUND && (count_write(storage) < 0 || out == NULL)) {
         found = FAILED;
     }
     if (found == FOUND) {
-        *result = Py_NewRef(call->operand.at[written]);
+        found = raise_version(below, operand);
+    }
+    if (found == FOUND) {
+        *result = Py_NewRef(operand);
     }
     Py_XDECREF(out);
     Py_XDECREF(storage);
@@ -1122,6 +1138,23 @@ static enum Found find_whole(Door *door, Call *call, PyObject *given, PyObject *
     return found;
 }
 
+/* Does one of these want a gradient? A cheap question before all of them are collected. -1: error. */
+static int wants_gradient(Door *door, Door *below, PyObject *args) {
+    int wants = 0;
+    if (is_off(door->held[GRADIENTS])) {
+        return 0;
+    }
+    for (Py_ssize_t i = 0; wants == 0 && i < PyTuple_GET_SIZE(args); i++) {
+        PyObject *value = PyTuple_GET_ITEM(args, i), *type = (PyObject *)Py_TYPE(value);
+        if (type == below->held[ORDINARY] || type == below->held[LOCALIZED]) {
+            PyObject *requires = PyObject_GetAttr(value, str_requires_grad);
+            wants = requires == NULL ? -1 : requires == Py_True;
+            Py_XDECREF(requires);
+        }
+    }
+    return wants;
+}
+
 /* (func, args, kwargs or None), below the classes of the arguments: the result, `goes_on`, or `is_new`. */
 static PyObject *whole_inside(PyObject *self, PyObject *const *given, Py_ssize_t n) {
     Door *door = door_of(self), *below = door_of(door->held[BELOW_IT]);
@@ -1131,6 +1164,10 @@ static PyObject *whole_inside(PyObject *self, PyObject *const *given, Py_ssize_t
     enum Found found;
     Call call;
     (void)n;
+    int wants = wants_gradient(door, below, args);
+    if (wants != 0) {
+        return wants < 0 ? NULL : Py_NewRef(goes_on);
+    }
     begin(&call);
     append(&call, Py_NewRef(func));
     call.on_lists = is_on_lists(door->held[OF_LISTS], func, args);
