@@ -16,6 +16,7 @@ from shardwright.comm.functional import reduce_over
 from shardwright.compat import foreach_mul_, foreach_norm
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.grads.alike import crowds_of
 from shardwright.grads.parameters import Parameters, named_parameters
 from shardwright.grads.pending import finish_gradients
 from shardwright.grads.stages import SharedByStages, groups_of, stages_of
@@ -58,8 +59,10 @@ def clip_grad_norm_(
         NonFiniteNormError: see `error_if_nonfinite`.
         ConfigError: `norm_type` is not above 0.
 
-    Cost: per mesh axis a few bytes per parameter (to agree), and one all-reduce of 8 bytes per kind of cut;
-        of a pipeline one of 8 bytes over its stages.
+    Cost: per mesh axis one all-reduce of about a kilobyte, which adds up norms and tells whether all ranks
+        have the same gradients; a few bytes per parameter more where they have not, and what
+        `GradientSynchronizer.synchronize` sends where some are pending; of a pipeline one of 8 bytes over its
+        stages.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
@@ -68,10 +71,10 @@ def clip_grad_norm_(
     stages = list(dict.fromkeys(held.mesh for held in map(stages_of, named.values()) if held is not None))
     trainable = {name: p for name, p in named.items() if p.requires_grad}
     distributed = {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
-    finish_gradients(distributed, DEFAULT_BUCKET_BYTES, agreed=False)
     fused = foreach is not False
+    powers = _powers(distributed, norm_type, fused=fused)
     groups = _group(trainable.values())
-    total = _total_norm(groups, stages, norm_type, fused=fused)
+    total = _total_norm(groups, powers, stages, norm_type, fused=fused)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise NonFiniteNormError(
             f"the {norm_type:g}-norm of the gradients is {total.item()}, so they cannot be clipped; look for "
@@ -79,6 +82,42 @@ def clip_grad_norm_(
         )
     _scale([local for locals_ in groups.values() for local in locals_], max_norm, total, fused=fused)
     return total
+
+
+def _powers(distributed: dict[str, TorchDTensor], p: float, *, fused: bool) -> dict[_Key, Tensor]:
+    """Return the sum of |x|^p of each kind of cut over its ranks, of finished gradients.
+
+    Of the infinity norm none: it is no sum. One all-reduce per axis tells too whether all ranks have the same
+    gradients, so that most steps need no other; where they are not, or are still pending, they are brought to
+    their parameters' layouts first.
+    """
+    found: dict[_Key, Tensor] = {}
+    for crowd in crowds_of(distributed).values():
+        digest, finished = crowd.states()
+        local = {} if math.isinf(p) else _group(crowd.parameters.values())
+        keys = [key for key in local if _is_cut(key)]  # of parameters: as many on every rank
+        terms = torch.zeros(len(keys), dtype=torch.float64, device=crowd.mesh.device_type)
+        for at, key in enumerate(keys if finished else ()):
+            terms[at] = _local_power(local[key], p, fused=fused) / _copies(key)
+        sums, alike = crowd.total(terms, digest, reason="norm of gradients")
+        if alike and finished:
+            found.update(zip(keys, sums.unbind(), strict=True))
+        else:
+            finish_gradients(crowd.parameters, DEFAULT_BUCKET_BYTES, agreed=alike)
+    return found
+
+
+def _is_cut(key: _Key) -> bool:
+    mesh, cut, _ = key
+    return mesh is not None and any(axis in cut for axis, _ in groups_above_one(mesh))
+
+
+def _copies(key: _Key) -> int:
+    """How many ranks hold each part."""
+    mesh, cut, _ = key
+    if mesh is None:
+        return 1
+    return math.prod(group.size() for axis, group in groups_above_one(mesh) if axis not in cut)
 
 
 def _group(parameters: Iterable[Tensor]) -> dict[_Key, list[Tensor]]:
@@ -109,15 +148,25 @@ def _key(parameter: Tensor) -> _Key:
 
 
 def _total_norm(
-    groups: dict[_Key, list[Tensor]], stages: list[DeviceMesh], p: float, *, fused: bool
+    groups: dict[_Key, list[Tensor]],
+    known: dict[_Key, Tensor],
+    stages: list[DeviceMesh],
+    p: float,
+    *,
+    fused: bool,
 ) -> Tensor:
     """Return the p-norm of everything in `groups`, over all ranks.
 
-    Args: stages: the axes of pipelines that the parameters are of, frozen ones too: their stages may train.
+    Args:
+        known: powers that are summed already.
+        stages: the axes of pipelines that the parameters are of, frozen ones too: their stages may train.
     """
     if not groups and not stages:
         return torch.tensor(0.0)
-    powers = [_reduced_power(key, locals_, p, fused=fused) for key, locals_ in groups.items()]
+    powers = [
+        known[key] if key in known else _reduced_power(key, locals_, p, fused=fused)
+        for key, locals_ in groups.items()
+    ]
     zero = torch.zeros((), dtype=torch.float64, device=stages[0].device_type if stages else None)
     device = next((power.device for power in (*powers, zero) if power.device.type != "cpu"), zero.device)
     here, staged = [zero.to(device)], [zero.to(device)]

@@ -21,6 +21,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.partial import Partial
 from shardwright.remember import remembered
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.spec import Token
 from shardwright.tensor.wrap import as_ours
 
 SUM = Partial("sum")
@@ -48,7 +49,7 @@ class GradientState:
         """
         if gradient is None:
             return GradientState(missing=True, pending=(False,) * parameter.device_mesh.ndim)
-        return _between(_layout_of(name, gradient, parameter), parameter._spec.layout)
+        return between(_on_its_mesh(name, gradient, parameter)._spec.token, parameter._spec.token)
 
     @property
     def exists(self) -> bool:
@@ -62,8 +63,9 @@ class GradientState:
 
 
 @remembered(4096)
-def _between(have: Layout, want: Layout) -> GradientState:
+def between(gradient: Token, parameter: Token) -> GradientState:
     """The state of a gradient that has one layout where its parameter has another."""
+    have, want = gradient.spec.layout, parameter.spec.layout
     pairs = list(zip(have.placements, want.placements, strict=True))
     pending = tuple(h == SUM and w.is_replicate() for h, w in pairs)
     if any(h != w for (h, w), term in zip(pairs, pending, strict=True) if not term):
@@ -109,16 +111,17 @@ def _from_row(row: Sequence[int]) -> GradientState:
     return GradientState(missing, finished, other, tuple(pending))
 
 
-def _layout_of(name: str, gradient: Tensor, parameter: DTensor) -> Layout:
-    """Return the layout of a gradient, which must live where its parameter does."""
+def _on_its_mesh(name: str, gradient: Tensor, parameter: DTensor) -> DTensor:
+    """Return a gradient as ours; it must live where its parameter does."""
     if not isinstance(gradient, TorchDTensor):
         raise ParallelError(
             f"the gradient of {name} is a plain tensor although the parameter is distributed "
             f"({parameter._spec.layout}); assign a DTensor on the parameter's mesh"
         )
-    if gradient.device_mesh != parameter.device_mesh:
+    have, want = gradient._spec.mesh, parameter._spec.mesh
+    if have is not want and have != want:
         raise ParallelError(
             f"the gradient of {name} is on {gradient.device_mesh}, its parameter on "
             f"{parameter.device_mesh}; redistribute it to the parameter's mesh"
         )
-    return as_ours(gradient)._spec.layout
+    return as_ours(gradient)

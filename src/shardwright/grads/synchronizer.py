@@ -79,9 +79,8 @@ class GradientSynchronizer:
             yield
         finally:
             stop()
-        sums.finish()
-        if sums.left:
-            finish_gradients(sums.left, self._bucket_bytes, agreed=self._static)
+        for left, alike in sums.finish():
+            finish_gradients(left, self._bucket_bytes, agreed=alike or self._static)
 
     def _distributed(self, gathered: Mapping[str, TorchDTensor] | None = None) -> dict[str, TorchDTensor]:
         """Return the trainable parameters, none of which may be plain in a world of several ranks.
