@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import nn
 
 from shardwright.comm.functional import gather_rows
+from shardwright.comm.record import because
 from shardwright.compat import current_graph_task_id, saved_tensors_hooks_on
 from shardwright.compat.dynamo import compiles_what_is_called
 from shardwright.context.randomness import LOGICAL
@@ -51,7 +53,9 @@ def logical_dropout(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         that are not in the same state on all ranks (`context.seed(seed, dropout="logical")`), no tensor among
         the arguments. RuleError: a mask whose first dim is no multiple of the rows, a kernel that drops
         inside, a function (no module) with dropout that is checkpointed.
-    Cost: an all-gather of 16 bytes per call of the module; a mask costs several times torch's.
+    Cost: an all-gather of 16 bytes per call of the module, and a broadcast of 5 KB where a rank has no rows
+        (torch's dropout of nothing draws nothing, so it takes over the generator of one that has some); a
+        mask costs several times torch's.
     Source: Salmon and others, SC11, section 3.3.
     """
     axes = named_axes(mesh, "logical_dropout")
@@ -84,11 +88,13 @@ class _Frame:
         entered: what was on when it was entered: hooks on saved tensors, gradients.
         opened: the modes that it opened; None for one inside of another.
         rows: of the call; None where a backward runs a part of it again.
+        leader: where a rank has no rows, the first of the axis that has: what it draws counts for them.
     """
 
     entered: tuple[object, bool]
     opened: tuple[random_mode, LogicalMode] | None
     rows: BatchRows | None
+    leader: int | None = None
 
 
 class _Here(threading.local):
@@ -114,8 +120,10 @@ class _RowsOfModule:
         """The module is called."""
         if compiles_what_is_called():
             raise ParallelError("logical_dropout: a module that draws its masks by index is not compiled")
-        again = current_graph_task_id() != -1
-        self._open(None if again else self._agreed(_rows_in((*args, *kwargs.values()))))
+        if current_graph_task_id() != -1:  # again
+            self._open(None)
+        else:
+            self._open(*self._agreed(_rows_in((*args, *kwargs.values()))))
 
     def begin_inner(self, *_: Any) -> None:
         """A part of it is: from it, or again by a backward, or by itself, in which case a draw says so."""
@@ -129,11 +137,21 @@ class _RowsOfModule:
         """Either of them has ended, with a result or an error."""
         if not self._here.frames:
             return  # `begin` itself has failed
-        opened = self._here.frames.pop().opened
-        if opened is not None:
+        frame = self._here.frames.pop()
+        if frame.opened is not None:
             leave(self)
-            for mode in reversed(opened):
+            for mode in reversed(frame.opened):
                 mode.__exit__(None, None, None)
+        if frame.leader is not None:
+            self._follow(frame.leader, frame.rows)
+
+    def _follow(self, leader: int, rows: BatchRows | None) -> None:
+        """A rank without rows goes on from the generator of one that has some; those that have draw alike."""
+        state = torch.get_rng_state().to(self._device)
+        with because("generators of ranks without rows"):
+            dist.broadcast(state, dist.get_global_rank(self._group, leader), self._group)
+        if rows is not None and not rows.rows:
+            torch.set_rng_state(state.cpu())
 
     def rows_of(self, key: int) -> BatchRows:
         """The rows that a draw is about: those of this call, or in a backward those of its forward.
@@ -151,15 +169,18 @@ class _RowsOfModule:
             self._known.popitem(last=False)
         return rows
 
-    def _open(self, rows: BatchRows | None) -> None:
+    def _open(self, rows: BatchRows | None, leader: int | None = None) -> None:
         opened = (random_mode("counter"), LogicalMode(self))
-        self._here.frames.append(_Frame(_entered(), opened, rows))
+        self._here.frames.append(_Frame(_entered(), opened, rows, leader))
         for mode in opened:
             mode.__enter__()
         enter(self)
 
-    def _agreed(self, rows: int) -> BatchRows:
-        """This rank's place among the rows of all. Raises: ParallelError: generators differ."""
+    def _agreed(self, rows: int) -> tuple[BatchRows, int | None]:
+        """This rank's place among the rows of all, and the leader; see `_Frame`.
+
+        Raises: ParallelError: generators differ.
+        """
         state = xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().tobytes()) >> 1
         told = torch.tensor([rows, state], device=self._device)
         sizes = [1] * self._group.size()
@@ -169,7 +190,9 @@ class _RowsOfModule:
                 "logical dropout: the generators of the ranks are in other states, and would drop by other "
                 'keys\n  fix: context.seed(seed, dropout="logical") on every rank, and no draw on some only'
             )
-        return BatchRows(sum(count for count, _ in said[: self._group.rank()]), rows)
+        counts = [count for count, _ in said]
+        leader = next((at for at, count in enumerate(counts) if count), None) if 0 in counts else None
+        return BatchRows(sum(counts[: self._group.rank()]), rows), leader
 
 
 def _entered() -> tuple[object, bool]:

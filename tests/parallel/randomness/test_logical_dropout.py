@@ -199,3 +199,43 @@ def _not_applied():
 
 def test_a_placed_model_that_nobody_told_is_refused_at_its_first_call(ranks):
     assert ranks(2, _not_applied) == [True] * 2
+
+
+class _Attends(nn.Module):
+    """Dropout of four kinds, each by its own key, one of them twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.last = nn.Dropout(0.5), nn.Dropout(0.25)
+        self.alpha, self.channels = nn.AlphaDropout(0.5), nn.Dropout1d(0.5)
+
+    def forward(self, x):
+        y = self.drop(x) + self.drop(x)
+        y = y + self.channels(self.alpha(x))
+        return self.last(y + functional.dropout(x, 0.3))
+
+
+def _parts(sizes, raises):
+    """The parts of three calls, the second without gradients, a rank's error between them caught on all."""
+    at = context(data_parallel_shard=len(sizes))
+    at.seed(0, dropout="logical")
+    module = logical_dropout(_Attends(), at.mesh_for(BATCH_DOMAIN)["dp"])
+    x = torch.ones(sum(sizes), 3, 4).split(sizes)[at.rank]
+    torch.manual_seed(4)
+    found = []
+    for call in range(4):
+        with torch.no_grad() if call == 1 else nullcontext():
+            found.append(module(x))
+        if call == raises:
+            with pytest.raises(TypeError):
+                module(x, "another argument")
+    return found, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("sizes", [(4, 0), (0, 4), (0, 3, 1), (1, 0, 3), (0, 0)])
+def test_a_rank_without_rows_keeps_its_generator_with_the_others(ranks, sizes):
+    ((wanted, state),) = ranks(1, _parts, (sum(sizes),), 2)
+    found = ranks(len(sizes), _parts, sizes, 2, timeout=60)
+    assert all(torch.equal(each, state) for _, each in found)
+    for call, whole in enumerate(wanted):
+        assert torch.equal(torch.cat([parts[call] for parts, _ in found]), whole)
