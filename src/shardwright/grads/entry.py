@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.compat import DisableTorchFunctionSubclass
 from shardwright.errors import ParallelError
 from shardwright.grads.state import SUM, GradientState
-from shardwright.layout.layout import Layout
 from shardwright.remember import remembered
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.spec import spec_of
+from shardwright.tensor.spec import Spec, Token, spec_of
 from shardwright.tensor.wrap import as_ours, wrap
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Entry:
     """One parameter, `placed` as ours, with its name."""
 
@@ -52,17 +52,16 @@ class Entry:
                 local = SUM.embed(local, mesh.size(axis), mesh.get_local_rank(axis))
         return local
 
-    def put(self, local: Tensor, like: Layout | None = None) -> None:
-        """Make `local` the gradient, in the parameter's placements.
-
-        like: the layout of the gradient that was there, with its strides and dtype; None: the parameter's.
-        """
-        layout = self.placed._spec.layout
-        if like is not None:
-            layout = _placed_as(like, layout)
-        self.parameter.grad = wrap(local, spec_of(layout, self.placed.device_mesh))
+    def put(self, local: Tensor) -> None:
+        """Make `local` the gradient, in the parameter's layout."""
+        token = self.placed._spec.token
+        gradient = wrap(local, spec_like(token, token))
+        with DisableTorchFunctionSubclass():
+            self.parameter.grad = gradient
 
 
 @remembered(4096)
-def _placed_as(gradient: Layout, parameter: Layout) -> Layout:
-    return gradient.with_placements(parameter.placements, order=parameter.order_names)
+def spec_like(gradient: Token, parameter: Token) -> Spec:
+    """The spec of a gradient in the placements of its parameter, its strides and dtype as they were."""
+    have, want = gradient.spec.layout, parameter.spec.layout
+    return spec_of(have.with_placements(want.placements, order=want.order_names), parameter.spec.mesh)

@@ -45,7 +45,7 @@ class _Kind:
     device: torch.device
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Summed(Entry):
     """pending: per axis of its mesh, whether its gradient is summed over it."""
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,28 +11,51 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import all_reduce_bucketed
+from shardwright.compat import DisableTorchFunctionSubclass, axis_names
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
-from shardwright.grads.entry import Entry
+from shardwright.grads.entry import Entry, spec_like
 from shardwright.grads.parameters import name_list
 from shardwright.grads.state import GradientState, agree, told_by_any
 from shardwright.layout.layout import Layout
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.spec import spec_of
+from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.wrap import as_ours, wrap
 
 
-@dataclass(frozen=True)
-class _Entry(Entry):
-    """own: the state of its gradient on this rank.   held: the gradient, for reading `.grad` is a call."""
+@dataclass
+class _OnMesh:
+    """Parameters of one mesh and their gradients, in columns: a row would be an object for each of thousands.
 
-    own: GradientState
-    held: DTensor | None
+    held: the gradients, for reading `.grad` is a call.   own: their states on this rank.
+    """
 
-    @property
-    def gradient(self) -> DTensor:
-        """Its gradient, as it was when this entry was made."""
-        return super().gradient if self.held is None else self.held
+    mesh: DeviceMesh
+    names: list[str] = field(default_factory=list)
+    parameters: list[TorchDTensor] = field(default_factory=list)
+    placed: list[DTensor] = field(default_factory=list)
+    held: list[DTensor | None] = field(default_factory=list)
+    own: list[GradientState] = field(default_factory=list)
+
+    def entry(self, i: int) -> Entry:
+        """One of them."""
+        return Entry(self.names[i], self.parameters[i], self.placed[i])
+
+    def named(self, which: Iterable[int]) -> str:
+        """Some names, for an error."""
+        return name_list([self.names[i] for i in which])
+
+
+@dataclass
+class _Sum:
+    """Gradients that are pending on the same axes.
+
+    terms: what this rank adds to each.   specs: what each sum is then, laid out like its parameter.
+    """
+
+    parameters: list[TorchDTensor] = field(default_factory=list)
+    terms: list[Tensor] = field(default_factory=list)
+    specs: list[Spec] = field(default_factory=list)
 
 
 def finish_gradients(parameters: Mapping[str, TorchDTensor], bucket_bytes: int, *, agreed: bool) -> None:
@@ -50,23 +72,35 @@ def finish_gradients(parameters: Mapping[str, TorchDTensor], bucket_bytes: int, 
     Raises:
         ParallelError: the layouts of one gradient on two ranks contradict each other; raised on every rank.
     """
-    by_mesh: defaultdict[DeviceMesh, list[_Entry]] = defaultdict(list)
-    for name, parameter in parameters.items():
-        placed = as_ours(parameter)
-        gradient = parameter.grad
-        state = GradientState.of(name, gradient, placed)
-        held = as_ours(gradient) if isinstance(gradient, TorchDTensor) else None
-        by_mesh[placed.device_mesh].append(_Entry(name, parameter, placed, state, held))
-    for mesh, entries in by_mesh.items():
-        states = [entry.own for entry in entries]
+    for found in _by_mesh(parameters):
+        states = found.own
         if not agreed:
-            states = agree(mesh, states, entries[0].parameter.device)
-            _check(entries, states)
-            _join(mesh, entries, states)
-        _finish(mesh, list(zip(entries, states, strict=True)), bucket_bytes)
+            states = agree(found.mesh, found.own, found.parameters[0].device)
+            _check(found, states)
+            _join(found, states)
+        _finish(found, states, bucket_bytes)
 
 
-def _join(mesh: DeviceMesh, entries: list[_Entry], states: Sequence[GradientState]) -> None:
+def _by_mesh(parameters: Mapping[str, TorchDTensor]) -> Iterable[_OnMesh]:
+    """Read every gradient, once."""
+    with DisableTorchFunctionSubclass():
+        gradients = [parameter.grad for parameter in parameters.values()]
+    found: dict[DeviceMesh, _OnMesh] = {}
+    here: _OnMesh | None = None
+    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+        placed = as_ours(parameter)
+        mesh = placed._spec.mesh
+        if here is None or mesh is not here.mesh:  # hashing a mesh is a call
+            here = found.setdefault(mesh, _OnMesh(mesh))
+        here.own.append(GradientState.of(name, gradient, placed))
+        here.names.append(name)
+        here.parameters.append(parameter)
+        here.placed.append(placed)
+        here.held.append(as_ours(gradient) if isinstance(gradient, TorchDTensor) else None)
+    return found.values()
+
+
+def _join(found: _OnMesh, states: Sequence[GradientState]) -> None:
     """Where only some ranks have a gradient that lies otherwise than its parameter, the others get zeros.
 
     Cost: none where there is no such gradient; else the layouts of all of them, over each axis.
@@ -74,62 +108,70 @@ def _join(mesh: DeviceMesh, entries: list[_Entry], states: Sequence[GradientStat
     asked = [i for i, state in enumerate(states) if state.other and state.missing]
     if not asked:
         return
-    own = {i: None if entries[i].own.missing else entries[i].gradient._spec.layout for i in asked}
-    told = told_by_any(mesh, own)
+    own: dict[int, Layout | None] = {}
     for i in asked:
-        if entries[i].own.missing:
-            entries[i] = _with_zeros(entries[i], told[i])
+        held = found.held[i]
+        own[i] = None if held is None else held._spec.layout
+    for i, layout in told_by_any(found.mesh, own).items():
+        if found.held[i] is None:
+            zeros = _zeros(found.placed[i], layout)
+            found.parameters[i].grad = zeros
+            found.held[i] = zeros
+            found.own[i] = found.entry(i).state()
 
 
-def _with_zeros(entry: _Entry, layout: Layout) -> _Entry:
-    """A gradient of zeros in this layout, in place of none."""
-    spec = spec_of(layout, entry.placed.device_mesh)
+def _zeros(placed: DTensor, layout: Layout) -> DTensor:
+    """A gradient of zeros in this layout."""
+    spec = spec_of(layout, placed.device_mesh)
     shape = layout.local_shape(spec.coords or (0,) * len(layout.sizes))
-    zeros = wrap(entry.placed._local_tensor.new_zeros(shape, dtype=layout.dtype), spec)
-    entry.parameter.grad = zeros
-    return replace(entry, own=entry.state(), held=zeros)
+    return wrap(placed._local_tensor.new_zeros(shape, dtype=layout.dtype), spec)
 
 
-def _check(entries: Sequence[_Entry], states: Sequence[GradientState]) -> None:
+def _check(found: _OnMesh, states: Sequence[GradientState]) -> None:
     """Raise ParallelError for states that have no common way on."""
-    names = [entry.name for entry, state in zip(entries, states, strict=True) if state.is_contradictory]
-    if names:
+    wrong = [i for i, state in enumerate(states) if state.is_contradictory]
+    if wrong:
         raise ParallelError(
-            f"gradients of {name_list(names)} have other layouts on some ranks than on their peers; run the "
-            "same backward passes on all ranks"
+            f"gradients of {found.named(wrong)} have other layouts on some ranks than on their peers; run "
+            "the same backward passes on all ranks"
         )
 
 
-def _finish(mesh: DeviceMesh, work: Sequence[tuple[_Entry, GradientState]], bucket_bytes: int) -> None:
+def _finish(found: _OnMesh, states: Sequence[GradientState], bucket_bytes: int) -> None:
     """Bring gradients to their parameters' layouts: sums in buckets, whatever else one by one."""
-    buckets: defaultdict[tuple[bool, ...], list[_Entry]] = defaultdict(list)
-    for entry, state in work:
-        if state.other:
-            target = entry.placed._spec.layout
-            moved = entry.gradient.redistribute(mesh, list(target.placements), order=target.order_names)
-            entry.parameter.grad = moved.detach()
-        elif any(state.pending):
-            buckets[state.pending].append(entry)
-        elif state.exists and entry.own.missing:
-            entry.put(torch.zeros_like(entry.placed._local_tensor))
-    for pending, entries in buckets.items():
-        _sum_in_buckets(mesh, pending, entries, bucket_bytes)
+    sums: dict[tuple[bool, ...], _Sum] = {}
+    for i, (state, own, held) in enumerate(zip(states, found.own, found.held, strict=True)):
+        if state.other and held is not None:
+            target = found.placed[i]._spec.layout
+            moved = held.redistribute(found.mesh, list(target.placements), order=target.order_names)
+            found.parameters[i].grad = moved.detach()
+        elif True in state.pending:
+            work = sums.get(state.pending) or sums.setdefault(state.pending, _Sum())
+            spec = found.placed[i]._spec
+            like = spec.token if held is None else held._spec.token
+            is_term = held is not None and own.pending == state.pending
+            work.parameters.append(found.parameters[i])
+            work.terms.append(
+                held._local_tensor if is_term else found.entry(i).term(own, state.pending)  # type: ignore[union-attr]
+            )
+            work.specs.append(spec_like(like, spec.token))
+        elif state.exists and held is None:
+            found.entry(i).put(torch.zeros_like(found.placed[i]._local_tensor))
+    for pending, each in sums.items():
+        _sum_in_buckets(found.mesh, pending, each, bucket_bytes)
 
 
-def _sum_in_buckets(
-    mesh: DeviceMesh, pending: tuple[bool, ...], entries: Sequence[_Entry], bucket_bytes: int
-) -> None:
+def _sum_in_buckets(mesh: DeviceMesh, pending: tuple[bool, ...], work: _Sum, bucket_bytes: int) -> None:
     """All-reduce the local terms over the pending axes in flat buckets, one per dtype and `bucket_bytes`."""
-    terms = [entry.term(entry.own, pending) for entry in entries]
-    sums: list[Tensor] = list(terms)
-    summed = {
-        axis
-        for axis, is_summed in zip(entries[0].placed._spec.layout.axes, pending, strict=True)
-        if is_summed
-    }
+    sums: list[Tensor] = list(work.terms)
+    summed = {axis for axis, is_summed in zip(axis_names(mesh), pending, strict=True) if is_summed}
     for axis, group in groups_above_one(mesh):
         if axis in summed:
             sums = all_reduce_bucketed(sums, "sum", group, bucket_bytes, axis=axis, reason="sum gradients")
-    for entry, term, total in zip(entries, terms, sums, strict=True):
-        like = None if entry.own.missing else entry.gradient._spec.layout
-        entry.put(total if term.is_contiguous() else torch.empty_like(term).copy_(total), like)
+    made = [
+        wrap(total if term.is_contiguous() else torch.empty_like(term).copy_(total), spec)
+        for term, total, spec in zip(work.terms, sums, work.specs, strict=True)
+    ]
+    with DisableTorchFunctionSubclass():
+        for parameter, gradient in zip(work.parameters, made, strict=True):
+            parameter.grad = gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -47,6 +48,7 @@ class GradientSynchronizer:
         )
         self._bucket_bytes = bucket_bytes
         self._static = static
+        self._covered: list[object] = []  # parameters and specs that `refuse_uncovered` let pass
         self._known = self._distributed()
 
     def synchronize(self) -> None:
@@ -92,9 +94,13 @@ class GradientSynchronizer:
             if name in trainable and not isinstance(trainable[name], TorchDTensor):
                 trainable[name] = parameter
         _refuse_plain(trainable)
-        self._known = {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
-        refuse_uncovered(self._known)
-        return self._known
+        found = {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
+        placed: list[object] = [part for p in found.values() for part in (p, p._spec)]
+        if len(placed) != len(self._covered) or not all(map(operator.is_, placed, self._covered)):
+            refuse_uncovered(found)
+            self._covered = placed
+        self._known = found
+        return found
 
 
 def _refuse_plain(trainable: dict[str, Tensor]) -> None:
