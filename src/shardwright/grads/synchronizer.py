@@ -73,7 +73,8 @@ class GradientSynchronizer:
 
         Raises: as `synchronize`, at the end of the block; ParallelError: a second backward in the block.
         Cost: 2(n-1)/n of the bytes of these gradients and two numbers for each, sent while the backward
-            computes; for all others that of `synchronize`.
+            computes. For those that are complete on each rank (sharded units, spread experts) 128 numbers in
+            the last of these messages, if it goes to the same ranks; for all others that of `synchronize`.
         """
         sums = OverlappedSum(self._distributed(gathered=self._known), self._bucket_bytes)
         stop = sums.listen()
