@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+import shardwright as sw
 from shardwright.comm.record import Recorder
 from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer
-from shardwright.parallel import parallelize_hsdp, parallelize_replicate
+from shardwright.parallel import (
+    parallelize_fsdp,
+    parallelize_hsdp,
+    parallelize_replicate,
+    parallelize_tensor,
+)
 from shardwright.placement import Shard
 from shardwright.testing import rank_mesh
 
@@ -223,6 +229,46 @@ def _hybrid():
 
 def test_the_outer_axis_of_hybrid_sharding(ranks):
     ranks(4, _hybrid)
+
+
+class _Scaled(nn.Module):
+    """`fully_shard` takes no parameter without dims: `scale` is replicated, and left to the synchronizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, 5)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x))) * self.scale
+
+
+def _gathered_on_other_axes():
+    """The root stays gathered until its backward: its parameters are DTensors on the tensor axis alone."""
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    plain = _Scaled().double()
+    model = copy.deepcopy(plain)
+    parallelize_tensor(model, mesh["tp"], {"up": "colwise", "down": "rowwise"})
+    parallelize_fsdp(model, mesh["dp"])
+    synchronizer = GradientSynchronizer(model)
+    at = mesh.get_local_rank("dp")
+    for step in range(2):
+        x = _batch(step)
+        plain.zero_grad()
+        plain(x).square().sum().backward()
+        model.zero_grad()
+        with sw.spmd(mesh["tp"]):
+            loss = model(x[4 * at : 4 * at + 4]).square().sum()
+            with synchronizer.overlapped():
+                loss.backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert tuple(p.grad.placements) == tuple(p.placements), name
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_a_unit_that_is_gathered_on_other_axes(ranks):
+    ranks(4, _gathered_on_other_axes)
 
 
 def _contradiction():

@@ -88,11 +88,12 @@ class GradientSynchronizer:
     def _distributed(self, gathered: Mapping[str, TorchDTensor] | None = None) -> dict[str, TorchDTensor]:
         """Return the trainable parameters, none of which may be plain in a world of several ranks.
 
-        gathered: what stands for those that `fully_shard` shows whole from a forward to its backward.
+        gathered: what stands for those that `fully_shard` shows whole from a forward to its backward: plain
+            ones, or DTensors on the other axes.
         """
         trainable = {name: p for name, p in named_parameters(self._source).items() if p.requires_grad}
         for name, parameter in (gathered or {}).items():
-            if name in trainable and not isinstance(trainable[name], TorchDTensor):
+            if name in trainable and _is_sharded(parameter) and not _is_sharded(trainable[name]):
                 trainable[name] = parameter
         _refuse_plain(trainable)
         found = {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
@@ -102,6 +103,11 @@ class GradientSynchronizer:
             self._covered = placed
         self._known = found
         return found
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    """Is it a part that `fully_shard` manages? What it gathers for a forward is another parameter."""
+    return getattr(parameter, "_fully_sharded", "") != ""
 
 
 def _refuse_plain(trainable: dict[str, Tensor]) -> None:
