@@ -27,6 +27,7 @@ from shardwright.placement.made_by_views.moved import Moved
 from shardwright.placement.made_by_views.nested import Nested
 from shardwright.placement.made_by_views.sliced import Sliced
 from shardwright.placement.made_by_views.spread import Spread
+from shardwright.placement.made_by_views.together import Together
 from shardwright.placement.owner import Owner
 from shardwright.placement.partial import Partial
 from shardwright.placement.ragged import Ragged
@@ -142,6 +143,12 @@ def _joint(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
     return Joint(_simple(draw, shape, n), (n,), 0)
 
 
+def _together(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
+    each = draw(st.integers(1, 3))
+    kind = draw(st.sampled_from([Shard, Interleaved, ZigZag, Owner, Ragged, Flat, Fused]))
+    return Together(PARTITIONS[kind](draw, shape, n * each), each)
+
+
 def _factors(draw: st.DrawFn, size: int, count: int) -> Shape:
     """Numbers whose product is `size`."""
     left, found = size, []
@@ -167,6 +174,7 @@ PARTITIONS: dict[type[Partition], Maker] = {
     Nested: _nested,
     Sliced: _sliced,
     Spread: _spread,
+    Together: _together,
 }
 
 
@@ -196,7 +204,10 @@ def layouts(draw: st.DrawFn, *, pending: bool = True, dtype: torch.dtype = torch
 
 def _group(draw: st.DrawFn, shape: Shape, sizes: tuple[int, ...]) -> list[Placement]:
     """Two axes that cut together."""
-    partition = Nested(tuple((_simple(draw, shape, n), n) for n in sizes))
+    partition: Partition = Nested(tuple((_simple(draw, shape, n), n) for n in sizes))
+    if draw(st.booleans()):  # no cut of one axis, cut again by the other
+        kind = draw(st.sampled_from([Ragged, Fused, Flat, Owner]))
+        partition = PARTITIONS[kind](draw, shape, sizes[0] * sizes[1])
     return [Joint(partition, sizes, index) for index in range(2)]
 
 

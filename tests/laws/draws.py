@@ -34,6 +34,7 @@ from shardwright.placement import (
     Shard,
     Sliced,
     Spread,
+    Together,
     ZigZag,
 )
 from tests.generators import AXES, MESH_SIZES
@@ -114,6 +115,7 @@ def _made_by_views(
         Moved(dim, rng.choice(lines), 1, 0),
         Nested(((rng.choice(cuts), n), (Shard(dim), 1))),
         Joint(rng.choice(cuts), (n,), 0),
+        Together(Ragged(_units(rng, 2 * n), rng.choice([(dim,), tuple(range(len(shape)))])), 2),
     ]
 
 

@@ -15,7 +15,7 @@ from tests.laws.laws import LAWS, BrokenLawError, Tally
 
 SHIPPED = {
     "Replicate", "Shard", "Interleaved", "Ragged", "Ragged of several dims", "Owner", "ZigZag", "BlockCyclic",
-    "Fused", "Flat", "Imaged", "Joint", "Moved", "Nested", "Sliced", "Spread",
+    "Fused", "Flat", "Imaged", "Joint", "Moved", "Nested", "Sliced", "Spread", "Together",
     *(f"Partial({op})" for op in ("sum", "avg", "max", "min", "product", "norm2", "band", "bor", "bxor")),
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ from shardwright.placement import (
     Shard,
     Sliced,
     Spread,
+    Together,
     ZigZag,
 )
 
@@ -44,6 +45,8 @@ REFUSED = [
     (Sliced(0, Replicate(), 20, 7, 1, 8), r"Replicate\(\) is not a partition"),
     (Sliced(0, Nested(((Shard(0), 3),)), 20, 7, 1, 8), "need an axis of size 3"),
     (Spread(0, Shard(0), -2, -2, 2), "outer must be an integer >= 0, got -2"),
+    (Together(Shard(0), 0), "each must be an integer >= 1, got 0"),
+    (Together(Partial(), 2), r"Partial\(sum\) is not a partition"),
     (Spread(0, Partial(), 2, 2, 2), r"Partial\(sum\) is not a partition"),
     (Imaged(0, Shard(0), (8,), (4,)), "has not what it names"),
     (Imaged(0, Shard(0), (8,), (8,), (3,), ((1,),)), "has not what it names"),

@@ -24,6 +24,7 @@ from shardwright.placement import (
     Shard,
     Sliced,
     Spread,
+    Together,
     ZigZag,
 )
 from shardwright.testing.check_placement import check_placement, shapes
@@ -64,6 +65,9 @@ SHIPPED: tuple[Placement, ...] = (
     Sliced(1, BlockCyclic(0, 2), 9, 1, 1, 8),
     Spread(0, ZigZag(0), 2, 2, 3),
     Spread(1, Shard(0), 2, 4, 1),
+    Together(Ragged((2, 1, 0, 1, 1, 3), (0,)), 2),
+    Together(Ragged((2, 1, 0, 1, 1, 3), (0, 1)), 2),
+    Together(Interleaved(1, 2), 3),
     *(Partial(op) for op in ("sum", "avg", "max", "min", "product", "norm2", "band", "bor", "bxor")),
 )
 

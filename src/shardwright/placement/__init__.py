@@ -15,6 +15,7 @@ from shardwright.placement.made_by_views.moved import Moved
 from shardwright.placement.made_by_views.nested import Nested
 from shardwright.placement.made_by_views.sliced import Sliced
 from shardwright.placement.made_by_views.spread import Spread
+from shardwright.placement.made_by_views.together import Together
 from shardwright.placement.owner import Owner
 from shardwright.placement.partial import Partial
 from shardwright.placement.ragged import Ragged
@@ -44,6 +45,7 @@ __all__ = [
     "Shard",
     "Sliced",
     "Spread",
+    "Together",
     "ZigZag",
     "as_placement",
     "chunks_of",

@@ -6,30 +6,53 @@ where messages between pairs of ranks cannot stand.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from shardwright.errors import PlanError
-from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
+from shardwright.placement.made_by_views.joint import Joint, joint_groups
+from shardwright.placement.made_by_views.together import Together
 from shardwright.plan.decide import plan_redistribution
-from shardwright.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from shardwright.layout.layout import Layout
+    from shardwright.placement.base import Partition, Placement
+    from shardwright.plan.plan import Plan
 
 
 def plans_by_axis(plan: Plan) -> tuple[Plan, ...]:
-    """The same redistribution through layouts with one more replicated axis each, innermost axis first.
+    """The same redistribution, its innermost axis gathered first, until what is left crosses one axis."""
+    plans: list[Plan] = []
+    left = plan
+    while left.crosses_several_axes:
+        gathered = _without(left.source, _innermost(left))
+        plans.append(plan_redistribution(left.source, gathered))
+        left = plan_redistribution(gathered, plan.target)
+    return (*plans, left)
 
-    Raises: PlanError: Pendings that do not commute must be reduced together.
+
+def _innermost(plan: Plan) -> int:
+    """The last axis to act of those that are crossed.
+
+    Of axes that cut together all are, and then what cuts what they leave.
     """
     crossed = {axis for step in plan.steps for axis in step.axes}
-    layouts: list[Layout] = [plan.source]
-    for axis in reversed(plan.source.order):
-        if axis in crossed:
-            layouts.append(layouts[-1].with_placements({plan.source.axes[axis]: Replicate()}))
-    layouts.append(plan.target)
-    plans = tuple(plan_redistribution(a, b) for a, b in pairwise(layouts))
-    if any(single.crosses_several_axes for single in plans):
-        raise PlanError(
-            f"{plan.source} -> {plan.target} crosses several axes at once, which a traced graph cannot: "
-            "redistribute before the compiled function"
-        )
-    return plans
+    axes: list[int] = []
+    torn = False
+    for step in plan.source.applied:
+        if crossed & set(step.axes) or (torn and step.partition is not None):
+            axes += step.axes
+            torn = torn or len(step.axes) > 1
+    return axes[-1]
+
+
+def _without(layout: Layout, axis: int) -> Layout:
+    """The layout with this axis replicated, the innermost one where several cut together."""
+    changed: dict[str, Placement] = {layout.axes[axis]: Replicate()}
+    cut = layout.placements[axis]
+    group = next((group for group in joint_groups(layout.placements) if axis in group), ())
+    if isinstance(cut, Joint) and len(group) > 1:
+        left: Partition = Together(cut.partition, cut.sizes[-1])
+        for index, other in enumerate(group[:-1]):
+            kept = left if len(group) == 2 else Joint(left, cut.sizes[:-1], index)
+            changed[layout.axes[other]] = kept
+    return layout.with_placements(changed)
