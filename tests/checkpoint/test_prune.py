@@ -12,9 +12,9 @@ import pytest
 from torch import nn
 
 from shardwright.checkpoint import latest, prune, save, step_path
-from shardwright.checkpoint.storage.commit import lock
 from shardwright.checkpoint.storage.disk import unlock_folder
 from shardwright.checkpoint.storage.folder_names import metadata
+from shardwright.checkpoint.storage.stores.local import lock
 from shardwright.checkpoint.storage.writer import header_of
 from shardwright.train.run_folder import RunFolder
 from tests.checkpoint.faults.inject import failing

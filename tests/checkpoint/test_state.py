@@ -21,7 +21,7 @@ from torch import nn
 
 from shardwright import Shard, distribute_tensor
 from shardwright.checkpoint import latest, list_checkpoints, load, prune, read_manifest, save, step_path
-from shardwright.checkpoint.storage.commit import lock
+from shardwright.checkpoint.storage.stores.local import lock
 from shardwright.errors import CheckpointError
 from shardwright.testing import rank_mesh
 from tests.checkpoint.faults.inject import failing

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from shardwright.checkpoint.agree import Group, agreed, world
 from shardwright.checkpoint.job import Job, prepared
 from shardwright.checkpoint.save import State
 from shardwright.checkpoint.storage.arena import Arena, copy_bytes, room_for
-from shardwright.checkpoint.storage.place import folder_of
+from shardwright.checkpoint.storage.place import Place, place_of
 from shardwright.checkpoint.storage.writer import Entry
 from shardwright.errors import CheckpointError
 from shardwright.remember import memo
@@ -57,7 +56,7 @@ class AsyncSave:
         """Whether it has ended, well or not; what `wait` does then takes no time."""
         return not self._thread.is_alive()
 
-    def wait(self) -> Path:
+    def wait(self) -> Place:
         """Wait until the checkpoint is committed; its path.
 
         Raises: CheckpointError: it is not: the same on every rank, and what was at the path is as it was.
@@ -70,7 +69,7 @@ class AsyncSave:
 
 
 def async_save(
-    path: Path | str,
+    path: Place | str,
     model: State | None = None,
     optimizer: State | None = None,
     *,
@@ -94,7 +93,7 @@ def async_save(
     group = _group()
     everything = {"model": model, "optimizer": optimizer, **state}
     with contextlib.ExitStack() as stack:
-        job = stack.enter_context(prepared(folder_of(path), everything, extra, step, config))
+        job = stack.enter_context(prepared(place_of(path), everything, extra, step, config))
         agreed("copying the state", lambda: _copy(job))
         saving = AsyncSave(job, stack.pop_all(), group)
     _under_way["last"] = saving

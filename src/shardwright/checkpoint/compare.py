@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 from shardwright.checkpoint.storage.manifest import Manifest
+from shardwright.checkpoint.storage.place import Place
 from shardwright.errors import CheckpointError
 
 _SHOWN = 3
@@ -28,7 +28,7 @@ class Identity(NamedTuple):
     fitted: frozenset[str] = frozenset()
 
 
-def refuse_differences(path: Path, manifest: Manifest, ranks: Iterable[Identity], wanted: Wanted) -> None:
+def refuse_differences(path: Place, manifest: Manifest, ranks: Iterable[Identity], wanted: Wanted) -> None:
     """Raises CheckpointError, the same on every rank, where the state here is another one."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     ties: dict[str, str] = {}

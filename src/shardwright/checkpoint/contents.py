@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES
 from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor, read_manifest
-from shardwright.checkpoint.storage.place import folder_of
+from shardwright.checkpoint.storage.place import Place, place_of
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.reader import Reader, wants
 from shardwright.checkpoint.storage.source import Source, check_sizes
@@ -34,12 +33,12 @@ def bytes_of(tensor: SavedTensor) -> int:
     return int(prod(tensor.shape) * ITEMSIZES[tensor.dtype])
 
 
-def open_checkpoint(path: Path | str) -> Manifest:
+def open_checkpoint(path: Place | str) -> Manifest:
     """The manifest, proven, of a checkpoint whose files have the sizes that it says.
 
     Raises: CheckpointError: it is unfinished, contradicts itself, or a file is missing or short.
     """
-    path = folder_of(path)
+    path = place_of(path)
     manifest = read_manifest(path)
     try:
         prove(manifest)
@@ -49,14 +48,14 @@ def open_checkpoint(path: Path | str) -> Manifest:
     return manifest
 
 
-def verify(path: Path | str, told: Told = lambda _: None) -> int:
+def verify(path: Place | str, told: Told = lambda _: None) -> int:
     """Read every byte of a checkpoint and compare it with its checksum; how many bytes that were.
 
     Args: told: is called with the bytes of each block, as they are read.
     Raises: CheckpointError: something is not as it was written; the file and the tensor are named.
     Cost: one process reads all of it, in blocks of 8 MiB.
     """
-    path = folder_of(path)
+    path = place_of(path)
     manifest = open_checkpoint(path)
     reader = Reader(Source.of(path, manifest))
     try:
@@ -69,7 +68,7 @@ def verify(path: Path | str, told: Told = lambda _: None) -> int:
     return reader.bytes_read
 
 
-def diff(one: Path | str, other: Path | str, told: Told = lambda _: None) -> list[Difference]:
+def diff(one: Place | str, other: Place | str, told: Told = lambda _: None) -> list[Difference]:
     """What differs between two checkpoints, whatever the layouts that wrote them; empty: they say the same.
 
     Raises: CheckpointError: one of them is damaged.
@@ -78,7 +77,7 @@ def diff(one: Path | str, other: Path | str, told: Told = lambda _: None) -> lis
     first, second = open_checkpoint(one), open_checkpoint(other)
     found = [Difference(key, f"only in {one}") for key in first.tensors if key not in second.tensors]
     found += [Difference(key, f"only in {other}") for key in second.tensors if key not in first.tensors]
-    readers = [Reader(Source.of(Path(p), m)) for p, m in ((one, first), (other, second))]
+    readers = [Reader(Source.of(place_of(p), m)) for p, m in ((one, first), (other, second))]
     try:
         for key in first.tensors:
             if key in second.tensors:

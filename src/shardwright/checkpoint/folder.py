@@ -6,20 +6,19 @@ run that ended while it wrote.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.checkpoint.agree import rank
-from shardwright.checkpoint.storage import disk
-from shardwright.checkpoint.storage.commit import lock, remove, tidy
+from shardwright.checkpoint.storage.commit import finished, remove, tidy
 from shardwright.checkpoint.storage.folder_names import look
-from shardwright.checkpoint.storage.manifest import NAME, is_named, read_manifest
-from shardwright.checkpoint.storage.place import folder_of
+from shardwright.checkpoint.storage.manifest import NAME, read_manifest
+from shardwright.checkpoint.storage.place import Address, Place, place_of
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.source import Source, check_sizes
+from shardwright.checkpoint.storage.stores.of import store_of
 from shardwright.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -31,7 +30,7 @@ NEWEST = "newest"
 class Skipped:
     """A checkpoint that cannot be used, and why."""
 
-    path: Path
+    path: Place
     reason: str
 
     def __str__(self) -> str:
@@ -42,43 +41,48 @@ class Skipped:
 class Checkpoints:
     """What is in a run's folder, each newest first."""
 
-    committed: tuple[Path, ...]
-    unfinished: tuple[Path, ...]
+    committed: tuple[Place, ...]
+    unfinished: tuple[Place, ...]
 
 
 @dataclass(frozen=True)
 class Choice:
     """The checkpoint to go on from, and the newer ones that cannot be used."""
 
-    path: Path
+    path: Place
     skipped: tuple[Skipped, ...]
 
 
-def step_path(out: Path | str, step: int) -> Path:
+def step_path(out: Place | str, step: int) -> Place:
     """Where the checkpoint of a step belongs: `<out>/checkpoints/step-00000100`."""
-    return Path(out) / "checkpoints" / f"step-{step:08d}"
+    found = place_of(out)
+    home = found if isinstance(found, Address) or "://" in str(out) else Path(str(out))
+    return home / "checkpoints" / f"step-{step:08d}"
 
 
-def step_of(path: Path) -> int:
+def step_of(path: Place) -> int:
     """The step in a checkpoint's name, -1 if it has none."""
     found = _STEP.match(path.name)
     return int(found[1]) if found else -1
 
 
-def list_checkpoints(out: Path | str) -> Checkpoints:
+def list_checkpoints(out: Place | str) -> Checkpoints:
     """The finished and the unfinished checkpoints of a run, in `<out>/checkpoints` or `out` itself."""
-    folder = _home(folder_of(out))
-    found = sorted(folder.glob("step-*"), key=step_of, reverse=True) if folder.is_dir() else []
-    named = [one for one in found if _STEP.fullmatch(one.name.removesuffix(_OLD_PARTIAL)) and one.is_dir()]
-    finished = [one for one in named if not one.name.endswith(_OLD_PARTIAL) and is_named(one / NAME)]
+    folder = _home(place_of(out))
+    store = store_of(folder)
+    found = [folder / one for one in (store.folders() if store.exists() else ())]
+    named = [one for one in found if _STEP.fullmatch(one.name.removesuffix(_OLD_PARTIAL))]
+    named.sort(key=step_of, reverse=True)
+    finished = [one for one in named if not one.name.endswith(_OLD_PARTIAL) and store_of(one).has(NAME)]
     return Checkpoints(tuple(finished), tuple(one for one in named if one not in finished))
 
 
-def _home(out: Path) -> Path:
-    return out / "checkpoints" if (out / "checkpoints").is_dir() else out
+def _home(out: Place) -> Place:
+    below = out / "checkpoints"
+    return below if store_of(below).exists() else out
 
 
-def latest(out: Path | str) -> Path:
+def latest(out: Place | str) -> Place:
     """The newest checkpoint of a run that can be used, as far as names, sizes and its manifest tell.
 
     Args: out: the folder of a run, or of its checkpoints (`step-00000100`, ...).
@@ -87,7 +91,7 @@ def latest(out: Path | str) -> Path:
     return choose(out).path
 
 
-def choose(out: Path | str, name: str = NEWEST) -> Choice:
+def choose(out: Place | str, name: str = NEWEST) -> Choice:
     """The checkpoint to resume from: the newest finished one of a run, or the one that a person named.
 
     The rule for damage: a checkpoint that is unfinished, or of which a file is missing or short, is skipped
@@ -102,7 +106,7 @@ def choose(out: Path | str, name: str = NEWEST) -> Choice:
     Raises: CheckpointError: there is none that can be used, or the named one cannot.
     """
     if name != NEWEST:
-        return Choice(_named(folder_of(out), name), ())
+        return Choice(_named(place_of(out), name), ())
     listing = list_checkpoints(out)
     skipped: list[Skipped] = []
     for path in sorted((*listing.committed, *listing.unfinished), key=step_of, reverse=True):
@@ -117,7 +121,7 @@ def choose(out: Path | str, name: str = NEWEST) -> Choice:
     )
 
 
-def why_unusable(path: Path) -> str:
+def why_unusable(path: Place) -> str:
     """Why a checkpoint cannot be used, as far as its manifest, names and sizes tell; empty if it can."""
     try:
         manifest = read_manifest(path)
@@ -128,7 +132,9 @@ def why_unusable(path: Path) -> str:
     return ""
 
 
-def prune(out: Path | str, *, keep: int, every: int | None = None) -> tuple[Path, ...]:
+def prune(
+    out: Place | str, *, keep: int, every: int | None = None, interrupted: bool = False
+) -> tuple[Place, ...]:
     """Remove all but the newest `keep` checkpoints that can be used, and what was left before the newest.
 
     Only rank 0 removes, and only what is proven to be this library's: files that a manifest or a journal
@@ -136,7 +142,11 @@ def prune(out: Path | str, *, keep: int, every: int | None = None) -> tuple[Path
     does not count either; it goes where it is older than all that are kept. What the disk refuses to remove
     is no reason to end a run: a warning names it.
 
-    Args: every: keep also those whose step is a multiple of this, for ever.
+    Args:
+        every: keep also those whose step is a multiple of this, for ever.
+        interrupted: nobody saves there now, so that what interrupted saves left goes too. It need only be
+            said of object storage, where nothing tells a save that died on another machine from a slow one.
+
     Returns: the checkpoints that were removed, or tidied away (on rank 0).
     Raises: CheckpointError: `keep` or `every` is less than 1.
     """
@@ -145,30 +155,33 @@ def prune(out: Path | str, *, keep: int, every: int | None = None) -> tuple[Path
     if rank() != 0:
         return ()
     try:
-        return _pruned(out, keep, every)
+        return _pruned(out, keep, every, interrupted)
     except OSError as error:
         warnings.warn(f"nothing was pruned in {out}: {error}", stacklevel=2)
         return ()
 
 
-def _pruned(out: Path | str, keep: int, every: int | None) -> tuple[Path, ...]:
+def _pruned(out: Place | str, keep: int, every: int | None, interrupted: bool) -> tuple[Place, ...]:
     listing = list_checkpoints(out)
-    committed = [path for path in listing.committed if not path.is_symlink()]
+    committed = [path for path in listing.committed if not store_of(path).is_link()]
     usable = [path for path in committed if not why_unusable(path)]
+    if interrupted:
+        for path in committed:
+            _tidied_away(path, interrupted)
     if not usable:
         return ()
     oldest = committed.index(usable[:keep][-1])
     old = [one for one in committed[oldest + 1 :] if every is None or step_of(one) % every]
-    removed = [path for path in old if _removed(path)]
+    removed = [path for path in old if _removed(path, interrupted)]
     newest = step_of(usable[0])
-    left = [path for path in listing.unfinished if step_of(path) <= newest and _tidied_away(path)]
-    return (*removed, *left)
+    older = [path for path in listing.unfinished if step_of(path) <= newest]
+    return (*removed, *(path for path in older if _tidied_away(path, interrupted)))
 
 
-def _removed(path: Path) -> bool:
+def _removed(path: Place, interrupted: bool) -> bool:
     """Remove a checkpoint, unless it is somebody else's or is being written."""
     try:
-        remove(path)
+        remove(path, interrupted=interrupted)
     except CheckpointError:
         return False
     except OSError as error:
@@ -177,27 +190,31 @@ def _removed(path: Path) -> bool:
     return True
 
 
-def _tidied_away(path: Path) -> bool:
-    """Remove an unfinished checkpoint, if nobody writes it now and nothing in it is somebody else's."""
-    if path.is_symlink():
+def _tidied_away(path: Place, interrupted: bool) -> bool:
+    """Remove what interrupted saves left, if nobody writes there now; whether nothing is left then."""
+    store = store_of(path)
+    if store.is_link():
         return False
     try:
-        handle = lock(path)
+        hold = store.hold_there()
     except (CheckpointError, OSError):
         return False
+    if store.renames and not hold.alone:
+        hold.let_go()
+        return False
     try:
-        tidy(path, look(path))
-        with contextlib.suppress(OSError):
-            path.rmdir()
-        return not path.exists()
+        content = finished(store, look(store))
+        tidy(store, content, alone=hold.alone, interrupted=interrupted)
+        store.drop_empty()
+        return not store.exists()
     finally:
-        disk.unlock_folder(handle)
+        hold.let_go()
 
 
-def _named(out: Path, name: str) -> Path:
-    tries = (out / "checkpoints" / name, out / name, Path(name))
-    path = next((one for one in tries if one.exists()), None)
-    if path is None:
+def _named(out: Place, name: str) -> Place:
+    tries = [one for one in (out / "checkpoints" / name, out / name) if store_of(one).exists()]
+    path = tries[0] if tries else place_of(name)
+    if not store_of(path).exists():
         known = ", ".join(one.name for one in list_checkpoints(out).committed) or "none"
         raise CheckpointError(f"there is no checkpoint {name!r} in {out} (finished ones: {known})")
     reason = why_unusable(path)

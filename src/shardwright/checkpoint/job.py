@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,9 @@ from shardwright.checkpoint.state import nodes_of
 from shardwright.checkpoint.storage.commit import Saving
 from shardwright.checkpoint.storage.folder_names import is_committed, metadata
 from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump
+from shardwright.checkpoint.storage.place import Place
 from shardwright.checkpoint.storage.proof import prove
+from shardwright.checkpoint.storage.stores.of import store_of
 from shardwright.checkpoint.storage.sums import CHUNK
 from shardwright.checkpoint.storage.values import encode
 from shardwright.checkpoint.storage.writer import Entry, Written, into_files, write_file
@@ -29,7 +30,9 @@ from shardwright.index.region import Box
 class Job:
     """A save whose plan is known: what this rank writes, and what all of them said."""
 
-    def __init__(self, path: Path, save: str, parts: list[Part], collected: Collected, about: dict[str, Any]):
+    def __init__(
+        self, path: Place, save: str, parts: list[Part], collected: Collected, about: dict[str, Any]
+    ):
         self.path, self.id, self.parts, self._about = path, save, parts, about
         self.saving: Saving | None = None
         self._tensors = collected.tensors
@@ -73,28 +76,30 @@ class Job:
     def _withdraw(self, mine: list[Written]) -> None:
         """Remove this rank's files of a save that was not committed, wherever they are."""
         with contextlib.suppress(OSError, CheckpointError):
-            if not is_committed(self.path, self.id):
+            store = store_of(self.path)
+            if not is_committed(store, self.id):
                 for file in mine:
-                    (self.path / file.name).unlink(missing_ok=True)
+                    store.remove(file.name)
 
     def _write(self) -> list[Written]:
-        if not self.path.is_dir():
+        store = store_of(self.path)
+        if not store.has(f"saving-{self.id}.json"):
             raise CheckpointError(
                 f"rank {rank()} does not see {self.path}, which rank 0 made: the ranks do not share this "
-                "file "
-                "system (a disk of one node?); name a folder that all of them see"
+                "file system (a disk of one node, the memory of one process?); name a folder that all of "
+                "them see"
             )
-        names: list[Path] = []
+        names: list[str] = []
         try:
             done = []
             for number, entries in enumerate(into_files(self.entries())):
-                names.append(self.path / f"data-{self.id}-{rank():05d}-{number:03d}.safetensors")
-                done.append(write_file(names[-1], entries, metadata(self.id)))
+                names.append(f"data-{self.id}-{rank():05d}-{number:03d}.safetensors")
+                done.append(write_file(store, names[-1], entries, metadata(self.id)))
             return done
         except BaseException:
             for name in names:
                 with contextlib.suppress(OSError):
-                    name.unlink()
+                    store.remove(name)
             raise
 
     def _commit(self, written: list[list[Written]]) -> None:
@@ -140,7 +145,7 @@ class Job:
 
 @contextlib.contextmanager
 def prepared(
-    path: Path, state: Mapping[str, Any], extra: Any, step: int | None, config: Mapping[str, Any] | None
+    path: Place, state: Mapping[str, Any], extra: Any, step: int | None, config: Mapping[str, Any] | None
 ) -> Iterator[Job]:
     """A save up to its plan, which is the same on every rank.
 
@@ -180,7 +185,11 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prepare(
-    path: Path, state: Mapping[str, Any], extra: Any, about: Callable[[], dict[str, Any]], begun: list[Saving]
+    path: Place,
+    state: Mapping[str, Any],
+    extra: Any,
+    about: Callable[[], dict[str, Any]],
+    begun: list[Saving],
 ) -> Job:
     collected = Collected()
 

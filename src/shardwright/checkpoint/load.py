@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.loading import Loaded, Loading
 from shardwright.checkpoint.patterns import Patterns
 from shardwright.checkpoint.save import State
-from shardwright.checkpoint.storage.place import folder_of
+from shardwright.checkpoint.storage.place import Place, place_of
 
 
 def load(
-    path: Path | str,
+    path: Place | str,
     model: State | None = None,
     optimizer: State | None = None,
     *,
@@ -44,5 +43,5 @@ def load(
     Cost: no tensor data is communicated; each rank reads what it holds, and needs memory for it twice.
     """
     everything = {"model": model, "optimizer": optimizer, **state}
-    loading = Loading(folder_of(path), Patterns(only), in_place)
+    loading = Loading(place_of(path), Patterns(only), in_place)
     return loading.run(everything)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from shardwright.checkpoint.state import Kind, Node, nodes_of
 from shardwright.checkpoint.storage.arena import Arena, copy_bytes, room_for
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
 from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
+from shardwright.checkpoint.storage.place import Place
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.reader import Reader, Want, wants
 from shardwright.checkpoint.storage.source import Source, check_sizes
@@ -39,7 +39,7 @@ class Loaded:
         bytes_read: of this rank.
     """
 
-    path: Path
+    path: Place
     step: int | None
     extra: Any
     config: dict[str, Any]
@@ -54,7 +54,7 @@ class Loading:
     manifest: Manifest
     reader: Reader
 
-    def __init__(self, path: Path, patterns: Patterns, in_place: bool) -> None:
+    def __init__(self, path: Place, patterns: Patterns, in_place: bool) -> None:
         self.path, self.patterns, self.in_place = path, patterns, in_place
         self.nodes: list[Node] = []
         self.chosen: list[Node] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.job import about_run, prepared
 from shardwright.checkpoint.others.dcp_export import save_for_torch
-from shardwright.checkpoint.storage.place import folder_of
+from shardwright.checkpoint.storage.place import Place, folder_of, place_of
 from shardwright.errors import CheckpointError
 
 State = nn.Module | Optimizer | Sequence[Any] | Mapping[str, Any]
@@ -19,7 +18,7 @@ Format = Literal["shardwright", "dcp"]
 
 
 def save(
-    path: Path | str,
+    path: Place | str,
     model: State | None = None,
     optimizer: State | None = None,
     *,
@@ -28,7 +27,7 @@ def save(
     config: Mapping[str, Any] | None = None,
     format: Format = "shardwright",  # noqa: A002  the word that users look for
     **state: Any,
-) -> Path:
+) -> Place:
     """Write a checkpoint that any mesh can load: each rank writes its pieces, copies are written once.
 
     A collective over the world: every rank calls it, on a file system that all of them see. When the files of
@@ -65,6 +64,6 @@ def save(
         return save_for_torch(folder_of(path), everything, extra, about_run(step, config))
     if format != "shardwright":
         raise CheckpointError(f"format={format!r} is not known: 'shardwright' or 'dcp'")
-    with prepared(folder_of(path), everything, extra, step, config) as job:
+    with prepared(place_of(path), everything, extra, step, config) as job:
         job.finish()
     return job.path

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardwright.errors import CheckpointError
 
-Where = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint's folder.")]
-Run = Annotated[Path, typer.Argument(metavar="PATH", help="The folder of a run, or of its checkpoints.")]
+if TYPE_CHECKING:
+    from shardwright.checkpoint.storage.place import Place
+
+# Text, not a Path: an address of object storage (s3://bucket/run) has two slashes, of which Path keeps one.
+Where = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint's folder, or its address.")]
+Run = Annotated[str, typer.Argument(metavar="PATH", help="The folder of a run, or of its checkpoints.")]
 
 app = typer.Typer(
     help="Look at checkpoints: list, show, verify, compare, convert, prune.",
@@ -38,7 +41,7 @@ def list_all(path: Run) -> int:
     return int(not usable)
 
 
-def _summary(path: Path) -> str:
+def _summary(path: Place | str) -> str:
     from shardwright.checkpoint import read_manifest
 
     manifest = read_manifest(path)
@@ -113,10 +116,10 @@ def diff(one: Where, other: Where) -> int:
 @app.command()
 def convert(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(help="A folder of torch's DCP, a file of torch.save, or a checkpoint of version 1."),
     ],
-    target: Annotated[Path, typer.Argument(help="The new checkpoint's folder.")],
+    target: Annotated[str, typer.Argument(help="The new checkpoint's folder.")],
 ) -> int:
     """Write a model that torch saved as a checkpoint of this library; nothing of the source is executed."""
     from shardwright.checkpoint import convert as write_anew
@@ -132,11 +135,14 @@ def prune(
     *,
     keep: Annotated[int, typer.Option(help="How many of the newest to keep.", min=1)],
     every: Annotated[int | None, typer.Option(help="Keep also steps that this divides.", min=1)] = None,
+    interrupted: Annotated[
+        bool, typer.Option("--interrupted", help="No run writes there: remove what interrupted saves left.")
+    ] = False,
 ) -> int:
     """Remove old checkpoints of a run, and what interrupted saves left; nothing that is not ours."""
     from shardwright.checkpoint import prune as remove_old
 
-    for gone in remove_old(path, keep=keep, every=every):
+    for gone in remove_old(path, keep=keep, every=every, interrupted=interrupted):
         typer.echo(f"removed {gone.name}")
     return 0
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwright.checkpoint import choose, list_checkpoints, read_manifest
+from shardwright.checkpoint.storage.place import Place
 from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.model import ModelShape
 from shardwright.train.run_folder import choose_folder
@@ -47,7 +48,7 @@ def how_to_go_on(folder: Path) -> str:
     return f"No checkpoint was finished yet: start again, in another folder than {folder}."
 
 
-def _check_same_model(path: Path, config: TrainConfig) -> None:
+def _check_same_model(path: Place, config: TrainConfig) -> None:
     """Compare settings; `load` compares the parameters themselves."""
     saved = read_manifest(path).config
     differ = [

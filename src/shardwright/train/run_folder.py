@@ -9,8 +9,9 @@ from datetime import datetime
 from pathlib import Path
 
 from shardwright.checkpoint.folder import list_checkpoints, step_of
-from shardwright.checkpoint.storage.commit import lock_or_warn
 from shardwright.checkpoint.storage.disk import is_at
+from shardwright.checkpoint.storage.place import folder_of
+from shardwright.checkpoint.storage.stores.local import lock_or_warn
 from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.config import TrainConfig
 from shardwright.train.metrics import MetricsFile, StepRecord, read_metrics
@@ -63,7 +64,8 @@ def set_aside(out: Path, done: int) -> list[str]:
     Returns: their names. They stay on the disk as `discarded-...`, where no `--resume` looks.
     """
     folder = out / "checkpoints"
-    later = [path for path in reversed(list_checkpoints(out).committed) if step_of(path) > done]
+    committed = map(folder_of, reversed(list_checkpoints(out).committed))
+    later = [path for path in committed if step_of(path) > done]
     for path in later:
         path.rename(_unused(folder / f"discarded-{path.name}"))
     return [path.name for path in later]

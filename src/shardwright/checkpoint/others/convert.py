@@ -16,19 +16,20 @@ from shardwright.checkpoint.others.foreign_optimizers import take_optimizers
 from shardwright.checkpoint.storage.commit import Saving
 from shardwright.checkpoint.storage.folder_names import metadata
 from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump
-from shardwright.checkpoint.storage.place import folder_of
+from shardwright.checkpoint.storage.place import Place, folder_of, place_of
 from shardwright.checkpoint.storage.proof import prove
+from shardwright.checkpoint.storage.stores.of import store_of
 from shardwright.checkpoint.storage.sums import CHUNK
 from shardwright.checkpoint.storage.writer import Entry, into_files, write_file
 
 
 def convert(
     source: Path | str,
-    target: Path | str,
+    target: Place | str,
     *,
     key: Key | None = None,
     parameters: Sequence[str] | None = None,
-) -> Path:
+) -> Place:
     """Write what another program saved as a checkpoint that `load` reads onto any mesh.
 
     Args:
@@ -46,7 +47,7 @@ def convert(
     or it is not known which parameter a state belongs to.
     Cost: one process reads and writes it, one box in memory at a time. Nothing of the source is executed.
     """
-    source, target = folder_of(source), folder_of(target)
+    source, target = folder_of(source), place_of(target)
     old = first_format.read(source)
     found: dict[Steps, Any] = dict(read_folder(source) if source.is_dir() else read_file(source))
     new = Converted(source, found, key or (None if old is None else first_format.key))
@@ -65,11 +66,11 @@ def convert(
     return _write(target, {**about, "tensors": new.tensors, "values": new.values}, new.entries)
 
 
-def _write(target: Path, about: dict[str, Any], entries: list[Entry]) -> Path:
-    saving = Saving(target)
+def _write(target: Place, about: dict[str, Any], entries: list[Entry]) -> Place:
+    saving, store = Saving(target), store_of(target)
     try:
         written = [
-            write_file(target / f"data-{saving.id}-00000-{number:03d}.safetensors", one, metadata(saving.id))
+            write_file(store, f"data-{saving.id}-00000-{number:03d}.safetensors", one, metadata(saving.id))
             for number, one in enumerate(into_files(entries))
         ]
         for number, file in enumerate(written):

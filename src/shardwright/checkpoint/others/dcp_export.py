@@ -25,7 +25,7 @@ from shardwright.checkpoint.job import Job
 from shardwright.checkpoint.others.torch_names import as_torch_nests
 from shardwright.checkpoint.state import nodes_of
 from shardwright.checkpoint.storage import disk
-from shardwright.checkpoint.storage.commit import lock_or_warn
+from shardwright.checkpoint.storage.stores.local import lock_or_warn
 from shardwright.checkpoint.storage.writer import Entry
 from shardwright.errors import CheckpointError
 

@@ -10,128 +10,122 @@ removed, by this save or, if it dies, by the next.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
-from shardwright.checkpoint.storage import disk
-from shardwright.checkpoint.storage.folder_names import DATA, REMOVING, Content, Journal, leftovers, look
+from shardwright.checkpoint.storage.folder_names import (
+    DATA,
+    REMOVING,
+    Content,
+    Journal,
+    leftovers,
+    look,
+)
 from shardwright.checkpoint.storage.manifest import NAME, Head
+from shardwright.checkpoint.storage.owner import saves_here, this_process
+from shardwright.checkpoint.storage.place import Place
+from shardwright.checkpoint.storage.stores.of import store_of
+from shardwright.checkpoint.storage.stores.store import Hold, Store
 from shardwright.checkpoint.storage.writer import Written
 from shardwright.errors import CheckpointError
 
 
 class Saving:
-    """A save under way, on the rank that commits: it holds the folder's lock until it is closed."""
+    """A save under way, on the rank that commits: it holds the folder until it is closed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         """Begin. Raises: CheckpointError: another process writes there, or what is there is not ours."""
         self.path = path
         self.id = secrets.token_hex(8)
-        self._made = False
-        self._alone = True
+        self._store = store_of(path)
         self._renamed = False
-        self._handle = self._lock()
+        self._hold: Hold | None = self._store.hold()
+        saves_here.add(self.id)
         try:
-            content = look(path)
+            content = look(self._store)
             _refuse_strangers(path, content)
-            if self._alone:
-                tidy(path, content)
-            self._journal = Journal(self.id, content.replaceable)
-            disk.write_small(self._journal_path, self._journal.text)
-            disk.sync_folder(path)
-            if self._made:
-                disk.sync_folder(path.parent)
+            if not self._hold.alone:
+                _refuse_living(path, content)
+            content = finished(self._store, content)
+            tidy(self._store, content, alone=self._hold.alone)
+            self._journal = Journal(self.id, content.replaceable, this_process())
+            self._store.write(f"saving-{self.id}.json", self._journal.text)
+            self._store.sync()
         except BaseException:
             self.abandon()
             raise
 
-    @property
-    def _journal_path(self) -> Path:
-        return self.path / f"saving-{self.id}.json"
-
-    def _lock(self) -> int:
-        for _ in range(100):  # another save that gave up may remove the folder that it made
-            with contextlib.suppress(FileExistsError):
-                self.path.mkdir(parents=True)
-                self._made = True
-            try:
-                handle, self._alone = lock_or_warn(self.path)
-            except FileNotFoundError:
-                continue
-            if disk.is_at(handle, self.path):
-                return handle
-            disk.unlock_folder(handle)
-        raise CheckpointError(f"{self.path} is made and removed again and again by somebody else")
-
     def commit(self, text: bytes, files: Sequence[Written]) -> None:
-        """Make the save the checkpoint: confirm its files, write its manifest, rename it.
+        """Make the save the checkpoint: confirm its files, write its manifest, give that its name.
 
         Raises: CheckpointError: a file is not there, or has another size; nothing was committed then.
         """
+        store, hold = self._store, self._hold
+        if hold is None:
+            raise CheckpointError(f"the save to {self.path} has ended")
         for file in files:
-            _confirm(self.path, file)
-        new = self.path / f"manifest-{self.id}.new"
-        disk.write_small(new, text)
-        disk.sync_folder(self.path)
-        if not disk.is_at(self._handle, self.path):
-            raise CheckpointError(f"{self.path} was moved or removed while it was written")
-        new.rename(self.path / NAME)
+            _confirm(store, file)
+        store.write(f"manifest-{self.id}.new", text)
+        store.sync()
+        hold.check()
+        store.rename(f"manifest-{self.id}.new", NAME)
         self._renamed = True
-        disk.sync_folder(self.path)
+        store.sync()
         # The checkpoint counts from here on; what is left to do, the next save does if this one cannot.
         with contextlib.suppress(OSError):
-            tidy(self.path, look(self.path), self.id, alone=self._alone)
+            tidy(store, look(store), self.id, alone=hold.alone)
         self.close()
 
     def abandon(self) -> None:
         """Remove what this save wrote, as far as the disk lets it, and let the folder go."""
-        if self._handle < 0:
+        if self._hold is None:
             return
         with contextlib.suppress(OSError, CheckpointError):
+            content = finished(self._store, look(self._store))
             # Once renamed, what this save wrote is the checkpoint, whatever failed afterwards.
-            tidy(self.path, look(self.path), "" if self._renamed else self.id, alone=self._alone)
-            if self._made and not self._renamed:
-                self.path.rmdir()
-        self.close()
+            tidy(self._store, content, "" if self._renamed else self.id, alone=self._hold.alone)
+        self.close(drop=not self._renamed)
 
-    def close(self) -> None:
-        """Let the folder go."""
-        handle, self._handle = self._handle, -1
-        if handle >= 0:
-            disk.unlock_folder(handle)
+    def close(self, *, drop: bool = False) -> None:
+        """Let the folder go; `drop`: the folder too, where this save made it and nothing is in it."""
+        hold, self._hold = self._hold, None
+        saves_here.discard(self.id)
+        if hold is not None:
+            hold.let_go(drop=drop)
 
 
-def lock_or_warn(path: Path) -> tuple[int, bool]:
-    """The folder's lock, and True; where the file system has no locks the folder, False, and a warning.
+def finished(store: Store, content: Content) -> Content:
+    """What is in the folder once a manifest that was cut while it got its name has been written again."""
+    if not content.redo:
+        return content
+    store.rename(content.redo, NAME)
+    return look(store)
 
-    Raises: CheckpointError: another process holds the lock.
+
+def _refuse_living(path: Place, content: Content) -> None:
+    """Without a lock the journals tell who writes here, as far as this machine can know.
+
+    Raises: CheckpointError: a process that is alive. Warns of what may be alive on another machine.
     """
-    try:
-        return lock(path), True
-    except disk.NoLocksError as error:
-        warnings.warn(
-            f"{error.strerror}: two saves to {path} at once are not noticed, and what interrupted saves left "
-            "there is kept",
-            stacklevel=2,
-        )
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), False
+    for journal in content.journals.values():
+        if journal is None or journal.owner is None:
+            continue
+        if journal.owner.lives(journal.id):
+            raise CheckpointError(
+                f"{path} is being written by another process (or another save of this one; save "
+                f"{journal.id} of {journal.owner}): wait for it, or name another folder"
+            )
+        if not journal.owner.ended(journal.id):
+            warnings.warn(
+                f"{path}: save {journal.id} of {journal.owner} was interrupted or is under way, which cannot "
+                "be known from here: its files are kept; if no run writes there, `shardwright checkpoint "
+                "prune --interrupted` removes them",
+                stacklevel=2,
+            )
 
 
-def lock(path: Path) -> int:
-    """The folder's lock. Raises: CheckpointError: somebody holds it. NoLocksError: there is none to have."""
-    handle = disk.lock_folder(path)
-    if handle is None:
-        raise CheckpointError(
-            f"{path} is being written by another process (or another save of this one): wait for it, or name "
-            "another folder"
-        )
-    return handle
-
-
-def _refuse_strangers(path: Path, content: Content) -> None:
+def _refuse_strangers(path: Place, content: Content) -> None:
     """Raises CheckpointError where a folder holds what this library did not write."""
     if content.committed and not content.recognised:
         raise CheckpointError(
@@ -146,79 +140,81 @@ def _refuse_strangers(path: Path, content: Content) -> None:
         )
 
 
-def _confirm(path: Path, file: Written) -> None:
-    size = disk.size_of(path / file.name)
+def _confirm(store: Store, file: Written) -> None:
+    size = store.size(file.name)
     if size is None:
         raise CheckpointError(
-            f"{file.name} was written by its rank, but the rank that commits does not find it in {path}: "
-            "the ranks do not share this file system (a disk of one node?); name a folder that all of "
-            "them see"
+            f"{file.name} was written by its rank, but the rank that commits does not find it in "
+            f"{store.place}: the ranks do not share this file system (a disk of one node?); name a folder "
+            "that all of them see"
         )
     if size != file.size:
-        raise CheckpointError(f"{path / file.name} has {size} bytes, its rank wrote {file.size}")
+        raise CheckpointError(f"{store.place / file.name} has {size} bytes, its rank wrote {file.size}")
 
 
-def tidy(path: Path, content: Content, mine: str = "", *, alone: bool = True) -> None:
-    """Finish or roll back what an earlier save or removal left (or `mine`); the folder's lock is held.
-
-    Without a lock (not `alone`) another save may be under way: only what `mine` wrote and replaced goes.
+def tidy(
+    store: Store, content: Content, mine: str = "", *, alone: bool = True, interrupted: bool = False
+) -> None:
+    """Finish or roll back what an earlier save or removal left (or `mine`).
 
     Only what is proven to be this library's goes: files of a save that a journal or their own header names,
     and those that a committed save replaced.
+
+    Args:
+        alone: the folder is locked. Without that only what `mine` and saves that have provably ended wrote
+            or replaced goes.
+        interrupted: the user says that no save is under way.
     """
+    alone = alone or interrupted
+    removals = alone or not store.renames  # there, a removal that was cut is told from its own text
     for name in content.names:
-        if alone and REMOVING.fullmatch(name):
-            _remove_listed(path, name)
-    gone = list(leftovers(path, content, mine, alone=alone))
+        if removals and REMOVING.fullmatch(name):
+            _remove_listed(store, name)
+    gone = list(leftovers(store, content, mine, alone=alone))
     for name in dict.fromkeys(gone):
-        _unlink(path / name)
+        store.remove(name)
     if gone:
-        disk.sync_folder(path)
+        store.sync()
 
 
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-
-
-def remove(path: Path) -> None:
+def remove(path: Place, *, interrupted: bool = False) -> None:
     """Remove a checkpoint: first its name, so that a crash half-way leaves nothing that looks complete.
 
     Where the file system has no locks, only what its manifest names goes.
     Raises: CheckpointError: it is being written, or is none of this library's; nothing is removed then.
     """
-    handle, alone = lock_or_warn(path)
+    store = store_of(path)
+    hold = store.hold_there()
     try:
-        content = look(path)
+        content = look(store)
         _refuse_strangers(path, content)
+        content = finished(store, content)
         if content.manifest is not None:
             removing = f"removing-{content.manifest.id}.json"
-            (path / NAME).rename(path / removing)
-            _remove_listed(path, removing)
+            store.rename(NAME, removing)
+            _remove_listed(store, removing)
         elif content.committed:
-            _remove_damaged(path, content)
-        if alone:
-            tidy(path, look(path))
-        with contextlib.suppress(OSError):
-            path.rmdir()  # what is not ours keeps it there
+            _remove_damaged(store, content)
+        if hold.alone or not store.renames:
+            tidy(store, look(store), alone=hold.alone, interrupted=interrupted)
+        store.drop_empty()
     finally:
-        disk.unlock_folder(handle)
+        hold.let_go()
 
 
-def _remove_damaged(path: Path, content: Content) -> None:
-    _unlink(path / NAME)
-    for name in content.legacy:
-        _unlink(path / name)
+def _remove_damaged(store: Store, content: Content) -> None:
+    for name in (NAME, *content.legacy):
+        store.remove(name)
 
 
-def _remove_listed(path: Path, name: str) -> None:
+def _remove_listed(store: Store, name: str) -> None:
     """Go on with a removal: its journal is the manifest that the checkpoint had."""
     try:
-        manifest = Head.parse(disk.read_small(path / name, 1 << 30))
+        manifest = Head.parse(store.read(name, 1 << 30))
     except (OSError, EOFError, CheckpointError):
         return
-    kept = look(path).replaceable
+    kept = look(store).replaceable
     for file in manifest.files:
         if DATA.fullmatch(file.name) and file.name not in kept:
-            _unlink(path / file.name)
-    _unlink(path / name)
+            store.remove(file.name)
+    store.remove(name)

@@ -2,8 +2,9 @@
 
     manifest.json                              the checkpoint; without it there is none
     data-<save>-<rank>-<number>.safetensors    the data of a save
-    saving-<save>.json                         a save that is under way, or was interrupted; names what it
-    replaces manifest-<save>.new                        its manifest, before it gets its name
+    saving-<save>.json                         a save that is under way, or was interrupted; names its process
+                                               and what it replaces
+    manifest-<save>.new                        its manifest, before it gets its name
     removing-<save>.json                       the manifest of a checkpoint that is being removed
 
 <save> is 16 random hex digits, made for each save: no two saves ever write one file.
@@ -13,20 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from shardwright.checkpoint.storage import disk, legacy
-from shardwright.checkpoint.storage.manifest import NAME, PREFIX, Head
+from shardwright.checkpoint.storage import legacy
+from shardwright.checkpoint.storage.manifest import NAME, NEW, PREFIX, Head, cut_short
+from shardwright.checkpoint.storage.owner import Owner
+from shardwright.checkpoint.storage.stores.store import Store
 from shardwright.errors import CheckpointError
 
 _ID = r"([0-9a-f]{16})"
 DATA = re.compile(rf"data-{_ID}-\d{{5,}}-\d{{3,}}\.safetensors")
 SAVING = re.compile(rf"saving-{_ID}\.json")
-NEW = re.compile(rf"manifest-{_ID}\.new")
 REMOVING = re.compile(rf"removing-{_ID}\.json")
 _REPLACED = re.compile(rf"{DATA.pattern}|{legacy.FILES.pattern}")
 _OURS = (DATA, SAVING, NEW, REMOVING)
@@ -36,20 +36,30 @@ _MOST_JOURNAL = 1 << 26
 
 @dataclass(frozen=True)
 class Journal:
-    """A save that began: its id, and the files of the checkpoint that it replaces."""
+    """A save that began: its id, the files of the checkpoint that it replaces, the process that commits."""
 
     id: str
     replaces: tuple[str, ...] = ()
+    owner: Owner | None = None
 
     @property
     def text(self) -> bytes:
         """As it stands in the file."""
-        return json.dumps({"format": _JOURNAL, "id": self.id, "replaces": self.replaces}).encode()
+        told: dict[str, object] = {"format": _JOURNAL, "id": self.id, "replaces": self.replaces}
+        return json.dumps(told | ({"owner": self.owner.as_json()} if self.owner else {})).encode()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is certain that the process that made it writes no more."""
+        return self.owner is not None and self.owner.ended(self.id)
 
 
 @dataclass
 class Content:
-    """What is in a folder: journals by name, our names, and whether there is a manifest of this library."""
+    """What is in a folder: journals by name, our names, and whether there is a manifest of this library.
+
+    Args: redo: the whole manifest of a commit that was cut while it wrote `manifest.json`.
+    """
 
     names: list[str]
     journals: dict[str, Journal | None] = field(default_factory=dict)
@@ -57,6 +67,7 @@ class Content:
     legacy: tuple[str, ...] = ()
     committed: bool = False
     recognised: bool = False
+    redo: str = ""
 
     @property
     def strangers(self) -> list[str]:
@@ -76,50 +87,67 @@ class Content:
         return self.legacy or tuple(name for name in named if DATA.fullmatch(name))
 
 
-def look(path: Path) -> Content:
-    """What is in a folder. Raises: OSError: it cannot be read."""
-    content = Content(sorted(one.name for one in path.iterdir()))
+def look(store: Store) -> Content:
+    """What is in a folder. Raises: OSError: it cannot be read.
+
+    Names come first, then journals, then the manifest. A journal is written before the data of its save and
+    goes after it: data that is named without a journal is of a save that has ended, and is the checkpoint's,
+    if the manifest that is read afterwards says so.
+    """
+    content = Content(store.names())
     for name in content.names:
         if SAVING.fullmatch(name):
-            content.journals[name] = _read_journal(path / name)
+            content.journals[name] = _read_journal(store, name)
     if NAME in content.names:
         content.committed = True
-        _look_at_manifest(path, content)
+        _look_at_manifest(store, content)
     return content
 
 
-def is_committed(path: Path, save: str) -> bool:
+def is_committed(store: Store, save: str) -> bool:
     """Whether this save is the checkpoint. Raises: OSError, CheckpointError: its manifest cannot be read."""
-    if disk.size_of(path / NAME) is None:
-        return False
-    return Head.parse(disk.read_small(path / NAME, 1 << 30)).id == save
+    content = look(store)
+    if content.unreadable:
+        raise CheckpointError(f"{store.place}: its manifest cannot be read")
+    return content.manifest is not None and content.manifest.id == save
 
 
-def _look_at_manifest(path: Path, content: Content) -> None:
-    if disk.size_of(path / NAME) is None:
+def _look_at_manifest(store: Store, content: Content) -> None:
+    if store.size(NAME) is None:
         return  # a link, a folder: nothing that this library writes
-    text = disk.read_small(path / NAME, 1 << 30)
+    text = store.read(NAME, 1 << 30)
     with contextlib.suppress(CheckpointError):
         content.manifest = Head.parse(text)
     content.legacy = () if text.startswith(PREFIX) else legacy.files_of(text)
-    content.recognised = text.startswith(PREFIX) or bool(content.legacy) or _made_by_us(path, content.names)
+    if content.manifest is None and cut_short(store, text):
+        content.redo, content.manifest = _redo(store, content.names)
+    ours = text.startswith(PREFIX) or bool(content.legacy or content.redo)
+    content.recognised = ours or _made_by_us(store, content.names)
 
 
-def _made_by_us(path: Path, names: list[str]) -> bool:
+def _redo(store: Store, names: list[str]) -> tuple[str, Head | None]:
+    for name in names:
+        if NEW.fullmatch(name):
+            with contextlib.suppress(CheckpointError, OSError, EOFError):
+                return name, Head.parse(store.read(name, 1 << 30))
+    return "", None
+
+
+def _made_by_us(store: Store, names: list[str]) -> bool:
     """Whether a data file beside a damaged manifest says of itself that this library wrote it."""
-    return any(wrote(path, name) for name in names if DATA.fullmatch(name))
+    return any(wrote(store, name) for name in names if DATA.fullmatch(name))
 
 
-def wrote(path: Path, name: str) -> bool:
+def wrote(store: Store, name: str) -> bool:
     """Whether the header of a data file says that this library wrote it, in the save of its name."""
     found = DATA.fullmatch(name)
     with contextlib.suppress(OSError, EOFError):
-        handle = disk.open_regular(path / name)
+        file = store.open(name)
         try:
-            start = bytearray(min(200, os.fstat(handle).st_size))
-            disk.read_into(handle, [memoryview(start)], 0)
+            start = bytearray(min(200, file.size))
+            file.read_into([memoryview(start)], 0)
         finally:
-            os.close(handle)
+            file.close()
         return found is not None and metadata_text(found[1]) in bytes(start)
     return False
 
@@ -134,50 +162,82 @@ def metadata_text(save: str) -> bytes:
     return json.dumps(metadata(save), separators=(",", ":")).encode()
 
 
-def _read_journal(path: Path) -> Journal | None:
+def _read_journal(store: Store, name: str) -> Journal | None:
     """The journal; None: it is not one, or was cut."""
     try:
-        found = json.loads(disk.read_small(path, _MOST_JOURNAL))
+        found = json.loads(store.read(name, _MOST_JOURNAL))
         replaces = tuple(found["replaces"])
-        fits = found["format"] == _JOURNAL and path.name == f"saving-{found['id']}.json"
+        fits = found["format"] == _JOURNAL and name == f"saving-{found['id']}.json"
         if fits and all(isinstance(one, str) and _REPLACED.fullmatch(one) for one in replaces):
-            return Journal(found["id"], replaces)
+            return Journal(found["id"], replaces, Owner.parse(found.get("owner")))
     except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError):
         pass
     return None
 
 
-def leftovers(path: Path, content: Content, mine: str = "", *, alone: bool = True) -> Iterator[str]:
+def leftovers(store: Store, content: Content, mine: str = "", *, alone: bool = True) -> Iterator[str]:
     """Names that an interrupted save or removal left and that are proven to be ours; journals come last.
 
     Args:
         mine: the save of this process, of which nothing needs to be proven.
-        alone: whether no other save can be under way; else only what belongs to `mine` is named.
+        alone: whether no other save can be under way; else only what belongs to `mine` is named, and in
+            object storage what belongs to saves that have provably ended.
     """
     if content.unreadable:
         # Which of the files are its own cannot be known before another one takes its place.
         yield from (name for name in content.names if mine and f"-{mine}" in name)
         return
     here, now = set(content.names), content.manifest.id if content.manifest else ""
-    kept = {*content.replaceable, NAME}
-    journals = {n: one for n, one in content.journals.items() if alone or n == f"saving-{mine}.json"}
+    kept = {*content.replaceable, NAME, content.redo}
+    journals = {n: one for n, one in content.journals.items() if alone or _is_over(store, n, one, mine)}
     known = {one.id for one in journals.values() if one is not None} | {mine}
     for name in content.names:
         found = DATA.fullmatch(name) or NEW.fullmatch(name)
         left = found and found[1] != now and name not in kept
-        if found and left and (found[1] in known or (alone and wrote(path, name))):
+        if found and left and (found[1] in known or _is_orphan(store, content, name, found[1], alone)):
             yield name
     for journal in journals.values():
         if journal is not None and journal.id == now:
             yield from (name for name in journal.replaces if name in here and name not in kept)
-    if alone:
-        yield from _emptied(path, content)
+    yield from _cut(store, content, alone)
     yield from (n for n, journal in journals.items() if journal or n == f"saving-{mine}.json")
 
 
-def _emptied(path: Path, content: Content) -> Iterator[str]:
-    """Files of our names without a byte, as a crash leaves them: nothing is lost with them."""
+def _is_over(store: Store, name: str, journal: Journal | None, mine: str) -> bool:
+    over = not store.renames and journal is not None and journal.ended
+    return over or name == f"saving-{mine}.json"
+
+
+def _is_orphan(store: Store, content: Content, name: str, save: str, alone: bool) -> bool:
+    """Whether data that says it is ours has no journal that could be of a save under way."""
+    unclaimed = alone or (not store.renames and f"saving-{save}.json" not in content.names)
+    return unclaimed and wrote(store, name)
+
+
+def _cut(store: Store, content: Content, alone: bool) -> Iterator[str]:
+    """Files of our names that a crash left with a part of their text, or none: nothing is lost with them.
+
+    A journal of object storage may be one that is just being written, so there only a cut text goes that
+    nobody can be writing: that of a save with a whole journal, or of a removal.
+    """
     for name in content.names:
-        cut = (SAVING.fullmatch(name) and content.journals[name] is None) or NEW.fullmatch(name)
-        if cut and disk.size_of(path / name) == 0:
+        journal = SAVING.fullmatch(name)
+        start = b"" if journal is None else json.dumps({"format": _JOURNAL, "id": journal[1]}).encode()[:-1]
+        removal = not store.renames and REMOVING.fullmatch(name) and NAME in content.names
+        if (
+            (journal and alone and content.journals[name] is None and _begins(store, name, start))
+            or (alone and NEW.fullmatch(name) and store.size(name) == 0)
+            or (removal and _begins(store, name, PREFIX))
+        ):
             yield name
+
+
+def _begins(store: Store, name: str, start: bytes) -> bool:
+    """Whether a file begins like a text of ours, or ends before it could differ."""
+    size = store.size(name)
+    if size is None or size > _MOST_JOURNAL:
+        return False
+    with contextlib.suppress(OSError, EOFError):
+        text = store.read(name, _MOST_JOURNAL)
+        return text.startswith(start) or start.startswith(text)
+    return False

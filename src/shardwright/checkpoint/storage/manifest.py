@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shardwright.checkpoint.storage import disk, legacy
-from shardwright.checkpoint.storage.place import folder_of
+from shardwright.checkpoint.storage import legacy
+from shardwright.checkpoint.storage.place import Place, place_of
+from shardwright.checkpoint.storage.stores.of import store_of
+from shardwright.checkpoint.storage.stores.store import Store
 from shardwright.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -22,6 +23,7 @@ _BETWEEN = b'",\n"manifest": '
 _END = b"}\n"
 _DIGITS = 32
 _MOST = 1 << 30
+NEW = re.compile(r"manifest-([0-9a-f]{16})\.new")
 _VERSION = re.compile(rb'"version":\s*(\d{1,9})')
 _LIBRARY = re.compile(rb'"library":\s*"([^"]{1,40})"')
 
@@ -182,26 +184,54 @@ def _refuse_newer(body: bytes) -> None:
         )
 
 
-def read_manifest(path: Path | str) -> Manifest:
+def read_manifest(path: Place | str) -> Manifest:
     """The manifest of the checkpoint at `path`; its data is not looked at.
 
     Raises: CheckpointError: there is no checkpoint, it was never finished, or its manifest is damaged.
     """
-    path = folder_of(path)
-    _check_finished(path)
+    store = store_of(place_of(path))
     try:
-        return Manifest.parse(disk.read_small(path / NAME, _MOST))
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} cannot be used: {error}") from None
+        _check_finished(store)
+        text = store.read(NAME, _MOST)
     except (OSError, EOFError) as error:
-        raise CheckpointError(f"{path} cannot be used: its manifest cannot be read ({error})") from None
+        raise CheckpointError(
+            f"{store.place} cannot be used: its manifest cannot be read ({error})"
+        ) from None
+    try:
+        return Manifest.parse(text)
+    except CheckpointError as error:
+        redone = _of_a_cut_commit(store) if cut_short(store, text) else None
+        if redone is not None:
+            return redone
+        raise CheckpointError(f"{store.place} cannot be used: {error}") from None
 
 
-def _check_finished(path: Path) -> None:
-    if not path.is_dir():
+def cut_short(store: Store, text: bytes) -> bool:
+    """Whether a text that does not parse may be a manifest of ours that was still being written.
+
+    Only where a name cannot change its file in one instant; there the same text stands whole under another
+    name until all of it is written.
+    """
+    begins = text.startswith(PREFIX) or PREFIX.startswith(text)
+    return not store.renames and begins and not text.endswith(_END)
+
+
+def _of_a_cut_commit(store: Store) -> Manifest | None:
+    for name in store.names():
+        if NEW.fullmatch(name):
+            try:
+                return Manifest.parse(store.read(name, _MOST))
+            except (OSError, EOFError, CheckpointError):
+                continue
+    return None
+
+
+def _check_finished(store: Store) -> None:
+    path = store.place
+    if not store.exists():
         raise CheckpointError(f"{path} is not a checkpoint: there is no such folder")
-    if not is_named(path / NAME):
-        if is_named(path / _INDEX_OF_TORCH):
+    if not store.has(NAME):
+        if store.has(_INDEX_OF_TORCH):
             raise CheckpointError(
                 f"{path} is a folder of torch's distributed checkpoint: `shardwright checkpoint convert OLD "
                 "NEW` writes it as one of this library, then load the new one"
@@ -209,8 +239,3 @@ def _check_finished(path: Path) -> None:
         raise CheckpointError(
             f"{path} was never finished (the run ended while it was written): choose a finished checkpoint"
         )
-
-
-def is_named(path: Path) -> bool:
-    """Whether the name is there, a broken link included."""
-    return path.is_symlink() or path.exists()

@@ -1,23 +1,82 @@
-"""The folder that a caller means."""
+"""Where a caller means a checkpoint to be: a path of the file system, or an address of object storage."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from shardwright.errors import CheckpointError
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # of an address; `Path` makes one slash of its two
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # of an address; `Path` makes one slash of its two
+_FILE = "file"
 
 
-def folder_of(path: Path | str) -> Path:
-    """A path of the file system, absolute from here on, wherever the process goes.
+@dataclass(frozen=True)
+class Address:
+    """A folder that fsspec reaches, such as `s3://bucket/run`: `/`, `name`, `parent` as of a `Path`."""
 
-    Raises: CheckpointError: it is an address of object storage, which would be made a local folder.
+    text: str
+
+    def __truediv__(self, name: str) -> Address:
+        return Address(f"{self.text.rstrip('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        """What stands after the last slash."""
+        return self.text.rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> Address:
+        """The address without its last name."""
+        return Address(self.text.rstrip("/").rpartition("/")[0])
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Place = Path | Address
+
+
+def place_of(where: Place | str) -> Place:
+    """What a caller names. A path is absolute from here on, wherever the process goes.
+
+    `file://` is a path: the folder is the same, and there it has a lock, a rename and `fsync`.
+    Raises: CheckpointError: an address that went through `Path`, which takes one of its slashes.
     """
-    if _SCHEME.match(str(path)):
+    if isinstance(where, Address):
+        return where
+    found = _SCHEME.match(str(where))
+    if found is None:
+        return Path(where).absolute()
+    if isinstance(where, Path):
         raise CheckpointError(
-            f"{path} is an address, and checkpoints are in folders of a file system: mount that storage and "
-            "name the folder, or save to a disk and copy the folder with the manifest last"
+            f"{where} is an address that was made a Path, which takes one of its slashes: give it as text"
         )
-    return Path(path).absolute()
+    if found[1].lower() == _FILE:
+        return _path_of(where)
+    if "://" not in where:
+        raise CheckpointError(f"{where} is no address: one begins like s3://bucket/folder")
+    return Address(where.rstrip("/"))
+
+
+def _path_of(address: str) -> Path:
+    parts = urlsplit(address)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise CheckpointError(f"{address} names no absolute path: write file:///folder, with three slashes")
+    return Path(unquote(parts.path))
+
+
+def folder_of(path: Place | str) -> Path:
+    """A folder of the file system, where only such a one will do.
+
+    Raises: CheckpointError: it is an address of object storage.
+    """
+    found = place_of(path)
+    if isinstance(found, Address):
+        raise CheckpointError(
+            f"{found} is an address, and files of other programs are read and written in folders of a file "
+            "system: mount that storage and name the folder, or copy it"
+        )
+    return found

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
 import torch
 
-from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES
 from shardwright.checkpoint.storage.manifest import SavedPart, SavedTensor
 from shardwright.checkpoint.storage.source import Source, open_file
+from shardwright.checkpoint.storage.stores.store import OpenFile
 from shardwright.checkpoint.storage.sums import first_wrong, sum_of
 from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
 
-_STEP = 1 << 20
 _SPAN = 8 << 20  # of a read whose elements are then picked out
 _SMALL = 1 << 16
 _MOST_PIECES = 512
@@ -57,13 +55,13 @@ class Reader:
     def __init__(self, source: Source) -> None:
         self.path, self.source = source.path, source
         self.bytes_read = 0
-        self._handles: dict[int, int] = {}
+        self._handles: dict[int, OpenFile] = {}
         self._scratch = memoryview(bytearray(0))
 
     def close(self) -> None:
         """Close all files."""
-        for handle in self._handles.values():
-            os.close(handle)
+        for file in self._handles.values():
+            file.close()
         self._handles.clear()
 
     def check_headers(self, numbers: Iterable[int]) -> None:
@@ -141,7 +139,7 @@ class Reader:
             return
         if start < first:
             self._torn(want, memory[: first - start], start, first)
-        step = max(_STEP // chunk, 1) * chunk
+        step = max(self._handle(want.part.file).step // chunk, 1) * chunk
         for at in range(first, last, step):
             piece = memory[at - start : min(at + step, last) - start]
             self._read(want.part.file, [piece], want.part.at + at)
@@ -187,7 +185,7 @@ class Reader:
 
     def _read(self, number: int, pieces: list[memoryview], at: int) -> None:
         try:
-            disk.read_into(self._handle(number), pieces, at)
+            self._handle(number).read_into(pieces, at)
         except EOFError:
             raise CheckpointError(self._damaged(number, "it became shorter while it was read")) from None
         except OSError as error:
@@ -196,7 +194,7 @@ class Reader:
             ) from None
         self.bytes_read += sum(map(len, pieces))
 
-    def _handle(self, number: int) -> int:
+    def _handle(self, number: int) -> OpenFile:
         if number not in self._handles:
             self._handles[number] = open_file(self.source, number)
         return self._handles[number]

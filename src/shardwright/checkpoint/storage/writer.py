@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwright.checkpoint.pieces import Cell
-from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.element_types import ITEMSIZES, in_file
+from shardwright.checkpoint.storage.stores.store import NewFile, Store
 from shardwright.checkpoint.storage.sums import Sums, sum_of, sums_of
 from shardwright.errors import CheckpointError
 
 _STEP = 1 << 20  # stays in the processor's cache between checksum and write
-_BEHIND = 2 << 20  # bytes that the disk has not been told of, at most
 _SMALL = 1 << 16
 _MOST_PIECES = 512
 _FILE_MOST = 8 << 30
@@ -91,28 +88,29 @@ def _name(entry: Entry, taken: dict[str, Any]) -> str:
     return name
 
 
-def write_file(path: Path, entries: Sequence[Entry], metadata: dict[str, str]) -> Written:
-    """Write one file and wait until it is on the disk.
+def write_file(store: Store, name: str, entries: Sequence[Entry], metadata: dict[str, str]) -> Written:
+    """Write one file and wait until it is where it stays.
 
     Raises: CheckpointError: the disk refuses; the file and the reason are named.
     Cost: memory for one step (1 MiB) beside tensors that lie on the CPU in one piece, else for a few.
     """
     header = header_of(entries, metadata)
     try:
-        handle = disk.open_new(path)
+        file = store.create(name)
         try:
-            disk.write_all(handle, [memoryview(header)])
-            boxes, size = _write_entries(handle, entries, len(header))
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+            file.write([memoryview(header)])
+            boxes, size = _write_entries(file, entries, len(header))
+        except BaseException:
+            file.give_up()
+            raise
+        file.finish()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from None
-    return Written(path.name, size, len(header), sum_of(header), boxes)
+        raise CheckpointError(f"{store.place / name} cannot be written: {error.strerror or error}") from None
+    return Written(name, size, len(header), sum_of(header), boxes)
 
 
 def _write_entries(
-    handle: int, entries: Sequence[Entry], at: int
+    file: NewFile, entries: Sequence[Entry], at: int
 ) -> tuple[list[tuple[str, Cell, int, str]], int]:
     boxes: list[tuple[str, Cell, int, str]] = []
     waiting: list[memoryview] = []
@@ -122,30 +120,26 @@ def _write_entries(
             waiting.append(data)
             sums = sums_of(data)
         else:
-            disk.write_all(handle, waiting)
+            file.write(waiting)
             waiting = []
-            sums = _stream(handle, entry.view)
+            sums = _stream(file, entry.view)
         if len(waiting) == _MOST_PIECES:
-            disk.write_all(handle, waiting)
+            file.write(waiting)
             waiting = []
         boxes.append((entry.key, entry.cell, at, sums))
         at += entry.nbytes
-    disk.write_all(handle, waiting)
+    file.write(waiting)
     return boxes, at
 
 
-def _stream(handle: int, view: torch.Tensor) -> str:
+def _stream(file: NewFile, view: torch.Tensor) -> str:
     """Write a large box in steps, and checksum each while it is in the cache."""
-    sums, begun = Sums(), 0
+    sums = Sums()
     for block in blocks(view):
         for at in range(0, len(block), _STEP):
             step = block[at : at + _STEP]
             sums.feed(step)
-            disk.write_all(handle, [step])
-            begun += len(step)
-            if begun >= _BEHIND:
-                disk.start_writing(handle)
-                begun = 0
+            file.write([step])
     return sums.text
 
 
