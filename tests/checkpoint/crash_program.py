@@ -1,6 +1,8 @@
 """Save a checkpoint with two ranks, and die before the n-th file operation of one of them, for every n.
 
-Run as `crash_program.py FOLDER VERB RANK`, VERB `save`, `replace` or `prune`. Prints a JSON line for each n:
+Run as `crash_program.py FOLDER VERB RANK [STORAGE]`, VERB `save`, `replace` or `prune`; with STORAGE `local`
+the folder is object storage to the library (fsspec's `local://`), and a write dies half-way, too.
+Prints a JSON line for each n:
 which checkpoints look complete but are not, the one that resuming chooses, what is there after one more go.
 Every attempt is a pair of processes forked from this one.
 """
@@ -18,12 +20,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsspec.implementations.local import LocalFileOpener
 from torch import nn
 
 from shardwright.checkpoint import choose, latest, list_checkpoints, load, prune, save, step_of, step_path
 from shardwright.checkpoint.folder import why_unusable
+from shardwright.checkpoint.storage import folder_names, manifest
 
 DIED = -signal.SIGKILL
+STORAGE = ""
 REPLACED = 20.0
 CHANGING = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
@@ -91,23 +96,45 @@ def _die_before(folder: str, operation: int) -> None:
 
     os.fsync = counted_sync
     sys.addaudithook(hook)
+    if STORAGE:
+        _die_half_way(one_more)
+
+
+def _die_half_way(one_more: Callable[[], None]) -> None:
+    """A write to object storage that dies has written the first half."""
+    real = LocalFileOpener.write
+
+    def write(self: LocalFileOpener, data: Any) -> Any:
+        half = len(data) // 2
+        count = real(self, data[:half])
+        self.flush()
+        one_more()
+        return count + real(self, data[half:])
+
+    LocalFileOpener.write = write
+
+
+def where(out: Path) -> Path | str:
+    """The folder as the library is told of it."""
+    return f"{STORAGE}://{out}" if STORAGE else out
 
 
 def save_step(out: Path, step: int) -> None:
     model = nn.Linear(3, 3)
     nn.init.constant_(model.weight, step)
-    save(step_path(out, step), model=model, step=step)
+    save(step_path(where(out), step), model=model, step=step)
 
 
 def replace(out: Path) -> None:
     model = nn.Linear(3, 3)
     nn.init.constant_(model.weight, REPLACED)
-    save(step_path(out, 2), model=model, step=2)
+    save(step_path(where(out), 2), model=model, step=2)
 
 
 def check_loads(out: Path, verb: str) -> None:
     """By `latest` and by its own path, the checkpoint loads, and holds what one save gave it."""
-    for path in {latest(out), step_path(out, 2)} if verb == "replace" else {latest(out)}:
+    newest = latest(where(out))
+    for path in {newest, step_path(where(out), 2)} if verb == "replace" else {newest}:
         model = nn.Linear(3, 3)
         load(path, model=model)
         allowed = {float(step_of(path)), REPLACED if verb == "replace" else float(step_of(path))}
@@ -116,7 +143,7 @@ def check_loads(out: Path, verb: str) -> None:
 
 
 def prune_to_one(out: Path) -> None:
-    prune(out, keep=1)
+    prune(where(out), keep=1)
 
 
 def attempt(template: Path, out: Path, verb: str, rank: int, operation: int) -> dict[str, Any]:
@@ -124,8 +151,8 @@ def attempt(template: Path, out: Path, verb: str, rank: int, operation: int) -> 
     shutil.copytree(template, out)
     doing = {"save": (save_step, out, 3), "replace": (replace, out), "prune": (prune_to_one, out)}[verb]
     died = in_two_ranks(*doing, dies=(rank, operation))
-    unusable = [one.name for one in list_checkpoints(out).committed if why_unusable(one)]
-    chosen = step_of(choose(out).path)
+    unusable = [one.name for one in list_checkpoints(where(out)).committed if why_unusable(one)]
+    chosen = step_of(choose(where(out)).path)
     check_loads(out, verb)
     if died and verb != "prune":
         in_two_ranks(*doing)
@@ -154,4 +181,7 @@ def main(folder: Path, verb: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
+    STORAGE, planted = "".join(sys.argv[4:]).partition("-")[::2]
+    if planted:
+        manifest.cut_short = folder_names.cut_short = lambda *_: False
     main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import all_but
+from tests.tiers import all_but, only
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).with_name("crash_program.py")
 SOURCE = Path(__file__).parents[2] / "src"
 
 
-def attempts(folder: Path, verb: str, rank: int) -> list[dict[str, Any]]:
+def attempts(folder: Path, verb: str, rank: int, storage: str = "") -> list[dict[str, Any]]:
     """One attempt for each file operation of the rank, and a last one in which it lived."""
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder), verb, str(rank)],
+        [sys.executable, str(PROGRAM), str(folder), verb, str(rank), storage],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
@@ -62,3 +62,21 @@ def test_a_pruning_that_dies_leaves_nothing_that_looks_complete_and_is_not(tmp_p
     assert len(found) > 5
     assert all(one["unusable"] == [] and one["chosen"] == 2 for one in found)
     assert all(one["afterwards"] == ["step-00000002"] for one in found)
+
+
+@pytest.mark.parametrize(("verb", "rank"), only([("replace", 0)], [("save", 0), ("replace", 0), ("save", 1)]))
+def test_a_save_to_object_storage_that_dies_half_way_loses_nothing(
+    tmp_path: Path, verb: str, rank: int
+) -> None:
+    """There no rename commits: a manifest that is cut while it is written over the old one is redone."""
+    *died, lived = attempts(tmp_path, verb, rank, "local")
+    assert len(died) >= (10 if rank == 0 else 2)
+    assert all(one["unusable"] == [] for one in (*died, lived))
+    kept = "step-00000003" if verb == "save" else "step-00000002"
+    assert all(one["afterwards"] == [kept] for one in (*died, lived))
+
+
+def test_a_planted_commit_without_a_second_copy_goes_red(tmp_path: Path) -> None:
+    """Nobody looks for the whole text beside a manifest that was cut."""
+    with pytest.raises(AssertionError, match="CheckpointError"):
+        attempts(tmp_path, "replace", 0, "local-planted")

@@ -10,19 +10,12 @@ import pytest
 from torch import nn
 
 from shardwright.checkpoint import (
-    async_save,
     choose,
-    convert,
-    latest,
     list_checkpoints,
-    load,
-    load_hf,
     prune,
     read_manifest,
     save,
-    save_hf,
     step_path,
-    verify,
 )
 from shardwright.errors import CheckpointError
 from tests.checkpoint.programs import (
@@ -194,27 +187,3 @@ class TestChoice:
             "model/weight": "float32[2, 2]",
             "model/bias": "float32[2]",
         }
-
-
-@pytest.mark.parametrize("path", ["s3://bucket/run", "gs://b/c", "memory://x", Path("s3://bucket/run")])
-def test_an_address_makes_no_folder_of_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = nn.Linear(1, 1)
-    calls = [
-        lambda: save(path, model),
-        lambda: async_save(path, model),
-        lambda: load(path, model),
-        lambda: save_hf(model, path),
-        lambda: load_hf(model, path),
-        lambda: latest(path),
-        lambda: read_manifest(path),
-        lambda: verify(path),
-        lambda: convert(tmp_path, path),
-        lambda: prune(path, keep=1),
-    ]
-    for call in calls:
-        with pytest.raises(CheckpointError, match="is an address"):
-            call()
-    assert not list(tmp_path.iterdir())

@@ -1,6 +1,6 @@
 """Every ordered pair of fourteen worlds: exit 1 if one cannot go on from what another one saved.
 
-python -m tests.checkpoint.matrix [--source NAME] [--target NAME]
+python -m tests.checkpoint.matrix [--source NAME] [--target NAME] [--timeout SECONDS]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -21,19 +22,21 @@ def main() -> int:
     asked = argparse.ArgumentParser(prog="python -m tests.checkpoint.matrix")
     asked.add_argument("--source", action="append", choices=[*WORLDS])
     asked.add_argument("--target", action="append", choices=[*WORLDS])
+    asked.add_argument("--timeout", type=float, default=1800, help="of one world, on a machine that is busy")
     given = asked.parse_args()
     bad = count = 0
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as name, RankPool(preload=("shardwright.train.step",)) as pool:
         data = Path(name) / "text"
         write_text(data)
-        ranks = partial(pool.run, timeout=120)
+        ranks = partial(pool.run, timeout=given.timeout)
         for source in given.source or WORLDS:
             saved = saved_by(ranks, Path(name), source, data)
             for target in given.target or WORLDS:
                 wrong = wrong_after(ranks, saved, target, data, exact=source == target)
                 bad, count = bad + bool(wrong), count + 1
                 print(f"{'!!' if wrong else 'ok'}  {source} -> {target} {wrong}".rstrip(), flush=True)
-    print(f"{count} pairs, {bad} wrong")
+    print(f"{count} pairs, {bad} wrong, {time.perf_counter() - start:.0f} s")
     return int(bool(bad))
 
 

@@ -193,7 +193,7 @@ def leftovers(store: Store, content: Content, mine: str = "", *, alone: bool = T
     known = {one.id for one in journals.values() if one is not None} | {mine}
     for name in content.names:
         found = DATA.fullmatch(name) or NEW.fullmatch(name)
-        left = found and found[1] != now and name not in kept
+        left = found and (found[1] != now or NEW.fullmatch(name)) and name not in kept
         if found and left and (found[1] in known or _is_orphan(store, content, name, found[1], alone)):
             yield name
     for journal in journals.values():
@@ -209,9 +209,9 @@ def _is_over(store: Store, name: str, journal: Journal | None, mine: str) -> boo
 
 
 def _is_orphan(store: Store, content: Content, name: str, save: str, alone: bool) -> bool:
-    """Whether data that says it is ours has no journal that could be of a save under way."""
+    """Whether what says of itself that it is ours has no journal that could be of a save under way."""
     unclaimed = alone or (not store.renames and f"saving-{save}.json" not in content.names)
-    return unclaimed and wrote(store, name)
+    return unclaimed and (wrote(store, name) or (bool(NEW.fullmatch(name)) and _begins(store, name, PREFIX)))
 
 
 def _cut(store: Store, content: Content, alone: bool) -> Iterator[str]:
