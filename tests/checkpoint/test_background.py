@@ -120,7 +120,7 @@ def no_memory_on_one(path: Path) -> str:
     if dist.get_rank() == 1:
         background._copied = _no_memory
     with pytest.raises(CheckpointError) as error:
-        async_save(path, placed(1.0))
+        async_save(path, placed(1.0)).wait()
     return str(error.value)
 
 

@@ -190,6 +190,7 @@ def test_a_planted_commit_without_a_second_copy_goes_red(monkeypatch: pytest.Mon
 def test_a_save_that_goes_on_is_never_seen_as_a_checkpoint(tmp_path: Path) -> None:
     run = f"local://{tmp_path}"
     saving = commit.Saving(step_path(run, 1))
+    saving.begin()
     assert not list_checkpoints(run).committed
     with pytest.raises(CheckpointError, match="never finished"):
         latest(run)

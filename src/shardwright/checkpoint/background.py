@@ -6,18 +6,20 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint.agree import Group, agreed, world
+from shardwright.checkpoint.agree import Group, rank, world
+from shardwright.checkpoint.collector import no_collection
 from shardwright.checkpoint.job import Job, prepared
 from shardwright.checkpoint.save import State
 from shardwright.checkpoint.storage.arena import Arena, copy_bytes, room_for
+from shardwright.checkpoint.storage.element_types import DTYPES
 from shardwright.checkpoint.storage.place import Place, place_of
 from shardwright.checkpoint.storage.writer import Entry
+from shardwright.compat import foreach_copy_
 from shardwright.errors import CheckpointError
 from shardwright.remember import memo
 
@@ -28,6 +30,7 @@ _groups: weakref.WeakKeyDictionary[Any, Any] = memo(
 # What the last save copied to: one save is under way at a time, so the next one can have it.
 _memory: dict[str, Arena] = memo("memory of saves in the background", {})
 _LITTLE = 64 << 20
+_SMALL = 1 << 16  # bytes of what is copied in one call, for the calls cost more than the bytes
 _under_way: dict[str, AsyncSave] = memo("saves under way", {})
 
 
@@ -84,17 +87,18 @@ def async_save(
     for the one before, and raises, on every rank, what that one raised if a rank has not waited for it.
 
     Returns: the save; call its `wait` on every rank before you rely on the checkpoint, and at the end.
-    Raises: CheckpointError: as `save`, for what is found before anything is written.
-    Cost: stalls for the descriptions and one copy of what this rank writes; memory for that copy, which is
-    kept for the next save (`shardwright.testing.forget()` frees it); two small gathers beside those of
-    `save`. Communicates on a process group of its own, which the first call makes.
+    Raises: CheckpointError: as `save`, for what is found before anything is copied; a copy that fails is told
+    by `wait`.
+    Cost: stalls for one small gather and one copy of what this rank writes, and for a gather of descriptions
+    where they are not those of a save before; memory for that copy, which is kept for the next save
+    (`shardwright.testing.forget()` frees it). Communicates on a process group of its own, which the first
+    call makes.
     """
-    agreed("the save before", _finish_last)
     group = _group()
     everything = {"model": model, "optimizer": optimizer, **state}
-    with contextlib.ExitStack() as stack:
-        job = stack.enter_context(prepared(place_of(path), everything, extra, step, config))
-        agreed("copying the state", lambda: _copy(job))
+    with contextlib.ExitStack() as stack, no_collection():
+        job = stack.enter_context(prepared(place_of(path), everything, extra, step, config, _finish_last))
+        _copy(job)
         saving = AsyncSave(job, stack.pop_all(), group)
     _under_way["last"] = saving
     return saving
@@ -107,7 +111,12 @@ def _finish_last() -> None:
 
 
 def _copy(job: Job) -> None:
-    job.copied = _copied(job.entries())
+    """Copy what this rank writes. Where that fails on one rank, all hear of it where they wait."""
+    try:
+        job.copied = _copied(job.entries())
+    except Exception as error:  # noqa: BLE001  the others go on to the collectives of the thread
+        reason = f"{type(error).__name__}: {error}"
+        job.failure = CheckpointError(f"copying the state failed on rank {rank()}: {reason}")
 
 
 def _copied(entries: list[Entry]) -> list[Entry]:
@@ -116,18 +125,35 @@ def _copied(entries: list[Entry]) -> list[Entry]:
     New memory is filled with zeros by the system first, which takes as long as the copy.
     """
     nbytes = sum(room_for(entry.nbytes) for entry in entries)
+    views = [entry.view for entry in entries]
+    pinned = any(one.device.type == "cuda" for one in views)
     arena = _memory.get("last")
-    if arena is None or not nbytes <= arena.nbytes <= 2 * nbytes + _LITTLE:
+    if arena is None or arena.pinned != pinned or not nbytes <= arena.nbytes <= 2 * nbytes + _LITTLE:
         _memory.clear()
-        arena = _memory["last"] = Arena(nbytes)
+        arena = _memory["last"] = Arena(nbytes, pinned=pinned)
     arena.start_anew()
-    copies = []
-    for entry in entries:
-        copy = arena.take(tuple(entry.view.shape), entry.view.dtype)
-        with torch.no_grad():
-            copy_bytes(copy, entry.view)
-        copies.append(replace(entry, elements=copy))
+    copies = [
+        Entry(one.key, one.dtype, one.cell, one.whole, arena.take(one.cell[1], DTYPES[one.dtype]))
+        for one in entries
+    ]
+    with torch.no_grad():
+        _copy_all([copy.view for copy in copies], views)
     return copies
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    small = []
+    for pair in zip(targets, sources, strict=True):
+        if pair[1].device.type == "cuda":
+            pair[0].copy_(pair[1], non_blocking=True)  # one after another, and no wait between them
+        elif pair[1].nbytes <= _SMALL:
+            small.append(pair)
+        else:
+            copy_bytes(*pair)
+    if small:
+        foreach_copy_([target for target, _ in small], [source for _, source in small])
+    for device in {one.device for one in sources if one.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
 
 
 def _group() -> Group:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from shardwright.checkpoint.agree import rank as this_rank
 from shardwright.checkpoint.agree import world
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.optimizer_state import OptimizerPart, merge, read_optimizer
@@ -25,9 +26,8 @@ RANKS = "ranks"
 
 
 class Part(NamedTuple):
-    """What a rank tells the others about its state; values as text, so that they can be compared."""
+    """What a rank tells of its state beside tensors; values as text, so that they can be compared."""
 
-    tensors: dict[str, Held]
     ties: dict[str, str]
     modules: tuple[str, ...]
     optimizers: dict[str, OptimizerPart]
@@ -73,11 +73,26 @@ class Collected:
             self.ties[key] = first
 
     def part(self) -> Part:
-        """What the other ranks need to know. Cost: one read of what other ranks have, too."""
-        ranks = world()
-        held = {key: _described(key, one, ranks) for key, one in self.tensors.items()}
+        """What is no tensor."""
         values = {key: json.dumps(one, allow_nan=False) for key, one in self.values.items()}
-        return Part(held, self.ties, tuple(self.modules), self.optimizers, values)
+        return Part(self.ties, tuple(self.modules), self.optimizers, values)
+
+    def held(self) -> tuple[dict[str, Held], dict[str, str]]:
+        """What this rank holds of each tensor, and digests of what other ranks have, or may have, too.
+
+        Cost: one read of that.
+        """
+        ranks, mine = world(), this_rank()
+        held = {key: describe(one, key, mine) for key, one in self.tensors.items()}
+        if ranks == 1:
+            return held, {}
+        apart = {
+            key: tensor
+            for key, tensor in self.tensors.items()
+            # A plain tensor is on no mesh at all.
+            if held[key].boxes and (len(held[key].ranks) < ranks or is_copied(tensor))
+        }
+        return held, {key: _digest(tensor) for key, tensor in apart.items()}
 
 
 def collect(nodes: list[Node], extra: Any, *, first_rank: bool) -> Collected:
@@ -116,12 +131,6 @@ def _module(found: Collected, node: Node) -> None:
     for name, module in state.objects.items():
         key = f"{node.path}/{name}"
         found.put(key, encode(module.get_extra_state(), key, found.keep_of_value))
-
-
-def _described(key: str, tensor: torch.Tensor, ranks: int) -> Held:
-    held = describe(tensor, key)
-    apart = len(held.ranks) < ranks or is_copied(tensor)  # a plain tensor is on no mesh at all
-    return held._replace(digest=_digest(tensor)) if ranks > 1 and held.boxes and apart else held
 
 
 def _digest(tensor: torch.Tensor) -> str:

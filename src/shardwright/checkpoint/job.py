@@ -10,9 +10,11 @@ import torch
 
 from shardwright.checkpoint.agree import Group, agreed, rank, world
 from shardwright.checkpoint.collect import Collected, Part, collect, optimizers_of, values_of
+from shardwright.checkpoint.collector import no_collection
 from shardwright.checkpoint.library import library_version
-from shardwright.checkpoint.pieces import Held, local_of, views
-from shardwright.checkpoint.spread import Share, shares_of, union
+from shardwright.checkpoint.pieces import local_of, views
+from shardwright.checkpoint.plan import Plan, Told, planned, tell
+from shardwright.checkpoint.spread import Held_by_key, Share
 from shardwright.checkpoint.state import nodes_of
 from shardwright.checkpoint.storage.commit import Saving
 from shardwright.checkpoint.storage.folder_names import is_committed, metadata
@@ -28,17 +30,18 @@ from shardwright.index.region import Box
 
 
 class Job:
-    """A save whose plan is known: what this rank writes, and what all of them said."""
+    """A save whose plan is known: what this rank writes of what it holds."""
 
     def __init__(
-        self, path: Place, save: str, parts: list[Part], collected: Collected, about: dict[str, Any]
-    ):
-        self.path, self.id, self.parts, self._about = path, save, parts, about
+        self, path: Place, save: str, plan: Plan, collected: Collected, about: dict[str, Any]
+    ) -> None:
+        self.path, self.id, self.whole, self._about = path, save, plan.whole, about
         self.saving: Saving | None = None
+        self.begun = True
+        self.failure: Exception | None = None
+        self._part = collected.part()
         self._tensors = collected.tensors
-        held = [part.tensors for part in parts]
-        self.whole: dict[str, Held] = union(held)
-        self._shares = shares_of(held, rank())
+        self._shares = plan.shares
         self._views: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         self.copied: list[Entry] | None = None
 
@@ -55,23 +58,34 @@ class Job:
         self._tensors, self._views = {}, {}
 
     def _entry(self, share: Share) -> Entry:
-        tensor, held = self._tensors[share.key], self.whole[share.key]
+        held = self.whole[share.key]
+        return Entry(share.key, held.dtype, share.cell, share.cell[1] == held.shape, self._view(share))
+
+    def _view(self, share: Share) -> torch.Tensor:
         if share.key not in self._views:
+            tensor = self._tensors[share.key]
             self._views[share.key] = views(tensor, local_of(tensor), copies=True)
         view = self._views[share.key][share.box][1]
-        if view.dim():
-            view = view.narrow(share.dim, share.start, share.stop - share.start)
-        return Entry(share.key, held.dtype, share.cell, share.cell[1] == held.shape, view)
+        if tuple(view.shape) == share.cell[1]:
+            return view
+        return view.narrow(share.dim, share.start, share.stop - share.start)
 
     def finish(self, group: Group = None) -> None:
         """Write and commit. A collective over `group`, by default the world."""
-        written = agreed(f"writing {self.path}", self._write, group)
+        if not self.begun:
+            agreed(f"beginning {self.path}", self._begin, group)
+        with no_collection():
+            done = agreed(f"writing {self.path}", lambda: (self._write(), self._part), group)
         try:
-            agreed(f"committing {self.path}", lambda: self._commit(written), group)
+            agreed(f"committing {self.path}", lambda: self._commit(done), group)
         except CheckpointError:
             # Rank 0 has said that it did not commit; any other error says nothing of that, and files stay.
-            self._withdraw(written[rank()])
+            self._withdraw(done[rank()][0])
             raise
+
+    def _begin(self) -> None:
+        if self.saving is not None:
+            self.saving.begin()
 
     def _withdraw(self, mine: list[Written]) -> None:
         """Remove this rank's files of a save that was not committed, wherever they are."""
@@ -82,6 +96,8 @@ class Job:
                     store.remove(file.name)
 
     def _write(self) -> list[Written]:
+        if self.failure is not None:
+            raise self.failure
         store = store_of(self.path)
         if not store.has(f"saving-{self.id}.json"):
             raise CheckpointError(
@@ -102,14 +118,15 @@ class Job:
                     store.remove(name)
             raise
 
-    def _commit(self, written: list[list[Written]]) -> None:
+    def _commit(self, done: list[tuple[list[Written], Part]]) -> None:
         if self.saving is not None:
-            files = [file for of_rank in written for file in of_rank]
-            text = dump(self._body(files))
-            prove(Manifest.parse(text))
+            files = [file for written, _ in done for file in written]
+            with no_collection():
+                text = dump(self._body(files, [part for _, part in done]))
+                prove(Manifest.parse(text))
             self.saving.commit(text, files)
 
-    def _body(self, files: list[Written]) -> dict[str, Any]:
+    def _body(self, files: list[Written], parts: list[Part]) -> dict[str, Any]:
         tensors: dict[str, dict[str, Any]] = {
             key: {"dtype": held.dtype, "shape": held.shape, "layout": held.layout, "parts": []}
             for key, held in self.whole.items()
@@ -131,29 +148,39 @@ class Job:
                 for name, one in names.items()
             ],
             "tensors": tensors,
-            "ties": dict(self._ties()),
-            "modules": list(dict.fromkeys(name for part in self.parts for name in part.modules)),
-            "optimizers": optimizers_of(self.parts),
-            "values": values_of(self.parts),
+            # What is a tie on one rank and a tensor of its own on another (two stages) is a tensor.
+            "ties": {
+                name: first for part in parts for name, first in part.ties.items() if name not in self.whole
+            },
+            "modules": list(dict.fromkeys(name for part in parts for name in part.modules)),
+            "optimizers": optimizers_of(parts),
+            "values": values_of(parts),
         }
 
-    def _ties(self) -> Iterator[tuple[str, str]]:
+    def _ties(self, parts: list[Part]) -> Iterator[tuple[str, str]]:
         """A name that is a tie on one rank and a tensor of its own on another (two stages) is a tensor."""
-        for part in self.parts:
+        for part in parts:
             yield from ((name, first) for name, first in part.ties.items() if name not in self.whole)
 
 
 @contextlib.contextmanager
 def prepared(
-    path: Place, state: Mapping[str, Any], extra: Any, step: int | None, config: Mapping[str, Any] | None
+    path: Place,
+    state: Mapping[str, Any],
+    extra: Any,
+    step: int | None,
+    config: Mapping[str, Any] | None,
+    before: Callable[[], object] | None = None,
 ) -> Iterator[Job]:
     """A save up to its plan, which is the same on every rank.
 
     A collective; what fails leaves nothing behind.
+
+    Args: before: what a save in the background does first; such a save writes nothing before `finish`.
     """
     begun: list[Saving] = []
     try:
-        yield _prepare(path, state, extra, about_run(step, config), begun)
+        yield _prepare(path, state, extra, about_run(step, config), begun, before)
     except BaseException:
         for saving in begun:
             saving.abandon()
@@ -190,18 +217,27 @@ def _prepare(
     extra: Any,
     about: Callable[[], dict[str, Any]],
     begun: list[Saving],
+    before: Callable[[], object] | None,
 ) -> Job:
     collected = Collected()
+    held: Held_by_key = {}
 
-    def first() -> tuple[Part, str, dict[str, Any]]:
-        nonlocal collected
+    def first() -> tuple[Told, str, dict[str, Any]]:
+        nonlocal collected, held
+        if before is not None:
+            before()
         collected = collect(nodes_of(state), extra, first_rank=rank() == 0)
-        told, part = about(), collected.part()
+        held, copies = collected.held()
+        told = about()
         if rank() == 0:
             begun.append(Saving(path))
-        return part, begun[0].id if begun else "", told
+            if before is None:
+                begun[0].begin()
+        return tell(held, copies), begun[0].id if begun else "", told
 
-    told = agreed("preparing the checkpoint", first)
-    job = Job(path, told[0][1], [part for part, _, _ in told], collected, told[0][2])
+    with no_collection():
+        told = agreed("preparing the checkpoint", first)
+        job = Job(path, told[0][1], planned([one for one, _, _ in told], held), collected, told[0][2])
     job.saving = begun[0] if begun else None
+    job.begun = before is None
     return job

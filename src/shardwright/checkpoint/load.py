@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shardwright.checkpoint.collector import no_collection
 from shardwright.checkpoint.loading import Loaded, Loading
 from shardwright.checkpoint.patterns import Patterns
 from shardwright.checkpoint.save import State
@@ -44,4 +45,5 @@ def load(
     """
     everything = {"model": model, "optimizer": optimizer, **state}
     loading = Loading(place_of(path), Patterns(only), in_place)
-    return loading.run(everything)
+    with no_collection():
+        return loading.run(everything)

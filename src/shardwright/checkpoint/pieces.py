@@ -25,7 +25,6 @@ class Held(NamedTuple):
     """A tensor as one rank describes it to the others: no data.
 
     Args: layout: its text, for people; None: a plain tensor, of which every rank has the whole.
-        digest: of this rank's bytes, where other ranks have, or may have, the same.
         ranks: those of the mesh that the tensor is on, sorted; empty for a plain one.
     """
 
@@ -33,7 +32,6 @@ class Held(NamedTuple):
     shape: Shape
     layout: str | None
     boxes: tuple[Cell, ...]
-    digest: str | None = None
     ranks: Shape = ()
 
     def __str__(self) -> str:
@@ -45,8 +43,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def describe(tensor: torch.Tensor, key: str) -> Held:
-    """What of a tensor this rank holds.
+def describe(tensor: torch.Tensor, key: str, rank: int) -> Held:
+    """What of a tensor a rank, this one, holds.
 
     Raises: CheckpointError: it is still to be summed, has no data, or is of a kind that no file holds.
     """
@@ -61,10 +59,17 @@ def describe(tensor: torch.Tensor, key: str) -> Held:
             f"{key} with placements {tensor.placements} is not finished: reduce it first "
             "(redistribute it to Replicate or Shard)"
         )
-    boxes = tuple((chunk.box.offset, chunk.box.size) for chunk in chunks(layout))
-    if boxes:
+    held = _held(layout, rank)
+    if held.boxes:
         _refuse_without_data(local_of(tensor), key)
-    return Held(name_of(layout.dtype), layout.shape, _text(layout), boxes, ranks=tuple(sorted(layout.ranks)))
+    return held
+
+
+@remembered(4096)
+def _held(layout: Layout, rank: int) -> Held:
+    """One object for all tensors of a layout: it is pickled once, and compared by identity."""
+    boxes = tuple((chunk.box.offset, chunk.box.size) for chunk in _chunks_of(layout, rank))
+    return Held(name_of(layout.dtype), layout.shape, _text(layout), boxes, tuple(sorted(layout.ranks)))
 
 
 def is_copied(tensor: torch.Tensor) -> bool:
@@ -126,6 +131,8 @@ def views(
 
 
 def _view(chunk: Chunk, local: torch.Tensor, copies: bool) -> torch.Tensor:
+    if chunk.inside is not None and chunk.inside.size == tuple(local.shape):
+        return local
     if chunk.inside is None and not local.is_contiguous():
         flat = local.reshape(-1) if copies else local.view(-1)
         return flat.narrow(0, chunk.start, prod(chunk.box.size)).view(chunk.box.size)

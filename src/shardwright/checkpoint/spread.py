@@ -14,6 +14,7 @@ from shardwright.errors import CheckpointError
 _WORTH_CUTTING = 1 << 20  # bytes that each of the ranks then writes
 
 Held_by_key = dict[str, Held]
+Digests = dict[str, str]  # by key
 
 
 class Share(NamedTuple):
@@ -27,21 +28,22 @@ class Share(NamedTuple):
     stop: int
 
 
-def union(parts: Sequence[Held_by_key]) -> Held_by_key:
+def union(parts: Sequence[Held_by_key], digests: Sequence[Digests]) -> Held_by_key:
     """Each tensor as the lowest rank that has it describes it.
 
-    Raises: CheckpointError: ranks have different tensors of one name, or hold elements twice or not at all.
+    Raises: CheckpointError: ranks have different tensors of one name, hold elements twice or not at all, or
+    hold different values where they should hold the same.
     """
     whole: Held_by_key = {}
     boxes: dict[str, dict[Cell, None]] = {}
-    copies: dict[tuple[str, tuple[Cell, ...]], tuple[int, str | None]] = {}
+    copies: dict[tuple[str, tuple[Cell, ...]], int] = {}
     for rank, part in enumerate(parts):
         for key, held in part.items():
             first = whole.setdefault(key, held)
-            if held is not first and held[:2] + held[3:] != first[:2] + first[3:]:
-                _compare(key, first, held, rank, parts)
-            other, digest = copies.setdefault((key, held.boxes), (rank, held.digest))
-            if digest != held.digest:
+            if held is not first and (held[:2] + held[3:] != first[:2] + first[3:] or held.layout is None):
+                _compare(key, first, held, rank, parts, digests)
+            other = copies.setdefault((key, held.boxes), rank)
+            if digests[other].get(key) != digests[rank].get(key):
                 raise CheckpointError(_differing_copies(key, held, other, rank))
             boxes.setdefault(key, {}).update(dict.fromkeys(held.boxes))
     for key, held in whole.items():
@@ -51,7 +53,14 @@ def union(parts: Sequence[Held_by_key]) -> Held_by_key:
     return whole
 
 
-def _compare(key: str, first: Held, held: Held, rank: int, parts: Sequence[Held_by_key]) -> None:
+def _compare(
+    key: str,
+    first: Held,
+    held: Held,
+    rank: int,
+    parts: Sequence[Held_by_key],
+    digests: Sequence[Digests],
+) -> None:
     other = next(number for number, part in enumerate(parts) if part.get(key) == first)
     if held[:2] != first[:2]:
         raise CheckpointError(f"{key} is {first} on rank {other} but {held} on rank {rank}")
@@ -59,18 +68,16 @@ def _compare(key: str, first: Held, held: Held, rank: int, parts: Sequence[Held_
         raise CheckpointError(
             f"{key} is a DTensor on one of the ranks {other} and {rank} and plain on the other"
         )
-    if held.ranks != first.ranks and not _is_copy(key, first, held, parts):
+    if held.ranks != first.ranks and not _is_copy(key, first, held, rank, parts, digests):
         raise CheckpointError(
             f"{key} is another tensor on the mesh of ranks {list(first.ranks)} than on that of "
             f"{list(held.ranks)}: give them names of their own (that of the stage, for instance)"
         )
-    if held.layout is None and held.digest != first.digest:
+    if held.layout is None and digests[rank].get(key) != digests[other].get(key):
         raise CheckpointError(
-            f"{key} is a plain tensor whose values differ between ranks {other} and {rank}, so there is "
-            "no one "
-            "value to save: make it equal first (torch.distributed.broadcast, or a mean over the ranks), "
-            "make "
-            "it a DTensor, or leave it out of the state"
+            f"{key} is a plain tensor whose values differ between ranks {other} and {rank}, so there is no "
+            "one value to save: make it equal first (torch.distributed.broadcast, or a mean over the ranks), "
+            "make it a DTensor, or leave it out of the state"
         )
 
 
@@ -82,10 +89,16 @@ def _differing_copies(key: str, held: Held, other: int, rank: int) -> str:
     )
 
 
-def _is_copy(key: str, first: Held, held: Held, parts: Sequence[Held_by_key]) -> bool:
+def _is_copy(
+    key: str, first: Held, held: Held, rank: int, parts: Sequence[Held_by_key], digests: Sequence[Digests]
+) -> bool:
     """Whether what a rank holds is held, bit for bit, by a rank of the other mesh."""
-    there = [part[key] for part in parts if key in part and part[key].ranks == first.ranks]
-    return not held.boxes or any((one.boxes, one.digest) == (held.boxes, held.digest) for one in there)
+    there = [
+        (part[key].boxes, told.get(key))
+        for part, told in zip(parts, digests, strict=True)
+        if key in part and part[key].ranks == first.ranks
+    ]
+    return not held.boxes or (held.boxes, digests[rank].get(key)) in there
 
 
 def shares_of(parts: Sequence[Held_by_key], rank: int) -> list[Share]:

@@ -57,6 +57,7 @@ current_autograd_node = torch._C._current_autograd_node
 current_graph_task_id = torch._C._current_graph_task_id  # -1: no backward is running in this thread
 function_modes_on = torch._C._len_torch_function_stack  # how many modes see each function
 exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
+foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 forward_names = vars(forward_ad)  # `_current_level` is -1 where no derivative is taken forward
 foreach_norm = torch._foreach_norm

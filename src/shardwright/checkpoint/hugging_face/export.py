@@ -94,7 +94,7 @@ class _Export:
                 continue
             seen.add(id(tensor))
             self.tensors[name] = tensor
-            dtype = describe(tensor, name).dtype
+            dtype = describe(tensor, name, rank()).dtype
             for link in links_of(name, tuple(tensor.shape), self.maps):
                 if link.source in made_of:
                     raise CheckpointError(

@@ -68,6 +68,7 @@ def convert(
 
 def _write(target: Place, about: dict[str, Any], entries: list[Entry]) -> Place:
     saving, store = Saving(target), store_of(target)
+    saving.begin()
     try:
         written = [
             write_file(store, f"data-{saving.id}-00000-{number:03d}.safetensors", one, metadata(saving.id))

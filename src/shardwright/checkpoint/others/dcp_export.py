@@ -23,6 +23,8 @@ from shardwright.checkpoint.agree import agreed, rank, world
 from shardwright.checkpoint.collect import Collected, Part, collect
 from shardwright.checkpoint.job import Job
 from shardwright.checkpoint.others.torch_names import as_torch_nests
+from shardwright.checkpoint.plan import plan_of
+from shardwright.checkpoint.spread import Digests, Held_by_key
 from shardwright.checkpoint.state import nodes_of
 from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.stores.local import lock_or_warn
@@ -58,13 +60,13 @@ def _prepared(
     """What torch is given to write, in the nests in which it names things."""
     collected, nests = Collected(), dict[str, Any]()
 
-    def first() -> tuple[Part, dict[str, Any]]:
+    def first() -> tuple[Part, dict[str, Any], Held_by_key, Digests]:
         nonlocal collected
         collected = collect(nodes_of(state), extra, first_rank=rank() == 0)
         told, part = about(), collected.part()
         if rank() == 0:
             locked.append(_begin(path))
-        return part, told
+        return part, told, *collected.held()
 
     def then() -> None:
         nonlocal nests
@@ -73,7 +75,8 @@ def _prepared(
                 f"rank {rank()} does not see {path}, which rank 0 made: the ranks do not share "
                 "this file system"
             )
-        job = Job(path, "", [part for part, _ in told], collected, told[0][1])
+        plan = plan_of([held for _, _, held, _ in told], [digests for _, _, _, digests in told])
+        job = Job(path, "", plan, collected, told[0][1])
         entries: dict[str, list[Entry]] = {key: [] for key in job.whole}
         for entry in job.entries():
             entries[entry.key].append(entry)
@@ -82,7 +85,7 @@ def _prepared(
             for key, held in job.whole.items()
         }
         about_run = {name: told[0][1][name] for name in ("step", "config")}
-        nests = as_torch_nests(job.parts, pieces, about_run)
+        nests = as_torch_nests([one[0] for one in told], pieces, about_run)
 
     told = agreed("preparing the checkpoint", first)
     agreed("preparing the checkpoint", then)

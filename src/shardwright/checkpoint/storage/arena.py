@@ -15,10 +15,16 @@ _PIECE = 1 << 20
 class Arena:
     """Hands out tensors from one block of memory of a known size; it goes when the last of them goes."""
 
-    def __init__(self, nbytes: int) -> None:
-        """Args: nbytes: the sum of `room_for` over the tensors that will be asked for."""
-        self._at, self._block = 0, torch.empty(0, dtype=torch.uint8)
-        if nbytes:
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
+        """Make the block.
+
+        Args:
+            nbytes: the sum of `room_for` over the tensors that will be asked for.
+            pinned: in memory that an accelerator copies to by itself.
+        """
+        self.pinned = pinned
+        self._at, self._block = 0, torch.empty(nbytes if pinned else 0, dtype=torch.uint8, pin_memory=pinned)
+        if nbytes and not pinned:
             memory = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)

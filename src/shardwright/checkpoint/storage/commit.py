@@ -35,7 +35,10 @@ class Saving:
     """A save under way, on the rank that commits: it holds the folder until it is closed."""
 
     def __init__(self, path: Place) -> None:
-        """Begin. Raises: CheckpointError: another process writes there, or what is there is not ours."""
+        """Take the folder; nothing is written before `begin`.
+
+        Raises: CheckpointError: another process writes there, or what is there is not ours.
+        """
         self.path = path
         self.id = secrets.token_hex(8)
         self._store = store_of(path)
@@ -47,11 +50,21 @@ class Saving:
             _refuse_strangers(path, content)
             if not self._hold.alone:
                 _refuse_living(path, content)
-            content = finished(self._store, content)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def begin(self) -> None:
+        """Tidy up after others, and say that a save is under way. Raises: OSError: the disk refuses."""
+        if self._hold is None:
+            raise CheckpointError(f"the save to {self.path} has ended")
+        try:
+            content = finished(self._store, look(self._store))
             tidy(self._store, content, alone=self._hold.alone)
-            self._journal = Journal(self.id, content.replaceable, this_process())
-            self._store.write(f"saving-{self.id}.json", self._journal.text)
+            journal = Journal(self.id, content.replaceable, this_process())
+            self._store.write(f"saving-{self.id}.json", journal.text)
             self._store.sync()
+            self._hold.settle()
         except BaseException:
             self.abandon()
             raise

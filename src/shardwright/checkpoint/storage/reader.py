@@ -36,8 +36,9 @@ class Want(NamedTuple):
 
 def wants(key: str, saved: SavedTensor, box: Box, view: torch.Tensor) -> Iterator[Want]:
     """What to read for a box of a tensor: its meeting with each of the saved boxes."""
-    if len(saved.parts) == 1 and saved.parts[0].offset == box.offset and saved.parts[0].size == box.size:
-        yield Want(key, saved.parts[0], saved.dtype, (0,) * len(box.size), view)
+    same = next((part for part in saved.parts if part.offset == box.offset and part.size == box.size), None)
+    if same is not None:
+        yield Want(key, same, saved.dtype, (0,) * len(box.size), view)
         return
     for part in saved.parts:
         low = [max(a, b) for a, b in zip(part.offset, box.offset, strict=True)]

@@ -64,6 +64,11 @@ class LocalHold:
     def __init__(self, path: Path, handle: int, *, alone: bool, made: bool) -> None:
         self._path, self._handle, self._made, self.alone = path, handle, made, alone
 
+    def settle(self) -> None:
+        """As `Hold` says."""
+        if self._made:
+            disk.sync_folder(self._path.parent)
+
     def check(self) -> None:
         """As `Hold` says."""
         if not disk.is_at(self._handle, self._path):
@@ -142,7 +147,7 @@ class LocalStore:
         disk.sync_folder(self.place)
 
     def hold(self) -> LocalHold:
-        """As `Store` says; a folder that was made stays after a crash of the system."""
+        """As `Store` says."""
         made = False
         for _ in range(100):  # another save that gave up may remove the folder that it made
             with contextlib.suppress(FileExistsError):
@@ -153,19 +158,9 @@ class LocalStore:
             except FileNotFoundError:
                 continue
             if disk.is_at(handle, self.place):
-                held = LocalHold(self.place, handle, alone=alone, made=made)
-                if made:
-                    self._sync_parent(held)
-                return held
+                return LocalHold(self.place, handle, alone=alone, made=made)
             disk.unlock_folder(handle)
         raise CheckpointError(f"{self.place} is made and removed again and again by somebody else")
-
-    def _sync_parent(self, held: LocalHold) -> None:
-        try:
-            disk.sync_folder(self.place.parent)
-        except BaseException:
-            held.let_go(drop=True)
-            raise
 
     def hold_there(self) -> LocalHold:
         """As `Store` says."""

@@ -19,6 +19,9 @@ class NoHold:
 
     alone = False
 
+    def settle(self) -> None:
+        """As `Hold` says: a prefix needs nothing."""
+
     def check(self) -> None:
         """As `Hold` says: a prefix is always there."""
 

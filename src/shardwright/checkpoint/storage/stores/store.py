@@ -44,6 +44,9 @@ class Hold(Protocol):
     def alone(self) -> bool:
         """Whether nobody else can write there."""
 
+    def settle(self) -> None:
+        """Make the folder itself durable, where it was made."""
+
     def check(self) -> None:
         """Raises CheckpointError where the folder is not there any more."""
 

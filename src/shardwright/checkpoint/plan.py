@@ -1,0 +1,80 @@
+"""What a save does, from what all ranks hold; known again while no rank's tensors change their layouts."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from shardwright.checkpoint.agree import Group, agreed, rank
+from shardwright.checkpoint.pieces import Cell
+from shardwright.checkpoint.spread import Digests, Held_by_key, Share, shares_of, union
+from shardwright.remember import memo
+
+_MOST = 4
+Key = tuple[str, ...]  # of each rank, the digest of what it holds
+
+_known: dict[Key, Plan] = memo("plans of saves", {})
+
+
+class Plan(NamedTuple):
+    """Who holds and who writes what.
+
+    Args: parts: what each rank holds. whole: each tensor, as one of them describes it. shares: what this rank
+        writes. copies: of each box that several ranks hold, the key and these ranks.
+    """
+
+    parts: tuple[Held_by_key, ...]
+    whole: Held_by_key
+    shares: tuple[Share, ...]
+    copies: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Told(NamedTuple):
+    """What a rank says first: digests of what it holds and of copies in it, and the plans that it knows."""
+
+    held: str
+    copies: Digests
+    known: tuple[Key, ...]
+
+
+def tell(held: Held_by_key, copies: Digests) -> Told:
+    """A rank's first word, short where it holds no copies."""
+    described = pickle.dumps(list(held.items()))
+    return Told(xxhash.xxh3_128_hexdigest(described), copies, tuple(_known))
+
+
+def planned(told: Sequence[Told], held: Held_by_key, group: Group = None) -> Plan:
+    """The plan of what all ranks hold. A collective.
+
+    Raises: CheckpointError: as `union`, on every rank.
+    Cost: nothing is communicated where all ranks know the plan; else one gather of descriptions.
+    """
+    key = tuple(one.held for one in told)
+    digests = [one.copies for one in told]
+    if all(key in one.known for one in told):
+        plan = _known[key]
+        if any(len({digests[r].get(name) for r in ranks}) > 1 for name, ranks in plan.copies):
+            union(plan.parts, digests)  # which says what differs
+        return plan
+    plan = plan_of(agreed("describing the state", lambda: held, group), digests)
+    if len(_known) >= _MOST:
+        del _known[next(iter(_known))]
+    _known[key] = plan
+    return plan
+
+
+def plan_of(parts: Sequence[Held_by_key], digests: Sequence[Digests]) -> Plan:
+    """The same decision on every rank, without another word between them.
+
+    Raises: CheckpointError: as `union`.
+    """
+    whole = union(parts, digests)
+    holders: dict[tuple[str, tuple[Cell, ...]], list[int]] = {}
+    for number, part in enumerate(parts):
+        for name, one in part.items():
+            holders.setdefault((name, one.boxes), []).append(number)
+    copies = [(name, tuple(ranks)) for (name, boxes), ranks in holders.items() if boxes and len(ranks) > 1]
+    return Plan(tuple(parts), whole, tuple(shares_of(parts, rank())), tuple(copies))
