@@ -17,7 +17,7 @@ from shardwright.checkpoint.pieces import Held, describe, is_copied, local_of
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.rng_state import read_rng
 from shardwright.checkpoint.state import Kind, Node
-from shardwright.checkpoint.storage.values import canonical, encode
+from shardwright.checkpoint.storage.values import canonical, encode, refuse_half_a_character
 from shardwright.checkpoint.storage.writer import blocks
 from shardwright.errors import CheckpointError
 
@@ -49,6 +49,7 @@ class Collected:
         """Take a tensor. Raises: CheckpointError: there is another one of this name."""
         if key in self.tensors or key in self.ties:
             raise CheckpointError(f"two tensors of the state are called {key}")
+        refuse_half_a_character(key, "the name of a tensor")
         self.tensors[key] = tensor
 
     def keep_of_value(self, key: str, tensor: torch.Tensor) -> str:
@@ -62,6 +63,7 @@ class Collected:
         """Take a value, as JSON. Raises: CheckpointError: there is another one of this name."""
         if path in self.values:
             raise CheckpointError(f"two values of the state are called {path}")
+        refuse_half_a_character(path, "the name of a value")
         self.values[path] = value
 
     def keep_once(self, key: str, tensor: torch.Tensor) -> None:

@@ -49,8 +49,8 @@ def describe(tensor: torch.Tensor, key: str, rank: int) -> Held:
     Raises: CheckpointError: it is still to be summed, has no data, or is of a kind that no file holds.
     """
     if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
         _refuse_without_data(tensor, key)
+        shape = tuple(tensor.shape)
         whole: tuple[Cell, ...] = (((0,) * len(shape), shape),) if tensor.numel() else ()
         return Held(name_of(tensor.dtype), shape, None, whole)
     layout = layout_of(tensor)
@@ -85,6 +85,8 @@ def _is_copied(layout: Layout) -> bool:
 def _refuse_without_data(local: torch.Tensor, key: str) -> None:
     if local.device.type == "meta":
         raise CheckpointError(f"{key} is on the meta device and has no data: materialize the module first")
+    if local.is_nested:
+        raise CheckpointError(f"{key} is a nested tensor: save its values and its offsets")
     if local.layout != torch.strided:
         raise CheckpointError(f"{key} is {local.layout}: make it dense first (x.to_dense())")
     if local.is_quantized:

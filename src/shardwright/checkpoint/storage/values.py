@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,8 @@ def encode(value: Any, where: str, keep: Keep | None = None, depth: int = 0) -> 
     if depth > _DEPTH:
         raise CheckpointError(f"{where} is nested deeper than {_DEPTH}: is it inside itself?")
     kind = type(value)
+    if kind is str:
+        refuse_half_a_character(value, where)
     if value is None or kind is bool or kind is str:
         return value
     if kind is int:
@@ -53,6 +55,25 @@ def encode(value: Any, where: str, keep: Keep | None = None, depth: int = 0) -> 
     if kind in (list, tuple, set, frozenset, deque, torch.Size):
         return _encode_many(value, where, keep, depth)
     return _encode_other(value, where)
+
+
+def refuse_half_a_character(text: str, where: str) -> None:
+    """Raises CheckpointError where a text has no UTF-8: half of a pair (`os.fsdecode` makes such)."""
+    if not _is_text(text):
+        raise CheckpointError(
+            f"{where} is {text!r:.60}, in which half of a character stands alone, so that it is no text: "
+            "give bytes (os.fsencode), or another name"
+        )
+
+
+def _is_text(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _encode_tensor(value: torch.Tensor, where: str, keep: Keep | None) -> Any:
@@ -72,7 +93,7 @@ def _encode_tensor(value: torch.Tensor, where: str, keep: Keep | None) -> Any:
 
 def _encode_dict(value: dict[Any, Any], where: str, keep: Keep | None, depth: int) -> Any:
     tag = _DICTS[type(value)]
-    if tag == "dict" and _TAG not in value and all(type(key) is str for key in value):
+    if tag == "dict" and _TAG not in value and all(type(key) is str and _is_text(key) for key in value):
         return {key: encode(one, f"{where}/{key}", keep, depth + 1) for key, one in value.items()}
     pairs = [
         [encode(key, where, None, depth + 1), encode(one, f"{where}/{key}", keep, depth + 1)]
@@ -122,8 +143,8 @@ def _encode_other(value: Any, where: str) -> Any:
         return {_TAG: "dtype", "v": name_of(value)}
     if isinstance(value, torch.device):
         return {_TAG: "device", "v": str(value)}
-    if isinstance(value, PurePath):
-        return {_TAG: "path", "v": str(value)}
+    if type(value) in _PATHS and _is_text(str(value)):
+        return {_TAG: _PATHS[type(value)], "v": str(value)}
     raise CheckpointError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which could only be pickled, "
         "and a "
@@ -190,6 +211,7 @@ def _decode_array(tag: str, value: dict[str, Any]) -> Any:
     return array[()] if tag == "scalar" else array
 
 
+_PATHS: dict[type, str] = {type(Path()): "path", type(PurePath()): "purepath"}  # those of this system
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _UNORDERED = ("dict", "counter")
 _FROM_PAIRS: dict[str, Callable[[list[Any]], Any]] = {
@@ -211,5 +233,6 @@ _SIMPLE: dict[str, Callable[[Any], Any]] = {
     "bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
     "dtype": DTYPES.__getitem__,
     "device": torch.device,
-    "path": PurePath,
+    "path": Path,
+    "purepath": PurePath,
 }
