@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from math import prod
 
 import torch
@@ -10,6 +11,8 @@ import torch
 _ALIGNED = 64
 _HUGE = 2 << 20
 _PIECE = 1 << 20
+_TRIED = 4  # large pages that are timed
+_SLOW = 0.0005  # seconds of one of them; small pages of as many bytes take twice that
 
 
 class Arena:
@@ -26,8 +29,7 @@ class Arena:
         self._at, self._block = 0, torch.empty(nbytes if pinned else 0, dtype=torch.uint8, pin_memory=pinned)
         if nbytes and not pinned:
             memory = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
+            _in_large_pages(memory)
             self._block = torch.frombuffer(memory, dtype=torch.uint8)
 
     @property
@@ -47,6 +49,23 @@ class Arena:
         found = self._block[self._at : self._at + nbytes]
         self._at += room_for(nbytes)
         return found.view(dtype).view(shape)
+
+
+def _in_large_pages(memory: mmap.mmap) -> None:
+    """Ask for large pages, as long as the first of them come faster than small ones would.
+
+    They do, by five times, where the system has them at hand. A virtual machine that gives free ones back to
+    its host must fetch each anew, and then they are slower than small ones, by as much.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    tried = min(len(memory), _TRIED * _HUGE)
+    start = time.thread_time()
+    for at in range(0, tried, _HUGE):
+        memory[at] = 0
+    if time.thread_time() - start > _SLOW * (tried // _HUGE):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
