@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.checkpoint.faults.ranks import attempts
 from tests.tiers import all_but, only
 
 pytestmark = pytest.mark.processes
-PROGRAM = Path(__file__).with_name("crash_program.py")
-SOURCE = Path(__file__).parents[2] / "src"
-
-
-def attempts(folder: Path, verb: str, rank: int, storage: str = "") -> list[dict[str, Any]]:
-    """One attempt for each file operation of the rank, and a last one in which it lived."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder), verb, str(rank), storage],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize(("rank", "operations"), all_but([(0, 12)], [(0, 12), (1, 2)]))

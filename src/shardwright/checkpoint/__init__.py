@@ -22,8 +22,10 @@ from shardwright.checkpoint.loading import Loaded
 from shardwright.checkpoint.others.convert import convert
 from shardwright.checkpoint.save import save
 from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
+from shardwright.checkpoint.storage.place import Address
 
 __all__ = [
+    "Address",
     "NEWEST",
     "AsyncSave",
     "Checkpoints",

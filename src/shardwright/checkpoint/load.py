@@ -29,7 +29,7 @@ def load(
     that it had.
 
     Args:
-        path: a finished checkpoint.
+        path: a finished checkpoint: its folder, or its address.
         model: the same parameters and buffers by name, shape and dtype; any placements.
         optimizer: of the same class; it may be fresh. What is not given stays in the checkpoint.
         only: load these of the state's tensors, values and optimizers alone, by patterns of their paths

@@ -36,7 +36,7 @@ def save(
     the new checkpoint.
 
     Args:
-        path: the checkpoint's folder. An older checkpoint of this library there is replaced; anything else
+        path: the checkpoint's folder, or an address that fsspec reaches (`s3://bucket/run/1`). An older checkpoint of this library there is replaced; anything else
             there is an error.
         model: a module; its parameters and persistent buffers are saved, tied ones once.
         optimizer: one, or a list or dict of them; its state is saved by parameter name.

@@ -79,6 +79,19 @@ def changes(body: Body) -> Iterator[tuple[str, Change]]:
         yield f"file named {bad!r:.20}", _set(("files", 0, "name"), bad)
     for place in (*numbers, ("files",), ("tensors",), ("values",), part, ("config",)):
         yield f"{place} is text", _set(place, "x")
+    for place in (
+        ("library",),
+        ("torch",),
+        ("format",),
+        ("id",),
+        ("files", 0, "sum"),
+        ("tensors", key, "dtype"),
+    ):
+        for no_text in (-1, None, True, [1], {"a": 1}):
+            yield f"{place} = {no_text!r:.20}", _set(place, no_text)
+    for place in (("tensors",), ("ties",), ("optimizers",), ("values",), ("config",)):
+        for no_dict in (-1, None, True, 1.5):
+            yield f"{place} = {no_dict!r:.20}", _set(place, no_dict)
     yield "no files", _set(("files",), [])
     yield "a file twice", lambda b: b["files"].append(b["files"][0])
     yield "a box twice", lambda b: b["tensors"][key]["parts"].append(b["tensors"][key]["parts"][0])
