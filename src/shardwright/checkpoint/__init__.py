@@ -25,8 +25,8 @@ from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 from shardwright.checkpoint.storage.place import Address
 
 __all__ = [
-    "Address",
     "NEWEST",
+    "Address",
     "AsyncSave",
     "Checkpoints",
     "Choice",

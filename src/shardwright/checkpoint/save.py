@@ -32,12 +32,12 @@ def save(
 
     A collective over the world: every rank calls it, on a file system that all of them see. When the files of
     all are on the disk, rank 0 confirms their sizes, proves that each element is stored exactly once, and
-    renames the manifest into place. That rename is the commit: before it `path` holds what it held, after it
+    renames the manifest into place (in object storage: writes it, last). That is the commit: before it `path` holds what it held, after it
     the new checkpoint.
 
     Args:
-        path: the checkpoint's folder, or an address that fsspec reaches (`s3://bucket/run/1`). An older checkpoint of this library there is replaced; anything else
-            there is an error.
+        path: the checkpoint's folder, or an address that fsspec reaches (`s3://bucket/run/1`). An older
+            checkpoint of this library there is replaced; anything else there is an error.
         model: a module; its parameters and persistent buffers are saved, tied ones once.
         optimizer: one, or a list or dict of them; its state is saved by parameter name.
         extra: plain values, rank 0's; `load` returns them.
