@@ -32,8 +32,8 @@ def save(
 
     A collective over the world: every rank calls it, on a file system that all of them see. When the files of
     all are on the disk, rank 0 confirms their sizes, proves that each element is stored exactly once, and
-    renames the manifest into place (in object storage: writes it, last). That is the commit: before it `path` holds what it held, after it
-    the new checkpoint.
+    renames the manifest into place (in object storage: writes it, last). That is the commit: before it `path`
+    holds what it held, after it the new checkpoint.
 
     Args:
         path: the checkpoint's folder, or an address that fsspec reaches (`s3://bucket/run/1`). An older
