@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -358,3 +358,17 @@ def test_a_rank_reads_its_part_to_whole_chunks(ranks: Ranks, tmp_path: Path, dim
     for read, right in ranks(2, load_slices, tmp_path / "c", dim):
         assert right
         assert read <= most * 300 * 2000 * 4 / 2 + 30_000
+
+
+def test_values_are_refused_by_name_or_exact(tmp_path: Path) -> None:
+    values = {"here": Path("/x"), "pure": PurePosixPath("a"), "text": "ü\u2603", "bytes": b"\xff"}
+    save(tmp_path / "c", values=values)
+    found = load(tmp_path / "c", values={}).values["values"]
+    assert found == values
+    assert [type(one) for one in found.values()] == [type(one) for one in values.values()]
+    for name, value in (("far", PureWindowsPath("a")), ("half", "\ud800")):
+        with pytest.raises(CheckpointError, match=name):
+            save(tmp_path / "c", **{name: value})
+    with pytest.raises(CheckpointError, match="half of a character"):
+        save(tmp_path / "c", tensors={"\ud800": torch.ones(1)})
+    assert load(tmp_path / "c", values={}).values["values"] == values

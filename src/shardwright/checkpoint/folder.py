@@ -145,7 +145,8 @@ def prune(
     Args:
         every: keep also those whose step is a multiple of this, for ever.
         interrupted: nobody saves there now, so that what interrupted saves left goes too. It need only be
-            said of object storage, where nothing tells a save that died on another machine from a slow one.
+            said where there are no locks: in object storage nothing tells a save that died on another machine
+            from a slow one.
 
     Returns: the checkpoints that were removed, or tidied away (on rank 0).
     Raises: CheckpointError: `keep` or `every` is less than 1.
@@ -199,7 +200,7 @@ def _tidied_away(path: Place, interrupted: bool) -> bool:
         hold = store.hold_there()
     except (CheckpointError, OSError):
         return False
-    if store.renames and not hold.alone:
+    if store.renames and not (hold.alone or interrupted):
         hold.let_go()
         return False
     try:

@@ -208,7 +208,7 @@ def remove(path: Place, *, interrupted: bool = False) -> None:
             _remove_listed(store, removing)
         elif content.committed:
             _remove_damaged(store, content)
-        if hold.alone or not store.renames:
+        if hold.alone or interrupted or not store.renames:
             tidy(store, look(store), alone=hold.alone, interrupted=interrupted)
         store.drop_empty()
     finally:

@@ -1,0 +1,129 @@
+"""A plan that is known again is the plan that would be made, and what it cannot know is still compared."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright import Replicate, Shard, distribute_tensor
+from shardwright.checkpoint import load, plan, save
+from shardwright.checkpoint.collector import no_collection
+from shardwright.errors import CheckpointError
+from shardwright.remember import forget
+from shardwright.testing import rank_mesh
+
+Ranks = Callable[..., list[Any]]
+
+
+def model_of(*placements: Any) -> nn.Module:
+    """A module whose parameters lie so on all ranks; each value is its index."""
+    mesh = rank_mesh((dist.get_world_size(),), ("a",))
+    model = nn.Module()
+    for number, placement in enumerate(placements):
+        whole = torch.arange(24.0).reshape(6, 4) + 100 * number
+        model.register_parameter(f"p{number}", nn.Parameter(distribute_tensor(whole, mesh, [placement])))
+    return model
+
+
+def comes_back(path: Path, model: nn.Module) -> bool:
+    """Whether what stands there is what the module holds, read by torch alone on the whole tensors."""
+    other = model_of(*(Replicate() for _ in model.parameters()))
+    with torch.no_grad():
+        for one in other.parameters():
+            one.zero_()
+    load(path, other)
+    pairs = zip(other.parameters(), model.parameters(), strict=True)
+    return all(torch.equal(a.to_local(), b.full_tensor()) for a, b in pairs)
+
+
+def saves_in_turn(path: Path) -> list[bool]:
+    """Layouts change from save to save, and come back; one rank forgets what it knew."""
+    found = []
+    for turn, placements in enumerate([(Shard(0), Replicate())] * 2 + [(Shard(1), Shard(0))] * 2):
+        model = model_of(*placements)
+        with torch.no_grad():
+            for one in model.parameters():
+                one.add_(turn)
+        if turn == 1 and dist.get_rank() == 0:
+            forget()
+        save(path, model)
+        found.append(comes_back(path, model))
+    return found
+
+
+def gathers(path: Path) -> list[int]:
+    """How many gathers each of three saves asks for; before the third a layout changes."""
+    counts, real = [0], dist.all_gather_object
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts[-1] += 1
+        return real(*args, **kwargs)
+
+    dist.all_gather_object = counted
+    forget()
+    for model in (model_of(Shard(0)), model_of(Shard(0)), model_of(Shard(1))):
+        save(path, model)
+        counts.append(0)
+    dist.all_gather_object = real
+    return counts[:3]
+
+
+def drifts(path: Path) -> str:
+    """The second save finds copies that have drifted apart since the first one."""
+    model = model_of(Replicate(), Shard(0))
+    save(path, model)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.get_parameter("p0").detach().to_local()[0, 0] = 7
+    try:
+        save(path, model)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def planted(path: Path) -> str:
+    """The same with a plan that forgets which boxes are copies."""
+    real = plan.plan_of
+    plan.plan_of = lambda *args: real(*args)._replace(copies=())
+    forget()
+    return drifts(path)
+
+
+def test_layouts_may_change_between_saves(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, saves_in_turn, tmp_path / "c", fresh=True) == [[True] * 4] * 2
+
+
+def test_a_known_plan_gathers_no_descriptions(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, gathers, tmp_path / "c", fresh=True) == [[4, 3, 4]] * 2
+
+
+def test_copies_are_compared_where_the_plan_is_known(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2, drifts, tmp_path / "c", fresh=True)
+    assert found[0] == found[1]
+    assert "model/p0 is laid out as" in found[0]
+    assert "ranks 0 and 1 should hold the same elements" in found[0]
+
+
+def test_a_planted_plan_without_copies_goes_red(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, planted, tmp_path / "c", fresh=True) == ["saved"] * 2
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_collector_is_afterwards_as_it_was(on: bool) -> None:
+    was = gc.isenabled()
+    try:
+        (gc.enable if on else gc.disable)()
+        with no_collection(), no_collection():
+            inside = gc.isenabled()
+        assert not inside
+        assert gc.isenabled() == on
+    finally:
+        (gc.enable if was else gc.disable)()
