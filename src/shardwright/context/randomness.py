@@ -20,7 +20,7 @@ _SEEDS = 2**63
 _OF_NUMPY = 2**32
 # The hook of the newest seed that waits for a first forward. One per process: it is about torch's default
 # generator, of which there is one.
-_waiting: list[Any] = []
+_waiting: list[tuple[Any, Callable[[nn.Module], None]]] = []
 
 
 def seed_everything(seed: object) -> None:
@@ -53,20 +53,28 @@ def at_first_forward(seed: int | None, act: Callable[[nn.Module], object]) -> No
         checkpoint, is in the state that is wanted. None: act in any case.
     """
 
-    def first(module: nn.Module, _: Any) -> None:
-        if not any(isinstance(p, TorchDTensor) for p in module.parameters()):
-            return
+    def begin(module: nn.Module) -> None:
         forget_waiting()
         if seed is None or torch.initial_seed() == seed:
             act(module)
 
-    _waiting.append(register_module_forward_pre_hook(first))
+    def first(module: nn.Module, _: Any) -> None:
+        if any(isinstance(p, TorchDTensor) for p in module.parameters()):
+            begin(module)
+
+    _waiting.append((register_module_forward_pre_hook(first), begin))
+
+
+def part_now(module: nn.Module) -> None:
+    """What waits for a first forward does not wait for it: this module is about to run."""
+    for _, begin in tuple(_waiting):
+        begin(module)
 
 
 def forget_waiting() -> None:
     """Nothing waits for a first forward any more."""
     while _waiting:
-        _waiting.pop().remove()
+        _waiting.pop()[0].remove()
 
 
 def check_dropout(dropout: str, stages: int) -> None:

@@ -78,9 +78,27 @@ def _cut(x: Any, dim: Dim, rows: int, n: int) -> list[Any]:
     return list(x.chunk(n, dim=at))
 
 
-def signature(batch: Batch) -> tuple[Any, ...]:
-    """What of a micro-batch decides which shapes cross the borders."""
-    return tuple(
-        (tuple(x.shape), x.dtype, getattr(x, "placements", None)) if isinstance(x, Tensor) else repr(x)
-        for x in tree_flatten(batch[:2])[0]
-    )
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+
+
+def signature(batches: list[Batch]) -> list[str]:
+    """What of the micro-batches decides which shapes cross the borders, the same on every rank of the axis.
+
+    An object that is no plain value counts by its class: what is in it may change, and is not looked at.
+    Raises: ParallelError: micro-batches have different shapes.
+    """
+    said = [_said(batch) for batch in batches]
+    if any(one != said[0] for one in said):
+        raise ParallelError("pipeline: micro-batches have different shapes; pad the batch")
+    return [f"{len(batches)} micro-batches", *said[0]]
+
+
+def _said(batch: Batch) -> list[str]:
+    leaves, structure = tree_flatten(batch[:2])
+    return [*(_told(leaf) for leaf in leaves), str(structure)]
+
+
+def _told(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"a tensor {x.dtype} {tuple(x.shape)} {getattr(x, 'placements', '')}"
+    return repr(x) if isinstance(x, _PLAIN) else f"{type(x).__module__}.{type(x).__qualname__}"

@@ -27,7 +27,10 @@ FindMesh = Callable[[tuple[str, ...]], "DeviceMesh"]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor as the next stage must know it: its logical shape, and its layout where it is distributed."""
+    """A tensor as the next stage must know it: its logical shape, and its layout where it is distributed.
+
+    number: of a float, which travels as a tensor: what it was while the borders were learned.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,6 +38,7 @@ class Leaf:
     placements: tuple[Placement, ...] = ()
     order: tuple[str, ...] = ()
     stride: tuple[int, ...] = ()
+    number: float | None = None
 
     @classmethod
     def of(cls, x: Tensor) -> Leaf:
@@ -55,7 +59,7 @@ class Leaf:
     @property
     def flows_back(self) -> bool:
         """Can it have a gradient?"""
-        return self.dtype.is_floating_point or self.dtype.is_complex
+        return self.number is None and (self.dtype.is_floating_point or self.dtype.is_complex)
 
     def layout(self, find: FindMesh) -> Layout:
         """The layout, on this rank's mesh of these axes."""
@@ -84,7 +88,9 @@ class Leaf:
         )
 
     def zeros(self, find: FindMesh, device: torch.device) -> Tensor:
-        """A tensor like it, of zeros."""
+        """A tensor like it, of zeros; the number where it is one."""
+        if self.number is not None:
+            return torch.tensor(self.number, dtype=self.dtype, device=device)
         local = torch.zeros(self.local_shape(find), dtype=self.dtype, device=device)
         return wrap(local, spec_of(self.layout(find), find(self.axes))) if self.axes else local
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwright.compat.fully_shard import FsdpUnit
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.batch import Batch
-from shardwright.parallel.pipeline.conductor import Run, Stopped
+from shardwright.parallel.pipeline.run import Run, Stopped
 from shardwright.parallel.pipeline.split import Split
 
 
@@ -30,13 +30,17 @@ class Caller:
         conductor = self.split.conductor
         conductor.run = run
         try:
-            with self._quiet():
+            with self._quiet(), run.followed():
                 out = self.module(*args, **kwargs)
         except Stopped:
             self._leave_units(tuple(run.kept.values()))
             return None
         finally:
             conductor.run = None
+        if isinstance(run.ended, Stopped):  # the model's own code has caught it
+            return None
+        if run.ended is not None:
+            raise run.ended
         if run.stage != self.split.stages - 1:
             raise ParallelError(
                 f"the forward of {type(self.module).__name__} ended in stage {run.stage}, and nothing of "

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.functional import reduce_over
-from shardwright.compat import FakeTensor, tree_map_only
+from shardwright.compat import tree_map_only
 from shardwright.compat.fully_shard_traffic import hold_gradients_back, reduce_gradients
+from shardwright.context.randomness import part_now
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError, ShardwrightError
-from shardwright.parallel.pipeline.batch import Batch, micro_batches, signature
+from shardwright.parallel.pipeline.agreement import Agreement
+from shardwright.parallel.pipeline.batch import Batch, Dims, micro_batches, signature
 from shardwright.parallel.pipeline.caller import Caller
-from shardwright.parallel.pipeline.conductor import ANOTHER_BRANCH
 from shardwright.parallel.pipeline.homes import Homes
 from shardwright.parallel.pipeline.learn import learn
 from shardwright.parallel.pipeline.recording import refuse_recording
@@ -26,6 +27,7 @@ from shardwright.parallel.pipeline.split import find_split
 from shardwright.parallel.pipeline.stage import Stage, StageModule
 from shardwright.parallel.pipeline.ties import Ties
 
+_Ready = tuple[Any, "list[StageModule]"]  # a schedule of torch, and the stages that it runs
 _MOST = 8  # shapes of batches for which buffers and schedules are kept
 
 
@@ -70,8 +72,9 @@ class Pipeline:
         self._ties = Ties(split, module)
         self._ties.start()
         self._caller = Caller(module, split)
-        self._ready: dict[Any, tuple[Any, list[StageModule]]] = {}
+        self._ready: dict[Any, _Ready] = {}
         self._device = _device(split.mesh.device_type)
+        self._agreement = Agreement(split, data, self._device)
 
     @property
     def is_last(self) -> bool:
@@ -95,15 +98,16 @@ class Pipeline:
             count: how many tokens the loss sums on this rank: divides by the count of all ranks of `data`.
             batch_dims: `{argument: dim of its batch}`, None for a tensor that is not cut.
         Returns: the loss of the batch, the same on every rank of the axis (with `count`, of `data` too).
-        Raises: ParallelError: the batch is not divisible, what crosses a border cannot be sent.
-        Cost: per micro-batch and border the values that cross it, and their gradients; 8 bytes; the gradients
-            of tied weights once. The first step with new shapes runs a forward of each stage more.
+        Raises: ParallelError: on every rank of the axis: the batch is not divisible, the ranks were given
+            different ones, what crosses a border cannot be sent, an error of any kind in another stage (there
+            it is raised itself).
+        Cost: per micro-batch and border the values that cross it, and their gradients; two all-reduces of some
+            bytes, before and after, which the host waits for; the gradients of tied weights once. The first
+            step with new shapes runs a forward of each stage more.
         """
         if self.loss is None:
             raise ParallelError("Pipeline.step needs a loss: Pipeline(module, loss, ...)")
-        batches = micro_batches(args, kwargs, target, self.micro_batches, batch_dims or {})
-        refuse_recording(self.module, kwargs)
-        schedule, stages = self._for(batches, train=True)
+        batches, (schedule, stages) = self._begun("step", args, kwargs, target, batch_dims or {})
         losses: list[Tensor] = []
         scale = self._scale(count)
         with self._ties.summed():
@@ -113,7 +117,7 @@ class Pipeline:
                     schedule.step(target=_numbers(batches), losses=losses, return_outputs=False)
             finally:
                 reduce_gradients(self.module)
-        return self._total(losses, scaled=scale is not None)
+        return self._ended(losses, stages, scaled=scale is not None)
 
     @torch.no_grad()
     def evaluate(
@@ -127,10 +131,9 @@ class Pipeline:
         """The loss of a batch, without gradients; arguments, result and errors as `step`. Collective."""
         if self.loss is None:
             raise ParallelError("Pipeline.evaluate needs a loss: Pipeline(module, loss, ...)")
-        batches = micro_batches(args, kwargs, target, self.micro_batches, batch_dims or {})
+        begun = self._begun("evaluate", args, kwargs, target, batch_dims or {})
         scale = self._scale(count)
-        losses = self._forward(batches, self._scaled(scale), None)
-        return self._total(losses, scaled=scale is not None)
+        return self._forward(begun, self._scaled(scale), None, scaled=scale is not None)
 
     @torch.no_grad()
     def outputs(
@@ -140,34 +143,53 @@ class Pipeline:
 
         Collective; arguments and errors as `step`.
         """
-        batches = micro_batches(args, kwargs, None, self.micro_batches, batch_dims or {})
+        begun = self._begun("outputs", args, kwargs, None, batch_dims or {})
         outputs: list[Any] = []
-        self._forward(batches, None, outputs)
+        self._forward(begun, None, outputs, scaled=False)
         return outputs if self.is_last else None
 
     def _forward(
-        self, batches: list[Batch], loss: Callable[[Any, Any], Tensor] | None, outputs: list[Any] | None
-    ) -> list[Tensor]:
-        refuse_recording(self.module, batches[0][1])
-        schedule, stages = self._for(batches, train=False)
+        self,
+        begun: tuple[list[Batch], _Ready],
+        loss: Callable[[Any, Any], Tensor] | None,
+        outputs: list[Any] | None,
+        *,
+        scaled: bool,
+    ) -> Tensor:
+        batches, (schedule, stages) = begun
         losses: list[Tensor] = []
         with _running(stages, batches, loss, outputs), _own_errors():
             schedule.eval(target=_numbers(batches), losses=losses, return_outputs=False)
-        return losses
+        return self._ended(losses, stages, scaled=scaled)
 
-    def _for(self, batches: list[Batch], *, train: bool) -> tuple[Any, list[StageModule]]:
-        """The schedule for micro-batches of these shapes, once it is known what crosses the borders."""
-        first = signature(batches[0])
-        if any(signature(batch)[0] != first[0] for batch in batches):
-            raise ParallelError("pipeline: micro-batches have different shapes; pad the batch")
-        key = (first, train, self.module.training, len(batches), _autocast(self._device))
-        if key not in self._ready:
+    def _begun(
+        self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, dims: Dims
+    ) -> tuple[list[Batch], _Ready]:
+        """The micro-batches, and the schedule for their shapes, once it is known what crosses the borders.
+
+        All ranks of the axis come to the same end, whatever one of them was given.
+        """
+        part_now(self.module)
+        self._split.hear()
+        error, batches, said = None, [], [what]
+        try:
+            batches = micro_batches(args, kwargs, target, self.micro_batches, dims)
+            refuse_recording(self.module, kwargs)
+            said += [*signature(batches), str(self.module.training), str(_autocast(self._device))]
+        except Exception as failed:  # noqa: BLE001  the other ranks are told
+            error = failed
+        key = (*said, *(module.training for module in self.module.modules()))
+        known, seed = self._agreement.begin(said, known=key in self._ready, error=error)
+        if not known:
             self._ready[key] = self._made(batches)
             while len(self._ready) > _MOST:
                 del self._ready[next(iter(self._ready))]
-        return self._ready[key]
+        for stage in self._ready[key][1]:
+            stage.seed = seed
+            stage.failures.clear()
+        return batches, self._ready[key]
 
-    def _made(self, batches: list[Batch]) -> tuple[Any, list[StageModule]]:
+    def _made(self, batches: list[Batch]) -> _Ready:
         split = self._split
         borders = learn(
             split, self.module, lambda run: self._caller(run, _copied(batches[0])), self._homes, self._device
@@ -195,20 +217,11 @@ class Pipeline:
             return loss
         return lambda output, target: loss(output, target) / float(scale)
 
-    def _total(self, losses: list[Tensor], *, scaled: bool) -> Tensor:
-        """The sum of the terms, on all stages; over the data ranks where they are parts of one mean."""
-        dtype = losses[0].dtype if losses else torch.float32
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for term in losses:
-            if isinstance(term, FakeTensor):
-                raise ParallelError(ANOTHER_BRANCH.format("the loss"))
-            total += term.detach().double()
-        if self.is_last and scaled and self.data is not None:
-            for axis, group in groups_above_one(self.data):
-                total = reduce_over(total, "sum", group, axis=axis, reason="loss of a pipeline")
-        for axis, group in groups_above_one(self._split.mesh):
-            total = reduce_over(total, "sum", group, axis=axis, reason="loss of a pipeline")
-        return total.to(dtype)
+    def _ended(self, losses: list[Tensor], stages: list[StageModule], *, scaled: bool) -> Tensor:
+        """The loss on all stages, or what has failed on one of them."""
+        failures = [stage.failures for stage in stages]
+        draws = any(stage.draws for stage in stages)
+        return self._agreement.end(losses, failures, scaled=scaled, seed_is_used=draws)
 
 
 def _copied(batch: Batch) -> Batch:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from shardwright.compat import FakeTensorMode, intercept_calls
 from shardwright.errors import ParallelError
 from shardwright.grads.stages import SharedByStages
 from shardwright.parallel.pipeline.border import Leaf
-from shardwright.parallel.pipeline.conductor import (
-    Call,
-    Conductor,
-    Elsewhere,
-    Held,
-    Value,
-    held,
-    mark,
-)
+from shardwright.parallel.pipeline.conductor import Conductor, Elsewhere, Held, held
+from shardwright.parallel.pipeline.hollow import Call, Value, hollow, mark
 from shardwright.parallel.pipeline.mark import ATTRIBUTE
 from shardwright.parallel.pipeline.places import VERB, Place, Places
+from shardwright.parallel.pipeline.unknown import Unknown
 from shardwright.tensor.modules.replaced import taken_away
 from shardwright.tensor.modules.slots import slots_of
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -36,7 +31,8 @@ class Split:
     """How a model is cut: which stages this rank runs, and who hears the calls of its parts.
 
     shared: names of the parameters that several ranks hold, and these ranks, that of the first stage first.
-    reads_parameters: whether modules above the cuts have parameters of their own.
+    reads_parameters: whether modules above the cuts have parameters of their own. parts: the place of each
+    part. heard: the parts of this rank whose calls are heard.
     """
 
     mesh: DeviceMesh
@@ -48,16 +44,33 @@ class Split:
     above: list[nn.Module]
     shared: list[tuple[tuple[str, ...], tuple[int, ...]]]
     reads_parameters: bool
+    parts: dict[str, Place] = field(default_factory=dict)
+    heard: list[Held] = field(default_factory=list)
 
-    def hollow(self, leaf: Leaf, device: torch.device) -> Tensor:
-        """A tensor with a shape, and no values."""
-        return hollow(self.mode, leaf, device)
+    def hollow_on(self, device: torch.device) -> Callable[[Leaf], Tensor]:
+        """Makes tensors with a shape, and no values."""
+        return lambda leaf: hollow(self.mode, leaf, device)
 
+    def part_of(self, path: str) -> str | None:
+        """The path of the part that this module is in, None above the cuts."""
+        return next((p for p in self.parts if path == p or path.startswith(f"{p}.")), None)
 
-def hollow(mode: FakeTensorMode, leaf: Leaf, device: torch.device) -> Tensor:
-    """A tensor with a shape, and no values."""
-    with mode:
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    def hear(self) -> None:
+        """Hear the calls of this rank's parts, also of those that were compiled since."""
+        for part in self.heard:
+            module = part.module
+            if module is not None and getattr(module._compiled_call_impl, "heard_by", None) is None:
+                intercept_calls(module, functools.partial(self.conductor.hears, part))
+
+    def left_behind(self, left: frozenset[tuple[str, str]]) -> None:
+        """Forwards of parts have set these attributes, (module, name): where the part is not, none knows what."""
+        for path, name in left:
+            part = self.part_of(path)
+            there = None if part is None else self.parts[part].parent._modules[self.parts[part].name]
+            if part is None or type(there) is not Elsewhere:
+                continue
+            shell = there.shell.get_submodule(path[len(part) + 1 :])
+            shell.__dict__[name] = Unknown(f"{path}.{name}", part)
 
 
 def find_split(module: nn.Module) -> Split | None:
@@ -92,10 +105,10 @@ def take_apart(model: nn.Module, mesh: DeviceMesh, places: Places, rank_of: Sequ
         above=places.above,
         shared=list(shared.values()),
         reads_parameters=any(place.is_parameter for place in places.parts),
+        parts={place.path: place for place in places.of_modules()},
     )
     holders = _holders(places, rank_of)
     kept = {id(p.part()) for p in places.of_modules() if set(p.stages) & set(mine)}
-    heard: set[int] = set()
     before = [(slot.get(), slot.path) for slot in slots_of(model)]
     for place in places.parts:
         here = bool(set(place.stages) & set(mine))
@@ -103,9 +116,11 @@ def take_apart(model: nn.Module, mesh: DeviceMesh, places: Places, rank_of: Sequ
             if not here:
                 _hollow_parameter(place, mode)
         elif here:
-            _hear(place, places, split.conductor, heard)
+            if all(part.module is not place.part() for part in split.heard):
+                split.heard.append(_all_stages(place, places))
         else:
             _leave(place, places, split, strip=id(place.part()) not in kept)
+    split.hear()
     left = {id(slot.get()) for slot in slots_of(model)}
     for parameter, name in before:
         if id(parameter) not in left:
@@ -125,14 +140,6 @@ def _all_stages(place: Place, places: Places) -> Held:
     part = held(place)
     part.stages = tuple(sorted({s for p in places.of_modules() if p.key == place.key for s in p.stages}))
     return part
-
-
-def _hear(place: Place, places: Places, conductor: Conductor, heard: set[int]) -> None:
-    module = place.part()
-    if id(module) not in heard:
-        heard.add(id(module))
-        part = _all_stages(place, places)
-        intercept_calls(module, lambda original: conductor.hears(part, original))
 
 
 def _leave(place: Place, places: Places, split: Split, *, strip: bool) -> None:

@@ -11,11 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.compat import tree_leaves
+from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.batch import Batch
 from shardwright.parallel.pipeline.border import FindMesh, arriving, leaving
-from shardwright.parallel.pipeline.conductor import Run
-from shardwright.parallel.pipeline.learn import Borders
+from shardwright.parallel.pipeline.borders import Borders
+from shardwright.parallel.pipeline.failing import Failures, nothing, raised
+from shardwright.parallel.pipeline.hollow import is_hollow
+from shardwright.parallel.pipeline.returned import another_branch
+from shardwright.parallel.pipeline.run import Run
 from shardwright.parallel.pipeline.split import Split
+from shardwright.parallel.pipeline.streams import Streams, seed_of
 from shardwright.tensor.spec import finished
 from shardwright.tensor.wrap import as_ours
 
@@ -25,6 +31,8 @@ Loss = Callable[[Any, Any], Tensor]
 
 class StageModule(nn.Module):
     """What one stage computes of one micro-batch: what arrived -> what leaves, or the loss.
+
+    An error does not leave it while the other stages wait: it is kept in `failures`, and what leaves is zeros.
 
     Args: call: the model, called for a run; what it returns, None before the last stage. batches: the
         micro-batches of this step.
@@ -46,15 +54,19 @@ class StageModule(nn.Module):
         self.arrives = borders.crossing.get(stage, ())
         self.leaves = borders.crossing.get(stage + 1, ())
         self.leaf_of = {v: borders.leaf(v) for v in (*self.arrives, *self.leaves)}
-        self.known, self.wanted = borders.earlier(stage), borders.made(stage)
+        self.known, self.wanted = borders.known, borders.made(stage)
+        self.earlier = frozenset(borders.earlier(stage))
         self.copied = frozenset(borders.rewritten)
+        self.draws, self.draws_python = borders.draws, borders.draws_python
         self.call, self.find, self.device = call, find, device
-        self.hollow = functools.cache(lambda leaf: split.hollow(leaf, device))  # nobody writes into them
+        self.hollow = functools.cache(split.hollow_on(device))  # nobody writes into them
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.batches: list[Batch] = []
         self.number = 0
         self.outputs: list[Any] | None = None
         self.loss: Loss | None = None
+        self.seed = 0
+        self.failures = Failures(stage)
 
     def examples(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What arrives and what leaves, without memory."""
@@ -65,26 +77,65 @@ class StageModule(nn.Module):
 
     def forward(self, *arrived: Tensor) -> tuple[Tensor, ...]:
         """The local parts that leave; of the last stage, the loss."""
+        try:
+            return self._computed(arrived)
+        except Exception as error:  # noqa: BLE001  the other stages wait for what leaves
+            self.failures.add(error)
+            return nothing(self.examples()[1], arrived, self.anchor)
+
+    def _computed(self, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         batch = self.batches[self.number]
         received = {
             value: arriving(local, self.leaf_of[value], self.find)
             for value, local in zip(self.arrives, arrived, strict=True)
         }
         handed = {v: x.clone() if v in self.copied and v in self.leaves else x for v, x in received.items()}
-        run = Run(self.stage, handed, self.known, self.wanted, self.hollow, copied=self.copied)
+        run = self._run(handed)
         out = self.call(run, batch)
+        self._checked(run)
         if self.last:
             return (self._finished(out, batch[2]),)
         values = {**received, **run.kept}
+        missing = [v.call.key for v in self.leaves if v not in values]
+        if missing:
+            raise ParallelError(another_branch(f"what comes after {missing[0]}"))
         return tuple(leaving(values[v], self.leaf_of[v], self.find, self.anchor) for v in self.leaves)
+
+    def _run(self, received: dict[Any, Tensor]) -> Run:
+        seed = seed_of(self.seed, self.number) if self.draws else None
+        streams = Streams(self.device, seed, python=self.draws_python)
+        return Run(
+            self.stage,
+            received,
+            self.known,
+            self.earlier,
+            self.wanted,
+            self.hollow,
+            streams,
+            copied=self.copied,
+        )
+
+    def _checked(self, run: Run) -> None:
+        """Keep for the end of the step what other stages must have done too."""
+        self.failures.saw(run.journal)
+        if run.streams.drew:
+            raise ParallelError(
+                "pipeline: the model's own code draws random numbers, and drew none when the borders were "
+                "learned, at the first step of these shapes; stages would draw different ones\n  fix: draw in "
+                "the first step too, or in a layer that one stage has"
+            )
 
     def _finished(self, out: Any, target: Any) -> Tensor:
         """This micro-batch's term of the loss, a plain scalar; zero where there is no loss."""
         if self.outputs is not None:
+            if any(is_hollow(x) for x in tree_leaves(out)):
+                raise ParallelError(another_branch("what the model returns"))
             self.outputs.append(out)
         if self.loss is None:
             return torch.zeros((), device=self.device)
         term = self.loss(out, target)
+        if any(is_hollow(x) for x in (*tree_leaves(out), term)):
+            raise ParallelError(another_branch("what the model returns, or its loss,"))
         if isinstance(term, TorchDTensor):
             ours = as_ours(term)
             layout = finished(ours._spec.layout)
@@ -112,3 +163,13 @@ class Stage(PipelineStage):
         module: Any = self.submod
         module.number = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """As torch's; where it fails, zeros go back, and the error is told at the end of the step."""
+        came = self.fwd_cache[bwd_chunk_id][1] if self.has_backward else ()
+        try:
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001  the other stages wait for gradients
+            module: Any = self.submod
+            module.failures.add(error)
+            self.bwd_cache[bwd_chunk_id] = raised(came)

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.comm.functional import reduce_over
 from shardwright.comm.record import because
+from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.split import Split
 from shardwright.tensor.wrap import as_ours, wrap
@@ -20,11 +22,12 @@ from shardwright.tensor.wrap import as_ours, wrap
 
 @dataclass
 class _Tie:
-    """One parameter: its first name, what this rank has of it, and the ranks of the axis that have it."""
+    """One parameter: its first name, what this rank has of it, the ranks of the axis that have it; its number among all."""
 
     name: str
     parameter: nn.Parameter
     ranks: tuple[int, ...]
+    number: int
 
 
 class Ties:
@@ -50,14 +53,31 @@ class Ties:
     @contextmanager
     def summed(self) -> Iterator[None]:
         """What backwards in the block add to a gradient is summed over its holders; what was there, was."""
-        ties = [tie for tie in self._held() if tie.parameter.requires_grad]
+        ties = self._held()
         before = [tie.parameter.grad for tie in ties]
         for tie in ties:
             tie.parameter.grad = None
-        yield
-        for tie, earlier in zip(self._held(), before, strict=True) if ties else ():
-            total = self._total(tie)
-            tie.parameter.grad = total if earlier is None else earlier + total
+        try:
+            yield
+            used = self._used(ties)
+            sums = [self._total(tie) if used[tie.number] else None for tie in ties]
+        except BaseException:
+            sums = [None] * len(ties)
+            raise
+        finally:
+            for tie, earlier, total in zip(ties, before, sums, strict=True):
+                kept = total if tie.parameter.requires_grad else None
+                tie.parameter.grad = _added(earlier, kept)
+
+    def _used(self, ties: list[_Tie]) -> list[int]:
+        """For each parameter of several ranks, whether one of them has a gradient of it."""
+        has = torch.zeros(len(self.split.shared), dtype=torch.int64, device=self.split.mesh.device_type)
+        for tie in ties:
+            has[tie.number] = int(tie.parameter.grad is not None)
+        for axis, group in groups_above_one(self.split.mesh) if self.split.shared else ():
+            has = reduce_over(has, "max", group, axis=axis, reason="which tied weights have gradients")
+        used: list[int] = has.tolist()
+        return used
 
     def _total(self, tie: _Tie) -> Tensor:
         gradient = _finished(tie.parameter)
@@ -71,8 +91,8 @@ class Ties:
         named = dict(self.model.named_parameters(remove_duplicate=False)) if self.split.shared else {}
         me = self.split.mesh.get_local_rank()
         return [
-            _Tie(names[0], next(named[n] for n in names if n in named), ranks)
-            for names, ranks in self.split.shared
+            _Tie(names[0], next(named[n] for n in names if n in named), ranks, number)
+            for number, (names, ranks) in enumerate(self.split.shared)
             if me in ranks
         ]
 
@@ -108,6 +128,12 @@ class Ties:
             for work in dist.batch_isend_irecv(operations) if own.numel() else ():
                 work.wait()
         return [parts[rank] for rank in tie.ranks]
+
+
+def _added(earlier: Tensor | None, total: Tensor | None) -> Tensor | None:
+    if earlier is None or total is None:
+        return earlier if total is None else total
+    return earlier + total
 
 
 def _local(x: Tensor) -> Tensor:

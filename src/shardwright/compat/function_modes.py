@@ -1,0 +1,26 @@
+"""Modes of torch's function protocol, where it has no public name for what is needed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import overrides
+
+if TYPE_CHECKING:
+    from torch.overrides import TorchFunctionMode
+
+
+class PushedDown:
+    """A mode is off inside, if it is the innermost: functions are as fast as without it."""
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._popped = overrides._get_current_function_mode() is self._mode
+        if self._popped:
+            overrides._pop_mode()
+
+    def __exit__(self, *error: object) -> None:
+        if self._popped:
+            overrides._push_mode(self._mode)

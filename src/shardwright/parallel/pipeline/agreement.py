@@ -1,0 +1,154 @@
+"""What the ranks of a pipeline's axis tell each other before a step and after it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.comm.functional import reduce_over
+from shardwright.comm.record import because
+from shardwright.context.submesh import groups_above_one
+from shardwright.errors import ParallelError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwright.parallel.pipeline.failing import Failures
+    from shardwright.parallel.pipeline.split import Split
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_BITS = 7  # bytes of a hash that fit a signed number of 8, and its negative
+
+
+class Agreement:
+    """Ranks go into a step with the same arguments, and come out of it with the same loss or error.
+
+    Cost: an all-reduce of 40 bytes before a step, and one of 24 and 8 for each border after it, over the axis;
+    16 bytes over the axes of `data`. The host waits for both.
+    """
+
+    def __init__(self, split: Split, data: DeviceMesh | None, device: torch.device) -> None:
+        self._split, self._data, self._device = split, data, device
+
+    def begin(self, said: Sequence[str], *, known: bool, error: Exception | None) -> tuple[bool, int]:
+        """Do all ranks know what crosses the borders for these arguments? And a seed for what they draw.
+
+        Args: said: what this rank was called with. error: why it cannot run that.
+        Raises: ParallelError: on every rank, its own error or that of another; different arguments.
+        """
+        number = _hash("\n".join(said).encode())
+        mine = [number, -number, int(not known), int(error is not None), self._seed()]
+        total = torch.tensor(mine, dtype=torch.int64, device=self._device)
+        high, low, unknown, failed, seed = self._over_stages(total, "max", "arguments of a pipeline").tolist()
+        if failed:
+            self.tell(error)
+        if high != -low:
+            self._refuse_different(said)
+        return not unknown, seed
+
+    def end(
+        self, losses: Sequence[Tensor], failures: Sequence[Failures], *, scaled: bool, seed_is_used: bool
+    ) -> Tensor:
+        """The sum of the losses, on all ranks of the axis; over the data ranks where they are parts of one mean.
+
+        Raises: ParallelError: on every rank, the error of one; stages whose own code did not do the same.
+        """
+        failed = any(f.error is not None for f in failures)
+        mine = [_sum(losses), _dtype(losses), float(failed), *self._checks(failures)]
+        total = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        loss, dtype, failing, *checks = self._over_stages(total, "sum", "loss of a pipeline").tolist()
+        differ = next((i for i, check in enumerate(checks) if check), None)
+        others = 0.0
+        if self._data is not None:
+            over_data = torch.tensor([loss, float(bool(failing) or differ is not None)], dtype=torch.float64)
+            over_data = over_data.to(self._device)
+            for axis, group in groups_above_one(self._data):
+                over_data = reduce_over(over_data, "sum", group, axis=axis, reason="loss of a pipeline")
+            all_losses, others = over_data.tolist()
+            loss = all_losses if scaled else loss
+        if failing:
+            self.tell(next((f.error for f in failures if f.error is not None), None), _NO_GRADIENTS)
+        if differ is not None:
+            raise ParallelError(_DIFFERENT.format(differ, differ + 1) + _NO_GRADIENTS)
+        if others:
+            raise ParallelError(f"pipeline: a step failed on ranks of other data, which say why{_NO_GRADIENTS}")
+        if seed_is_used and self._split.mesh.get_local_rank() == 0:
+            torch.rand(())  # the next step has another seed
+        return torch.tensor(loss, dtype=_DTYPES[int(dtype) - 1] if dtype else None, device=self._device)
+
+    def tell(self, error: Exception | None, more: str = "") -> None:
+        """Raise this rank's error here, and that of another rank on all others. Collective over the axis."""
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        if isinstance(error, ParallelError):
+            text = str(error)
+        for rank, said in enumerate(self._gathered(text, "an error of a pipeline's stage")):
+            if said is not None:
+                if error is not None:
+                    raise error
+                raise ParallelError(f"pipeline, rank {rank} of the axis: {said}{more}")
+
+    def _over_stages(self, x: Tensor, op: str, reason: str) -> Tensor:
+        for axis, group in groups_above_one(self._split.mesh):
+            x = reduce_over(x, op, group, axis=axis, reason=reason)
+        return x
+
+    def _gathered(self, mine: Any, reason: str) -> list[Any]:
+        group = self._split.mesh.get_group()
+        everybody: list[Any] = [mine] * dist.get_world_size(group)
+        with because(reason):
+            dist.all_gather_object(everybody, mine, group=group)
+        return everybody
+
+    def _refuse_different(self, said: Sequence[str]) -> None:
+        """Raise ParallelError with the first difference."""
+        everybody = self._gathered(list(said), "arguments of a pipeline, which differ")
+        rank, other = next((r, o) for r, o in enumerate(everybody) if o != everybody[0])
+        first = everybody[0]
+        at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), None)
+        one, two = (first[at], other[at]) if at is not None else (f"{len(first)} of them", f"{len(other)}")
+        raise ParallelError(
+            f"pipeline: the ranks of the axis were called with different arguments: rank 0 with {one}, rank "
+            f"{rank} with {two}\n  fix: every rank of the axis calls the same method with the same arguments"
+        )
+
+    def _seed(self) -> int:
+        """A number that follows from the state of the first rank's generator; 0 elsewhere."""
+        if self._split.mesh.get_local_rank() != 0:
+            return 0
+        return _hash(torch.default_generator.get_state().numpy().tobytes())
+
+    def _checks(self, failures: Sequence[Failures]) -> list[float]:
+        """For each border what the stage before it says, minus what the one behind it says."""
+        checks = [0.0] * (self._split.stages - 1)
+        for failure in failures:
+            if failure.stage < len(checks):
+                checks[failure.stage] += failure.left
+            if failure.stage:
+                checks[failure.stage - 1] -= failure.entered
+        return checks
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=_BITS).digest())
+
+
+def _sum(losses: Sequence[Tensor]) -> float:
+    return float(sum(float(term.detach()) for term in losses))
+
+
+def _dtype(losses: Sequence[Tensor]) -> float:
+    """The number of the losses' dtype, 0 where there are none."""
+    return float(1 + _DTYPES.index(losses[0].dtype)) if losses and losses[0].dtype in _DTYPES else 0.0
+
+
+_NO_GRADIENTS = "\n  the gradients that this step has left are not complete: set them to None"
+_DIFFERENT = (
+    "pipeline: the model's own code did not do the same in the stages {} and {} in this step, as it had when the "
+    "borders were learned: they have other functions called, or with other numbers\n  fix: let every rank of the "
+    "axis have the same attributes and arguments, and draw random numbers by torch, or in the layers"
+)

@@ -1,0 +1,57 @@
+"""An error in one stage: the others are served until the step has ended, then all of them are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shardwright.parallel.pipeline.journal import Journal
+
+
+class Failures:
+    """The first error of a stage in this step, and the checksums of its journals at both of its borders.
+
+    A stage leaves where the next one begins: with the same checksum, if both did the same.
+    """
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.clear()
+
+    def clear(self) -> None:
+        """A step begins."""
+        self.error: Exception | None = None
+        self.entered = self.left = 0
+
+    def add(self, error: Exception) -> None:
+        """Keep an error; later ones follow from it."""
+        self.error = self.error or error
+
+    def saw(self, journal: Journal) -> None:
+        """Count a micro-batch."""
+        self.left += journal.sum
+        self.entered += journal.sum if journal.entered is None else journal.entered
+
+
+def nothing(
+    examples: Sequence[Tensor], arrived: Sequence[Tensor], anchor: Tensor
+) -> tuple[Tensor, ...]:
+    """What leaves a stage that has failed: zeros, whose gradients go back to what arrived as zeros."""
+    device = anchor.device
+    floats = [x.flatten()[:0].sum().to(torch.float32) for x in arrived if x.requires_grad]
+    link = torch.stack([anchor, *floats]).sum() * 0
+    return tuple(
+        torch.zeros(x.shape, dtype=x.dtype, device=device) + link.to(x.dtype)
+        if x.requires_grad and torch.is_grad_enabled()
+        else torch.zeros(x.shape, dtype=x.dtype, device=device)
+        for x in examples
+    )
+
+
+def raised(came: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradients of what arrived, of a backward that has failed."""
+    return tuple(torch.zeros_like(x) if x.requires_grad else None for x in came)

@@ -1,0 +1,60 @@
+"""The model's own code, above its parts: followed while it runs for a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardwright.compat import FakeTensor, tree_leaves
+from shardwright.parallel.pipeline.hollow import is_hollow, mark, origins
+
+if TYPE_CHECKING:
+    from shardwright.parallel.pipeline.conductor import Run
+
+
+class OwnCode(TorchFunctionMode):
+    """Sees each function of the model's own code, none of its parts.
+
+    It writes the journal, gives each function its seed, and follows hollow tensors: what is made of them, and
+    what cannot be made of them.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, run = kwargs or {}, self.run
+        if run.inside or run.ended:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", type(func).__name__)
+        leaves = tree_leaves((args, kwargs))
+        values = frozenset().union(*map(origins, leaves))
+        if name != "__get__":
+            run.streams.begin(run.journal.count)
+            run.journal.note(name, leaves)
+        if not values:
+            return func(*args, **kwargs)
+        if _writes(name, args, kwargs):
+            run.need(values)
+        try:
+            out = func(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  what it was does not matter: there are no values
+            run.need(values, error)
+        for x in tree_leaves(out):
+            if isinstance(x, FakeTensor):
+                mark(x, origins(x) | values)
+        return out
+
+
+def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Would it write into a tensor that has values, which a hollow one leaves as they are?"""
+    if isinstance(kwargs.get("out"), Tensor) and not is_hollow(kwargs["out"]):
+        return True
+    in_place = name == "__setitem__" or name.startswith("__i") or (name[-1] == "_" and name[-2:] != "__")
+    return in_place and bool(args) and isinstance(args[0], Tensor) and not is_hollow(args[0])
