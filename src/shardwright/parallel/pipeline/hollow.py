@@ -46,6 +46,12 @@ def mark(x: Tensor, values: frozenset[Value]) -> None:
     x.made_of = values  # type: ignore[attr-defined]
 
 
+def made_of_more(x: Any, values: frozenset[Value]) -> None:
+    """Note that these values are in a tensor too, if it is hollow."""
+    if isinstance(x, FakeTensor):
+        mark(x, getattr(x, "made_of", frozenset()) | values)
+
+
 def origins(x: Any) -> frozenset[Value]:
     """The values of earlier stages that a hollow tensor is made of; none of any other."""
     if not isinstance(x, FakeTensor):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardwright.compat import FakeTensor, tree_leaves
-from shardwright.parallel.pipeline.hollow import is_hollow, mark, origins
+from shardwright.compat import tree_leaves
+from shardwright.parallel.pipeline.hollow import is_hollow, made_of_more, origins
 
 if TYPE_CHECKING:
     from shardwright.parallel.pipeline.conductor import Run
@@ -47,8 +47,7 @@ class OwnCode(TorchFunctionMode):
         except Exception as error:  # noqa: BLE001  what it was does not matter: there are no values
             run.need(values, error)
         for x in tree_leaves(out):
-            if isinstance(x, FakeTensor):
-                mark(x, origins(x) | values)
+            made_of_more(x, values)
         return out
 
 
