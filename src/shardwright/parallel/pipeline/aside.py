@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.rng_state import read_rng, write_rng
+from shardwright.parallel.pipeline.hollow import is_hollow
 
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (int, float)
@@ -78,7 +79,7 @@ def _ours(name: str) -> bool:
 
 
 def _was(value: Any) -> _Was:
-    if isinstance(value, Tensor) and not value.is_meta:
+    if isinstance(value, Tensor) and not (is_hollow(value) or value.is_meta):
         return _Was(value, value.detach().clone())
     return _Was(value, copy.copy(value) if type(value) in _CONTAINERS else None)
 

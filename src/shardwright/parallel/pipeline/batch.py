@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.compat import tree_flatten, tree_unflatten
+from shardwright.compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from shardwright.errors import ParallelError
 
 Dims = Mapping[str, int | None]
@@ -76,6 +76,17 @@ def _cut(x: Any, dim: Dim, rows: int, n: int) -> list[Any]:
             "its batch with batch_dims={argument: dim}, or None for what every micro-batch is handed whole"
         )
     return list(x.chunk(n, dim=at))
+
+
+def copied(batch: Batch) -> Batch:
+    """A copy: what a run of the model writes into must not be the user's, nor another run's."""
+    made: Batch = tree_map_only(Tensor, lambda x: x.clone(), batch)
+    return made
+
+
+def versions(batch: Batch) -> list[int]:
+    """How often each tensor was written into."""
+    return [x._version for x in tree_leaves(batch) if isinstance(x, Tensor)]
 
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))

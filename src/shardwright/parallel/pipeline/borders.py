@@ -19,7 +19,8 @@ class Told:
     What its calls returned, what it needed for them, and what it wrote into: values of `rewritten` by the
     model's own code, of `written` by a part. stained: parts whose buffers changed; above: buffers of the
     modules above the parts that changed; counts: numbers among the attributes of those; left: (module, name)
-    of what parts have left in themselves. lines: its journal. draws, draws_python: does its own code draw random numbers, of
+    of what parts have left in themselves. lines: its journal. writes_batch: does it write into the
+    model's arguments? draws, draws_python: does its own code draw random numbers, of
     torch, of Python and numpy?
     """
 
@@ -32,6 +33,7 @@ class Told:
     counts: frozenset[str] = frozenset()
     left: frozenset[tuple[str, str]] = frozenset()
     lines: tuple[str, ...] = ()
+    writes_batch: bool = False
     draws: bool = False
     draws_python: bool = False
     error: str | None = None
@@ -65,6 +67,11 @@ class Borders:
         for behind in range(1, self.stages):
             late = frozenset().union(*(self.told[s].needs for s in range(behind, self.stages)))
             self.crossing[behind] = tuple(sorted(v for v in late if self.made_by[v.call] < behind))
+
+    @property
+    def writes_batch(self) -> bool:
+        """Does a stage write into the model's arguments?"""
+        return any(told.writes_batch for told in self.told.values())
 
     @property
     def draws(self) -> bool:

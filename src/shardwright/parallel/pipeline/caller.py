@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwright.compat.fully_shard import FsdpUnit
 from shardwright.errors import ParallelError
-from shardwright.parallel.pipeline.batch import Batch
+from shardwright.parallel.pipeline.batch import Batch, versions
 from shardwright.parallel.pipeline.run import Run, Stopped
 from shardwright.parallel.pipeline.split import Split
 
@@ -27,6 +27,7 @@ class Caller:
     def __call__(self, run: Run, batch: Batch) -> Any:
         """The model's own forward, up to where the next stage begins."""
         args, kwargs, _ = batch
+        before = versions(batch) if run.learns else []
         conductor = self.split.conductor
         conductor.run = run
         try:
@@ -37,6 +38,7 @@ class Caller:
             return None
         finally:
             conductor.run = None
+            run.writes_batch = run.learns and versions(batch) != before
         if isinstance(run.ended, Stopped):  # the model's own code has caught it
             return None
         if run.ended is not None:

@@ -116,6 +116,7 @@ def _told(run: Run, needs: frozenset[Value], aside: Aside, split: Split) -> Told
         written=dict(run.written),
         stained=frozenset(run.stained),
         lines=tuple(run.journal.lines or ()),
+        writes_batch=run.writes_batch,
         draws=run.streams.drew,
         draws_python=run.streams.drew_python,
         above=frozenset(f"{p}.{n}".lstrip(".") for p, n in buffers if part_of(p) is None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from shardwright.compat import tree_leaves
 from shardwright.parallel.pipeline.hollow import is_hollow, made_of_more, origins
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from shardwright.parallel.pipeline.conductor import Run
 
 
@@ -35,7 +38,7 @@ class OwnCode(TorchFunctionMode):
         name = getattr(func, "__name__", type(func).__name__)
         leaves = tree_leaves((args, kwargs))
         values = frozenset().union(*map(origins, leaves))
-        if name != "__get__":
+        if name != "__get__" and _is_of_the_model(sys._getframe(1)):
             run.streams.begin(run.journal.count)
             run.journal.note(name, leaves)
         if not values:
@@ -49,6 +52,12 @@ class OwnCode(TorchFunctionMode):
         for x in tree_leaves(out):
             made_of_more(x, values)
         return out
+
+
+def _is_of_the_model(caller: FrameType) -> bool:
+    """Is the function called by the model, not by the hooks and caches of strategies in it?"""
+    where: str = caller.f_globals.get("__name__", "")
+    return where.startswith("torch.nn.") or not where.startswith(("torch.", "shardwright."))
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.functional import reduce_over
-from shardwright.compat import tree_map_only
 from shardwright.compat.fully_shard_traffic import hold_gradients_back, reduce_gradients
 from shardwright.context.randomness import part_now
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError, ShardwrightError
 from shardwright.parallel.pipeline.agreement import Agreement
-from shardwright.parallel.pipeline.batch import Batch, Dims, micro_batches, signature
+from shardwright.parallel.pipeline.batch import Batch, Dims, copied, micro_batches, signature
 from shardwright.parallel.pipeline.caller import Caller
 from shardwright.parallel.pipeline.homes import Homes
 from shardwright.parallel.pipeline.learn import learn
@@ -192,7 +191,7 @@ class Pipeline:
     def _made(self, batches: list[Batch]) -> _Ready:
         split = self._split
         borders = learn(
-            split, self.module, lambda run: self._caller(run, _copied(batches[0])), self._homes, self._device
+            split, self.module, lambda run: self._caller(run, copied(batches[0])), self._homes, self._device
         )
         modules = [
             StageModule(self.module, split, stage, borders, self._caller, self._homes, self._device)
@@ -222,12 +221,6 @@ class Pipeline:
         failures = [stage.failures for stage in stages]
         draws = any(stage.draws for stage in stages)
         return self._agreement.end(losses, failures, scaled=scaled, seed_is_used=draws)
-
-
-def _copied(batch: Batch) -> Batch:
-    """Learning runs the model before it is run: what it writes into must not be the user's."""
-    copied: Batch = tree_map_only(Tensor, lambda x: x.clone(), batch)
-    return copied
 
 
 def _as_it_is(output: Any, _: Any) -> Any:

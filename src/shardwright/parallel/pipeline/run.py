@@ -45,7 +45,8 @@ class Run:
     own code writes into afterwards, and will in the next stage again.
 
     While the borders are learned: rewritten: such values; written: those that a part writes into, and which
-    part; stained: parts whose buffers changed. inside: a call of a part is dealt with; depth: it runs. ended: what has ended the forward, which
+    part; stained: parts whose buffers changed; writes_batch: something writes into
+    the arguments. inside: a call of a part is dealt with; depth: it runs. ended: what has ended the forward, which
     the model's code may have caught.
     """
 
@@ -63,6 +64,7 @@ class Run:
     rewritten: set[Value] = field(default_factory=set)
     written: dict[Value, str] = field(default_factory=dict)
     stained: set[str] = field(default_factory=set)
+    writes_batch: bool = False
     trees: dict[Call, Any] = field(default_factory=dict)
     trained: bool = field(default_factory=torch.is_grad_enabled)
     inside: bool = False

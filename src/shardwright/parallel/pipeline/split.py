@@ -62,12 +62,16 @@ class Split:
             if module is not None and getattr(module._compiled_call_impl, "heard_by", None) is None:
                 intercept_calls(module, functools.partial(self.conductor.hears, part))
 
+    def _holds(self, module: nn.Module) -> bool:
+        """Does this rank hold the part, in another place?"""
+        return any(part.module is module for part in self.heard)
+
     def left_behind(self, left: frozenset[tuple[str, str]]) -> None:
         """Forwards of parts have set these attributes, (module, name): where the part is not, none knows what."""
         for path, name in left:
             part = self.part_of(path)
             there = None if part is None else self.parts[part].parent._modules[self.parts[part].name]
-            if part is None or type(there) is not Elsewhere:
+            if part is None or type(there) is not Elsewhere or self._holds(there.shell):
                 continue
             shell = there.shell.get_submodule(path[len(part) + 1 :])
             shell.__dict__[name] = Unknown(f"{path}.{name}", part)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import tree_leaves
 from shardwright.errors import ParallelError
-from shardwright.parallel.pipeline.batch import Batch
+from shardwright.parallel.pipeline.batch import Batch, copied
 from shardwright.parallel.pipeline.border import FindMesh, arriving, leaving
 from shardwright.parallel.pipeline.borders import Borders
 from shardwright.parallel.pipeline.failing import Failures, nothing, raised
@@ -57,6 +57,7 @@ class StageModule(nn.Module):
         self.known, self.wanted = borders.known, borders.made(stage)
         self.earlier = frozenset(borders.earlier(stage))
         self.copied = frozenset(borders.rewritten)
+        self.writes_batch = borders.writes_batch
         self.draws, self.draws_python = borders.draws, borders.draws_python
         self.call, self.find, self.device = call, find, device
         self.hollow = functools.cache(split.hollow_on(device))  # nobody writes into them
@@ -85,6 +86,7 @@ class StageModule(nn.Module):
 
     def _computed(self, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         batch = self.batches[self.number]
+        batch = copied(batch) if self.writes_batch else batch
         received = {
             value: arriving(local, self.leaf_of[value], self.find)
             for value, local in zip(self.arrives, arrived, strict=True)

@@ -18,8 +18,8 @@ class Unknown:
 
     def __init__(self, name: str, part: str) -> None:
         self.__dict__["_told"] = (
-            f"{name} is set by the forward of {part}, on the rank of another stage, and the model's own code "
-            f"reads it here\n  fix: return it from {part}"
+            f"{name} is set by the forward of {part}, which another rank holds, and is read on this one, where "
+            f"{part} does not run\n  fix: return it from {part}"
         )
 
     def __getattr__(self, _: str) -> NoReturn:
