@@ -28,8 +28,8 @@ _BITS = 7  # bytes of a hash that fit a signed number of 8, and its negative
 class Agreement:
     """Ranks go into a step with the same arguments, and come out of it with the same loss or error.
 
-    Cost: an all-reduce of 40 bytes before a step, and one of 24 and 8 for each border after it, over the axis;
-    16 bytes over the axes of `data`. The host waits for both.
+    Cost: an all-reduce of 40 bytes before a step, and one of 24 and 8 for each border after it, over the
+    axis; 16 bytes over the axes of `data`. The host waits for both.
     """
 
     def __init__(self, split: Split, data: DeviceMesh | None, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class Agreement:
     def end(
         self, losses: Sequence[Tensor], failures: Sequence[Failures], *, scaled: bool, seed_is_used: bool
     ) -> Tensor:
-        """The sum of the losses, on all ranks of the axis; over the data ranks where they are parts of one mean.
+        """The sum of the losses, on all ranks of the axis; of all data ranks if they are parts of one mean.
 
         Raises: ParallelError: on every rank, the error of one; stages whose own code did not do the same.
         """
@@ -76,7 +76,9 @@ class Agreement:
         if differ is not None:
             raise ParallelError(_DIFFERENT.format(differ, differ + 1) + _NO_GRADIENTS)
         if others:
-            raise ParallelError(f"pipeline: a step failed on ranks of other data, which say why{_NO_GRADIENTS}")
+            raise ParallelError(
+                f"pipeline: a step failed on ranks of other data, which say why{_NO_GRADIENTS}"
+            )
         if seed_is_used and self._split.mesh.get_local_rank() == 0:
             torch.rand(())  # the next step has another seed
         return torch.tensor(loss, dtype=_DTYPES[int(dtype) - 1] if dtype else None, device=self._device)
@@ -148,7 +150,7 @@ def _dtype(losses: Sequence[Tensor]) -> float:
 
 _NO_GRADIENTS = "\n  the gradients that this step has left are not complete: set them to None"
 _DIFFERENT = (
-    "pipeline: the model's own code did not do the same in the stages {} and {} in this step, as it had when the "
-    "borders were learned: they have other functions called, or with other numbers\n  fix: let every rank of the "
-    "axis have the same attributes and arguments, and draw random numbers by torch, or in the layers"
+    "pipeline: the model's own code did not do the same in the stages {} and {} in this step: it called "
+    "other functions there, or with other numbers\n  fix: let every rank of the axis have the same attributes "
+    "and arguments, and draw random numbers by torch, or in the layers"
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from shardwright.parallel.pipeline.journal import Journal
+    from shardwright.parallel.pipeline.forward.journal import Journal
 
 
 class Failures:
@@ -37,9 +37,7 @@ class Failures:
         self.entered += journal.sum if journal.entered is None else journal.entered
 
 
-def nothing(
-    examples: Sequence[Tensor], arrived: Sequence[Tensor], anchor: Tensor
-) -> tuple[Tensor, ...]:
+def nothing(examples: Sequence[Tensor], arrived: Sequence[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
     """What leaves a stage that has failed: zeros, whose gradients go back to what arrived as zeros."""
     device = anchor.device
     floats = [x.flatten()[:0].sum().to(torch.float32) for x in arrived if x.requires_grad]

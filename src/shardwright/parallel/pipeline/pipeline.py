@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +13,14 @@ from shardwright.comm.functional import reduce_over
 from shardwright.compat.fully_shard_traffic import hold_gradients_back, reduce_gradients
 from shardwright.context.randomness import part_now
 from shardwright.context.submesh import groups_above_one
-from shardwright.errors import ParallelError, ShardwrightError
+from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.agreement import Agreement
 from shardwright.parallel.pipeline.batch import Batch, Dims, copied, micro_batches, signature
-from shardwright.parallel.pipeline.caller import Caller
+from shardwright.parallel.pipeline.forward.caller import Caller
+from shardwright.parallel.pipeline.forward.learn import learn
+from shardwright.parallel.pipeline.forward.recording import refuse_recording
 from shardwright.parallel.pipeline.homes import Homes
-from shardwright.parallel.pipeline.learn import learn
-from shardwright.parallel.pipeline.recording import refuse_recording
+from shardwright.parallel.pipeline.running import as_it_is, autocast, device_of, numbers, own_errors, running
 from shardwright.parallel.pipeline.schedules import check_schedule, make_schedule
 from shardwright.parallel.pipeline.split import find_split
 from shardwright.parallel.pipeline.stage import Stage, StageModule
@@ -72,7 +72,7 @@ class Pipeline:
         self._ties.start()
         self._caller = Caller(module, split)
         self._ready: dict[Any, _Ready] = {}
-        self._device = _device(split.mesh.device_type)
+        self._device = device_of(split.mesh.device_type)
         self._agreement = Agreement(split, data, self._device)
 
     @property
@@ -100,9 +100,9 @@ class Pipeline:
         Raises: ParallelError: on every rank of the axis: the batch is not divisible, the ranks were given
             different ones, what crosses a border cannot be sent, an error of any kind in another stage (there
             it is raised itself).
-        Cost: per micro-batch and border the values that cross it, and their gradients; two all-reduces of some
-            bytes, before and after, which the host waits for; the gradients of tied weights once. The first
-            step with new shapes runs a forward of each stage more.
+        Cost: per micro-batch and border the values that cross it, and their gradients; two small
+            all-reduces, before and after, which the host waits for; the gradients of tied weights once. The
+            first step with new shapes runs a forward of each stage more.
         """
         if self.loss is None:
             raise ParallelError("Pipeline.step needs a loss: Pipeline(module, loss, ...)")
@@ -112,8 +112,8 @@ class Pipeline:
         with self._ties.summed():
             hold_gradients_back(self.module)
             try:
-                with _running(stages, batches, self._scaled(scale)), _own_errors():
-                    schedule.step(target=_numbers(batches), losses=losses, return_outputs=False)
+                with running(stages, batches, self._scaled(scale)), own_errors():
+                    schedule.step(target=numbers(batches), losses=losses, return_outputs=False)
             finally:
                 reduce_gradients(self.module)
         return self._ended(losses, stages, scaled=scale is not None)
@@ -157,8 +157,8 @@ class Pipeline:
     ) -> Tensor:
         batches, (schedule, stages) = begun
         losses: list[Tensor] = []
-        with _running(stages, batches, loss, outputs), _own_errors():
-            schedule.eval(target=_numbers(batches), losses=losses, return_outputs=False)
+        with running(stages, batches, loss, outputs), own_errors():
+            schedule.eval(target=numbers(batches), losses=losses, return_outputs=False)
         return self._ended(losses, stages, scaled=scaled)
 
     def _begun(
@@ -174,7 +174,7 @@ class Pipeline:
         try:
             batches = micro_batches(args, kwargs, target, self.micro_batches, dims)
             refuse_recording(self.module, kwargs)
-            said += [*signature(batches), str(self.module.training), str(_autocast(self._device))]
+            said += [*signature(batches), str(self.module.training), str(autocast(self._device))]
         except Exception as failed:  # noqa: BLE001  the other ranks are told
             error = failed
         key = (*said, *(module.training for module in self.module.modules()))
@@ -198,7 +198,7 @@ class Pipeline:
             for stage in split.mine
         ]
         stages = [Stage(module, split) for module in modules]
-        return make_schedule(self.schedule, stages, len(batches), _as_it_is), modules
+        return make_schedule(self.schedule, stages, len(batches), as_it_is), modules
 
     def _scale(self, count: int | Tensor | None) -> Tensor | None:
         """The number of tokens of all data ranks, on the last stage; None: terms are added as they are."""
@@ -221,52 +221,3 @@ class Pipeline:
         failures = [stage.failures for stage in stages]
         draws = any(stage.draws for stage in stages)
         return self._agreement.end(losses, failures, scaled=scaled, seed_is_used=draws)
-
-
-def _as_it_is(output: Any, _: Any) -> Any:
-    """The last stage returns its loss."""
-    return output[0] if isinstance(output, tuple) else output
-
-
-def _numbers(batches: list[Batch]) -> Tensor:
-    """What torch's schedule cuts into targets; the stage has its own."""
-    return torch.zeros(len(batches))
-
-
-def _device(kind: str) -> torch.device:
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def _autocast(device: torch.device) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-
-
-@contextmanager
-def _running(
-    stages: list[StageModule],
-    batches: list[Batch],
-    loss: Callable[[Any, Any], Tensor] | None,
-    outputs: list[Any] | None = None,
-) -> Iterator[None]:
-    """The stages have these micro-batches, and keep none of them."""
-    for stage in stages:
-        stage.batches, stage.loss, stage.outputs = batches, loss, outputs
-    try:
-        yield
-    finally:
-        for stage in stages:
-            stage.batches, stage.loss, stage.outputs = [], None, None
-
-
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """An error of ours, which torch wraps, as it was raised."""
-    try:
-        yield
-    except RuntimeError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, ShardwrightError):
-            cause = cause.__cause__
-        if cause is None:
-            raise
-        raise cause from None

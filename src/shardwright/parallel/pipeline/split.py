@@ -13,11 +13,12 @@ from shardwright.compat import FakeTensorMode, intercept_calls
 from shardwright.errors import ParallelError
 from shardwright.grads.stages import SharedByStages
 from shardwright.parallel.pipeline.border import Leaf
-from shardwright.parallel.pipeline.conductor import Conductor, Elsewhere, Held, held
-from shardwright.parallel.pipeline.hollow import Call, Value, hollow, mark
+from shardwright.parallel.pipeline.forward.conductor import Conductor, Elsewhere
+from shardwright.parallel.pipeline.forward.held import Held, held
+from shardwright.parallel.pipeline.forward.hollow import Call, Value, hollow, mark
+from shardwright.parallel.pipeline.forward.unknown import Unknown
 from shardwright.parallel.pipeline.mark import ATTRIBUTE
 from shardwright.parallel.pipeline.places import VERB, Place, Places
-from shardwright.parallel.pipeline.unknown import Unknown
 from shardwright.tensor.modules.replaced import taken_away
 from shardwright.tensor.modules.slots import slots_of
 
@@ -67,7 +68,7 @@ class Split:
         return any(part.module is module for part in self.heard)
 
     def left_behind(self, left: frozenset[tuple[str, str]]) -> None:
-        """Forwards of parts have set these attributes, (module, name): where the part is not, none knows what."""
+        """Forwards of parts have set these attributes, (module, name): elsewhere nobody knows to what."""
         for path, name in left:
             part = self.part_of(path)
             there = None if part is None else self.parts[part].parent._modules[self.parts[part].name]

@@ -15,13 +15,13 @@ from shardwright.compat import tree_leaves
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.batch import Batch, copied
 from shardwright.parallel.pipeline.border import FindMesh, arriving, leaving
-from shardwright.parallel.pipeline.borders import Borders
 from shardwright.parallel.pipeline.failing import Failures, nothing, raised
-from shardwright.parallel.pipeline.hollow import is_hollow
-from shardwright.parallel.pipeline.returned import another_branch
-from shardwright.parallel.pipeline.run import Run
+from shardwright.parallel.pipeline.forward.borders import Borders
+from shardwright.parallel.pipeline.forward.hollow import is_hollow
+from shardwright.parallel.pipeline.forward.returned import another_branch
+from shardwright.parallel.pipeline.forward.run import Run
+from shardwright.parallel.pipeline.forward.streams import Streams, mixed
 from shardwright.parallel.pipeline.split import Split
-from shardwright.parallel.pipeline.streams import Streams, seed_of
 from shardwright.tensor.spec import finished
 from shardwright.tensor.wrap import as_ours
 
@@ -32,7 +32,7 @@ Loss = Callable[[Any, Any], Tensor]
 class StageModule(nn.Module):
     """What one stage computes of one micro-batch: what arrived -> what leaves, or the loss.
 
-    An error does not leave it while the other stages wait: it is kept in `failures`, and what leaves is zeros.
+    An error does not leave it while other stages wait: it is kept in `failures`, and what leaves is zeros.
 
     Args: call: the model, called for a run; what it returns, None before the last stage. batches: the
         micro-batches of this step.
@@ -104,7 +104,7 @@ class StageModule(nn.Module):
         return tuple(leaving(values[v], self.leaf_of[v], self.find, self.anchor) for v in self.leaves)
 
     def _run(self, received: dict[Any, Tensor]) -> Run:
-        seed = seed_of(self.seed, self.number) if self.draws else None
+        seed = mixed(self.seed, self.number) if self.draws else None
         streams = Streams(self.device, seed, python=self.draws_python)
         return Run(
             self.stage,
@@ -123,8 +123,8 @@ class StageModule(nn.Module):
         if run.streams.drew:
             raise ParallelError(
                 "pipeline: the model's own code draws random numbers, and drew none when the borders were "
-                "learned, at the first step of these shapes; stages would draw different ones\n  fix: draw in "
-                "the first step too, or in a layer that one stage has"
+                "learned, at the first step of these shapes; stages would draw different ones\n  fix: draw "
+                "in the first step too, or in a layer that one stage has"
             )
 
     def _finished(self, out: Any, target: Any) -> Tensor:

@@ -22,7 +22,7 @@ from shardwright.tensor.wrap import as_ours, wrap
 
 @dataclass
 class _Tie:
-    """One parameter: its first name, what this rank has of it, the ranks of the axis that have it; its number among all."""
+    """One parameter: first name, what this rank has of it, the ranks that have it; its number among all."""
 
     name: str
     parameter: nn.Parameter

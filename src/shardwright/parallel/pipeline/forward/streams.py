@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
 import numpy as np
 import torch
 
-_ODD = 0x9E3779B97F4A7C15
-_SEEDS = 2**63
+_BYTES = 7
 
 
 class Streams:
@@ -33,6 +33,7 @@ class Streams:
     def enter(self) -> None:
         """The model's own code begins."""
         self.before = self._state()
+        self.begin(-1)
         if self.seed is not None and self.python:
             random.seed(self.seed)
             np.random.seed(self.seed % 2**32)  # noqa: NPY002  the global one
@@ -58,7 +59,7 @@ class Streams:
     def begin(self, number: int) -> None:
         """The function of this number begins."""
         if self.seed is not None:
-            seed = (self.seed + _ODD * (number + 1)) % _SEEDS
+            seed = mixed(self.seed, number)
             for generator in self.generators:
                 generator.manual_seed(seed)
 
@@ -85,6 +86,7 @@ def _plain(state: list[Any]) -> list[Any]:
     return [[x.tobytes() if isinstance(x, np.ndarray) else x for x in one] for one in state]
 
 
-def seed_of(seed: int, micro_batch: int) -> int:
-    """The seed of one micro-batch."""
-    return (seed * 1_000_003 + _ODD * (micro_batch + 1)) % _SEEDS
+def mixed(seed: int, number: int) -> int:
+    """The seed of the part of this number: of a micro-batch, of a function. Sums would meet each other."""
+    text = f"{seed}/{number}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=_BYTES).digest())

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwright.compat import tree_flatten, tree_leaves, tree_map
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.border import Leaf
-from shardwright.parallel.pipeline.hollow import Call
+from shardwright.parallel.pipeline.forward.hollow import Call
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -66,8 +66,8 @@ def check_returned(call: Call, known: Any, tree: Any) -> None:
 
 def _changed(call: Call, what: str) -> str:
     return (
-        f"pipeline: {call.key} returns {what}: later stages go on from what it returned when the borders were "
-        "learned, at the first step of these shapes\n  fix: return it as a tensor (of one shape for all "
+        f"pipeline: {call.key} returns {what}: later stages go on from what it returned when the borders "
+        "were learned, at the first step of these shapes\n  fix: return it as a tensor (of one shape for all "
         "micro-batches) or a float, which cross a border with their values"
     )
 
@@ -75,8 +75,8 @@ def _changed(call: Call, what: str) -> str:
 def another_branch(what: str) -> str:
     """The text of the error for a forward that goes another way than it went."""
     return (
-        f"pipeline: {what} is computed with a tensor of another stage that was not asked for when the borders "
-        "were learned, at the first step of these shapes: the forward took another branch since\n"
-        "  fix: let no value of a tensor or an attribute decide what the layers are given, or decide it by an "
-        "argument that is no tensor"
+        f"pipeline: {what} is computed with a tensor of another stage that was not asked for when the "
+        "borders were learned, at the first step of these shapes: the forward took another branch since\n"
+        "  fix: let no value of a tensor or an attribute decide what the layers are given, or decide it by "
+        "an argument that is no tensor"
     )

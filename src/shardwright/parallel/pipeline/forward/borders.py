@@ -8,8 +8,8 @@ from typing import Any
 from shardwright.compat import tree_leaves
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.border import Leaf
-from shardwright.parallel.pipeline.hollow import Call, Value
-from shardwright.parallel.pipeline.journal import first_difference
+from shardwright.parallel.pipeline.forward.hollow import Call, Value
+from shardwright.parallel.pipeline.forward.journal import first_difference
 
 
 @dataclass
@@ -105,7 +105,8 @@ class Borders:
     def _check_written(self) -> None:
         """A value that a part of one stage writes into, and a later stage reads.
 
-        Where the part and the reader are of one stage, and the value of an earlier one, it is as on one device.
+        Where the part and the reader are of one stage, and the value of an earlier one, it is as on one
+        device.
         """
         written: dict[Value, str] = {}
         for told in self.told.values():
@@ -134,8 +135,8 @@ class Borders:
             stages = self._stages_of(part)
             if len(stages) > 1:
                 raise ParallelError(
-                    f"pipeline: {part} writes into its buffers, and is called in the stages {stages}, each of "
-                    "which would write into a copy\n  fix: give each stage a module of its own"
+                    f"pipeline: {part} writes into its buffers, and is called in the stages {stages}, each "
+                    "of which would write into a copy\n  fix: give each stage a module of its own"
                 )
         for kind in ("above", "counts"):
             for name in sorted(frozenset().union(*(getattr(t, kind) for t in self.told.values()))):
@@ -148,9 +149,9 @@ def differs(stage: int, before: str, one: str, other: str) -> str:
     """The text of the error for own code that goes two ways."""
     return (
         f"pipeline: the model's own code does not do the same in the stages {stage} and {stage + 1}: after "
-        f"{before} it calls {one} in the one and {other} in the other\n  fix: let it read no attribute or class "
-        "(type(layer)) of a layer that one stage has, no rank, no time and no tensor's class; move that code "
-        "into the layers"
+        f"{before} it calls {one} in the one and {other} in the other\n  fix: let it read no attribute or "
+        "class (type(layer)) of a layer that one stage has, no rank, no time and no tensor's class; move "
+        "that code into the layers"
     )
 
 

@@ -14,7 +14,7 @@ _PLAIN = (int, float, complex, bool, str, type(None))
 class Journal:
     """A line for each function and each call of a part, in the model's own code.
 
-    Two stages that run the same code on the same arguments write the same lines, the later stage more of them:
+    Two stages that run the same code on the same arguments write the same lines, the later one more of them:
     shapes and plain numbers are known everywhere. Where they differ the code has read something that only one
     of them has. The lines are kept while the borders are learned; afterwards only their checksum.
 

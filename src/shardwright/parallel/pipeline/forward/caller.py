@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwright.compat.fully_shard import FsdpUnit
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.batch import Batch, versions
-from shardwright.parallel.pipeline.run import Run, Stopped
+from shardwright.parallel.pipeline.forward.run import Run, Stopped
 from shardwright.parallel.pipeline.split import Split
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.rng_state import read_rng, write_rng
-from shardwright.parallel.pipeline.hollow import is_hollow
+from shardwright.parallel.pipeline.forward.hollow import is_hollow
 
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (int, float)
@@ -37,9 +37,7 @@ class Aside:
         self._machinery = frozenset(nn.Module().__dict__)
         self._modules = dict(model.named_modules())
         self._buffers = {n: {k: _was(b) for k, b in m._buffers.items()} for n, m in self._modules.items()}
-        self._attributes = {
-            n: {k: _was(v) for k, v in self._of(m).items()} for n, m in self._modules.items()
-        }
+        self._attributes = {n: {k: _was(v) for k, v in self._of(m).items()} for n, m in self._modules.items()}
         self._generators = read_rng()
 
     def _of(self, module: nn.Module) -> dict[str, Any]:

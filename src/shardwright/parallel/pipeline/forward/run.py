@@ -1,4 +1,4 @@
-"""One forward of the model for one stage: calls of parts are made, or answered from what earlier stages left."""
+"""One forward of the model for one stage: calls of parts are made, or answered from earlier stages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from shardwright.compat import tree_leaves, tree_map
 from shardwright.compat.function_modes import PushedDown
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.border import Leaf
-from shardwright.parallel.pipeline.conductor import Held
-from shardwright.parallel.pipeline.hollow import Call, Value, mark, origins
-from shardwright.parallel.pipeline.journal import Journal
-from shardwright.parallel.pipeline.own_code import OwnCode
-from shardwright.parallel.pipeline.returned import another_branch, check_returned, number_of, values_in
-from shardwright.parallel.pipeline.streams import Streams
+from shardwright.parallel.pipeline.forward.held import Held
+from shardwright.parallel.pipeline.forward.hollow import Call, Value, mark, origins
+from shardwright.parallel.pipeline.forward.journal import Journal
+from shardwright.parallel.pipeline.forward.own_code import OwnCode
+from shardwright.parallel.pipeline.forward.returned import (
+    another_branch,
+    check_returned,
+    number_of,
+    values_in,
+)
+from shardwright.parallel.pipeline.forward.streams import Streams
 
 
 class Stopped(Exception):  # noqa: N818  no error: the stage has done its part
@@ -39,15 +44,16 @@ class NeededError(Exception):
 class Run:
     """One forward of the model for one stage.
 
-    received: values of earlier stages, by name. known: what calls return, tensors as `Leaf`: while the borders
-    are learned, those of earlier stages, else all. earlier: the calls that earlier stages have made. wanted:
-    values to keep for later stages; None: all (while the borders are learned). copied: those that the model's
-    own code writes into afterwards, and will in the next stage again.
+    received: values of earlier stages, by name. known: what calls return, tensors as `Leaf`: while the
+    borders are learned, those of earlier stages, else all. earlier: the calls that earlier stages have made.
+    wanted: values to keep for later stages; None: all (while the borders are learned). copied: those that the
+    model's own code writes into afterwards, and will in the next stage again.
 
     While the borders are learned: rewritten: such values; written: those that a part writes into, and which
-    part; stained: parts whose buffers changed; writes_batch: something writes into
-    the arguments. inside: a call of a part is dealt with; depth: it runs. ended: what has ended the forward, which
-    the model's code may have caught.
+    part; stained: parts whose buffers changed; writes_batch: something writes into the arguments.
+
+    inside: a call of a part is dealt with; depth: it runs. ended: what has ended the forward, which the
+    model's code may have caught.
     """
 
     stage: int
@@ -146,7 +152,7 @@ class Run:
 
     @contextmanager
     def _part(self) -> Iterator[None]:
-        """A part runs: its functions are not the model's own code, and it draws from the rank's generators."""
+        """A part runs: its functions are not own code, and it draws from the rank's generators."""
         if self.depth:
             yield
             return

@@ -10,12 +10,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardwright.compat import tree_leaves
-from shardwright.parallel.pipeline.hollow import is_hollow, made_of_more, origins
+from shardwright.parallel.pipeline.forward.hollow import is_hollow, made_of_more, origins
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from shardwright.parallel.pipeline.conductor import Run
+    from shardwright.parallel.pipeline.forward.conductor import Run
+
+
+# Functions of torch that are written in Python call the mode from here.
+_BETWEEN = frozenset(
+    f"torch.{name}" for name in ("overrides", "nn.functional", "functional", "_tensor", "_jit_internal")
+)
 
 
 class OwnCode(TorchFunctionMode):
@@ -56,7 +62,11 @@ class OwnCode(TorchFunctionMode):
 
 def _is_of_the_model(caller: FrameType) -> bool:
     """Is the function called by the model, not by the hooks and caches of strategies in it?"""
+    frame: FrameType | None = caller
     where: str = caller.f_globals.get("__name__", "")
+    while frame is not None and where in _BETWEEN:
+        frame = frame.f_back
+        where = "" if frame is None else frame.f_globals.get("__name__", "")
     return where.startswith("torch.nn.") or not where.startswith(("torch.", "shardwright."))
 
 

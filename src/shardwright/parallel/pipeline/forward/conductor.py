@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,18 +10,8 @@ from torch import nn
 from shardwright.errors import ParallelError
 
 if TYPE_CHECKING:
-    from shardwright.parallel.pipeline.places import Place
-    from shardwright.parallel.pipeline.run import Run
-
-
-@dataclass
-class Held:
-    """What this rank knows of one part: the stages that hold it, and the module where this rank does."""
-
-    key: str
-    stages: tuple[int, ...]
-    has_trained: bool = True
-    module: nn.Module | None = None
+    from shardwright.parallel.pipeline.forward.held import Held
+    from shardwright.parallel.pipeline.forward.run import Run
 
 
 class Conductor:
@@ -63,8 +52,8 @@ class Elsewhere(nn.Module):
         super().__init__()
         self.__dict__["told"] = (conductor, part, shell)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]  # as mocks do
+    def __class__(self) -> type:
         told = self.__dict__.get("told")
         return type(self) if told is None or told[0].run is None else type(told[2])
 
@@ -88,7 +77,7 @@ class Elsewhere(nn.Module):
 
     def __iter__(self) -> Iterator[Any]:
         """The part's items."""
-        return iter(self.shell)  # type: ignore[call-overload]
+        yield from self.shell  # type: ignore[misc]
 
     def __len__(self) -> int:
         """The part's length."""
@@ -106,9 +95,3 @@ class Elsewhere(nn.Module):
         """Which part, and where it is."""
         part = self.__dict__["told"][1]
         return f"{part.key}, in stage {part.stages[0]}"
-
-
-def held(place: Place) -> Held:
-    """What runs need to know of the part that stands here."""
-    part = place.part()
-    return Held(place.key, place.stages, any(p.requires_grad for p in part.parameters()), part)

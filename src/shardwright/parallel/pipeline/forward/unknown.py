@@ -6,11 +6,14 @@ from typing import Any, NoReturn
 
 from shardwright.errors import ParallelError
 
+# fmt: off
 _USES = (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs "
-    "eq ne lt le gt ge bool int float complex index len iter next getitem setitem contains call format str "
-    "and or xor invert round enter"
-).split()
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod",
+    "rmod", "pow", "rpow", "matmul", "rmatmul", "neg", "pos", "abs", "eq", "ne", "lt", "le", "gt", "ge",
+    "bool", "int", "float", "complex", "index", "len", "iter", "next", "getitem", "setitem", "contains",
+    "call", "format", "str", "and", "or", "xor", "invert", "round", "enter",
+)
+# fmt: on
 
 
 class Unknown:
@@ -18,8 +21,8 @@ class Unknown:
 
     def __init__(self, name: str, part: str) -> None:
         self.__dict__["_told"] = (
-            f"{name} is set by the forward of {part}, which another rank holds, and is read on this one, where "
-            f"{part} does not run\n  fix: return it from {part}"
+            f"{name} is set by the forward of {part}, which another rank holds, and is read on this one, "
+            f"where {part} does not run\n  fix: return it from {part}"
         )
 
     def __getattr__(self, _: str) -> NoReturn:
@@ -29,7 +32,9 @@ class Unknown:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """A function of torch was given it."""
         found = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Unknown)), None)
-        raise ParallelError(found.__dict__["_told"] if found is not None else "an unknown attribute of a layer")
+        raise ParallelError(
+            found.__dict__["_told"] if found is not None else "an unknown attribute of a layer"
+        )
 
     def __repr__(self) -> str:
         """Its name: an error message may show it."""

@@ -17,14 +17,14 @@ from torch import nn
 from shardwright.comm.record import because
 from shardwright.compat import tree_leaves
 from shardwright.errors import ParallelError, ShardwrightError
-from shardwright.parallel.pipeline.aside import Aside
 from shardwright.parallel.pipeline.border import FindMesh
-from shardwright.parallel.pipeline.borders import Borders, Told
-from shardwright.parallel.pipeline.hollow import Call, Value, origins
-from shardwright.parallel.pipeline.returned import described
-from shardwright.parallel.pipeline.run import NeededError, Run
+from shardwright.parallel.pipeline.forward.aside import Aside
+from shardwright.parallel.pipeline.forward.borders import Borders, Told
+from shardwright.parallel.pipeline.forward.hollow import Call, Value, origins
+from shardwright.parallel.pipeline.forward.returned import described
+from shardwright.parallel.pipeline.forward.run import NeededError, Run
+from shardwright.parallel.pipeline.forward.streams import Streams
 from shardwright.parallel.pipeline.split import Split
-from shardwright.parallel.pipeline.streams import Streams
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,0 +1,1 @@
+"""One forward of a model for one stage: followed, answered for what other stages hold, compared."""

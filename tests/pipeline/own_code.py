@@ -1,0 +1,291 @@
+"""Models whose own code reads or leaves more than tensors that cross a border."""
+
+import random
+
+import torch
+from torch import nn
+
+H = 8
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class Base(nn.Module):
+    def __init__(self, part=Part):
+        super().__init__()
+        self.layers = nn.ModuleList(part() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ReturnsAFloat(Base):
+    """A number that data decides divides on the other side of the cut."""
+
+    class Scaled(Part):
+        def forward(self, x):
+            y = self.linear(x)
+            return y, float(y.detach().abs().max())
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = self.Scaled()
+
+    def forward(self, x):
+        x, scale = self.layers[1](self.layers[0](x))
+        return self.layers[3](self.layers[2](x / scale))
+
+
+class ReturnsAnInt(Base):
+    class Counts(Part):
+        def forward(self, x):
+            y = self.linear(x)
+            return y, int((y > 0).sum())
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = self.Counts()
+
+    def forward(self, x):
+        x, count = self.layers[1](self.layers[0](x))
+        return self.layers[3](self.layers[2](x * (1 + count)))
+
+
+class AsksTheClass(nn.Module):
+    """A residual around one class of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Part(), nn.Linear(H, H), Part(), nn.Linear(H, H)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+            x = x + y if isinstance(layer, nn.Linear) else y
+        return x
+
+
+class AsksTheType(AsksTheClass):
+    """The same, by a test that nothing that stands in for a layer can pass."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+            x = x + y if type(layer) is nn.Linear else y
+        return x
+
+
+class TypeWithoutFunctions(AsksTheClass):
+    """Other layers are called, and nothing else is."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            if type(layer) is Part:
+                x = layer(x)
+        return self.layers[3](x)
+
+
+class Zero(nn.Module):
+    """Its result is zero where both sides of the cut have the same random numbers."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.first, self.second = nn.Linear(H, H), nn.Linear(H, H)
+        for layer in (self.first, self.second):
+            nn.init.eye_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        self.draw, self.drop = draw, nn.Dropout(0.5)
+
+    def forward(self, x):
+        y = self.first(x)
+        noise = _drawn(self.draw, y, self.drop)
+        return self.second(y + noise) - noise - y
+
+
+def _drawn(draw, y, drop):
+    if draw == "torch":
+        return torch.randn(y.shape)
+    if draw == "dropout":
+        return drop(y)
+    if draw == "after a mask of what is not here":
+        drop(y)
+        return torch.randn(y.shape)
+    if draw == "python":
+        return torch.full(y.shape, random.random())
+    raise AssertionError(draw)
+
+
+class ReplacesABuffer(Base):
+    class Mean(Part):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+            return self.linear(x) + self.mean
+
+    def __init__(self):
+        super().__init__(self.Mean)
+
+
+class Counts(Base):
+    """Attributes of every kind that a forward leaves."""
+
+    class Counting(Part):
+        calls = 0
+
+        def __init__(self):
+            super().__init__()
+            self.seen, self._cache = [], None
+
+        def forward(self, x):
+            self.calls += 1
+            self.seen.append(1)
+            if not hasattr(self, "first"):
+                self.first = x.detach().mean()
+            if self._cache is None:
+                self._cache = x.detach().max()
+            return self.linear(x) / (self.calls + len(self.seen)) + self.first + self._cache
+
+    def __init__(self):
+        super().__init__(self.Counting)
+
+
+class Adds(Base):
+    """Written in place: the sum over all layers begins as a tensor that every stage has."""
+
+    def forward(self, x):
+        total = torch.zeros(x.shape)
+        for layer in self.layers:
+            x = layer(x)
+            total += x
+        return total
+
+
+class Catches(Base):
+    def forward(self, x):
+        for layer in self.layers:
+            try:
+                x = layer(x)
+            except Exception:  # noqa: BLE001  what is tested
+                x = x * 0
+        return x
+
+
+class WritesItsArgument(Base):
+    def forward(self, x):
+        x.mul_(0.5)
+        return super().forward(x)
+
+
+class Unused(nn.Module):
+    """Tied weights that a forward without `aux` does not use, and a frozen pair beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.u, self.f = (nn.Linear(H, H) for _ in range(3))
+        self.b, self.v, self.g = (nn.Linear(H, H) for _ in range(3))
+        self.v.weight, self.g.weight = self.u.weight, self.f.weight
+        self.f.weight.requires_grad_(False)
+
+    def forward(self, x, aux=False):
+        x = self.f(self.a(x))
+        if aux:
+            x = self.u(x)
+        x = self.g(self.b(x))
+        return self.v(x) if aux else x
+
+
+class SharedNorm(Base):
+    class Normed(Part):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(H)
+
+        def forward(self, x):
+            return x + self.norm(self.linear(x))
+
+    def __init__(self):
+        super().__init__(self.Normed)
+        self.layers[3] = self.layers[1]
+
+
+class CountsAbove(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += 1
+        return super().forward(x)
+
+
+class CountsAtTheEnd(CountsAbove):
+    def forward(self, x):
+        x = Base.forward(self, x)
+        self.steps += 1
+        return x
+
+
+class LeavesOnItself(Base):
+    """A term of the loss that each layer leaves on itself; before it runs, there is another."""
+
+    class Leaves(Part):
+        def __init__(self):
+            super().__init__()
+            self.term = 0.0
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.term = y.square().mean()
+            return y
+
+    def __init__(self):
+        super().__init__(self.Leaves)
+
+    def forward(self, x):
+        return super().forward(x) + sum(layer.term for layer in self.layers)
+
+
+class CallsForward(Base):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer.forward(x)
+        return x
+
+
+class Branches(Base):
+    """The last layer is given more where an argument, an attribute or the rank says so."""
+
+    use = False
+
+    def forward(self, x, flag=None):
+        first = self.layers[0](x)
+        y = self.layers[2](self.layers[1](first))
+        if self.use or (flag is not None and flag.any()):
+            y = y + first
+        return self.layers[3](y)
+
+
+class Scales(Base):
+    """An attribute that the training loop changes."""
+
+    scale = 1.0
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+def total(out, _):
+    """The loss: a sum over rows."""
+    return out.square().sum()
