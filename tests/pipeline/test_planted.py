@@ -37,7 +37,7 @@ def _patch(fault):
             lambda self, tie: ties._finished(tie.parameter),
         ),
         "micro-batches are averaged": (pipeline.Pipeline, "_scaled", averaged),
-        "each stage clips by its own norm": (clip, "_over_stages", lambda power, *_: power),
+        "each stage clips by its own norm": (clip, "_over_stages", lambda power, *_, wide: (power, wide)),
         "tied weights count twice": (clip, "stages_of", counted_twice),
         "an earlier step is summed again": (
             ties.Ties,

@@ -61,7 +61,7 @@ def clip_grad_norm_(
 
     Cost: per mesh axis one all-reduce of about a kilobyte, which adds up norms and tells whether all ranks
         have the same gradients; a few bytes per parameter more where they have not, and what
-        `GradientSynchronizer.synchronize` sends where some are pending; of a pipeline one of 8 bytes over its
+        `GradientSynchronizer.synchronize` sends where some are pending; of a pipeline one of 16 bytes over its
         stages.
     """
     norm_type = float(norm_type)
@@ -173,12 +173,13 @@ def _total_norm(
     for (_, _, held), power in zip(groups, powers, strict=True):
         if held is None or held.counts:
             (here if held is None else staged).append(power.to(device))
-    if stages:
-        here.append(_over_stages(_joined(staged, p), stages, p))
-    total = _joined(here, p) if math.isinf(p) else _joined(here, p) ** (1.0 / p)
     dtypes = [local.dtype for locals_ in groups.values() for local in locals_]
-    wide = torch.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else torch.float32
-    return total.to(wide)
+    wide = torch.float64 in dtypes or torch.complex128 in dtypes
+    if stages:
+        power, wide = _over_stages(_joined(staged, p), stages, p, wide=wide)
+        here.append(power)
+    total = _joined(here, p) if math.isinf(p) else _joined(here, p) ** (1.0 / p)
+    return total.to(torch.float64 if wide else torch.float32)
 
 
 def _joined(powers: Sequence[Tensor], p: float) -> Tensor:
@@ -187,12 +188,16 @@ def _joined(powers: Sequence[Tensor], p: float) -> Tensor:
     return stacked.max() if math.isinf(p) else stacked.sum()
 
 
-def _over_stages(power: Tensor, stages: list[DeviceMesh], p: float) -> Tensor:
-    """Return the power of all stages of a pipeline, of which this rank has that of its own."""
+def _over_stages(power: Tensor, stages: list[DeviceMesh], p: float, *, wide: bool) -> tuple[Tensor, bool]:
+    """Return the power of all stages of a pipeline, of which this rank has that of its own; is one wide?
+
+    Args: wide: has a gradient of this rank more than 32 bits? The norm has one dtype on all stages.
+    """
+    both = torch.stack([power, torch.full_like(power, float(wide))])
     for axis, group in groups_of(stages):
         op = "max" if math.isinf(p) else "sum"
-        power = reduce_over(power, op, group, axis=axis, reason="norm of gradients over stages")
-    return power
+        both = reduce_over(both, op, group, axis=axis, reason="norm of gradients over stages")
+    return both[0], bool(both[1])
 
 
 def _reduced_power(key: _Key, locals_: Sequence[Tensor], p: float, *, fused: bool) -> Tensor:

@@ -151,6 +151,6 @@ def _dtype(losses: Sequence[Tensor]) -> float:
 _NO_GRADIENTS = "\n  the gradients that this step has left are not complete: set them to None"
 _DIFFERENT = (
     "pipeline: the model's own code did not do the same in the stages {} and {} in this step: it called "
-    "other functions there, or with other numbers\n  fix: let every rank of the axis have the same attributes "
-    "and arguments, and draw random numbers by torch, or in the layers"
+    "other functions there, or with other numbers\n  fix: let every rank of the axis have the same "
+    "attributes and arguments, and draw random numbers by torch, or in the layers"
 )

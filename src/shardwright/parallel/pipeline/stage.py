@@ -173,5 +173,6 @@ class Stage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  the other stages wait for gradients
             module: Any = self.submod
-            module.failures.add(error)
+            cause = error.__cause__  # torch wraps what was raised
+            module.failures.add(cause if isinstance(cause, Exception) else error)
             self.bwd_cache[bwd_chunk_id] = raised(came)

@@ -15,7 +15,7 @@ from shardwright.parallel.pipeline.forward.hollow import is_hollow, made_of_more
 if TYPE_CHECKING:
     from types import FrameType
 
-    from shardwright.parallel.pipeline.forward.conductor import Run
+    from shardwright.parallel.pipeline.forward.run import Run
 
 
 # Functions of torch that are written in Python call the mode from here.
