@@ -110,6 +110,7 @@ explain: $(VENV)/.dev
 compositions: $(VENV)/.dev
 	$(BIN)/python -m tests.compositions $(COMPOSITIONS_FLAGS)
 	$(BIN)/python -m tests.compositions.tables_sweep
+	$(BIN)/python -m tests.compositions.pipelines_sweep
 
 walks: $(VENV)/.dev
 	$(BIN)/python -m bench.walks $(WALKS_FLAGS)

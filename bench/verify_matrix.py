@@ -27,6 +27,10 @@ MESHES = {
     "cp_replicate + hsdp + ep": "--world 8 --cp-replicate 2 --dp-replicate 2 --ep 4",
     "tp + replicate + cp_replicate": "--world 8 --tp 2 --dp-replicate 2 --cp-replicate 2 --ep 2",
     "three ranks": "--world 3",
+    "pp 2": "--world 2 --pp 2",
+    "pp + fsdp": "--world 4 --pp 2 --dp-shard 2",
+    "pp + tp": "--world 4 --pp 2 --tp 2",
+    "pp + cp": "--world 4 --pp 2 --cp 2",
 }
 BATCHES = {"even": 32, "uneven": 29, "fewer than ranks": 1}
 

@@ -13,6 +13,7 @@ from shardwright.parallel import (
     Pipeline,
     parallelize_context,
     parallelize_fsdp,
+    parallelize_hsdp,
     parallelize_pipeline,
     parallelize_replicate,
     parallelize_tensor,
@@ -47,6 +48,8 @@ def place_data(model, how, mesh):
     """The strategy over the data ranks, if there is one."""
     if how == "replicate":
         parallelize_replicate(model, mesh["dp"])
+    if how == "hsdp":
+        parallelize_hsdp(model, mesh["copies", "dp"], shard_dim="dp")
     if how == "fsdp":
         for module in list(model.modules()):
             if type(module).__name__ in ("Block", "TwoBlocks", "LlamaDecoderLayer") and module is not model:
@@ -56,10 +59,17 @@ def place_data(model, how, mesh):
         parallelize_fsdp(model, mesh["dp"])
 
 
-def reference(name, steps=STEPS, accumulate=1):
+def optimizer_of(model, name):
+    """Steps that are large enough to be seen, and no larger than rounding allows."""
+    if name == "SGD":
+        return torch.optim.SGD(model.parameters(), lr=0.3)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+
+
+def reference(name, steps=STEPS, accumulate=1, optimizer="AdamW"):
     """Loss, gradients and norm of the first step on one device, and the parameters after all."""
     model = make(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+    optimizer = optimizer_of(model, optimizer)
     seen = None
     for step in range(steps):
         losses = []
@@ -96,6 +106,7 @@ class Case:
     schedule: str | None = None
     accumulate: int = 1
     steps: int = STEPS
+    optimizer: str = "AdamW"
 
     @property
     def world(self):
@@ -128,11 +139,11 @@ def inside(case, mesh):
 def beside_one_device(case):
     """The largest errors of loss, gradients, norm and parameters, and the names of what this rank holds."""
     mesh, model = place(case)
-    data = mesh["dp"] if "dp" in case.axes else None
+    data = _data_of(case, mesh)
     pipeline = Pipeline(model, loss_sum, micro_batches=case.micro, schedule=case.schedule, data=data)
     synchronizer = GradientSynchronizer(model) if len(case.how) > 1 else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
-    losses, gradients, norm, parameters = reference(case.name, case.steps, case.accumulate)
+    optimizer = optimizer_of(model, case.optimizer)
+    losses, gradients, norm, parameters = reference(case.name, case.steps, case.accumulate, case.optimizer)
     worst = {"loss": 0.0}
     for step in range(case.steps):
         for part in range(case.accumulate):
@@ -153,11 +164,19 @@ def beside_one_device(case):
     return worst, sorted(held)
 
 
+def _data_of(case, mesh):
+    """The axes whose ranks read other rows."""
+    if "copies" in case.axes:
+        return mesh["copies", "dp"]
+    return mesh["dp"] if "dp" in case.axes else None
+
+
 def _step(case, mesh, pipeline, seed):
     tokens, mask, labels = batch(ROWS, seed=seed)
-    if "dp" in case.axes:
-        coord = mesh["dp"].get_local_rank()
-        tokens, mask, labels = (x.chunk(case.axes["dp"])[coord] for x in (tokens, mask, labels))
+    for axis in ("copies", "dp"):
+        if axis in case.axes:
+            coord = mesh[axis].get_local_rank()
+            tokens, mask, labels = (x.chunk(case.axes[axis])[coord] for x in (tokens, mask, labels))
     given, count = arguments(case.name, tokens, mask, labels), (labels >= 0).sum()
     if "context" in case.how:
         whole_axes = mesh["cp", "tp"] if "tp" in case.axes else mesh["cp"]
