@@ -67,7 +67,7 @@ def _is_of_the_model(caller: FrameType) -> bool:
     while frame is not None and where in _BETWEEN:
         frame = frame.f_back
         where = "" if frame is None else frame.f_globals.get("__name__", "")
-    return where.startswith("torch.nn.") or not where.startswith(("torch.", "shardwright."))
+    return where.startswith("torch.nn.modules.") or not where.startswith(("torch.", "shardwright."))
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
