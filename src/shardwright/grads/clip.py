@@ -61,8 +61,8 @@ def clip_grad_norm_(
 
     Cost: per mesh axis one all-reduce of about a kilobyte, which adds up norms and tells whether all ranks
         have the same gradients; a few bytes per parameter more where they have not, and what
-        `GradientSynchronizer.synchronize` sends where some are pending; of a pipeline one of 16 bytes over its
-        stages.
+        `GradientSynchronizer.synchronize` sends where some are pending; of a pipeline one of 16 bytes over
+        its stages.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
