@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -190,3 +191,19 @@ def test_copied_bytes_are_the_elements(rows: int, how: str) -> None:
     copy_bytes(target, source)
     assert torch.equal(target, source.to(target.dtype))
     assert target._version > before
+
+
+_UNHEARD = """
+import sys
+from shardwright.checkpoint import async_save, background
+background.Job.finish = lambda *_: (_ for _ in ()).throw(OSError("the disk is full"))
+async_save(sys.argv[1], extra=1)
+"""
+
+
+@pytest.mark.processes
+def test_a_failure_that_nobody_waits_for_is_told_at_the_end(tmp_path: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", _UNHEARD, str(tmp_path / "c")], capture_output=True, text=True, check=True
+    )
+    assert "nobody waited for it: the disk is full" in told.stderr

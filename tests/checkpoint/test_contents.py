@@ -88,3 +88,18 @@ class TestCommandLine:
     def test_prune_removes_and_says_so(self, out: Path, capsys: Any) -> None:
         assert main(["checkpoint", "prune", str(out), "--keep", "1", "--every", "2"]) == 0
         assert capsys.readouterr().out == "removed step-00000001\n"
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0.0, -0.0), ({"a": None}, {})])
+def test_values_that_python_calls_equal_are_told_apart(one: Any, other: Any, tmp_path: Path) -> None:
+    for name, value in (("a", one), ("b", other)):
+        save(tmp_path / name, extra=value)
+    assert diff(tmp_path / "a", tmp_path / "b")
+    assert not diff(tmp_path / "a", tmp_path / "a")
+
+
+def test_settings_of_optimizers_are_compared(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for name, rate in (("a", 0.1), ("b", 0.5)):
+        save(tmp_path / name, model, torch.optim.SGD(model.parameters(), lr=rate))
+    assert "another setting" in [found.how for found in diff(tmp_path / "a", tmp_path / "b")]

@@ -232,3 +232,51 @@ def test_files_of_other_programs_stay_in_folders(tmp_path: Path, monkeypatch: py
         with pytest.raises(CheckpointError, match="is an address"):
             call()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["memory://", "memory:///", "s3://"])
+def test_an_address_without_a_folder_is_refused(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="names no folder"):
+        save(where, extra=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["memory://b/x::y", "simplecache::memory://b/x", "zip://a::file:///b"])
+def test_file_systems_on_top_of_each_other_are_refused(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="on top of each other"):
+        save(where, extra=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["run#1", "run?x=1", "run 1", "a::b"])
+def test_a_folder_of_any_name_is_that_folder(name: str, tmp_path: Path) -> None:
+    save((tmp_path / name).as_uri(), extra=1)
+    save(tmp_path / "run", extra=2)
+    assert load(tmp_path / name).extra == 1
+    if "::" not in name:
+        assert load(f"file://{tmp_path}/{name}").extra == 1
+
+
+def test_a_checkpoint_that_cannot_be_asked_for_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = f"memory://{uuid.uuid4()}"
+    for step in (1, 2):
+        save(step_path(run, step), extra=step)
+    asked = MemoryFileSystem.info
+
+    def info(self: Any, path: str, **more: Any) -> Any:
+        if "00000002" in path:
+            raise TimeoutError("no answer")
+        return asked(self, path, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "info", info)
+    assert latest(run).name == "step-00000001"
+    monkeypatch.setattr(MemoryFileSystem, "isdir", info)
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda *_, **__: info(None, "00000002"))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        latest(run)

@@ -127,3 +127,12 @@ def test_the_collector_is_afterwards_as_it_was(on: bool) -> None:
         assert gc.isenabled() == on
     finally:
         (gc.enable if was else gc.disable)()
+
+
+def test_a_plan_is_of_one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a group that is made anew a process may have another rank, and then it writes other parts."""
+    forget()
+    save(tmp_path / "c", nn.Linear(2, 2))
+    assert plan.tell({}, {}).known
+    monkeypatch.setattr(plan, "rank", lambda: 1)
+    assert not plan.tell({}, {}).known

@@ -372,3 +372,21 @@ def test_values_are_refused_by_name_or_exact(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="half of a character"):
         save(tmp_path / "c", tensors={"\ud800": torch.ones(1)})
     assert load(tmp_path / "c", values={}).values["values"] == values
+
+
+@pytest.mark.parametrize("value", [np.ma.masked_array([1, 2], [True, False]), np.matrix([[1, 2]])])
+def test_arrays_that_are_more_than_their_elements_are_refused(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="could only be pickled"):
+        save(tmp_path / "c", extra=value)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.conj, lambda x: x.conj().imag])
+def test_conjugates_are_saved_and_loaded(make: Callable[..., torch.Tensor], tmp_path: Path) -> None:
+    numbers = torch.randn(4, dtype=torch.complex64)
+    save(tmp_path / "c", extra=make(numbers), x={"y": make(numbers)})
+    for in_place in (False, True):
+        target = make(torch.zeros(4, dtype=torch.complex64))
+        loaded = load(tmp_path / "c", x={"y": target}, in_place=in_place)
+        assert torch.equal(target, make(numbers))
+        assert torch.equal(loaded.extra, make(numbers))

@@ -85,6 +85,7 @@ WHOLE = {
 
 
 def _run_whole(names):
+    forget()  # a function that was never whole in this process is not looked at any more
     operands, full = _operands(), _full()
     found = {}
     for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Mapping
@@ -34,14 +35,32 @@ _SMALL = 1 << 16  # bytes of what is copied in one call, for the calls cost more
 _under_way: dict[str, AsyncSave] = memo("saves under way", {})
 
 
+class _Outcome:
+    """How a save ended, and whether anybody has heard of it."""
+
+    def __init__(self, path: Place) -> None:
+        self.path = path
+        self.error: BaseException | None = None
+        self.heard = False
+
+
+def _tell_unheard(outcome: _Outcome) -> None:
+    """Say what nobody waits for: the program ended, or let go of the save."""
+    if outcome.error is not None and not outcome.heard:
+        sys.stderr.write(
+            f"shardwright: the save to {outcome.path} in the background failed, and nobody waited for it: "
+            f"{outcome.error}\n"
+        )
+
+
 class AsyncSave:
     """A save that goes on in the background. It counts when `wait` has returned, not before."""
 
     def __init__(self, job: Job, stack: contextlib.ExitStack, group: Group) -> None:
         self.path = job.path
         self._job, self._stack, self._group = job, stack, group
-        self.waited_for = False
-        self._error: BaseException | None = None
+        self._outcome = _Outcome(job.path)
+        weakref.finalize(self, _tell_unheard, self._outcome)  # at the latest when the process ends
         self._thread = threading.Thread(target=self._run, name=f"saving {job.path}")
         self._thread.start()
 
@@ -50,9 +69,14 @@ class AsyncSave:
             with self._stack:
                 self._job.finish(self._group)
         except BaseException as error:  # noqa: BLE001  it is told where `wait` is called
-            self._error = error
+            self._outcome.error = error
         finally:
             self._job.let_go()  # the copies go as soon as they are written
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether `wait` has returned or raised."""
+        return self._outcome.heard
 
     @property
     def done(self) -> bool:
@@ -65,9 +89,9 @@ class AsyncSave:
         Raises: CheckpointError: it is not: the same on every rank, and what was at the path is as it was.
         """
         self._thread.join()
-        self.waited_for = True
-        if self._error is not None:
-            raise CheckpointError(f"the save to {self.path} in the background failed: {self._error}")
+        self._outcome.heard = True
+        if self._outcome.error is not None:
+            raise CheckpointError(f"the save to {self.path} in the background failed: {self._outcome.error}")
         return self.path
 
 

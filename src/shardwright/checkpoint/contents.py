@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from shardwright.checkpoint.storage.place import Place, place_of
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.reader import Reader, wants
 from shardwright.checkpoint.storage.source import Source, check_sizes
+from shardwright.checkpoint.storage.values import canonical
 from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
 
@@ -85,12 +86,30 @@ def diff(one: Place | str, other: Place | str, told: Told = lambda _: None) -> l
     finally:
         for reader in readers:
             reader.close()
-    paths = dict.fromkeys((*first.values, *second.values))
-    return found + [
-        Difference(path, "another value")
-        for path in paths
-        if first.values.get(path) != second.values.get(path)
-    ]
+    return found + _said_otherwise(first, second)
+
+
+def _said_otherwise(first: Manifest, second: Manifest) -> list[Difference]:
+    """What two checkpoints say beside their tensors: values, settings of optimizers, ties."""
+    found = []
+    for what, one, other in (
+        ("value", first.values, second.values),
+        ("setting", _settings(first), _settings(second)),
+        ("tie", first.ties, second.ties),
+    ):
+        for path in dict.fromkeys((*one, *other)):
+            texts = [canonical(said[path]) if path in said else None for said in (one, other)]
+            if texts[0] != texts[1]:
+                found.append(Difference(path, f"another {what}"))
+    return found
+
+
+def _settings(manifest: Manifest) -> dict[str, Any]:
+    return {
+        f"{name}/{part}": value
+        for name, optimizer in manifest.optimizers.items()
+        for part, value in optimizer.model_dump().items()
+    }
 
 
 def _compared(

@@ -67,14 +67,28 @@ def step_of(path: Place) -> int:
 
 
 def list_checkpoints(out: Place | str) -> Checkpoints:
-    """The finished and the unfinished checkpoints of a run, in `<out>/checkpoints` or `out` itself."""
-    folder = _home(place_of(out))
-    store = store_of(folder)
-    found = [folder / one for one in (store.folders() if store.exists() else ())]
+    """The finished and the unfinished checkpoints of a run, in `<out>/checkpoints` or `out` itself.
+
+    One whose manifest cannot be asked for counts as unfinished. Raises: CheckpointError: the folder cannot be
+    read.
+    """
+    try:
+        folder = _home(place_of(out))
+        store = store_of(folder)
+        found = [folder / one for one in (store.folders() if store.exists() else ())]
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be read: {error.strerror or error}") from error
     named = [one for one in found if _STEP.fullmatch(one.name.removesuffix(_OLD_PARTIAL))]
     named.sort(key=step_of, reverse=True)
-    finished = [one for one in named if not one.name.endswith(_OLD_PARTIAL) and store_of(one).has(NAME)]
+    finished = [one for one in named if not one.name.endswith(_OLD_PARTIAL) and _has_manifest(one)]
     return Checkpoints(tuple(finished), tuple(one for one in named if one not in finished))
+
+
+def _has_manifest(path: Place) -> bool:
+    try:
+        return store_of(path).has(NAME)
+    except OSError:  # `why_unusable` reads it, and says the reason
+        return False
 
 
 def _home(out: Place) -> Place:
@@ -157,7 +171,7 @@ def prune(
         return ()
     try:
         return _pruned(out, keep, every, interrupted)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         warnings.warn(f"nothing was pruned in {out}: {error}", stacklevel=2)
         return ()
 

@@ -14,9 +14,9 @@ from shardwright.checkpoint.spread import Digests, Held_by_key, Share, shares_of
 from shardwright.remember import memo
 
 _MOST = 4
-Key = tuple[str, ...]  # of each rank, the digest of what it holds
-
-_known: dict[Key, Plan] = memo("plans of saves", {})
+# By the rank of this process, which may be another one in a group that is made anew, and a digest of what all
+# hold.
+_known: dict[tuple[int, str], Plan] = memo("plans of saves", {})
 
 
 class Plan(NamedTuple):
@@ -37,13 +37,15 @@ class Told(NamedTuple):
 
     held: str
     copies: Digests
-    known: tuple[Key, ...]
+    known: tuple[str, ...]
 
 
 def tell(held: Held_by_key, copies: Digests) -> Told:
     """A rank's first word, short where it holds no copies."""
     described = pickle.dumps(list(held.items()))
-    return Told(xxhash.xxh3_128_hexdigest(described), copies, tuple(_known))
+    mine = rank()
+    known = tuple(key for of_rank, key in _known if of_rank == mine)
+    return Told(xxhash.xxh3_128_hexdigest(described), copies, known)
 
 
 def planned(told: Sequence[Told], held: Held_by_key, group: Group = None) -> Plan:
@@ -52,17 +54,17 @@ def planned(told: Sequence[Told], held: Held_by_key, group: Group = None) -> Pla
     Raises: CheckpointError: as `union`, on every rank.
     Cost: nothing is communicated where all ranks know the plan; else one gather of descriptions.
     """
-    key = tuple(one.held for one in told)
+    key = xxhash.xxh3_128_hexdigest(" ".join(one.held for one in told).encode())
     digests = [one.copies for one in told]
     if all(key in one.known for one in told):
-        plan = _known[key]
+        plan = _known[rank(), key]
         if any(len({digests[r].get(name) for r in ranks}) > 1 for name, ranks in plan.copies):
             union(plan.parts, digests)  # which says what differs
         return plan
     plan = plan_of(agreed("describing the state", lambda: held, group), digests)
     if len(_known) >= _MOST:
         del _known[next(iter(_known))]
-    _known[key] = plan
+    _known[rank(), key] = plan
     return plan
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from shardwright.errors import CheckpointError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # of an address; `Path` makes one slash of its two
+_CHAINED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::.*://?")
 _FILE = "file"
 
 
@@ -30,7 +31,8 @@ class Address:
     @property
     def parent(self) -> Address:
         """The address without its last name."""
-        return Address(self.text.rstrip("/").rpartition("/")[0])
+        scheme, mark, rest = self.text.rstrip("/").partition("://")
+        return Address(scheme + mark + rest.rpartition("/")[0])
 
     def __str__(self) -> str:
         return self.text
@@ -43,11 +45,17 @@ def place_of(where: Place | str) -> Place:
     """What a caller names. A path is absolute from here on, wherever the process goes.
 
     `file://` is a path: the folder is the same, and there it has a lock, a rename and `fsync`.
-    Raises: CheckpointError: an address that went through `Path`, which takes one of its slashes.
+    Raises: CheckpointError: an address that went through `Path`, which takes one of its slashes; one of
+        several file systems on top of each other (`::`); one without a folder.
     """
     if isinstance(where, Address):
         return where
     found = _SCHEME.match(str(where))
+    if "::" in str(where) and (found is not None or _CHAINED.match(str(where))):
+        raise CheckpointError(
+            f"{where}: file systems on top of each other (`::`) are not written to, since names of "
+            "files are put at the end of an address; give the address of the storage itself"
+        )
     if found is None:
         return Path(where).absolute()
     if isinstance(where, Path):
@@ -58,14 +66,16 @@ def place_of(where: Place | str) -> Place:
         return _path_of(where)
     if "://" not in where:
         raise CheckpointError(f"{where} is no address: one begins like s3://bucket/folder")
+    if not where.partition("://")[2].strip("/"):
+        raise CheckpointError(f"{where} names no folder: write {found[1]}://bucket/folder")
     return Address(where.rstrip("/"))
 
 
 def _path_of(address: str) -> Path:
-    parts = urlsplit(address)
-    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+    host, slash, path = address.partition("://")[2].partition("/")
+    if host not in ("", "localhost") or not slash:
         raise CheckpointError(f"{address} names no absolute path: write file:///folder, with three slashes")
-    return Path(unquote(parts.path))
+    return Path(slash + unquote(path))
 
 
 def folder_of(path: Place | str) -> Path:

@@ -207,6 +207,8 @@ class Reader:
 def _direct(want: Want) -> bool:
     """Whether the bytes of the file are the view's own, in one piece."""
     view = want.view
+    if view.is_conj() or view.is_neg():  # the memory holds the conjugate, or the negative
+        return False
     return view.is_contiguous() and view.device.type == "cpu" and view.dtype == DTYPES[want.dtype]
 
 

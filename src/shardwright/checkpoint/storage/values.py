@@ -78,8 +78,19 @@ def _is_text(text: str) -> bool:
 
 def _encode_tensor(value: torch.Tensor, where: str, keep: Keep | None) -> Any:
     plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if plain and value.nbytes <= INLINE and value.device.type != "meta":
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    in_line = value.layout is torch.strided and not value.is_nested and value.device.type != "meta"
+    if plain and in_line and value.nbytes <= INLINE:
+        data = (
+            value.detach()
+            .cpu()
+            .resolve_conj()
+            .resolve_neg()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
         return {
             _TAG: "tensor",
             "dtype": name_of(value.dtype),
@@ -129,8 +140,8 @@ def _ordered(value: Any) -> Any:
 
 
 def _encode_other(value: Any, where: str) -> Any:
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-        scalar = isinstance(value, np.generic)
+    scalar = isinstance(value, np.generic)
+    if (scalar or type(value) is np.ndarray) and value.dtype.kind in "biufc":  # a masked array has more
         array = np.ascontiguousarray(value)
         data = base64.b64encode(array.tobytes()).decode()
         shape = list(value.shape)
