@@ -4,6 +4,7 @@ import random
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 H = 8
 
@@ -289,3 +290,187 @@ class Scales(Base):
 def total(out, _):
     """The loss: a sum over rows."""
     return out.square().sum()
+
+
+class Aux(Part):
+    """A layer inside of a block that keeps a loss of its own."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.aux = y.square().mean()
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Aux()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class WalksOverModules(Base):
+    def __init__(self):
+        super().__init__(Block)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + sum(module.aux for module in self.modules() if isinstance(module, Aux))
+
+
+class WalksOverParameters(Base):
+    def forward(self, x):
+        return super().forward(x) + sum(p.square().sum() for p in self.parameters())
+
+
+class CountsParameters(Base):
+    """Sizes are known everywhere, and so is a dtype."""
+
+    def forward(self, x):
+        x = x.to(next(self.layers[0].parameters()).dtype)
+        return super().forward(x) / sum(p.numel() for p in self.parameters())
+
+
+class WritesIntoADict(Base):
+    class Keeps(Part):
+        def __init__(self):
+            super().__init__()
+            self.state = {"aux": 0.0}
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.state["aux"] = y.square().mean()
+            return y
+
+    def __init__(self):
+        super().__init__(self.Keeps)
+
+    def forward(self, x):
+        return super().forward(x) + sum(layer.state["aux"] for layer in self.layers)
+
+
+class FillsAListOfTheModel(Base):
+    class Appends(Part):
+        def forward(self, x):
+            y = super().forward(x)
+            self.sink.append(y.square().mean())
+            return y
+
+    def __init__(self):
+        super().__init__(self.Appends)
+        self.sink = []
+        for layer in self.layers:
+            layer.sink = self.sink
+
+    def forward(self, x):
+        self.sink.clear()
+        return super().forward(x) + sum(self.sink)
+
+
+class AsksForAGradient(Base):
+    def forward(self, x):
+        x = self.layers[0](x)
+        factor = 2.0 if x.requires_grad else 1.0
+        return self.layers[3](self.layers[2](self.layers[1](x)) * factor)
+
+
+class Box:
+    """What torch does not look into."""
+
+
+class HandsOverAnObject(Base):
+    class Adds(Part):
+        def forward(self, x, box):
+            y = super().forward(x).clone()
+            y += getattr(box, "memory", 0.0)
+            return y
+
+    def __init__(self):
+        super().__init__(self.Adds)
+
+    def forward(self, x):
+        box = Box()
+        for at, layer in enumerate(self.layers):
+            x = layer(x, box)
+            if at == 0:
+                box.memory = x
+        return x
+
+
+class SetsAnAttribute(Base):
+    class Adds(Part):
+        memory = None
+
+        def forward(self, x):
+            y = super().forward(x).clone()
+            if self.memory is not None:
+                y += self.memory
+            return y
+
+    def __init__(self):
+        super().__init__(self.Adds)
+
+    def forward(self, x):
+        first = x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            layer.memory = first
+            x = layer(x)
+            layer.memory = None
+        return x
+
+
+class DiffersInForward(Base):
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = super().forward(x)
+            (slope,) = torch.autograd.grad(y.square().sum() + (x**3).sum(), x, create_graph=True)
+        return y + slope
+
+
+class HasAGenerator(Base):
+    def __init__(self):
+        super().__init__()
+        self.draws = torch.Generator()
+
+    def __deepcopy__(self, memo):
+        return type(self)()
+
+    def forward(self, x):
+        x = super().forward(x + torch.randn(x.shape, generator=self.draws))
+        return x + torch.randn(x.shape, generator=self.draws)
+
+
+class HooksAnActivation(Base):
+    """A hook that halves a gradient, on what crosses the border."""
+
+    def forward(self, x):
+        for at, layer in enumerate(self.layers):
+            x = layer(x)
+            if at == 1 and torch.is_grad_enabled():
+                x.register_hook(lambda gradient: 0.5 * gradient)
+        return x
+
+
+class DrawsAroundCheckpoints(Base):
+    class Drops(Part):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.5)
+
+    def __init__(self):
+        super().__init__(self.Drops)
+
+    def forward(self, x):
+        x = nn.functional.dropout(x, 0.1)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class AsksALayerElsewhere(Base):
+    """In which mode a child of it is."""
+
+    def forward(self, x):
+        factor = 2.0 if self.layers[0].linear.training else 1.0
+        return super().forward(x) * factor

@@ -52,6 +52,12 @@ def _beside(name, cuts, steps=3, **given):
         ("ReturnsAFloat", HALF),
         ("AsksTheClass", HALF),
         ("ReplacesABuffer", HALF),
+        ("CountsParameters", HALF),
+        ("AsksForAGradient", HALF),
+        ("HandsOverAnObject", HALF),
+        ("SetsAnAttribute", HALF),
+        ("HooksAnActivation", HALF),
+        ("HooksAnActivation", QUARTERS),
         ("Counts", HALF),
         ("Counts", QUARTERS),
         ("Adds", HALF),
@@ -96,6 +102,21 @@ def _refused(name, cuts, said):
         ),
         ("CountsAtTheEnd", HALF, "writes into steps in its forward, and only the stages [1] come to where"),
         ("LeavesOnItself", HALF, "layers.0.term is set by the forward of layers.0, which another rank holds"),
+        ("WalksOverModules", HALF, "layers.0.inner.aux is set by the forward of layers.0"),
+        (
+            "WalksOverParameters",
+            HALF,
+            "is held by another stage, and the model's own code uses it",
+        ),
+        ("WritesIntoADict", HALF, "layers.0.state is set by the forward of layers.0"),
+        ("FillsAListOfTheModel", HALF, "layers.0.sink is one object with what other modules have"),
+        (
+            "DiffersInForward",
+            HALF,
+            "asks for gradients inside of its forward",
+        ),
+        ("HasAGenerator", HALF, "draws from a generator of its own"),
+        ("DrawsAroundCheckpoints", HALF, "draws random numbers inside of a checkpoint"),
         ("CallsForward", HALF, "call it there as a module: layer(x), not layer.forward(x)"),
     ],
 )
@@ -187,3 +208,32 @@ def _dtypes():
 
 def test_the_loss_has_one_dtype_on_all_ranks(ranks):
     assert ranks(2, _dtypes) == [torch.float64] * 2
+
+
+def _flipped():
+    model, alone, pipeline = _cut(own_code.AsksALayerElsewhere, HALF)
+    x = torch.randn(4, H)
+    for training in (False, True):
+        with torch.no_grad():
+            wanted = sum(float(total(alone.train(training)(rows), None)) for rows in x.chunk(2))
+        model.train(training)
+        assert float(pipeline.evaluate(x)) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_layers_elsewhere_know_whether_they_train(ranks):
+    ranks(2, _flipped)
+
+
+def _weighed():
+    """A loss that reads what only the first stage has."""
+    model, _, _ = _cut(own_code.Base, HALF)
+
+    def loss(out, _):
+        return total(out, _) + sum(p.square().sum() for p in model.parameters())
+
+    with pytest.raises(ParallelError, match=r"the loss is computed with tensors of another stage.*layers\.0"):
+        Pipeline(model, loss, micro_batches=2).step(torch.randn(4, H))
+
+
+def test_a_loss_over_parameters_of_other_stages_is_refused(ranks):
+    ranks(2, _weighed)

@@ -56,9 +56,9 @@ def _tell_unheard(outcome: _Outcome) -> None:
 class AsyncSave:
     """A save that goes on in the background. It counts when `wait` has returned, not before."""
 
-    def __init__(self, job: Job, stack: contextlib.ExitStack, group: Group) -> None:
+    def __init__(self, job: Job, stack: contextlib.ExitStack, group: Group, memory: dict[str, Arena]) -> None:
         self.path = job.path
-        self._job, self._stack, self._group = job, stack, group
+        self._job, self._stack, self._group, self._taken = job, stack, group, memory
         self._outcome = _Outcome(job.path)
         weakref.finalize(self, _tell_unheard, self._outcome)  # at the latest when the process ends
         self._thread = threading.Thread(target=self._run, name=f"saving {job.path}")
@@ -72,6 +72,7 @@ class AsyncSave:
             self._outcome.error = error
         finally:
             self._job.let_go()  # the copies go as soon as they are written
+            _memory.update(self._taken)
 
     @property
     def waited_for(self) -> bool:
@@ -122,8 +123,9 @@ def async_save(
     everything = {"model": model, "optimizer": optimizer, **state}
     with contextlib.ExitStack() as stack, no_collection():
         job = stack.enter_context(prepared(place_of(path), everything, extra, step, config, _finish_last))
-        _copy(job)
-        saving = AsyncSave(job, stack.pop_all(), group)
+        taken = _taken()
+        _copy(job, taken)
+        saving = AsyncSave(job, stack.pop_all(), group, taken)
     _under_way["last"] = saving
     return saving
 
@@ -134,16 +136,24 @@ def _finish_last() -> None:
         last.wait()
 
 
-def _copy(job: Job) -> None:
+def _taken() -> dict[str, Arena]:
+    """The memory of the save before, which nobody else has from here on: threads may save at once."""
+    taken: dict[str, Arena] = {}
+    with contextlib.suppress(KeyError):
+        taken["last"] = _memory.pop("last")
+    return taken
+
+
+def _copy(job: Job, memory: dict[str, Arena]) -> None:
     """Copy what this rank writes. Where that fails on one rank, all hear of it where they wait."""
     try:
-        job.copied = _copied(job.entries())
+        job.copied = _copied(job.entries(), memory)
     except Exception as error:  # noqa: BLE001  the others go on to the collectives of the thread
         reason = f"{type(error).__name__}: {error}"
         job.failure = CheckpointError(f"copying the state failed on rank {rank()}: {reason}")
 
 
-def _copied(entries: list[Entry]) -> list[Entry]:
+def _copied(entries: list[Entry], memory: dict[str, Arena]) -> list[Entry]:
     """The entries with tensors of their own, on the CPU, in the memory of the save before if that is enough.
 
     New memory is filled with zeros by the system first, which takes as long as the copy.
@@ -151,10 +161,10 @@ def _copied(entries: list[Entry]) -> list[Entry]:
     nbytes = sum(room_for(entry.nbytes) for entry in entries)
     views = [entry.view for entry in entries]
     pinned = any(one.device.type == "cuda" for one in views)
-    arena = _memory.get("last")
+    arena = memory.get("last")
     if arena is None or arena.pinned != pinned or not nbytes <= arena.nbytes <= 2 * nbytes + _LITTLE:
-        _memory.clear()
-        arena = _memory["last"] = Arena(nbytes, pinned=pinned)
+        memory.clear()
+        arena = memory["last"] = Arena(nbytes, pinned=pinned)
     arena.start_anew()
     copies = [
         Entry(one.key, one.dtype, one.cell, one.whole, arena.take(one.cell[1], DTYPES[one.dtype]))

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from shardwright.compat import FakeTensorMode, intercept_calls
+from shardwright.compat import intercept_calls
 from shardwright.errors import ParallelError
 from shardwright.grads.stages import SharedByStages
 from shardwright.parallel.pipeline.border import Leaf
 from shardwright.parallel.pipeline.forward.conductor import Conductor, Elsewhere
 from shardwright.parallel.pipeline.forward.held import Held, held
-from shardwright.parallel.pipeline.forward.hollow import Call, Value, hollow, mark
+from shardwright.parallel.pipeline.forward.hollow import Call, HollowMode, Value, hollow, mark
 from shardwright.parallel.pipeline.forward.unknown import Unknown
 from shardwright.parallel.pipeline.mark import ATTRIBUTE
 from shardwright.parallel.pipeline.places import VERB, Place, Places
@@ -41,7 +41,7 @@ class Split:
     mine: tuple[int, ...]
     rank_of: tuple[int, ...]
     conductor: Conductor
-    mode: FakeTensorMode
+    mode: HollowMode
     above: list[nn.Module]
     shared: list[tuple[tuple[str, ...], tuple[int, ...]]]
     reads_parameters: bool
@@ -98,7 +98,7 @@ def take_apart(model: nn.Module, mesh: DeviceMesh, places: Places, rank_of: Sequ
     """Leave in the model what this rank holds; say of each parameter who counts it."""
     me = mesh.get_local_rank()
     mine = tuple(stage for stage, rank in enumerate(rank_of) if rank == me)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = HollowMode()
     shared = _shared(places, rank_of)
     split = Split(
         mesh=mesh,
@@ -157,14 +157,14 @@ def _leave(place: Place, places: Places, split: Split, *, strip: bool) -> None:
                     child._parameters[name] = _emptied(parameter, f"{place.path}.{name}", split.mode)
 
 
-def _emptied(parameter: Tensor, path: str, mode: FakeTensorMode) -> nn.Parameter:
+def _emptied(parameter: Tensor, path: str, mode: HollowMode) -> nn.Parameter:
     stand_in = hollow(mode, Leaf(tuple(parameter.shape), parameter.dtype), parameter.device)
     empty = nn.Parameter(stand_in, requires_grad=False)
     mark(empty, frozenset([Value(Call(path, -1), 0)]))
     return empty
 
 
-def _hollow_parameter(place: Place, mode: FakeTensorMode) -> None:
+def _hollow_parameter(place: Place, mode: HollowMode) -> None:
     """A parameter of a module above the cuts, that another rank holds: its code still reads the name."""
     parameter = place.parent._parameters.pop(place.name)
     if parameter is not None:

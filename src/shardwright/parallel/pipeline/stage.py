@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from shardwright.parallel.pipeline.batch import Batch, copied
 from shardwright.parallel.pipeline.border import FindMesh, arriving, leaving
 from shardwright.parallel.pipeline.failing import Failures, nothing, raised
 from shardwright.parallel.pipeline.forward.borders import Borders
-from shardwright.parallel.pipeline.forward.hollow import is_hollow
+from shardwright.parallel.pipeline.forward.hollow import Value, is_hollow
 from shardwright.parallel.pipeline.forward.returned import another_branch
 from shardwright.parallel.pipeline.forward.run import Run
 from shardwright.parallel.pipeline.forward.streams import Streams, mixed
@@ -60,6 +60,7 @@ class StageModule(nn.Module):
         self.writes_batch = borders.writes_batch
         self.draws, self.draws_python = borders.draws, borders.draws_python
         self.call, self.find, self.device = call, find, device
+        self.mode, self.conductor = split.mode, split.conductor
         self.hollow = functools.cache(split.hollow_on(device))  # nobody writes into them
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.batches: list[Batch] = []
@@ -91,7 +92,7 @@ class StageModule(nn.Module):
             value: arriving(local, self.leaf_of[value], self.find)
             for value, local in zip(self.arrives, arrived, strict=True)
         }
-        handed = {v: x.clone() if v in self.copied and v in self.leaves else x for v, x in received.items()}
+        handed = {v: self._handed(v, x) for v, x in received.items()}
         run = self._run(handed)
         out = self.call(run, batch)
         self._checked(run)
@@ -103,6 +104,12 @@ class StageModule(nn.Module):
             raise ParallelError(another_branch(f"what comes after {missing[0]}"))
         return tuple(leaving(values[v], self.leaf_of[v], self.find, self.anchor) for v in self.leaves)
 
+    def _handed(self, value: Value, x: Tensor) -> Tensor:
+        """What own code gets of what arrived: no hook and no write of it may reach what leaves."""
+        if value not in self.leaves:
+            return x
+        return x.clone() if value in self.copied else x.view_as(x)
+
     def _run(self, received: dict[Any, Tensor]) -> Run:
         seed = mixed(self.seed, self.number) if self.draws else None
         streams = Streams(self.device, seed, python=self.draws_python)
@@ -113,6 +120,7 @@ class StageModule(nn.Module):
             self.earlier,
             self.wanted,
             self.hollow,
+            self.mode,
             streams,
             copied=self.copied,
         )
@@ -135,7 +143,7 @@ class StageModule(nn.Module):
             self.outputs.append(out)
         if self.loss is None:
             return torch.zeros((), device=self.device)
-        term = self.loss(out, target)
+        term = self._term(self.loss, out, target)
         if any(is_hollow(x) for x in (*tree_leaves(out), term)):
             raise ParallelError(another_branch("what the model returns, or its loss,"))
         if isinstance(term, TorchDTensor):
@@ -143,6 +151,24 @@ class StageModule(nn.Module):
             layout = finished(ours._spec.layout)
             term = ours.redistribute(ours.device_mesh, list(layout.placements)).to_local()
         return term
+
+    def _term(self, loss: Loss, out: Any, target: Any) -> Tensor:
+        """The loss. A tensor of another stage may be in it where torch does not look: in an object."""
+        self.conductor.in_loss = True
+        try:
+            with self.mode.refused(_not_sent):
+                return loss(out, target)
+        finally:
+            self.conductor.in_loss = False
+
+
+def _not_sent(values: frozenset[Value]) -> NoReturn:
+    names = ", ".join(sorted({value.call.key for value in values}))
+    raise ParallelError(
+        f"pipeline: the loss is computed with tensors of another stage that were not sent: {names}\n  fix: "
+        "return what a loss reads from the model, in tuples, lists or dicts; add what it makes of parameters "
+        "to their gradients after the step, or in the forwards of the layers that have them"
+    )
 
 
 class Stage(PipelineStage):

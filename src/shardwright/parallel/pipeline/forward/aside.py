@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from shardwright.parallel.pipeline.forward.hollow import is_hollow
 
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (int, float)
+_PLAIN = (int, float, complex, str, bytes)
 
 
 @dataclass
@@ -62,6 +63,18 @@ class Aside:
                 counts = isinstance(value, _NUMBERS) and not isinstance(value, bool)
                 if (counts and (was is None or value != was.value)) if numbers else _differs(was, value):
                     yield path, name
+
+    def shared_containers(self, part_of: Callable[[str], str | None]) -> Iterator[tuple[str, str]]:
+        """(module, name) of containers that a part has changed and that another part, or none, has too."""
+        homes: dict[int, set[str | None]] = {}
+        for path, module in self._modules.items():
+            for value in self._of(module).values():
+                if isinstance(value, _CONTAINERS):
+                    homes.setdefault(id(value), set()).add(part_of(path))
+        for path, name in self.changed_attributes():
+            value = self._modules[path].__dict__[name]
+            if part_of(path) is not None and len(homes.get(id(value), ())) > 1:
+                yield path, name
 
     def put_back(self) -> None:
         """Everything as it was."""
@@ -118,5 +131,17 @@ def _differs(was: _Was | None, value: Any) -> bool:
     if was is None:
         return True
     if type(value) in _CONTAINERS and was.value is value:
-        return len(value) != len(was.inside)
+        return not _same_members(value, was.inside)
     return was.value is not value
+
+
+def _same_members(now: Any, before: Any) -> bool:
+    if isinstance(now, set):
+        return bool(now == before)
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_is_same(now[key], before[key]) for key in now)
+    return len(now) == len(before) and all(map(_is_same, now, before))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)

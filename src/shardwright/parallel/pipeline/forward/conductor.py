@@ -19,6 +19,12 @@ class Conductor:
 
     def __init__(self) -> None:
         self.run: Run | None = None
+        self.in_loss = False
+
+    @property
+    def reads(self) -> bool:
+        """Does code of the user run that may look at the parts: the model's own, or a loss?"""
+        return self.run is not None or self.in_loss
 
     def hears(self, part: Held, original: Callable[..., Any]) -> Callable[..., Any]:
         """A call of a part that this rank holds."""
@@ -55,7 +61,7 @@ class Elsewhere(nn.Module):
     @property  # type: ignore[misc]  # as mocks do
     def __class__(self) -> type:
         told = self.__dict__.get("told")
-        return type(self) if told is None or told[0].run is None else type(told[2])
+        return type(self) if told is None or not told[0].reads else type(told[2])
 
     @property
     def shell(self) -> nn.Module:
@@ -67,6 +73,26 @@ class Elsewhere(nn.Module):
         """What the part returned on its own rank."""
         conductor, part, _ = self.__dict__["told"]
         return conductor.absent(part, args, kwargs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """While a stage runs those of the part, whose parameters have no values; else this one alone.
+
+        So are `modules`, `parameters` and `buffers` of a module above it.
+        """
+        there = self.shell if self.__dict__["told"][0].reads else None
+        if there is None:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+        else:
+            yield from there.named_modules(memo, prefix, remove_duplicate)
+
+    def train(self, mode: bool = True) -> Elsewhere:
+        """As torch's; the part's layers are told too, for own code may ask them."""
+        super().train(mode)
+        if "told" in self.__dict__:
+            self.shell.train(mode)
+        return self
 
     def __getattr__(self, name: str) -> Any:
         """Any other attribute is the part's."""

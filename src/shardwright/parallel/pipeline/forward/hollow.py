@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from shardwright.compat import FakeTensor, FakeTensorMode
+from shardwright.compat import FakeTensor, FakeTensorMode, tree_leaves
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from shardwright.parallel.pipeline.border import Leaf
 
 
@@ -28,6 +31,35 @@ class Value(NamedTuple):
 
 
 _NOBODYS = frozenset([Value(Call("a tensor of another stage", -1), 0)])
+
+
+class HollowMode(FakeTensorMode):
+    """What runs ops on hollow tensors. Layers and losses, which need values, have none.
+
+    They may come by one in ways that nobody sees: in an object, an attribute, a class that torch does not
+    look into. An op on it is refused then; one that writes it into a tensor with values would do nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._refuse: Callable[[frozenset[Value]], NoReturn] | None = None
+
+    @contextmanager
+    def refused(self, refuse: Callable[[frozenset[Value]], NoReturn]) -> Iterator[None]:
+        """Inside of the block an op on hollow tensors is `refuse` of what they are made of."""
+        outer, self._refuse = self._refuse, refuse
+        try:
+            yield
+        finally:
+            self._refuse = outer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._refuse is not None:
+            values = frozenset().union(*map(origins, tree_leaves((args, kwargs))))
+            if values:
+                self._refuse(values)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def hollow(mode: FakeTensorMode, leaf: Leaf, device: torch.device) -> Tensor:

@@ -90,7 +90,7 @@ def _stage(
         zeros = {value: borders.leaf(value).zeros(find, device) for value in needs}
         streams = Streams(device, None, python=True)
         hollow = split.hollow_on(device)
-        run = Run(stage, zeros, known, frozenset(known), None, hollow, streams)
+        run = Run(stage, zeros, known, frozenset(known), None, hollow, split.mode, streams)
         aside = Aside(model)
         try:
             out = forward(run)
@@ -108,6 +108,11 @@ def _stage(
 def _told(run: Run, needs: frozenset[Value], aside: Aside, split: Split) -> Told:
     run.rewritten.update(run.look())
     part_of = split.part_of
+    for path, name in aside.shared_containers(part_of):
+        raise ParallelError(
+            f"{path}.{name} is one object with what other modules have, and the forward of {part_of(path)} "
+            "changes it, on its own rank alone\n  fix: return from the layer what it adds"
+        )
     buffers, attributes = set(aside.changed_buffers()), set(aside.changed_attributes())
     return Told(
         trees={call: described(call, tree) for call, tree in run.trees.items()},

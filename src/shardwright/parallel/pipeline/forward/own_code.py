@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from shardwright.compat import tree_leaves
 from shardwright.parallel.pipeline.forward.hollow import is_hollow, made_of_more, origins
@@ -18,9 +21,16 @@ if TYPE_CHECKING:
     from shardwright.parallel.pipeline.forward.run import Run
 
 
+# Of hollow tensors nobody knows.
+_ASKS_FOR_A_GRAPH = frozenset(
+    getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "grad")
+)
+_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad})
+_BACKWARDS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 # Functions of torch that are written in Python call the mode from here.
 _BETWEEN = frozenset(
-    f"torch.{name}" for name in ("overrides", "nn.functional", "functional", "_tensor", "_jit_internal")
+    f"torch.{name}"
+    for name in ("overrides", "nn.functional", "functional", "_tensor", "_jit_internal", "autograd")
 )
 
 
@@ -47,8 +57,13 @@ class OwnCode(TorchFunctionMode):
         if name != "__get__" and _is_of_the_model(sys._getframe(1)):
             run.streams.begin(run.journal.count)
             run.journal.note(name, leaves)
+        self._refuse_what_ends_at_a_border(func, leaves)
         if not values:
             return func(*args, **kwargs)
+        if func in _HOOKS:  # on a gradient that does not come by here
+            return RemovableHandle(OrderedDict())
+        if func in _ASKS_FOR_A_GRAPH and _is_of_the_model(sys._getframe(1)):
+            run.need(values)
         if _writes(name, args, kwargs):
             run.need(values)
         try:
@@ -58,6 +73,20 @@ class OwnCode(TorchFunctionMode):
         for x in tree_leaves(out):
             made_of_more(x, values)
         return out
+
+    def _refuse_what_ends_at_a_border(self, func: Any, leaves: list[Any]) -> None:
+        if not _is_of_the_model(sys._getframe(2)):
+            return
+        if func in _BACKWARDS:
+            self.run.refuse(
+                "the model's own code asks for gradients inside of its forward, and a graph ends where a "
+                "stage ends\n  fix: do it in a layer that one stage holds"
+            )
+        if any(isinstance(x, torch.Generator) for x in leaves):
+            self.run.refuse(
+                "the model's own code draws from a generator of its own, and each stage would take other "
+                "numbers from its copy\n  fix: draw in a layer that one stage holds, or from torch's own"
+            )
 
 
 def _is_of_the_model(caller: FrameType) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +18,7 @@ from shardwright.compat.function_modes import PushedDown
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.border import Leaf
 from shardwright.parallel.pipeline.forward.held import Held
-from shardwright.parallel.pipeline.forward.hollow import Call, Value, mark, origins
+from shardwright.parallel.pipeline.forward.hollow import Call, HollowMode, Value, mark, origins
 from shardwright.parallel.pipeline.forward.journal import Journal
 from shardwright.parallel.pipeline.forward.own_code import OwnCode
 from shardwright.parallel.pipeline.forward.returned import (
@@ -62,6 +64,7 @@ class Run:
     earlier: frozenset[Call]
     wanted: frozenset[Value] | None
     hollow: Callable[[Leaf], Tensor]
+    mode: HollowMode
     streams: Streams
     counts: Counter[str] = field(default_factory=Counter)
     copied: frozenset[Value] = frozenset()
@@ -131,6 +134,10 @@ class Run:
             self._end(NeededError(values), error)
         self._end(ParallelError(another_branch(part or f"the code around {min(values).call.key}")), error)
 
+    def refuse(self, why: str) -> NoReturn:
+        """Raises: ParallelError: the model's own code does what stages cannot do."""
+        self._end(ParallelError(f"pipeline: {why}"))
+
     def _end(self, error: Exception, cause: Exception | None = None) -> NoReturn:
         self.ended = error
         raise error from cause
@@ -139,7 +146,7 @@ class Run:
         if self.learns:
             self.rewritten.update(self.look())
             before = _buffers(part)
-        with self._part():
+        with self._part(), self.mode.refused(lambda values: self.need(values, part=part.key)):
             out = make()
         if self.learns:
             self.written |= dict.fromkeys(self.look(), part.key)
@@ -148,7 +155,24 @@ class Run:
         else:
             self._check(part, call, out)
         self._keep(call, out)
-        return out
+        return self._handed(call, out)
+
+    def _handed(self, call: Call, out: Any) -> Any:
+        """What the model's own code gets of it: an alias of what leaves.
+
+        A hook that it registers is registered by the next stage too, and must run once.
+        """
+        if self.wanted is None or not any(value.call == call for value in self.wanted):
+            return out
+        numbers = iter(range(1 << 30))
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf if type(leaf) is not float else (next(numbers), leaf)[1]
+            leaves = Value(call, next(numbers)) in (self.wanted or ())
+            return leaf.view_as(leaf) if leaves and leaf.requires_grad else leaf
+
+        return tree_map(one, out)
 
     @contextmanager
     def _part(self) -> Iterator[None]:
@@ -162,8 +186,14 @@ class Run:
             with PushedDown(self.own_code):
                 yield
         finally:
-            self.streams.from_part()
+            drew = self.streams.from_part()
             self.depth = 0
+        if drew and _in_checkpoint():
+            self.refuse(
+                "a layer draws random numbers inside of a checkpoint, and the model's own code draws too: "
+                "the layer would be computed anew with other numbers\n  fix: draw in a layer, such as "
+                "nn.Dropout, instead of in the model's own code"
+            )
 
     def look(self) -> list[Value]:
         """The values that were written into since the last look."""
@@ -223,6 +253,14 @@ class Run:
             f"stage {self.stage}\n  fix: parallelize_pipeline(..., stages={{{key!r}: {self.stage}}}); if "
             f"stage {held} has computed it, call it there as a module: layer(x), not layer.forward(x)"
         )
+
+
+def _in_checkpoint() -> bool:
+    """Does `torch.utils.checkpoint` call this? It notes the state of generators, to begin there once more."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _buffers(part: Held) -> list[Any]:

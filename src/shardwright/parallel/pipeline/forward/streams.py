@@ -50,11 +50,14 @@ class Streams:
         self.common = self._state()
         self._set(self.before)
 
-    def from_part(self) -> None:
-        """It has ended."""
-        self.before = self._state()
-        if self.seed is not None:
-            self._set(self.common)
+    def from_part(self) -> bool:
+        """It has ended. Has it drawn, where own code has other generators?"""
+        before, self.before = self.before, self._state()
+        if self.seed is None:
+            return False
+        self._set(self.common)
+        n = len(self.generators)
+        return any(not torch.equal(a, b) for a, b in zip(before[:n], self.before[:n], strict=True))
 
     def begin(self, number: int) -> None:
         """The function of this number begins."""
