@@ -185,3 +185,17 @@ def _recorded():
 def test_a_model_that_collects_from_all_its_layers_is_refused(ranks):
     for text in ranks(2, _recorded):
         assert "output_router_logits, which a model collects from all its layers" in text
+
+
+def _bad_count():
+    """One rank only has no number: both are told."""
+    model = Decoder()
+    mesh = rank_mesh((2,), ("pp",))
+    parallelize_pipeline(model, mesh, ["layers.2"])
+    pipeline = Pipeline(model, loss_sum, micro_batches=2)
+    count = torch.tensor([1, 2]) if mesh.get_local_rank() == 0 else torch.tensor(1)
+    return _text(pipeline.step, torch.zeros(2, 4, dtype=torch.long), count=count)
+
+
+def test_a_count_that_is_no_number_is_told_to_all_ranks(ranks):
+    assert all("is no number: how many tokens" in text for text in ranks(2, _bad_count, timeout=30))

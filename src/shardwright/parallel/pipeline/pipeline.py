@@ -106,7 +106,7 @@ class Pipeline:
         """
         if self.loss is None:
             raise ParallelError("Pipeline.step needs a loss: Pipeline(module, loss, ...)")
-        batches, (schedule, stages) = self._begun("step", args, kwargs, target, batch_dims or {})
+        batches, (schedule, stages) = self._begun("step", args, kwargs, target, batch_dims or {}, count)
         losses: list[Tensor] = []
         scale = self._scale(count)
         with self._ties.summed():
@@ -130,7 +130,7 @@ class Pipeline:
         """The loss of a batch, without gradients; arguments, result and errors as `step`. Collective."""
         if self.loss is None:
             raise ParallelError("Pipeline.evaluate needs a loss: Pipeline(module, loss, ...)")
-        begun = self._begun("evaluate", args, kwargs, target, batch_dims or {})
+        begun = self._begun("evaluate", args, kwargs, target, batch_dims or {}, count)
         scale = self._scale(count)
         return self._forward(begun, self._scaled(scale), None, scaled=scale is not None)
 
@@ -162,7 +162,13 @@ class Pipeline:
         return self._ended(losses, stages, scaled=scaled)
 
     def _begun(
-        self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, dims: Dims
+        self,
+        what: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        dims: Dims,
+        count: int | Tensor | None = None,
     ) -> tuple[list[Batch], _Ready]:
         """The micro-batches, and the schedule for their shapes, once it is known what crosses the borders.
 
@@ -175,6 +181,11 @@ class Pipeline:
             batches = micro_batches(args, kwargs, target, self.micro_batches, dims)
             refuse_recording(self.module, kwargs)
             said += [*signature(batches), str(self.module.training), str(autocast(self._device))]
+            said.append("no count" if count is None else "a count")
+            if torch.as_tensor(0 if count is None else count).numel() != 1:
+                raise ParallelError(
+                    f"count={count!r} is no number: how many tokens the loss sums on this rank"
+                )
         except Exception as failed:  # noqa: BLE001  the other ranks are told
             error = failed
         key = (*said, *(module.training for module in self.module.modules()))
