@@ -207,3 +207,30 @@ def test_a_failure_that_nobody_waits_for_is_told_at_the_end(tmp_path: Path) -> N
         [sys.executable, "-c", _UNHEARD, str(tmp_path / "c")], capture_output=True, text=True, check=True
     )
     assert "nobody waited for it: the disk is full" in told.stderr
+
+
+def test_two_threads_that_save_at_once_have_memory_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async_save(tmp_path / "before", torch.zeros(1000)).wait()
+    both, copied = threading.Barrier(2, timeout=30), background._copied
+
+    def together(entries: Any, memory: Any) -> Any:
+        found = copied(entries, memory)
+        both.wait()
+        return found
+
+    monkeypatch.setattr(background, "_copied", together)
+    values = (1.0, 2.0)
+    threads = [
+        threading.Thread(target=lambda v=v: async_save(tmp_path / str(v), torch.full((1000,), v)).wait())
+        for v in values
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for value in values:
+        found = torch.zeros(1000)
+        load(tmp_path / str(value), found)
+        assert torch.equal(found, torch.full((1000,), value))

@@ -11,23 +11,7 @@ from shardwright.errors import ParallelError
 from shardwright.grads import clip_grad_norm_
 from shardwright.parallel import Pipeline, parallelize_pipeline
 from shardwright.testing import rank_mesh
-
-H = 8
-
-
-class Part(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(H, H)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(x))
-
-
-class Base(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Part() for _ in range(4))
+from tests.pipeline.own_code import Base, H, Part
 
 
 class WritesBetween(Base):

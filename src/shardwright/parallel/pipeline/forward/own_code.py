@@ -54,15 +54,17 @@ class OwnCode(TorchFunctionMode):
         name = getattr(func, "__name__", type(func).__name__)
         leaves = tree_leaves((args, kwargs))
         values = frozenset().union(*map(origins, leaves))
-        if name != "__get__" and _is_of_the_model(sys._getframe(1)):
+        of_the_model = _is_of_the_model(sys._getframe(1))
+        if of_the_model and name != "__get__":
             run.streams.begin(run.journal.count)
             run.journal.note(name, leaves)
-        self._refuse_what_ends_at_a_border(func, leaves)
+        if of_the_model:
+            self._refuse_what_ends_at_a_border(func, leaves)
         if not values:
             return func(*args, **kwargs)
         if func in _HOOKS:  # on a gradient that does not come by here
             return RemovableHandle(OrderedDict())
-        if func in _ASKS_FOR_A_GRAPH and _is_of_the_model(sys._getframe(1)):
+        if of_the_model and func in _ASKS_FOR_A_GRAPH:
             run.need(values)
         if _writes(name, args, kwargs):
             run.need(values)
@@ -75,8 +77,6 @@ class OwnCode(TorchFunctionMode):
         return out
 
     def _refuse_what_ends_at_a_border(self, func: Any, leaves: list[Any]) -> None:
-        if not _is_of_the_model(sys._getframe(2)):
-            return
         if func in _BACKWARDS:
             self.run.refuse(
                 "the model's own code asks for gradients inside of its forward, and a graph ends where a "
