@@ -59,6 +59,7 @@ def test_an_example_that_finds_another_number_fails(tmp_path):
     """A planted fault: the loss of one device is compared with twice the loss."""
     text = (ROOT / "examples" / "fsdp.py").read_text()
     wrong = tmp_path / "wrong.py"
+    text = text.replace("shard=4", "shard=2").replace("None, 4", "None, 2")
     wrong.write_text(text.replace("assert_close(loss, expected", "assert_close(2 * loss, expected"))
     with pytest.raises(AssertionError, match="not close"):
-        _run(f"torchrun --standalone --nproc-per-node 4 {wrong}", tmp_path)
+        _run(f"torchrun --standalone --nproc-per-node 2 {wrong}", tmp_path)

@@ -22,7 +22,7 @@ from tests.tiers import all_but
 pytestmark = pytest.mark.processes
 # A few programs of each mesh: the seeds are the first ones, no choice was made among them.
 SAMPLE = {(2,): range(200), (3,): range(200, 260), (2, 2): range(260, 300)}
-_OFTEN = 5  # of each mesh, one in so many is tried by `make test`
+_OFTEN = 10  # of each mesh, one in so many is tried by `make test`
 PARTS = [(mesh, often) for often in (True, False) for mesh in SAMPLE]
 
 

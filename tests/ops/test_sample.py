@@ -18,7 +18,7 @@ from tests.ops.table import MOST_FALLBACKS, PAGE, Row, page, read, rows, stale
 from tests.tiers import all_but
 from tests.torch_samples import op_db
 
-_PARTS = 5
+_PARTS = 10
 
 
 def test_fewer_than_two_percent_of_the_operators_are_excluded_each_for_a_reason():

@@ -76,6 +76,7 @@ def _by_inductor():
         torch.testing.assert_close(compiled.eval()(mine), one(mine))
 
 
+@pytest.mark.slow
 def test_inductors_code_computes_the_same(ranks):
     ranks(2, _by_inductor, timeout=170)
 

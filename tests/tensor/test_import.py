@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import shardwright
+from tests.tiers import only
 
 SOURCE = Path(shardwright.__file__).parents[1]
 COSTLY = (
@@ -17,6 +18,8 @@ COSTLY = (
     "torch.distributed.checkpoint",
     "torch.onnx",
 )
+
+FIRST = ("import torch._dynamo", "import shardwright", "import shardwright as sw; sw.DTensor")
 
 
 def printed(program: str) -> list[str]:
@@ -46,9 +49,7 @@ print(*[name for name in {COSTLY!r} if name in new])
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "first", ["import torch._dynamo", "import shardwright", "import shardwright as sw; sw.DTensor"]
-)
+@pytest.mark.parametrize("first", only(["import torch._dynamo"], FIRST))
 def test_a_graph_holds_from_local_as_one_call_whoever_is_imported_first(first):
     """Dynamo is imported by `torch.compile`, or by somebody else before; it is told of us either way."""
     program = f"""

@@ -10,6 +10,7 @@ from shardwright.rules import registry
 from shardwright.tensor.dispatch import other_sizes
 from shardwright.tensor.dispatch.ways import local_reshape
 from shardwright.testing import forget
+from tests.tiers import only
 
 from .cases import full, mesh, place
 
@@ -109,11 +110,11 @@ def _calls(pattern):
     return [[tuple(map(int, sizes.split(","))) for sizes in pair] for pair in pairs]
 
 
-def _reshapes():
+def _reshapes(part):
     """Values and layouts as when every shape is decided on its own, and nothing moves."""
 
     def run():
-        for pattern, pair in product(RESHAPES, list(product(CUTS, CUTS))[::3]):
+        for pattern, pair in product(RESHAPES[part::3], list(product(CUTS, CUTS))[::3]):
             forget()
             taken = [(given, _viewed(*given, pair)) for given in _calls(pattern)]
             for given, layout in taken:
@@ -152,5 +153,6 @@ def _terms(layout):
     return layout.with_placements(placements, order=layout.order_names)
 
 
-def test_reshapes_of_other_sizes_are_decided_as_if_they_were_the_first(ranks):
-    assert all(count > 40 for count in ranks(4, _reshapes))
+@pytest.mark.parametrize("part", only([0], range(3)))
+def test_reshapes_of_other_sizes_are_decided_as_if_they_were_the_first(ranks, part):
+    assert all(count > 12 for count in ranks(4, _reshapes, part))

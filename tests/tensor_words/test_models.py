@@ -8,8 +8,8 @@ from .programs import BRINGING, ODD, differing
 
 # Name, mesh, what places the parameters over data ranks, cut between blocks.
 _SAMPLE = {
-    4: [("llama", (4,), "", False), ("phi3, odd", (2, 2), "fsdp", True)],
-    3: [("phi3", (3,), "", False), ("mixtral", (3,), "", True), ("gpt_neox, odd", (3,), "", False)],
+    4: [("phi3, odd", (2, 2), "fsdp", True)],
+    3: [("mixtral", (3,), "", True), ("gpt_neox, odd", (3,), "", False)],
     2: [("qwen2, tied", (2,), "", True), ("olmo2, odd", (2,), "", False), ("gemma3_text", (2,), "", True)],
 }
 

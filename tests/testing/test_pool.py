@@ -303,6 +303,7 @@ def test_a_preloaded_module_that_starts_a_thread_is_refused(tmp_path, monkeypatc
         pool.run(1, pid)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_preloaded_module_that_fails_is_the_business_of_ranks_that_need_it():
     with RankPool(preload=["no_such_module"]) as pool:

@@ -69,6 +69,7 @@ def test_entropy_of_even_loads_is_the_logarithm_and_of_one_expert_zero():
     assert load_entropy(torch.zeros(1, 4)) == 0.0
 
 
+@pytest.mark.processes  # matplotlib asks a program for the fonts of a machine that it has not seen
 def test_the_loss_curve_is_a_png(tmp_path):
     written(tmp_path / "metrics.jsonl", range(1, 5))
     assert draw_losses(read_metrics(tmp_path / "metrics.jsonl"), tmp_path / "loss.png")

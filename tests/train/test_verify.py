@@ -54,9 +54,6 @@ OFTEN = [
     ("ep 2", "fewer than ranks"),
     ("tp 2", "even"),
     ("tp + fsdp + ep", "uneven"),
-    ("one device", "even"),
-    ("cp", "uneven"),
-    ("sp", "even"),
     ("sp + cp + ep", "fewer than ranks"),
 ]
 LAST_LINE = re.compile(

@@ -104,14 +104,14 @@ def read_errors() -> Verdicts:
         yield f"storage error at {count.failed} {at} of a load", "" if good else found
 
 
-def cut_manifests() -> Verdicts:
+def cut_manifests(which: slice = slice(None)) -> Verdicts:
     """A commit that ends at any byte of its manifest: the old or the new checkpoint loads."""
     path = empty()
     damage.saved(path, 2.0)
     new = MemoryFileSystem.store["/run/c/manifest.json"].getvalue()
     data = dict(MemoryFileSystem.store)
     save_id = json.loads(new)["manifest"]["id"]
-    for at in (*range(60), *range(60, len(new), 97), len(new) - 1):
+    for at in (*range(60), *range(60, len(new), 97), len(new) - 1)[which]:
         MemoryFileSystem.store.clear()
         damage.saved(path, 1.0)
         MemoryFileSystem.store.update(data)
