@@ -15,8 +15,9 @@ from tests.tiers import only
 from tests.train.worlds import write_text
 
 Ranks = Callable[..., list[Any]]
-PAIRS = [("placements of a user", "tensor, fsdp, experts")]
+PAIRS = [("fsdp, uneven", "placements of a user")]
 MORE = [
+    ("placements of a user", "tensor, fsdp, experts"),
     ("hsdp, experts", "placements on two axes"),
     ("placements on two axes", "fsdp, uneven"),
     ("tensor, hsdp, experts", "tensor, hsdp, experts"),

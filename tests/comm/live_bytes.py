@@ -9,6 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+PATIENCE = 10.0  # seconds in all
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all tensors that were made inside the block and are still alive, after every op.
@@ -18,9 +20,9 @@ class LiveBytes(TorchDispatchMode):
     threads get the time to let go before the bytes are counted.
     """
 
-    def __init__(self, *known: torch.Tensor, allowed: int, patience: float = 10.0) -> None:
+    def __init__(self, *known: torch.Tensor, allowed: int, patience: float | None = None) -> None:
         super().__init__()
-        self.allowed, self.patience = allowed, patience
+        self.allowed, self.patience = allowed, PATIENCE if patience is None else patience
         self.known = {StorageWeakRef(x.untyped_storage()).cdata for x in known}
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most = 0

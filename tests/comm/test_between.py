@@ -14,6 +14,7 @@ from shardwright.errors import PlanError
 from shardwright.plan import Plan, plan_redistribution
 from shardwright.plan.carry import Carry
 from shardwright.plan.step import Holds, most_held
+from tests.comm import live_bytes
 from tests.comm.live_bytes import LiveBytes
 from tests.plan.lockstep import held_by_all
 from tests.plan.two_meshes import random_pairs
@@ -59,6 +60,7 @@ def test_a_cap_on_memory_is_kept_between_meshes(ranks, count, least):
 
 
 def lying() -> None:
+    live_bytes.PATIENCE = 0.5
     Carry.holds = lambda self, term, dtype: Holds(*[self.target.counts] * 3)
     random_caps(8)
 

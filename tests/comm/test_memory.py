@@ -25,6 +25,7 @@ from shardwright.plan import Plan, decide, plan_redistribution
 from shardwright.plan.exchange import Exchange
 from shardwright.plan.step import Holds
 from shardwright.testing import rank_mesh
+from tests.comm import live_bytes
 from tests.comm.live_bytes import LiveBytes
 from tests.tiers import all_but
 
@@ -132,6 +133,7 @@ def test_large_tensors_need_no_more_than_is_said(ranks):
 
 
 def lying() -> int:
+    live_bytes.PATIENCE = 0.5
     Exchange.holds = lambda self, term, dtype: Holds(0 * self.target.counts, *[self.target.counts] * 2)
     random_caps((4,), 10, 0, 0)
     return 0

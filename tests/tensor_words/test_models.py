@@ -10,7 +10,7 @@ from .programs import BRINGING, ODD, differing
 _SAMPLE = {
     4: [("phi3, odd", (2, 2), "fsdp", True)],
     3: [("mixtral", (3,), "", True), ("gpt_neox, odd", (3,), "", False)],
-    2: [("qwen2, tied", (2,), "", True), ("olmo2, odd", (2,), "", False), ("gemma3_text", (2,), "", True)],
+    2: [("qwen2, tied", (2,), "", True), ("gemma3_text", (2,), "", True)],
 }
 
 

@@ -146,6 +146,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks, settings, tmp_pat
     assert found == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_with_stages_goes_on_without_and_leaves_all_parameters(ranks, settings):
     steps = {"steps": 4, "checkpoint_every": 2, "world": 4, "dp_replicate": 1, "pp": 2, "ep": 1}
     assert ranks(4, trained, settings | steps) == [0] * 4
