@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.checkpoint import async_save, load, save
+from shardwright.checkpoint import async_save, latest, load, save, step_path
 from shardwright.errors import CheckpointError
 
 Ranks = Callable[..., list[Any]]
@@ -150,3 +150,29 @@ def test_a_relative_path_means_what_it_meant_when_it_was_given(
     assert saving.wait() == tmp_path / "here" / "c"
     load(tmp_path / "here" / "c", nn.Linear(300, 300))
     assert not list((tmp_path / "there").iterdir())
+
+
+def test_a_tilde_is_the_home_as_in_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert save(step_path("~/run", 1), nn.Linear(2, 2)) == tmp_path / "home/run/checkpoints/step-00000001"
+    assert latest("~/run").parent.parent == tmp_path / "home/run"
+    load("~/run/checkpoints/step-00000001", nn.Linear(2, 2))
+    assert [one.name for one in tmp_path.iterdir()] == ["home"]
+    with pytest.raises(CheckpointError, match=r"write \./~nobody-of-this-name/run"):
+        save("~nobody-of-this-name/run", nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["complex32", "complex128", "float8_e8m0fnu", "float4_e2m1fn_x2"])
+def test_elements_without_a_name_in_the_format_are_kept_bit_for_bit(
+    tmp_path: Path, name: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    """torch warns of its own complex halves."""
+    dtype = getattr(torch, name)
+    bits = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
+    save(tmp_path / "c", x=bits.view(dtype).view(2, 3))
+    for in_place in (False, True):
+        x = torch.zeros_like(bits).view(dtype).view(2, 3)
+        load(tmp_path / "c", x=x, in_place=in_place)
+        assert torch.equal(x.view(torch.uint8).flatten(), bits)

@@ -15,7 +15,7 @@ from shardwright.checkpoint.agree import rank
 from shardwright.checkpoint.storage.commit import finished, remove, tidy
 from shardwright.checkpoint.storage.folder_names import look
 from shardwright.checkpoint.storage.manifest import NAME, read_manifest
-from shardwright.checkpoint.storage.place import Address, Place, place_of
+from shardwright.checkpoint.storage.place import Address, Place, at_home, place_of
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.checkpoint.storage.stores.of import store_of
@@ -56,7 +56,7 @@ class Choice:
 def step_path(out: Place | str, step: int) -> Place:
     """Where the checkpoint of a step belongs: `<out>/checkpoints/step-00000100`."""
     found = place_of(out)
-    home = found if isinstance(found, Address) or "://" in str(out) else Path(str(out))
+    home = found if isinstance(found, Address) or "://" in str(out) else at_home(Path(str(out)))
     return home / "checkpoints" / f"step-{step:08d}"
 
 

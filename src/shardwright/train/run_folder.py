@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwright.checkpoint.folder import list_checkpoints, step_of
 from shardwright.checkpoint.storage.disk import is_at
-from shardwright.checkpoint.storage.place import folder_of
+from shardwright.checkpoint.storage.place import at_home, folder_of
 from shardwright.checkpoint.storage.stores.local import lock_or_warn
 from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.config import TrainConfig
@@ -29,7 +29,7 @@ def choose_folder(config: TrainConfig) -> Path:
 
     Raises: ConfigError: a new run would write into a folder that already holds something.
     """
-    path = config.out or Path("runs") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    path = at_home(config.out or Path("runs") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"))
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--out {path} is a file: name a folder")
     if config.resume is None and path.exists() and any(path.iterdir()):

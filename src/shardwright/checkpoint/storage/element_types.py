@@ -25,7 +25,14 @@ _STANDARD = {
     "complex64": "C64",
 }
 # No name in the format, or one that its readers do not know yet (F8_E8M0).
-_AS_BYTES = ("complex128", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz")
+_AS_BYTES = (
+    "complex128",
+    "complex32",
+    "float8_e8m0fnu",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float4_e2m1fn_x2",
+)
 
 DTYPES = {name: getattr(torch, name) for name in (*_STANDARD, *_AS_BYTES)}
 ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}

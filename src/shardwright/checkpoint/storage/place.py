@@ -42,11 +42,11 @@ Place = Path | Address
 
 
 def place_of(where: Place | str) -> Place:
-    """What a caller names. A path is absolute from here on, wherever the process goes.
+    """What a caller names. A path is absolute from here on, wherever the process goes; `~` is the home.
 
     `file://` is a path: the folder is the same, and there it has a lock, a rename and `fsync`.
     Raises: CheckpointError: an address that went through `Path`, which takes one of its slashes; one of
-        several file systems on top of each other (`::`); one without a folder.
+        several file systems on top of each other (`::`); one without a folder; the home of nobody.
     """
     if isinstance(where, Address):
         return where
@@ -57,7 +57,7 @@ def place_of(where: Place | str) -> Place:
             "files are put at the end of an address; give the address of the storage itself"
         )
     if found is None:
-        return Path(where).absolute()
+        return at_home(Path(where)).absolute()
     if isinstance(where, Path):
         raise CheckpointError(
             f"{where} is an address that was made a Path, which takes one of its slashes: give it as text"
@@ -69,6 +69,17 @@ def place_of(where: Place | str) -> Place:
     if not where.partition("://")[2].strip("/"):
         raise CheckpointError(f"{where} names no folder: write {found[1]}://bucket/folder")
     return Address(where.rstrip("/"))
+
+
+def at_home(path: Path) -> Path:
+    """`~/run` in the user's home, where no shell has said so already.
+
+    Raises: CheckpointError: there is no such home.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: {error}; write ./{path} for a folder of that name") from error
 
 
 def _path_of(address: str) -> Path:
