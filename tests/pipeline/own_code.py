@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -397,103 +396,6 @@ class HandsOverAnObject(Base):
             if at == 0:
                 box.memory = x
         return x
-
-
-class WritesIntoAnObject(Base):
-    """A layer leaves a number in an object of its own, at the first step or later."""
-
-    after = float("-inf")
-
-    class Notes(Part):
-        def __init__(self):
-            super().__init__()
-            self.box = Box()
-            self.box.factor = 1.0
-
-        def forward(self, x):
-            if x.sum() > WritesIntoAnObject.after:
-                self.box.factor = 2.0
-            return super().forward(x)
-
-    def __init__(self):
-        super().__init__()
-        self.layers[0] = self.Notes()
-
-    def forward(self, x):
-        return super().forward(x) * self.layers[0].box.factor
-
-
-class WritesIntoAnObjectLate(WritesIntoAnObject):
-    """What the first steps read is below it, what the last one reads is above."""
-
-    def __init__(self):
-        super().__init__()
-        WritesIntoAnObject.after = 24.0
-
-
-class WritesOnATensor(Base):
-    class Notes(Part):
-        def __init__(self):
-            super().__init__()
-            self.table = torch.zeros(2)
-
-        def forward(self, x):
-            self.table.factor = 2.0
-            return super().forward(x)
-
-    def __init__(self):
-        super().__init__()
-        self.layers[0] = self.Notes()
-
-    def forward(self, x):
-        return super().forward(x) * getattr(self.layers[0].table, "factor", 1.0)
-
-
-class SharesMemory(Base):
-    """One of two results is written into; they are one memory on one device."""
-
-    class Twice(Part):
-        def forward(self, x):
-            y = super().forward(x) * 1
-            return y, y[:, :]
-
-    def __init__(self):
-        super().__init__()
-        self.layers[1] = self.Twice()
-
-    def forward(self, x):
-        one, other = self.layers[1](self.layers[0](x))
-        one.add_(1)
-        return self.layers[3](self.layers[2](other * 2))
-
-
-class DrawsFromItsOwn(Base):
-    """Behind the cut, so that the first stage draws as often as the last."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = random.Random(0)
-
-    def forward(self, x):
-        factor = self.numbers.random()
-        return super().forward(x) * factor
-
-
-class ALayerDraws(Base):
-    """From generators of its own: learning the borders takes no number from them."""
-
-    class Draws(Part):
-        def __init__(self):
-            super().__init__()
-            self.plain, self.numpy = random.Random(0), np.random.default_rng(0)
-            self.torch = torch.Generator().manual_seed(0)
-
-        def forward(self, x):
-            factor = 1 + self.plain.random() + self.numpy.random()
-            return super().forward(x) * factor * torch.rand((), generator=self.torch)
-
-    def __init__(self):
-        super().__init__(self.Draws)
 
 
 class SetsAnAttribute(Base):

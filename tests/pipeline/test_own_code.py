@@ -56,7 +56,6 @@ def _beside(name, cuts, steps=3, **given):
         ("AsksForAGradient", HALF),
         ("HandsOverAnObject", HALF),
         ("SetsAnAttribute", HALF),
-        ("ALayerDraws", HALF),
         ("HooksAnActivation", HALF),
         ("HooksAnActivation", QUARTERS),
         ("Counts", HALF),
@@ -110,10 +109,6 @@ def _refused(name, cuts, said):
             "is held by another stage, and the model's own code uses it",
         ),
         ("WritesIntoADict", HALF, "layers.0.state is set by the forward of layers.0"),
-        ("WritesIntoAnObject", HALF, "layers.0.box is set by the forward of layers.0"),
-        ("WritesOnATensor", HALF, "layers.0.table is set by the forward of layers.0"),
-        ("SharesMemory", HALF, "layers.1 returns tensors that share memory"),
-        ("DrawsFromItsOwn", HALF, "own code draws from numbers"),
         ("FillsAListOfTheModel", HALF, "layers.0.sink is one object with what other modules have"),
         (
             "DiffersInForward",
@@ -127,21 +122,6 @@ def _refused(name, cuts, said):
 )
 def test_it_is_refused_by_name_on_every_rank(ranks, name, cuts, said):
     ranks(2, _refused, name, cuts, said)
-
-
-def _late():
-    """The step in which it happens is refused; then the attribute is unknown where nobody set it."""
-    _, _, pipeline = _cut(own_code.WritesIntoAnObjectLate, HALF)
-    for step in range(2):
-        pipeline.step(torch.randn(4, H) + step)
-    with pytest.raises(ParallelError, match=r"layers.0.box is set by .* in this step, and was not when"):
-        pipeline.step(torch.randn(4, H) + 2)
-    with pytest.raises(ParallelError, match=r"layers.0.box is set by the forward of layers.0, which another"):
-        pipeline.step(torch.randn(4, H) + 2)
-
-
-def test_what_a_layer_sets_in_a_later_step_is_refused_in_that_step(ranks):
-    ranks(2, _late)
 
 
 def _zero(draw, cuts):

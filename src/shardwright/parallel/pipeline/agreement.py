@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from shardwright.comm.functional import reduce_over
 from shardwright.comm.record import because
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
-from shardwright.parallel.pipeline.forward.watch import set_too_late
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +28,7 @@ _BITS = 7  # bytes of a hash that fit a signed number of 8, and its negative
 class Agreement:
     """Ranks go into a step with the same arguments, and come out of it with the same loss or error.
 
-    Cost: an all-reduce of 40 bytes before a step, and one of 32 and 8 for each border after it, over the
+    Cost: an all-reduce of 40 bytes before a step, and one of 24 and 8 for each border after it, over the
     axis; 16 bytes over the axes of `data`. The host waits for both.
     """
 
@@ -53,37 +52,27 @@ class Agreement:
         return not unknown, seed
 
     def end(
-        self,
-        losses: Sequence[Tensor],
-        failures: Sequence[Failures],
-        left: frozenset[tuple[str, str]],
-        *,
-        scaled: bool,
-        seed_is_used: bool,
+        self, losses: Sequence[Tensor], failures: Sequence[Failures], *, scaled: bool, seed_is_used: bool
     ) -> Tensor:
         """The sum of the losses, on all ranks of the axis; of all data ranks if they are parts of one mean.
 
-        Args: left: attributes that forwards of this rank's parts have set for the first time.
-        Raises: ParallelError: on every rank, the error of one; stages whose own code did not do the same;
-            attributes that were set.
+        Raises: ParallelError: on every rank, the error of one; stages whose own code did not do the same.
         """
         failed = any(f.error is not None for f in failures)
-        mine = [_sum(losses), _dtype(losses), float(failed), float(bool(left)), *self._checks(failures)]
+        mine = [_sum(losses), _dtype(losses), float(failed), *self._checks(failures)]
         total = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        loss, dtype, failing, late, *checks = self._over_stages(total, "sum", "loss of a pipeline").tolist()
+        loss, dtype, failing, *checks = self._over_stages(total, "sum", "loss of a pipeline").tolist()
         differ = next((i for i, check in enumerate(checks) if check), None)
         others = 0.0
         if self._data is not None:
-            bad = bool(failing or late) or differ is not None
-            over_data = torch.tensor([loss, float(bad)], dtype=torch.float64, device=self._device)
+            over_data = torch.tensor([loss, float(bool(failing) or differ is not None)], dtype=torch.float64)
+            over_data = over_data.to(self._device)
             for axis, group in groups_above_one(self._data):
                 over_data = reduce_over(over_data, "sum", group, axis=axis, reason="loss of a pipeline")
             all_losses, others = over_data.tolist()
             loss = all_losses if scaled else loss
         if failing:
             self.tell(next((f.error for f in failures if f.error is not None), None), _NO_GRADIENTS)
-        if late:
-            self._leave_behind(left)
         if differ is not None:
             raise ParallelError(_DIFFERENT.format(differ, differ + 1) + _NO_GRADIENTS)
         if others:
@@ -93,12 +82,6 @@ class Agreement:
         if seed_is_used and self._split.mesh.get_local_rank() == 0:
             torch.rand(())  # the next step has another seed
         return torch.tensor(loss, dtype=_DTYPES[int(dtype) - 1] if dtype else None, device=self._device)
-
-    def _leave_behind(self, left: frozenset[tuple[str, str]]) -> NoReturn:
-        """Attributes of layers are unknown on other ranks from now on. Raises: ParallelError: everywhere."""
-        found = frozenset().union(*self._gathered(left, "attributes that layers of a pipeline have set"))
-        self._split.left_behind(found)
-        raise ParallelError(set_too_late(found) + _NO_GRADIENTS)
 
     def tell(self, error: Exception | None, more: str = "") -> None:
         """Raise this rank's error here, and that of another rank on all others. Collective over the axis."""

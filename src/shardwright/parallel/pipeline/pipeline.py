@@ -19,7 +19,6 @@ from shardwright.parallel.pipeline.batch import Batch, Dims, copied, micro_batch
 from shardwright.parallel.pipeline.forward.caller import Caller
 from shardwright.parallel.pipeline.forward.learn import learn
 from shardwright.parallel.pipeline.forward.recording import refuse_recording
-from shardwright.parallel.pipeline.forward.watch import Watch
 from shardwright.parallel.pipeline.homes import Homes
 from shardwright.parallel.pipeline.running import as_it_is, autocast, device_of, numbers, own_errors, running
 from shardwright.parallel.pipeline.schedules import check_schedule, make_schedule
@@ -75,7 +74,6 @@ class Pipeline:
         self._ready: dict[Any, _Ready] = {}
         self._device = device_of(split.mesh.device_type)
         self._agreement = Agreement(split, data, self._device)
-        self._watch = Watch(split)
 
     @property
     def is_last(self) -> bool:
@@ -199,7 +197,6 @@ class Pipeline:
         for stage in self._ready[key][1]:
             stage.seed = seed
             stage.failures.clear()
-        self._watch.begin()
         return batches, self._ready[key]
 
     def _made(self, batches: list[Batch]) -> _Ready:
@@ -234,4 +231,4 @@ class Pipeline:
         """The loss on all stages, or what has failed on one of them."""
         failures = [stage.failures for stage in stages]
         draws = any(stage.draws for stage in stages)
-        return self._agreement.end(losses, failures, self._watch.changed(), scaled=scaled, seed_is_used=draws)
+        return self._agreement.end(losses, failures, scaled=scaled, seed_is_used=draws)

@@ -33,8 +33,7 @@ class Split:
 
     shared: names of the parameters that several ranks hold, and these ranks, that of the first stage first.
     reads_parameters: whether modules above the cuts have parameters of their own. parts: the place of each
-    part. heard: the parts of this rank whose calls are heard. left: (module, name) of the attributes that
-    forwards of parts set.
+    part. heard: the parts of this rank whose calls are heard.
     """
 
     mesh: DeviceMesh
@@ -48,7 +47,6 @@ class Split:
     reads_parameters: bool
     parts: dict[str, Place] = field(default_factory=dict)
     heard: list[Held] = field(default_factory=list)
-    left: set[tuple[str, str]] = field(default_factory=set)
 
     def hollow_on(self, device: torch.device) -> Callable[[Leaf], Tensor]:
         """Makes tensors with a shape, and no values."""
@@ -71,7 +69,6 @@ class Split:
 
     def left_behind(self, left: frozenset[tuple[str, str]]) -> None:
         """Forwards of parts have set these attributes, (module, name): elsewhere nobody knows to what."""
-        self.left |= left
         for path, name in left:
             part = self.part_of(path)
             there = None if part is None else self.parts[part].parent._modules[self.parts[part].name]

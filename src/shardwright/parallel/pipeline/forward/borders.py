@@ -17,18 +17,17 @@ class Told:
     """What the rank of a stage tells all others.
 
     What its calls returned, what it needed for them, and what it wrote into: values of `rewritten` by the
-    model's own code, of `written` by a part. one_memory: values that share memory. stained: parts whose
-    buffers changed; above: buffers of the modules above the parts that changed; counts: numbers among the
-    attributes of those; left: (module, name) of what parts have left in themselves. lines: its journal.
-    writes_batch: does it write into the model's arguments? draws, draws_python: does its own code draw random
-    numbers, of torch, of Python and numpy?
+    model's own code, of `written` by a part. stained: parts whose buffers changed; above: buffers of the
+    modules above the parts that changed; counts: numbers among the attributes of those; left: (module, name)
+    of what parts have left in themselves. lines: its journal. writes_batch: does it write into the
+    model's arguments? draws, draws_python: does its own code draw random numbers, of
+    torch, of Python and numpy?
     """
 
     trees: dict[Call, Any] = field(default_factory=dict)
     needs: frozenset[Value] = frozenset()
     rewritten: frozenset[Value] = frozenset()
     written: dict[Value, str] = field(default_factory=dict)
-    one_memory: frozenset[frozenset[Value]] = frozenset()
     stained: frozenset[str] = frozenset()
     above: frozenset[str] = frozenset()
     counts: frozenset[str] = frozenset()
@@ -101,7 +100,6 @@ class Borders:
     def check(self, *, several: bool) -> None:
         """Raise ParallelError for what stages cannot do as one device does. several: stages on each rank."""
         self._check_written()
-        self._check_shared_memory()
         self._check_buffers(several=several)
 
     def _check_written(self) -> None:
@@ -120,18 +118,6 @@ class Borders:
                     raise ParallelError(
                         f"pipeline: {part} writes in place into what {value.call.key} returned, and stage "
                         f"{behind} reads that\n  fix: return a new tensor from {part}, or cut elsewhere"
-                    )
-
-    def _check_shared_memory(self) -> None:
-        """Values that share memory are copies of their own behind a border: a write reaches one of them."""
-        crossing = frozenset().union(*self.crossing.values())
-        for told in self.told.values():
-            for values in told.one_memory:
-                if values & self.rewritten and values & crossing:
-                    raise ParallelError(
-                        f"pipeline: {min(values).call.key} returns tensors that share memory, the model's "
-                        "own code writes in place into one of them, and the others would not have it behind "
-                        "a border\n  fix: write into a clone, or return clones"
                     )
 
     def _stages_of(self, part: str) -> list[int]:

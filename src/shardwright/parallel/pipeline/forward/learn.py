@@ -108,17 +108,11 @@ def _stage(
 def _told(run: Run, needs: frozenset[Value], aside: Aside, split: Split) -> Told:
     run.rewritten.update(run.look())
     part_of = split.part_of
-    for path, name in aside.shared_objects(part_of):
+    for path, name in aside.shared_containers(part_of):
         raise ParallelError(
             f"{path}.{name} is one object with what other modules have, and the forward of {part_of(path)} "
             "changes it, on its own rank alone\n  fix: return from the layer what it adds"
         )
-    for path, name in aside.drawn_from():
-        if part_of(path) is None:
-            raise ParallelError(
-                f"the model's own code draws from {f'{path}.{name}'.lstrip('.')}, and each stage would take "
-                "other numbers from its copy\n  fix: draw in a layer that one stage holds, or by torch"
-            )
     buffers, attributes = set(aside.changed_buffers()), set(aside.changed_attributes())
     return Told(
         trees={call: described(call, tree) for call, tree in run.trees.items()},
@@ -126,7 +120,6 @@ def _told(run: Run, needs: frozenset[Value], aside: Aside, split: Split) -> Told
         rewritten=frozenset(run.rewritten),
         written=dict(run.written),
         stained=frozenset(run.stained),
-        one_memory=frozenset(run.one_memory()),
         lines=tuple(run.journal.lines or ()),
         writes_batch=run.writes_batch,
         draws=run.streams.drew,

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import tree_leaves, tree_map
 from shardwright.compat.function_modes import PushedDown
@@ -202,15 +201,6 @@ class Run:
         found = [v for v, x in there.items() if x._version != self.versions.setdefault(v, 0)]
         self.versions |= {value: there[value]._version for value in found}
         return found
-
-    def one_memory(self) -> Iterator[frozenset[Value]]:
-        """The values that share memory with others."""
-        homes: dict[int, set[Value]] = {}
-        for value, x in self.kept.items():
-            local = x.to_local() if isinstance(x, TorchDTensor) else x
-            if local.numel():
-                homes.setdefault(local.untyped_storage().data_ptr(), set()).add(value)
-        return (frozenset(values) for values in homes.values() if len(values) > 1)
 
     def _answered(self, call: Call) -> Any:
         numbers = iter(range(1 << 30))
