@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardwright.parallel.pipeline.failing import Failures
+    from shardwright.parallel.pipeline.forward.leavings import Found
     from shardwright.parallel.pipeline.split import Split
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -28,14 +29,14 @@ _BITS = 7  # bytes of a hash that fit a signed number of 8, and its negative
 class Agreement:
     """Ranks go into a step with the same arguments, and come out of it with the same loss or error.
 
-    Cost: an all-reduce of 40 bytes before a step, and one of 24 and 8 for each border after it, over the
+    Cost: an all-reduce of 40 bytes before a step, and one of 32 and 8 for each border after it, over the
     axis; 16 bytes over the axes of `data`. The host waits for both.
     """
 
     def __init__(self, split: Split, data: DeviceMesh | None, device: torch.device) -> None:
         self._split, self._data, self._device = split, data, device
 
-    def begin(self, said: Sequence[str], *, known: bool, error: Exception | None) -> tuple[bool, int]:
+    def begin(self, said: Sequence[str], *, known: bool, error: BaseException | None) -> tuple[bool, int]:
         """Do all ranks know what crosses the borders for these arguments? And a seed for what they draw.
 
         Args: said: what this rank was called with. error: why it cannot run that.
@@ -52,20 +53,29 @@ class Agreement:
         return not unknown, seed
 
     def end(
-        self, losses: Sequence[Tensor], failures: Sequence[Failures], *, scaled: bool, seed_is_used: bool
+        self,
+        losses: Sequence[Tensor],
+        failures: Sequence[Failures],
+        found: Found,
+        *,
+        scaled: bool,
+        seed_is_used: bool,
     ) -> Tensor:
         """The sum of the losses, on all ranks of the axis; of all data ranks if they are parts of one mean.
 
         Raises: ParallelError: on every rank, the error of one; stages whose own code did not do the same.
         """
         failed = any(f.error is not None for f in failures)
-        mine = [_sum(losses), _dtype(losses), float(failed), *self._checks(failures)]
+        mine = [_sum(losses), _dtype(losses), float(failed), float(found.is_news), *self._checks(failures)]
         total = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        loss, dtype, failing, *checks = self._over_stages(total, "sum", "loss of a pipeline").tolist()
+        loss, dtype, failing, news, *checks = self._over_stages(total, "sum", "loss of a pipeline").tolist()
+        clash = self._shared(found) if news else None
         differ = next((i for i, check in enumerate(checks) if check), None)
         others = 0.0
         if self._data is not None:
-            over_data = torch.tensor([loss, float(bool(failing) or differ is not None)], dtype=torch.float64)
+            over_data = torch.tensor(
+                [loss, float(bool(failing or clash) or differ is not None)], dtype=torch.float64
+            )
             over_data = over_data.to(self._device)
             for axis, group in groups_above_one(self._data):
                 over_data = reduce_over(over_data, "sum", group, axis=axis, reason="loss of a pipeline")
@@ -75,6 +85,8 @@ class Agreement:
             self.tell(next((f.error for f in failures if f.error is not None), None), _NO_GRADIENTS)
         if differ is not None:
             raise ParallelError(_DIFFERENT.format(differ, differ + 1) + _NO_GRADIENTS)
+        if clash is not None:
+            raise ParallelError(clash + _NO_GRADIENTS)
         if others:
             raise ParallelError(
                 f"pipeline: a step failed on ranks of other data, which say why{_NO_GRADIENTS}"
@@ -83,7 +95,7 @@ class Agreement:
             torch.rand(())  # the next step has another seed
         return torch.tensor(loss, dtype=_DTYPES[int(dtype) - 1] if dtype else None, device=self._device)
 
-    def tell(self, error: Exception | None, more: str = "") -> None:
+    def tell(self, error: BaseException | None, more: str = "") -> None:
         """Raise this rank's error here, and that of another rank on all others. Collective over the axis."""
         text = None if error is None else f"{type(error).__name__}: {error}"
         if isinstance(error, ParallelError):
@@ -105,6 +117,11 @@ class Agreement:
         with because(reason):
             dist.all_gather_object(everybody, mine, group=group)
         return everybody
+
+    def _shared(self, found: Found) -> str | None:
+        """Let all ranks know what forwards have left for the first time; why this step is wrong, if it is."""
+        everybody = self._gathered(found, "what a forward of a pipeline has left")
+        return self._split.leavings.merge(everybody)
 
     def _refuse_different(self, said: Sequence[str]) -> None:
         """Raise ParallelError with the first difference."""

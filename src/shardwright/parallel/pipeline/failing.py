@@ -24,10 +24,10 @@ class Failures:
 
     def clear(self) -> None:
         """A step begins."""
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.entered = self.left = 0
 
-    def add(self, error: Exception) -> None:
+    def add(self, error: BaseException) -> None:
         """Keep an error; later ones follow from it."""
         self.error = self.error or error
 

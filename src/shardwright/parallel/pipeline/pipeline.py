@@ -176,7 +176,8 @@ class Pipeline:
         """
         part_now(self.module)
         self._split.hear()
-        error, batches, said = None, [], [what]
+        error: BaseException | None = None
+        batches, said = [], [what]
         try:
             batches = micro_batches(args, kwargs, target, self.micro_batches, dims)
             refuse_recording(self.module, kwargs)
@@ -186,7 +187,7 @@ class Pipeline:
                 raise ParallelError(
                     f"count={count!r} is no number: how many tokens the loss sums on this rank"
                 )
-        except Exception as failed:  # noqa: BLE001  the other ranks are told
+        except BaseException as failed:  # noqa: BLE001  the other ranks are told
             error = failed
         key = (*said, *(module.training for module in self.module.modules()))
         known, seed = self._agreement.begin(said, known=key in self._ready, error=error)
@@ -197,6 +198,8 @@ class Pipeline:
         for stage in self._ready[key][1]:
             stage.seed = seed
             stage.failures.clear()
+        self._split.conductor.read.clear()
+        self._watch = self._split.leavings.watch(self.module)
         return batches, self._ready[key]
 
     def _made(self, batches: list[Batch]) -> _Ready:
@@ -231,4 +234,9 @@ class Pipeline:
         """The loss on all stages, or what has failed on one of them."""
         failures = [stage.failures for stage in stages]
         draws = any(stage.draws for stage in stages)
-        return self._agreement.end(losses, failures, scaled=scaled, seed_is_used=draws)
+        found = self._watch.found(self._split.conductor.read)
+        try:
+            return self._agreement.end(losses, failures, found, scaled=scaled, seed_is_used=draws)
+        finally:
+            if self._split.leavings.are_news:
+                self._split.place_leavings(self.module)

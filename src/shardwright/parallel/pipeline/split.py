@@ -16,7 +16,7 @@ from shardwright.parallel.pipeline.border import Leaf
 from shardwright.parallel.pipeline.forward.conductor import Conductor, Elsewhere
 from shardwright.parallel.pipeline.forward.held import Held, held
 from shardwright.parallel.pipeline.forward.hollow import Call, HollowMode, Value, hollow, mark
-from shardwright.parallel.pipeline.forward.unknown import Unknown
+from shardwright.parallel.pipeline.forward.leavings import Leavings
 from shardwright.parallel.pipeline.mark import ATTRIBUTE
 from shardwright.parallel.pipeline.places import VERB, Place, Places
 from shardwright.tensor.modules.replaced import taken_away
@@ -33,7 +33,7 @@ class Split:
 
     shared: names of the parameters that several ranks hold, and these ranks, that of the first stage first.
     reads_parameters: whether modules above the cuts have parameters of their own. parts: the place of each
-    part. heard: the parts of this rank whose calls are heard.
+    part.
     """
 
     mesh: DeviceMesh
@@ -46,7 +46,16 @@ class Split:
     shared: list[tuple[tuple[str, ...], tuple[int, ...]]]
     reads_parameters: bool
     parts: dict[str, Place] = field(default_factory=dict)
-    heard: list[Held] = field(default_factory=list)
+
+    @property
+    def heard(self) -> list[Held]:
+        """The parts of this rank, whose calls are heard."""
+        return self.conductor.heard
+
+    @functools.cached_property
+    def leavings(self) -> Leavings:
+        """What forwards set in modules."""
+        return Leavings(self.part_of)
 
     def hollow_on(self, device: torch.device) -> Callable[[Leaf], Tensor]:
         """Makes tensors with a shape, and no values."""
@@ -63,19 +72,9 @@ class Split:
             if module is not None and getattr(module._compiled_call_impl, "heard_by", None) is None:
                 intercept_calls(module, functools.partial(self.conductor.hears, part))
 
-    def _holds(self, module: nn.Module) -> bool:
-        """Does this rank hold the part, in another place?"""
-        return any(part.module is module for part in self.heard)
-
-    def left_behind(self, left: frozenset[tuple[str, str]]) -> None:
-        """Forwards of parts have set these attributes, (module, name): elsewhere nobody knows to what."""
-        for path, name in left:
-            part = self.part_of(path)
-            there = None if part is None else self.parts[part].parent._modules[self.parts[part].name]
-            if part is None or type(there) is not Elsewhere or self._holds(there.shell):
-                continue
-            shell = there.shell.get_submodule(path[len(part) + 1 :])
-            shell.__dict__[name] = Unknown(f"{path}.{name}", part)
+    def place_leavings(self, model: nn.Module) -> None:
+        """Put stand-ins where this rank does not know what a forward sets."""
+        self.leavings.place(model, self.conductor.parts, self.mesh.get_local_rank())
 
 
 def find_split(module: nn.Module) -> Split | None:
@@ -149,7 +148,9 @@ def _all_stages(place: Place, places: Places) -> Held:
 
 def _leave(place: Place, places: Places, split: Split, *, strip: bool) -> None:
     module = place.part()
-    place.parent._modules[place.name] = Elsewhere(split.conductor, _all_stages(place, places), module)
+    part = _all_stages(place, places)
+    split.conductor.absentees.append(part)
+    place.parent._modules[place.name] = Elsewhere(split.conductor, part, module)
     if strip:
         for child in module.modules():
             for name, parameter in child._parameters.items():

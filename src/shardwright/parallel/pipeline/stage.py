@@ -57,6 +57,7 @@ class StageModule(nn.Module):
         self.known, self.wanted = borders.known, borders.made(stage)
         self.earlier = frozenset(borders.earlier(stage))
         self.copied = frozenset(borders.rewritten)
+        self.may_change = self.copied.union(*(told.written for told in borders.told.values()))
         self.writes_batch = borders.writes_batch
         self.draws, self.draws_python = borders.draws, borders.draws_python
         self.call, self.find, self.device = call, find, device
@@ -81,7 +82,7 @@ class StageModule(nn.Module):
         """The local parts that leave; of the last stage, the loss."""
         try:
             return self._computed(arrived)
-        except Exception as error:  # noqa: BLE001  the other stages wait for what leaves
+        except BaseException as error:  # noqa: BLE001  the other stages wait for what leaves
             self.failures.add(error)
             return nothing(self.examples()[1], arrived, self.anchor)
 
@@ -123,11 +124,19 @@ class StageModule(nn.Module):
             self.mode,
             streams,
             copied=self.copied,
+            versions={value: x._version for value, x in received.items()},
         )
 
     def _checked(self, run: Run) -> None:
         """Keep for the end of the step what other stages must have done too."""
         self.failures.saw(run.journal)
+        fresh = [value for value in run.look() if value not in self.may_change]
+        if fresh:
+            raise ParallelError(
+                f"pipeline: what {min(fresh).call.key} returned is written into in place, and was not when "
+                "the borders were learned, at the first step of these shapes\n  fix: write into a new "
+                "tensor, or do so in the first step too"
+            )
         if run.streams.drew:
             raise ParallelError(
                 "pipeline: the model's own code draws random numbers, and drew none when the borders were "
@@ -197,8 +206,10 @@ class Stage(PipelineStage):
         came = self.fwd_cache[bwd_chunk_id][1] if self.has_backward else ()
         try:
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001  the other stages wait for gradients
+        except BaseException as error:  # noqa: BLE001  the other stages wait for gradients
             module: Any = self.submod
             cause = error.__cause__  # torch wraps what was raised
-            module.failures.add(cause if isinstance(cause, Exception) else error)
+            module.failures.add(
+                cause if isinstance(cause, Exception) and isinstance(error, Exception) else error
+            )
             self.bwd_cache[bwd_chunk_id] = raised(came)

@@ -19,7 +19,8 @@ class Told:
     What its calls returned, what it needed for them, and what it wrote into: values of `rewritten` by the
     model's own code, of `written` by a part. stained: parts whose buffers changed; above: buffers of the
     modules above the parts that changed; counts: numbers among the attributes of those; left: (module, name)
-    of what parts have left in themselves. lines: its journal. writes_batch: does it write into the
+    of what parts have left in themselves; left_by_own_code: of what own code has left in them; left_above: of
+    what it has left in the modules above. lines: its journal. writes_batch: does it write into the
     model's arguments? draws, draws_python: does its own code draw random numbers, of
     torch, of Python and numpy?
     """
@@ -32,6 +33,8 @@ class Told:
     above: frozenset[str] = frozenset()
     counts: frozenset[str] = frozenset()
     left: frozenset[tuple[str, str]] = frozenset()
+    left_by_own_code: frozenset[tuple[str, str]] = frozenset()
+    left_above: frozenset[tuple[str, str]] = frozenset()
     lines: tuple[str, ...] = ()
     writes_batch: bool = False
     draws: bool = False
@@ -100,6 +103,7 @@ class Borders:
     def check(self, *, several: bool) -> None:
         """Raise ParallelError for what stages cannot do as one device does. several: stages on each rank."""
         self._check_written()
+        self._check_shared_memory()
         self._check_buffers(several=several)
 
     def _check_written(self) -> None:
@@ -118,6 +122,22 @@ class Borders:
                     raise ParallelError(
                         f"pipeline: {part} writes in place into what {value.call.key} returned, and stage "
                         f"{behind} reads that\n  fix: return a new tensor from {part}, or cut elsewhere"
+                    )
+
+    def _check_shared_memory(self) -> None:
+        """A value that changes where it is made, since own code writes into another one in the same memory.
+
+        In a later stage both are tensors of their own, and own code writes into one of them.
+        """
+        for behind in range(1, self.stages):
+            told = self.told[behind]
+            for value in sorted(told.needs & self.rewritten):
+                seen = [s for s in range(self.made_by[value.call], behind) if value in self.told[s].rewritten]
+                if seen and value not in told.rewritten:
+                    raise ParallelError(
+                        f"pipeline: the model's own code writes in place into a tensor that shares memory "
+                        f"with what {value.call.key} returned, and stage {behind} is sent the latter alone\n"
+                        f"  fix: return a copy from {value.call.key}, or write into a new tensor"
                     )
 
     def _stages_of(self, part: str) -> list[int]:

@@ -31,7 +31,7 @@ class Caller:
         conductor = self.split.conductor
         conductor.run = run
         try:
-            with self._quiet(), run.followed():
+            with self._quiet(), run.followed(conductor.parts):
                 out = self.module(*args, **kwargs)
         except Stopped:
             self._leave_units(tuple(run.kept.values()))

@@ -19,7 +19,20 @@ class Conductor:
 
     def __init__(self) -> None:
         self.run: Run | None = None
+        self.heard: list[Held] = []
+        self.absentees: list[Held] = []
         self.in_loss = False
+        self.read: set[str] = set()  # of parts of other ranks, in this step; what ends in a dot is a module
+
+    @property
+    def parts(self) -> Iterator[Held]:
+        """All parts, of this rank and of others."""
+        yield from self.heard
+        yield from self.absentees
+
+    def holds(self, part: Held) -> bool:
+        """Does this rank hold the part's module, in another place?"""
+        return any(one.module is part.module for one in self.heard)
 
     @property
     def reads(self) -> bool:
@@ -72,7 +85,21 @@ class Elsewhere(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the part returned on its own rank."""
         conductor, part, _ = self.__dict__["told"]
-        return conductor.absent(part, args, kwargs)
+        out = conductor.absent(part, args, kwargs)
+        for _, name in part.left:
+            self.__dict__.pop(name, None)  # own code has set it before, and the part has since
+        return out
+
+    def forget(self) -> None:
+        """What the part leaves is unknown here."""
+        conductor, part, _ = self.__dict__["told"]
+        if part.left and not conductor.holds(part):
+            part.hide()
+
+    def _reads(self, name: str) -> None:
+        conductor, part, _ = self.__dict__["told"]
+        if conductor.reads:
+            conductor.read.add(f"{part.key}.{name}")
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -85,6 +112,7 @@ class Elsewhere(nn.Module):
         if there is None:
             yield from super().named_modules(memo, prefix, remove_duplicate)
         else:
+            self._reads("")
             yield from there.named_modules(memo, prefix, remove_duplicate)
 
     def train(self, mode: bool = True) -> Elsewhere:
@@ -99,10 +127,15 @@ class Elsewhere(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.shell, name)
+            self._reads(name)  # also where there is none yet
+            found = getattr(self.shell, name)
+            if isinstance(found, nn.Module):
+                self._reads(f"{name}.")
+            return found
 
     def __iter__(self) -> Iterator[Any]:
         """The part's items."""
+        self._reads("")
         yield from self.shell  # type: ignore[misc]
 
     def __len__(self) -> int:
@@ -115,6 +148,7 @@ class Elsewhere(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         """The part's item."""
+        self._reads("")
         return self.shell[key]  # type: ignore[index]
 
     def extra_repr(self) -> str:

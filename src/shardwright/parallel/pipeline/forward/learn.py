@@ -21,6 +21,7 @@ from shardwright.parallel.pipeline.border import FindMesh
 from shardwright.parallel.pipeline.forward.aside import Aside
 from shardwright.parallel.pipeline.forward.borders import Borders, Told
 from shardwright.parallel.pipeline.forward.hollow import Call, Value, origins
+from shardwright.parallel.pipeline.forward.leavings import own_generator
 from shardwright.parallel.pipeline.forward.returned import described
 from shardwright.parallel.pipeline.forward.run import NeededError, Run
 from shardwright.parallel.pipeline.forward.streams import Streams
@@ -42,15 +43,18 @@ def learn(split: Split, model: nn.Module, forward: Forward, find: FindMesh, devi
     borders = Borders(split.stages)
     with torch.no_grad():
         for stage in range(split.stages):
-            told = Told()
+            told, ended = Told(), None
             if stage in split.mine:
-                told = _tried(stage, split, borders, forward, find, device, model)
+                told, ended = _tried(stage, split, borders, forward, find, device, model)
             told = _from(split.rank_of[stage], told, split.mesh.get_group(), device)
+            if ended is not None and not isinstance(ended, Exception):  # SystemExit
+                raise ended
             if told.error is not None:
                 raise ParallelError(f"pipeline, stage {stage}: {told.error}")
             borders.add(stage, told)
             borders.check_journal(stage)
-            split.left_behind(told.left)
+            split.leavings.add(told, split.rank_of[stage])
+            split.place_leavings(model)
     borders.finish()
     borders.check(several=split.stages > split.mesh.size())
     return borders
@@ -64,13 +68,13 @@ def _tried(
     find: FindMesh,
     device: torch.device,
     model: nn.Module,
-) -> Told:
+) -> tuple[Told, BaseException | None]:
     try:
-        return _stage(stage, split, borders, forward, find, device, model)
+        return _stage(stage, split, borders, forward, find, device, model), None
     except ShardwrightError as error:
-        return Told(error=str(error))
-    except Exception as error:  # noqa: BLE001  the other ranks wait to be told
-        return Told(error=f"{type(error).__name__}: {error}")
+        return Told(error=str(error)), error
+    except BaseException as error:  # noqa: BLE001  the other ranks wait to be told
+        return Told(error=f"{type(error).__name__}: {error}"), error
 
 
 def _stage(
@@ -108,12 +112,16 @@ def _stage(
 def _told(run: Run, needs: frozenset[Value], aside: Aside, split: Split) -> Told:
     run.rewritten.update(run.look())
     part_of = split.part_of
-    for path, name in aside.shared_containers(part_of):
+    for path, name in aside.memory.shared(part_of):
         raise ParallelError(
             f"{path}.{name} is one object with what other modules have, and the forward of {part_of(path)} "
             "changes it, on its own rank alone\n  fix: return from the layer what it adds"
         )
-    buffers, attributes = set(aside.changed_buffers()), set(aside.changed_attributes())
+    for path, name in aside.memory.changed_generators():
+        if part_of(path) is None:
+            raise ParallelError(own_generator(f"{path}.{name}".lstrip(".")))
+    buffers, attributes = set(aside.changed_buffers()), set(aside.memory.changed())
+    of_parts = {(p, n) for p, n in attributes if part_of(p) is not None}
     return Told(
         trees={call: described(call, tree) for call, tree in run.trees.items()},
         needs=needs,
@@ -126,9 +134,11 @@ def _told(run: Run, needs: frozenset[Value], aside: Aside, split: Split) -> Told
         draws_python=run.streams.drew_python,
         above=frozenset(f"{p}.{n}".lstrip(".") for p, n in buffers if part_of(p) is None),
         counts=frozenset(
-            f"{p}.{n}".lstrip(".") for p, n in aside.changed_attributes(numbers=True) if part_of(p) is None
+            f"{p}.{n}".lstrip(".") for p, n in aside.memory.changed_numbers() if part_of(p) is None
         ),
-        left=frozenset((p, n) for p, n in (*buffers, *attributes) if part_of(p) is not None),
+        left=frozenset(run.left),
+        left_by_own_code=frozenset(of_parts - run.left),
+        left_above=frozenset(attributes - of_parts),
     )
 
 

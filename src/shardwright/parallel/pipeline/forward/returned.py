@@ -44,6 +44,16 @@ def described(call: Call, tree: Any) -> Any:
     return tree_map(one, tree)
 
 
+def refuse_attributes(call: Call, leaf: Any) -> None:
+    """Raise ParallelError for a tensor with attributes of the user's: what is sent is its values."""
+    own = sorted(vars(leaf)) if type(leaf) is Tensor else []
+    if own:
+        raise ParallelError(
+            f"pipeline: {call.key} returns a tensor with an attribute of its own, {own[0]!r}, which does not "
+            f"cross a border\n  fix: return it from {call.key} beside the tensor"
+        )
+
+
 def check_returned(call: Call, known: Any, tree: Any) -> None:
     """Raise ParallelError where a result is not what later stages take it for."""
     if known is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -17,14 +17,16 @@ from shardwright.compat import tree_leaves, tree_map
 from shardwright.compat.function_modes import PushedDown
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.border import Leaf
-from shardwright.parallel.pipeline.forward.held import Held
+from shardwright.parallel.pipeline.forward.held import Held, Shown, show
 from shardwright.parallel.pipeline.forward.hollow import Call, HollowMode, Value, mark, origins
 from shardwright.parallel.pipeline.forward.journal import Journal
+from shardwright.parallel.pipeline.forward.memory import Memory
 from shardwright.parallel.pipeline.forward.own_code import OwnCode
 from shardwright.parallel.pipeline.forward.returned import (
     another_branch,
     check_returned,
     number_of,
+    refuse_attributes,
     values_in,
 )
 from shardwright.parallel.pipeline.forward.streams import Streams
@@ -52,10 +54,11 @@ class Run:
     model's own code writes into afterwards, and will in the next stage again.
 
     While the borders are learned: rewritten: such values; written: those that a part writes into, and which
-    part; stained: parts whose buffers changed; writes_batch: something writes into the arguments.
+    part; stained: parts whose buffers changed; left: (module, name) of what parts set; writes_batch:
+    something writes into the arguments.
 
     inside: a call of a part is dealt with; depth: it runs. ended: what has ended the forward, which the
-    model's code may have caught.
+    model's code may have caught. hidden: what stand-ins stand for, of parts that this stage does not run.
     """
 
     stage: int
@@ -73,6 +76,8 @@ class Run:
     rewritten: set[Value] = field(default_factory=set)
     written: dict[Value, str] = field(default_factory=dict)
     stained: set[str] = field(default_factory=set)
+    left: set[tuple[str, str]] = field(default_factory=set)
+    hidden: list[Shown] = field(default_factory=list)
     writes_batch: bool = False
     trees: dict[Call, Any] = field(default_factory=dict)
     trained: bool = field(default_factory=torch.is_grad_enabled)
@@ -90,14 +95,18 @@ class Run:
         return self.wanted is None
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """The model's own code runs inside."""
+    def followed(self, parts: Iterable[Held]) -> Iterator[None]:
+        """The model's own code runs inside. What `parts` of other stages leave is hidden from it."""
+        for part in parts:
+            if self.stage not in part.stages:
+                self.hidden += part.hide()
         self.streams.enter()
         try:
             with self.own_code:
                 yield
         finally:
             self.streams.leave()
+            show(self.hidden)
 
     def call(self, part: Held, make: Callable[[], Any] | None, given: Any) -> Any:
         """What the model's own code is handed for a call of `part`."""
@@ -117,6 +126,7 @@ class Run:
 
     def _heard(self, part: Held, call: Call, make: Callable[[], Any] | None, leaves: list[Any]) -> Any:
         if call in self.earlier:
+            self.hidden += part.hide(buffers=self.stage not in part.stages)
             return self._answered(call)
         if self.stage not in part.stages or make is None:
             self._end(Stopped() if max(part.stages) >= self.stage else ParallelError(self._late(part)))
@@ -145,13 +155,14 @@ class Run:
     def _made(self, part: Held, call: Call, make: Callable[[], Any]) -> Any:
         if self.learns:
             self.rewritten.update(self.look())
-            before = _buffers(part)
+            before, left = _buffers(part), _memory(part)
         with self._part(), self.mode.refused(lambda values: self.need(values, part=part.key)):
             out = make()
         if self.learns:
             self.written |= dict.fromkeys(self.look(), part.key)
             if not _same(before, _buffers(part)):
                 self.stained.add(part.key)
+            self.left.update(left.changed())
         else:
             self._check(part, call, out)
         self._keep(call, out)
@@ -233,6 +244,7 @@ class Run:
 
     def _keep(self, call: Call, out: Any) -> None:
         for number, leaf in enumerate(values_in(out)):
+            refuse_attributes(call, leaf)
             name = Value(call, number)
             if self.wanted is None or name in self.wanted:
                 value = leaf if isinstance(leaf, Tensor) else number_of(leaf)
@@ -266,6 +278,11 @@ def _in_checkpoint() -> bool:
 def _buffers(part: Held) -> list[Any]:
     module = part.module
     return [] if module is None else [(b, b.detach().clone()) for b in module.buffers()]
+
+
+def _memory(part: Held) -> Memory:
+    inside = {} if part.module is None else dict(part.module.named_modules(prefix=part.key))
+    return Memory(inside, values=False, buffers=True)
 
 
 def _same(before: list[Any], after: list[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What a layer has left in itself on another rank: there is something, and nobody here knows what."""
+"""What a forward has left on another rank: there is something, and nobody here knows what."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ _USES = (
 class Unknown:
     """Raises a ParallelError, whatever is done with it."""
 
-    def __init__(self, name: str, part: str) -> None:
+    def __init__(self, name: str, part: str | None) -> None:
         self.__dict__["_told"] = (
             f"{name} is set by the forward of {part}, which another rank holds, and is read on this one, "
             f"where {part} does not run\n  fix: return it from {part}"
+            if part is not None
+            else f"{name} is set by the model's own code behind a border, and is read on a rank whose stages "
+            "end before\n  fix: set it where the forward begins, or in the training loop on every rank"
         )
 
-    def __getattr__(self, _: str) -> NoReturn:
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # it may be copied
+            raise AttributeError(name)
         raise ParallelError(self.__dict__["_told"])
 
     @classmethod

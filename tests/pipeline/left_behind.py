@@ -1,0 +1,245 @@
+"""Models whose forwards leave something behind that later code reads, from some step on."""
+
+import random
+
+import numpy as np
+import torch
+
+from tests.pipeline.own_code import Base, Block, Part
+
+
+class State:
+    aux = 0.0
+
+
+class Leaves(Part):
+    """Leaves a term on itself where `late` says so."""
+
+    late = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.late:
+            self.leave(y)
+        return y
+
+    def leave(self, y):
+        self.term = y.square().mean()
+
+
+class ReadsLate(Base):
+    def __init__(self, part=Leaves):
+        super().__init__(part)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + sum(getattr(layer, "term", 0.0) for layer in self.layers)
+
+
+class ReadsNothingLate(Base):
+    """The same layers, and nobody reads what they leave."""
+
+    def __init__(self):
+        super().__init__(Leaves)
+
+
+class InAnObject(Base):
+    class Keeps(Leaves):
+        def __init__(self):
+            super().__init__()
+            self.state = State()
+
+        def leave(self, y):
+            self.state.aux = y.square().mean()
+
+    def __init__(self, late=False):
+        super().__init__(self.Keeps)
+        for layer in self.layers:
+            layer.late = late
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + sum(layer.state.aux for layer in self.layers)
+
+
+class InATensor(InAnObject):
+    """Written in place into a tensor that is no buffer."""
+
+    class Keeps(Leaves):
+        def __init__(self):
+            super().__init__()
+            self.stat = torch.zeros(())
+
+        def leave(self, y):
+            self.stat.copy_(y.detach().mean())
+
+    def forward(self, x):
+        x = Base.forward(self, x)
+        return x + sum(layer.stat for layer in self.layers)
+
+
+class WithinALayer(Base):
+    """In a layer of a layer."""
+
+    class Outer(Block):
+        def __init__(self):
+            super().__init__()
+            self.inner = Leaves()
+
+    def __init__(self):
+        super().__init__(self.Outer)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + sum(
+            getattr(module, "term", 0.0) for module in self.modules() if isinstance(module, Leaves)
+        )
+
+
+class OnAResult(Base):
+    class Tells(Part):
+        def forward(self, x):
+            y = super().forward(x)
+            y.scale = 2.0
+            return y
+
+    def __init__(self):
+        super().__init__(self.Tells)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            x = x * getattr(x, "scale", 1.0)
+        return x
+
+
+class ResetBefore(Base):
+    """Own code begins with a value that each layer replaces."""
+
+    def __init__(self):
+        super().__init__(Leaves)
+        for layer in self.layers:
+            layer.late = True
+
+    def forward(self, x):
+        for layer in self.layers:
+            layer.term = 0.0
+        x = super().forward(x)
+        return x + sum(layer.term for layer in self.layers)
+
+
+class ReadsAnotherStage(Base):
+    """Only a layer that the rank of the last stage has too, in an earlier one of its stages."""
+
+    def __init__(self):
+        super().__init__(Leaves)
+        self.layers[1].late = True
+
+    def forward(self, x):
+        return super().forward(x) + self.layers[1].term
+
+
+class HandsOverACounter(Base):
+    """Raised at the end, and handed to layers as an attribute at the beginning."""
+
+    class Scales(Part):
+        scale = 1.0
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    def __init__(self):
+        super().__init__(self.Scales)
+        self.n = 0
+
+    def forward(self, x):
+        for layer in self.layers:
+            layer.scale = 1.0 / (1 + self.n)
+        x = super().forward(x)
+        self.n += 1
+        return x
+
+
+class KeepsForTheUser(Base):
+    """What it leaves at its end it never reads."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.last = x.detach()
+        return x
+
+
+class SharedMemory(Base):
+    """Two results in one memory: own code writes into the one, and a later layer takes the other."""
+
+    class Two(Part):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y[:, :]
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = self.Two()
+
+    def forward(self, x):
+        one, other = self.layers[1](self.layers[0](x))
+        one.mul_(2.0)
+        return self.layers[3](self.layers[2](other))
+
+
+class SameMemory(SharedMemory):
+    """Both in the same place: a write that each stage repeats on what it was sent."""
+
+    def forward(self, x):
+        one, _ = self.layers[1](self.layers[0](x))
+        one.mul_(2.0)
+        return self.layers[3](self.layers[2](one))
+
+
+class WritesLate(Base):
+    """In place, from some step on."""
+
+    late = False
+
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x))
+        if self.late:
+            x.mul_(2.0)
+        return self.layers[3](self.layers[2](x))
+
+
+GENERATORS = {
+    "python": (lambda: random.Random(0), lambda g, shape: torch.full(shape, g.random())),
+    "numpy": (
+        lambda: np.random.default_rng(0),
+        lambda g, shape: torch.from_numpy(g.random(shape)).float(),
+    ),
+    "torch": (lambda: torch.Generator().manual_seed(0), lambda g, shape: torch.rand(shape, generator=g)),
+}
+
+
+class OwnNoise(Base):
+    """The model's own code draws from a generator that the model has."""
+
+    def __init__(self, kind):
+        super().__init__()
+        make, self.draw = GENERATORS[kind]
+        self.rng = make()
+
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x + self.draw(self.rng, x.shape)))
+        return self.layers[3](self.layers[2](x * self.draw(self.rng, x.shape)))
+
+
+class LayerNoise(Base):
+    """A layer draws from a generator that it has."""
+
+    class Noisy(Part):
+        def forward(self, x):
+            return super().forward(x) * self.draw(self.rng, x.shape)
+
+    def __init__(self, kind):
+        super().__init__(self.Noisy)
+        for layer in self.layers:
+            make, layer.draw = GENERATORS[kind]
+            layer.rng = make()

@@ -1,0 +1,113 @@
+"""What a forward leaves behind is as on one device, or refused in the step in which it would be read."""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from shardwright.errors import ParallelError
+from shardwright.parallel import Pipeline, parallelize_pipeline
+from shardwright.testing import rank_mesh
+from tests.pipeline import left_behind
+from tests.pipeline.left_behind import GENERATORS
+from tests.pipeline.own_code import H, total
+
+HALF, QUARTERS = ["layers.2"], ["layers.1", "layers.2", "layers.3"]
+
+
+def _cut(name, *given, cuts=HALF):
+    torch.manual_seed(0)
+    model = getattr(left_behind, name)(*given)
+    alone = copy.deepcopy(model)
+    parallelize_pipeline(model, rank_mesh((2,), ("pp",)), cuts)
+    return model, alone, Pipeline(model, total, micro_batches=2)
+
+
+def _late(model):
+    for module in model.modules():
+        module.late = True
+        if hasattr(module, "inner"):
+            module.inner.late = True
+
+
+def _same_step(alone, pipeline):
+    x = torch.randn(4, H)
+    wanted = sum(float(total(alone(rows.clone()), None).detach()) for rows in x.chunk(2))
+    assert float(pipeline.step(x)) == pytest.approx(wanted, rel=1e-5)
+
+
+def _refused(pipeline):
+    with pytest.raises(ParallelError) as caught:
+        pipeline.step(torch.randn(4, H))
+    return str(caught.value)
+
+
+def _refused_late(name):
+    model, alone, pipeline = _cut(name)
+    for _ in range(2):
+        _same_step(alone, pipeline)
+    _late(model)
+    first = _refused(pipeline)
+    return first, _refused(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "then"),
+    [
+        ("ReadsLate", "layers.0.term was set by the forward of layers.0 in this step for the first time", ""),
+        ("InAnObject", "layers.0.state was set by the forward of layers.0 in this step for the", ""),
+        ("InATensor", "layers.0.stat was set by the forward of layers.0 in this step for the first", ""),
+        ("WithinALayer", "layers.0.inner.term was set by the forward of layers.0 in this step", ""),
+        ("WritesLate", "layers.1 returned is written into in place, and was not", "written into in place"),
+    ],
+)
+def test_what_begins_after_learning_is_refused_in_its_step(ranks, name, first, then):
+    for one, other in ranks(2, _refused_late, name):
+        assert first in one
+        assert (then or "is set by the forward of layers.0, which another rank holds") in other
+
+
+def _refused_at_once(name, given, cuts):
+    return _refused(_cut(name, *given, cuts=cuts)[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "cuts", "said"),
+    [
+        ("InAnObject", [True], HALF, "layers.0.state is set by the forward of layers.0"),
+        ("InATensor", [True], HALF, "layers.0.stat is set by the forward of layers.0"),
+        ("OnAResult", [], HALF, "layers.0 returns a tensor with an attribute of its own, 'scale'"),
+        ("ResetBefore", [], HALF, "layers.0.term is set by the forward of layers.0"),
+        ("ReadsAnotherStage", [], QUARTERS, "layers.1.term is set by the forward of layers.1"),
+        ("HandsOverACounter", [], HALF, "n is set by the model's own code behind a border"),
+        ("SharedMemory", [], HALF, "writes in place into a tensor that shares memory with what layers.1"),
+        *(("OwnNoise", [kind], HALF, "draws from a generator of its own") for kind in GENERATORS),
+    ],
+)
+def test_what_a_stage_cannot_know_is_refused(ranks, name, given, cuts, said):
+    for text in ranks(2, _refused_at_once, name, given, cuts):
+        assert said in text
+
+
+def _right(name, given, cuts, *, late):
+    model, alone, pipeline = _cut(name, *given, cuts=cuts)
+    for step in range(4):
+        if late and step == 2:
+            _late(model)
+        _same_step(alone, pipeline)
+    copy.deepcopy(model.state_dict())
+
+
+@pytest.mark.parametrize("cuts", [HALF, QUARTERS])
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("ReadsNothingLate", []),
+        ("KeepsForTheUser", []),
+        ("SameMemory", []),
+        *(("LayerNoise", [kind]) for kind in GENERATORS),
+    ],
+)
+def test_what_nobody_reads_elsewhere_is_as_on_one_device(ranks, name, given, cuts):
+    ranks(2, functools.partial(_right, late=True), name, given, cuts)
