@@ -243,3 +243,33 @@ class LayerNoise(Base):
         for layer in self.layers:
             make, layer.draw = GENERATORS[kind]
             layer.rng = make()
+
+
+class Transposes(Base):
+    """What a layer returns is not contiguous, and own code reads its memory in order."""
+
+    class Turned(Part):
+        def forward(self, x):
+            return super().forward(x).t()
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = self.Turned()
+
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x)).t()
+        return self.layers[3](self.layers[2](x.view(-1)[: x.numel()].view(x.shape)))
+
+
+class Exits(Base):
+    class Leaving(Part):
+        late = False
+
+        def forward(self, x):
+            if self.late:
+                raise SystemExit(3)
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = self.Leaving()

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwright.errors import ParallelError
 from shardwright.parallel import Pipeline, parallelize_pipeline
@@ -106,8 +107,26 @@ def _right(name, given, cuts, *, late):
         ("ReadsNothingLate", []),
         ("KeepsForTheUser", []),
         ("SameMemory", []),
+        ("Transposes", []),
         *(("LayerNoise", [kind]) for kind in GENERATORS),
     ],
 )
 def test_what_nobody_reads_elsewhere_is_as_on_one_device(ranks, name, given, cuts):
     ranks(2, functools.partial(_right, late=True), name, given, cuts)
+
+
+def _exits(*, late):
+    model, alone, pipeline = _cut("Exits")
+    if late:
+        _same_step(alone, pipeline)
+    _late(model)
+    with pytest.raises(SystemExit if dist.get_rank() == 0 else ParallelError) as caught:
+        pipeline.step(torch.randn(4, H))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_layer_that_exits_is_told_to_the_other_ranks(ranks, late):
+    own, other = ranks(2, functools.partial(_exits, late=late))
+    assert own == "3"
+    assert "SystemExit: 3" in other

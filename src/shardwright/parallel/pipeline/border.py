@@ -29,7 +29,8 @@ FindMesh = Callable[[tuple[str, ...]], "DeviceMesh"]
 class Leaf:
     """A tensor as the next stage must know it: its logical shape, and its layout where it is distributed.
 
-    number: of a float, which travels as a tensor: what it was while the borders were learned.
+    number: of a float, which travels as a tensor: what it was while the borders were learned. permuted: of a
+    plain tensor, its dims from the slowest to the fastest in memory, where that is another order.
     """
 
     shape: tuple[int, ...]
@@ -39,12 +40,13 @@ class Leaf:
     order: tuple[str, ...] = ()
     stride: tuple[int, ...] = ()
     number: float | None = None
+    permuted: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, x: Tensor) -> Leaf:
         """Describe a tensor."""
         if not isinstance(x, TorchDTensor):
-            return cls(tuple(x.shape), x.dtype)
+            return cls(tuple(x.shape), x.dtype, permuted=_permuted(x))
         ours = as_ours(x)
         layout = ours._spec.layout
         return cls(
@@ -91,8 +93,22 @@ class Leaf:
         """A tensor like it, of zeros; the number where it is one."""
         if self.number is not None:
             return torch.tensor(self.number, dtype=self.dtype, device=device)
-        local = torch.zeros(self.local_shape(find), dtype=self.dtype, device=device)
+        local = in_memory(torch.zeros(self.local_shape(find), dtype=self.dtype, device=device), self)
         return wrap(local, spec_of(self.layout(find), find(self.axes))) if self.axes else local
+
+
+def _permuted(x: Tensor) -> tuple[int, ...]:
+    """The order of the dims in memory, for a tensor without gaps that is not contiguous."""
+    order = tuple(sorted(range(x.ndim), key=lambda dim: (-x.stride()[dim], dim)))
+    return order if not x.is_contiguous() and x.permute(order).is_contiguous() else ()
+
+
+def in_memory(x: Tensor, leaf: Leaf) -> Tensor:
+    """A copy with the strides that the tensor had where it was made."""
+    if not leaf.permuted:
+        return x.clone()
+    back = sorted(range(x.ndim), key=leaf.permuted.__getitem__)
+    return x.permute(leaf.permuted).clone(memory_format=torch.contiguous_format).permute(back)
 
 
 class _Own(torch.autograd.Function):
@@ -130,7 +146,7 @@ def _local(x: DTensor, layout: Layout) -> Tensor:
 
 def arriving(local: Tensor, leaf: Leaf, find: FindMesh) -> Tensor:
     """The tensor that was sent, from what travelled; writes into it do not reach the buffer."""
-    own = local.clone()
+    own = in_memory(local, leaf)
     if not leaf.axes:
         return own
     layout = leaf.layout(find)

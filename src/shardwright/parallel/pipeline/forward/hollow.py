@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from shardwright.compat import FakeTensor, FakeTensorMode, tree_leaves
+from shardwright.parallel.pipeline.border import Leaf, in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from shardwright.parallel.pipeline.border import Leaf
 
 
 class Call(NamedTuple):
@@ -65,7 +64,7 @@ class HollowMode(FakeTensorMode):
 def hollow(mode: FakeTensorMode, leaf: Leaf, device: torch.device) -> Tensor:
     """A tensor with a shape, and no values."""
     with mode:
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+        return in_memory(torch.empty(leaf.shape, dtype=leaf.dtype, device=device), leaf)
 
 
 def is_hollow(x: Any) -> bool:
