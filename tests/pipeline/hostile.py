@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_ as torch_clip
+from torch.utils.checkpoint import checkpoint
 
 from shardwright.grads import clip_grad_norm_
 from shardwright.parallel import Pipeline, parallelize_pipeline
+from shardwright.parallel.pipeline.schedules import MULTI
 from shardwright.testing import rank_mesh
 from shardwright.testing.pool import RankPool
 from shardwright.testing.rank_errors import RankError
@@ -58,7 +60,7 @@ class Masked(Plain):
 
 
 class Normed(Plain):
-    """Batch statistics, and a buffer that counts."""
+    """Batch statistics, and a buffer that counts: once for each micro-batch."""
 
     def __init__(self):
         super().__init__()
@@ -113,6 +115,7 @@ class Hostile(nn.Module):
         self.writes = rng.random() < 0.3  # into what a layer returned
         self.every = rng.choice((2, 3))
         self.returns = rng.choice(("logits", "dict", "loss"))
+        self.again = rng.random() < 0.4  # computed once more in the backward
 
     def forward(self, tokens, *, times=1, mask=None, labels=None):
         mask = (tokens > 0).float() if mask is None else mask
@@ -143,7 +146,8 @@ class Hostile(nn.Module):
         if isinstance(layer, Masked):
             return layer(x, mask=mask, scale=2.0 if at % self.every == 0 else None), 0.0
         for _ in range(times if at == 0 else 1):
-            x = layer(x)
+            again = self.again and not isinstance(layer, Normed)  # whose order would tell
+            x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
         return x, 0.0
 
     def returned(self, logits, labels):
@@ -176,7 +180,7 @@ class Trial:
     @property
     def stages(self) -> int:
         """One or two for each rank."""
-        return self.world * (2 if self.schedule in ("interleaved_1f1b", "looped_bfs") else 1)
+        return self.world * (2 if self.schedule in MULTI else 1)
 
     def cuts(self) -> list[str]:
         """Where the stages begin."""
@@ -191,7 +195,7 @@ def trials(first: int, number: int) -> list[Trial]:
     for seed in range(first, first + number):
         rng = random.Random(f"trial {seed}")
         world = rng.choice((2, 4))
-        schedule = rng.choice(("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"))
+        schedule = rng.choice(("gpipe", "1f1b", *MULTI))
         micro = rng.choice((1, 2, 4) if schedule == "gpipe" else (world, 8))
         found.append(Trial(seed, world, schedule, micro))
     return found

@@ -199,3 +199,20 @@ def _bad_count():
 
 def test_a_count_that_is_no_number_is_told_to_all_ranks(ranks):
     assert all("is no number: how many tokens" in text for text in ranks(2, _bad_count, timeout=30))
+
+
+def _taken_apart(way):
+    mesh = rank_mesh((2,), ("pp",))
+    model = Decoder()
+    parallelize_pipeline(model, mesh, ["layers.1", "layers.2", "layers.3"])
+    if way == "fsdp":
+        parallelize_fsdp(model, rank_mesh((2,), ("dp",)))
+    else:
+        next(model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+    return _text(Pipeline, model, loss_sum, micro_batches=4, schedule="interleaved_zero_bubble")
+
+
+@pytest.mark.parametrize("way", ["fsdp", "a hook"])
+def test_a_backward_is_not_taken_apart_where_it_must_be_whole(ranks, way):
+    for text in ranks(2, _taken_apart, way):
+        assert "takes a backward apart" in text

@@ -71,7 +71,12 @@ def _failing(way):
 @pytest.mark.parametrize("way", ["forward", "backward"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("schedule", "cuts"), [(None, ("layers.2",)), ("interleaved_1f1b", ("layers.1", "layers.2", "layers.3"))]
+    ("schedule", "cuts"),
+    [
+        (None, ("layers.2",)),
+        ("interleaved_1f1b", ("layers.1", "layers.2", "layers.3")),
+        ("interleaved_zero_bubble", ("layers.1", "layers.2", "layers.3")),
+    ],
 )
 def test_an_error_of_one_stage_is_told_to_all(ranks, way, rank, schedule, cuts):
     texts = ranks(2, _fail, way, rank, schedule, cuts)

@@ -21,7 +21,7 @@ def test_two_stages_give_what_one_device_gives(ranks, name):
 
 @pytest.mark.parametrize(
     ("schedule", "stages"),
-    [("gpipe", 2), ("1f1b", 2), ("interleaved_1f1b", 4), ("looped_bfs", 4)],
+    [("gpipe", 2), ("1f1b", 2), ("interleaved_1f1b", 4), ("looped_bfs", 4), ("interleaved_zero_bubble", 4)],
 )
 @pytest.mark.parametrize("name", ["tied", "skip"])
 def test_every_schedule_gives_what_one_device_gives(ranks, name, schedule, stages):

@@ -21,7 +21,11 @@ from shardwright.parallel.pipeline.forward.learn import learn
 from shardwright.parallel.pipeline.forward.recording import refuse_recording
 from shardwright.parallel.pipeline.homes import Homes
 from shardwright.parallel.pipeline.running import as_it_is, autocast, device_of, numbers, own_errors, running
-from shardwright.parallel.pipeline.schedules import check_schedule, make_schedule
+from shardwright.parallel.pipeline.schedules import (
+    check_schedule,
+    make_schedule,
+    refuse_taken_apart,
+)
 from shardwright.parallel.pipeline.split import find_split
 from shardwright.parallel.pipeline.stage import Stage, StageModule
 from shardwright.parallel.pipeline.ties import Ties
@@ -41,7 +45,8 @@ class Pipeline:
         loss: `loss(output, target)`, a scalar: this micro-batch's term. With `data` and `step(count=)`, a sum
             over its tokens, which is divided by the number of all ranks' tokens.
         micro_batches: into how many parts a batch is cut.
-        schedule: "gpipe", "1f1b" (one stage on each rank), "interleaved_1f1b", "looped_bfs" (several).
+        schedule: "gpipe", "1f1b" (one stage on each rank), "interleaved_1f1b", "looped_bfs",
+            "interleaved_zero_bubble" (several; the last for models that are not sharded beside).
         data: the axes whose ranks have other rows, for `step(count=)`.
     Raises: ParallelError: the module was not cut, an unknown schedule, stages that place tied weights in
         different ways, a model that records outputs of its layers.
@@ -65,6 +70,7 @@ class Pipeline:
             )
         self.module, self.loss, self.data, self._split = module, loss, data, split
         self.schedule = check_schedule(schedule, split.stages, split.mesh.size(), micro_batches)
+        refuse_taken_apart(self.schedule, module)
         self.micro_batches = micro_batches
         refuse_recording(module, {})
         self._homes = Homes(module, split.mesh)

@@ -6,9 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import ParallelError
+from shardwright.parallel.sequence_scope import find_scope
+from shardwright.tensor.wrap import as_ours
 
 LOOP, V = "loop", "v"
 SINGLE: Mapping[str, Any] = MappingProxyType(
@@ -18,9 +23,11 @@ MULTI: Mapping[str, Any] = MappingProxyType(
     {
         "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
         "looped_bfs": pipelining.ScheduleLoopedBFS,
+        "interleaved_zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
     }
 )
 KNOWN = (*SINGLE, *MULTI)
+_TAKE_APART = ("interleaved_zero_bubble",)  # a backward: gradients of what arrived first, of weights later
 
 
 def rank_of_stage(stages: int, ranks: int) -> tuple[int, ...]:
@@ -60,6 +67,30 @@ def check_schedule(name: str | None, stages: int, ranks: int, count: int) -> str
             f"{ranks} ranks\n  fix: {' or '.join(map(repr, MULTI))}, or {ranks - 1} cuts"
         )
     return name
+
+
+def refuse_taken_apart(name: str, model: nn.Module) -> None:
+    """Raise ParallelError where a schedule takes backwards apart that only run as a whole.
+
+    torch's second half writes gradients of weights without the hooks that reduce them, and it follows no
+    tensor that a rank has a part of.
+    """
+    if name in _TAKE_APART and any(map(_is_sharded, model.modules())):
+        raise ParallelError(
+            f"pipeline: schedule {name!r} takes a backward apart, which goes with parameters that a rank has "
+            "whole and that have no hooks, and this model is sharded (fsdp, tensor, context), or has some\n"
+            "  fix: schedule='interleaved_1f1b'; or replicate the stages over the data ranks"
+        )
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    if isinstance(module, FSDPModule) or find_scope(module) is not None:
+        return True
+    if any(p._post_accumulate_grad_hooks for p in module.parameters(recurse=False)):
+        return True
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    specs = [as_ours(x)._spec for x in own if isinstance(x, TorchDTensor)]
+    return any(p.is_partition for spec in specs for p in spec.layout.placements)
 
 
 def make_schedule(

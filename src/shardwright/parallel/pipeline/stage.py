@@ -207,9 +207,21 @@ class Stage(PipelineStage):
         try:
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         except BaseException as error:  # noqa: BLE001  the other stages wait for gradients
-            module: Any = self.submod
-            cause = error.__cause__  # torch wraps what was raised
-            module.failures.add(
-                cause if isinstance(cause, Exception) and isinstance(error, Exception) else error
-            )
+            self._failed(error)
             self.bwd_cache[bwd_chunk_id] = raised(came)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """As torch's, of a backward that is taken apart; nothing where its first half has failed."""
+        if bwd_chunk_id not in self.dw_runner:
+            return
+        try:
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        except BaseException as error:  # noqa: BLE001  the other stages wait
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        """Keep what was raised, which torch wraps, for the end of the step."""
+        module: Any = self.submod
+        cause = error.__cause__
+        wrapped = isinstance(cause, Exception) and isinstance(error, Exception)
+        module.failures.add(cause if wrapped and cause is not None else error)
