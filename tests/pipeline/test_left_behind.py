@@ -130,3 +130,15 @@ def test_a_layer_that_exits_is_told_to_the_other_ranks(ranks, late):
     own, other = ranks(2, functools.partial(_exits, late=late))
     assert own == "3"
     assert "SystemExit: 3" in other
+
+
+def _alone_on_the_axis():
+    torch.manual_seed(0)
+    model = left_behind.ReadsTheStepBefore()
+    parallelize_pipeline(model, rank_mesh((1,), ("pp",)), HALF)
+    pipeline = Pipeline(model, total, micro_batches=2)
+    return _refused(pipeline)
+
+
+def test_what_an_earlier_stage_of_the_rank_left_is_of_another_micro_batch(ranks):
+    assert "layers.0.term is set by the forward of layers.0" in ranks(1, _alone_on_the_axis)[0]
