@@ -343,6 +343,39 @@ MORE = [
     Architecture(
         "dinov2", {**_VISION, "num_labels": 6}, "AutoModelForImageClassification", IMAGES, generates=False
     ),
+    _decoder("olmo"),
+    _decoder("olmo3", sliding_window=4),
+    _decoder("glm", **_HEADS_OF_4),
+    _decoder("helium", **_HEADS_OF_4),
+    _decoder("arcee"),
+    _decoder("exaone4", sliding_window=4, sliding_window_pattern=2),
+    _decoder("persimmon", hidden_dropout=0.0, attention_dropout=0.0),
+    _decoder("hunyuan_v1_dense", **_HEADS_OF_4),
+    _decoder(
+        "dots1",
+        moe_intermediate_size=12,
+        num_experts_per_tok=2,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    Architecture("gpt_bigcode", {**_GPT, **_NO_DROPOUT, "eos_token_id": 2, "pad_token_id": 0}),
+    Architecture("codegen", {**_GPT, **_NO_DROPOUT, "rotary_dim": 2, "eos_token_id": 2, "pad_token_id": 0}),
+    Architecture("marian", _PAIRS, "AutoModelForSeq2SeqLM", PAIRS),
+    Architecture(
+        "m2m_100",
+        {**_PAIRS, "attention_dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+        "AutoModelForSeq2SeqLM",
+        PAIRS,
+    ),
+    Architecture("blenderbot", _PAIRS, "AutoModelForSeq2SeqLM", PAIRS),
+    _encoder("mpnet"),
+    _encoder("ernie"),
+    Architecture(
+        "vit_msn", {**_VISION, "num_labels": 6}, "AutoModelForImageClassification", IMAGES, generates=False
+    ),
 ]
 
 BY_NAME = {row.name: row for row in CHOSEN + MORE}
