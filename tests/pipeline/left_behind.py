@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from tests.pipeline.own_code import Base, Block, Part
+from tests.pipeline.own_code import Base, Block, H, Part
 
 
 class State:
@@ -76,6 +76,28 @@ class InATensor(InAnObject):
     def forward(self, x):
         x = Base.forward(self, x)
         return x + sum(layer.stat for layer in self.layers)
+
+
+class OnATensor(Base):
+    """A number that a layer sets on a tensor that it has; batch norm's kernel writes into another one."""
+
+    class Notes(Part):
+        def __init__(self):
+            super().__init__()
+            self.table, self.mean = torch.zeros(2), torch.zeros(H)
+
+        def forward(self, x):
+            self.table.factor = 2.0
+            normed = torch.nn.functional.batch_norm(x, self.mean, torch.ones(H), training=True)
+            return super().forward(normed)
+
+    def __init__(self, name):
+        super().__init__()
+        self.layers[0], self.name = self.Notes(), name
+
+    def forward(self, x):
+        y, first = super().forward(x), self.layers[0]
+        return y * getattr(first.table, "factor", 1.0) if self.name == "table" else y + first.mean
 
 
 class WithinALayer(Base):

@@ -78,6 +78,8 @@ def _refused_at_once(name, given, cuts):
     [
         ("InAnObject", [True], HALF, "layers.0.state is set by the forward of layers.0"),
         ("InATensor", [True], HALF, "layers.0.stat is set by the forward of layers.0"),
+        ("OnATensor", ["table"], HALF, "layers.0.table is set by the forward of layers.0"),
+        ("OnATensor", ["mean"], HALF, "layers.0.mean is set by the forward of layers.0"),
         ("OnAResult", [], HALF, "layers.0 returns a tensor with an attribute of its own, 'scale'"),
         ("ResetBefore", [], HALF, "layers.0.term is set by the forward of layers.0"),
         ("ReadsAnotherStage", [], QUARTERS, "layers.1.term is set by the forward of layers.1"),

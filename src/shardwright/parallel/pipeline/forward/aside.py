@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.rng_state import read_rng, write_rng
 from shardwright.parallel.pipeline.forward.hollow import is_hollow
-from shardwright.parallel.pipeline.forward.memory import Memory
+from shardwright.parallel.pipeline.forward.memory import Memory, same_elements
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Aside:
         for path, module in self._modules.items():
             before = self._buffers[path]
             for name, buffer in module._buffers.items():
-                if name not in before or not _equal(buffer, before[name].inside):
+                if name not in before or not same_elements(buffer, before[name].inside):
                     yield path, name
 
     def put_back(self) -> None:
@@ -64,14 +64,5 @@ def _restore(now: dict[str, Any], before: dict[str, _Was]) -> None:
     for name, was in before.items():
         if now.get(name) is not was.value:
             now[name] = was.value
-        if isinstance(was.inside, Tensor) and not _equal(was.value, was.inside):
+        if isinstance(was.inside, Tensor) and not same_elements(was.value, was.inside):
             was.value.copy_(was.inside)
-
-
-def _equal(now: Any, before: Any) -> bool:
-    if not isinstance(now, Tensor) or not isinstance(before, Tensor):
-        return now is before
-    if now.shape != before.shape or now.dtype != before.dtype:
-        return False
-    same = (now == before) | ((now != now) & (before != before))  # noqa: PLR0124  no number is not itself
-    return bool(same.all())

@@ -185,10 +185,50 @@ def _write_attributes(it: Any, inside: dict[str, Any]) -> None:
     vars(it).update(inside)
 
 
-def _write_tensor(x: Tensor, inside: tuple[int, Tensor | None]) -> None:
-    if inside[1] is not None:
+@dataclass(frozen=True)
+class _InTensor:
+    """What is in a tensor: its elements, by their version where they are not kept; what was set on it."""
+
+    version: int
+    elements: Tensor | None
+    attributes: dict[str, Any]
+
+    def is_in(self, x: Tensor) -> bool:
+        """Not every kernel that writes raises the version: those of batch norm do not."""
+        same = x._version == self.version if self.elements is None else same_elements(x, self.elements)
+        return same and _same_dict(_set_on(x), self.attributes)
+
+    def write_to(self, x: Tensor) -> None:
+        """Put it back."""
         with torch.no_grad():
-            x.copy_(inside[1])
+            if self.elements is not None and not same_elements(x, self.elements):
+                x.copy_(self.elements)
+        for name in _set_on(x).keys() - self.attributes.keys():
+            del vars(x)[name]
+        vars(x).update(self.attributes)
+
+
+def _set_on(x: Tensor) -> dict[str, Any]:
+    """The attributes that the model has set on a tensor; this package has its own, and torch."""
+    return {k: v for k, v in vars(x).items() if not k.startswith("_") and k != "in_hands"}
+
+
+def _kept(x: Tensor) -> _InTensor:
+    return _InTensor(x._version, x.detach().clone(), _set_on(x))
+
+
+def _looked_at(x: Tensor) -> _InTensor:
+    return _InTensor(x._version, None, _set_on(x))
+
+
+def same_elements(now: Any, before: Any) -> bool:
+    """Have two tensors the same elements? Of anything else: is it the same object?"""
+    if not isinstance(now, Tensor) or not isinstance(before, Tensor):
+        return now is before
+    if now.shape != before.shape or now.dtype != before.dtype:
+        return False
+    same = (now == before) | ((now != now) & (before != before))  # noqa: PLR0124  no number is not itself
+    return bool(same.all())
 
 
 def _same_state(now: Any, before: Any) -> bool:
@@ -199,16 +239,12 @@ def _states(read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> _K
     return _Kind(read, lambda it, before: _same_state(read(it), before), write)
 
 
-def _same_tensor(now: Tensor, before: tuple[int, Tensor | None]) -> bool:
-    return bool(now._version == before[0])
-
-
 def _write_array(it: Any, inside: Any) -> None:
     it[...] = inside
 
 
-_TENSOR = _Kind(lambda x: (x._version, x.detach().clone()), _same_tensor, _write_tensor)
-_TENSOR_SEEN = _Kind(lambda x: (x._version, None), _same_tensor, _write_tensor)
+_TENSOR = _Kind(_kept, lambda x, before: before.is_in(x), lambda x, before: before.write_to(x))
+_TENSOR_SEEN = _Kind(_looked_at, _TENSOR.same, _TENSOR.write)
 _LIST = _Kind(list, _same_list, _refill, lambda inside: inside)
 _SET = _Kind(set, lambda now, before: bool(now == before), _refill)
 _DICT = _Kind(dict, _same_dict, _refill, lambda inside: inside.values())
