@@ -282,7 +282,7 @@ def _buffers(part: Held) -> list[Any]:
 
 def _memory(part: Held) -> Memory:
     inside = {} if part.module is None else dict(part.module.named_modules(prefix=part.key))
-    return Memory(inside, values=False, buffers=True)
+    return Memory(inside, values=True, buffers=True)
 
 
 def _same(before: list[Any], after: list[Any]) -> bool:
