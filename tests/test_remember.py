@@ -22,6 +22,7 @@ STATE = {
     "compat/fully_shard.py:_managed": "what torch's fully_shard made of a parameter, while that lives",
     "context/randomness.py:_waiting": "the hook of the newest seed, until the first forward",
     "checkpoint/storage/owner.py:saves_here": "the saves of this process that are under way",
+    "grads/stages.py:_cut": "the models that were cut into stages, while they live",
     "context/registry.py:_newest": "the open context",
     "tensor/dispatch/torch_shardings.py:_told": "warnings are said once",
     "tensor/plain/spmd.py:_checked_sites": "the ranks compared these lines together",

@@ -1,7 +1,16 @@
 """A pipeline gives what one device gives: loss, every gradient, clipped norm, parameters after 5 steps."""
 
-import pytest
+import copy
 
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwright.errors import ConfigError
+from shardwright.grads import clip_grad_norm_
+from shardwright.parallel import Pipeline, parallelize_pipeline
+from shardwright.testing import rank_mesh
 from tests.pipeline.models import make
 from tests.pipeline.ranks import Case, assert_right, beside_one_device
 
@@ -59,3 +68,43 @@ def test_stages_of_cut_sequences_give_what_one_device_gives(ranks, how):
 @pytest.mark.parametrize("name", ["llama", "tied llama"])
 def test_stages_of_two_strategies_give_what_one_device_gives(ranks, name, axes, how):
     _right(ranks, Case(name, axes, how, micro=2, steps=2))
+
+
+def _clips_a_list():
+    """The first stage is frozen: its rank hands over no parameters, and has the norm of the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    alone = copy.deepcopy(model)
+    parallelize_pipeline(model, rank_mesh((2,), ("pp",)), ["1"])
+    x = torch.randn(4, 4)
+    alone(x).square().sum().backward()
+    Pipeline(model, lambda out, _: out.square().sum(), micro_batches=2).step(x)
+    wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+    mine = [p for p in model.parameters() if p.requires_grad]
+    torch.testing.assert_close(clip_grad_norm_(mine, 0.5), wanted)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad)
+    return len(mine)
+
+
+def test_a_list_without_a_frozen_stage_is_clipped_together(ranks):
+    assert ranks(2, _clips_a_list, timeout=30) == [0, 2]
+
+
+def _clips_nothing_beside_two():
+    for name in ("a", "b"):
+        pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        parallelize_pipeline(pair, init_device_mesh("cpu", (2,), mesh_dim_names=(name,)), ["1"])
+        kept.append(pair)
+    with pytest.raises(ConfigError, match="cut into stages over several axes"):
+        clip_grad_norm_([], 1.0)
+    kept.clear()
+
+
+kept = []  # models that live
+
+
+def test_no_parameters_beside_two_pipelines_is_an_error(ranks):
+    ranks(2, _clips_nothing_beside_two, fresh=True)

@@ -19,7 +19,7 @@ from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.grads.alike import crowds_of
 from shardwright.grads.parameters import Parameters, named_parameters
 from shardwright.grads.pending import finish_gradients
-from shardwright.grads.stages import SharedByStages, groups_of, stages_of
+from shardwright.grads.stages import SharedByStages, axis_of_all, groups_of, stages_of
 from shardwright.tensor.wrap import as_ours
 
 _Key = tuple[DeviceMesh | None, tuple[str, ...], SharedByStages | None]
@@ -47,7 +47,8 @@ def clip_grad_norm_(
     are in float64.
 
     Args:
-        parameters: a module, one tensor, tensors, or (name, tensor) pairs; the same on every rank.
+        parameters: a module, one tensor, tensors, or (name, tensor) pairs; the same on every rank. Of a
+            pipeline those of this rank, which may be none where its stages are frozen.
         max_norm: the limit.
         norm_type: p of the p-norm, above 0; `inf` for the largest absolute value.
         error_if_nonfinite: raise, before anything is scaled, instead of scaling by a number that is none.
@@ -57,7 +58,7 @@ def clip_grad_norm_(
 
     Raises:
         NonFiniteNormError: see `error_if_nonfinite`.
-        ConfigError: `norm_type` is not above 0.
+        ConfigError: `norm_type` is not above 0; no parameters, beside pipelines on several axes.
 
     Cost: per mesh axis one all-reduce of about a kilobyte, which adds up norms and tells whether all ranks
         have the same gradients; a few bytes per parameter more where they have not, and what
@@ -69,6 +70,7 @@ def clip_grad_norm_(
         raise ConfigError(f"norm_type={norm_type} is no norm; use a number above 0, or inf")
     named = named_parameters(parameters)
     stages = list(dict.fromkeys(held.mesh for held in map(stages_of, named.values()) if held is not None))
+    stages = stages if named else axis_of_all()
     trainable = {name: p for name, p in named.items() if p.requires_grad}
     distributed = {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
     fused = foreach is not False

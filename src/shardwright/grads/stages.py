@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwright.context.submesh import groups_above_one
+from shardwright.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -27,6 +29,29 @@ class SharedByStages:
     def __deepcopy__(self, memo: dict[int, object]) -> SharedByStages:
         """Itself: a copy of a parameter is of the same stage."""
         return self
+
+
+# The models that were cut, while they live: a list of parameters may hold none of a stage that is frozen.
+_cut: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def note_cut(model: nn.Module, mesh: DeviceMesh) -> None:
+    """This model's stages are on the ranks of this axis."""
+    _cut[model] = mesh
+
+
+def axis_of_all() -> list[DeviceMesh]:
+    """The axis of the models of this process that were cut into stages; none if there are no such models.
+
+    Raises: ConfigError: there are several.
+    """
+    found = list(dict.fromkeys(_cut.values()))
+    if len(found) > 1:
+        raise ConfigError(
+            "the norm of no parameters: models of this process are cut into stages over several axes, and "
+            "other ranks may wait for this one on any of them\n  fix: clip_grad_norm_(module, ...)"
+        )
+    return found
 
 
 def stages_of(parameter: Tensor) -> SharedByStages | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.compat import intercept_calls
 from shardwright.errors import ParallelError
-from shardwright.grads.stages import SharedByStages
+from shardwright.grads.stages import SharedByStages, note_cut
 from shardwright.parallel.pipeline.border import Leaf
 from shardwright.parallel.pipeline.forward.conductor import Conductor, Elsewhere
 from shardwright.parallel.pipeline.forward.held import Held, held
@@ -136,6 +136,7 @@ def take_apart(model: nn.Module, mesh: DeviceMesh, places: Places, rank_of: Sequ
         if id(parameter) in shared:
             parameter.names_in_stages = shared[id(parameter)][0]  # type: ignore[attr-defined]
     model.__dict__[ATTRIBUTE] = split
+    note_cut(model, mesh)
     return split
 
 
