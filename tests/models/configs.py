@@ -103,10 +103,10 @@ class Architecture:
         """The same random weights for the same seed, in training mode."""
         torch.manual_seed(seed)
         model: nn.Module = getattr(transformers, self.head).from_config(self.config())
-        return _spread(model).train()
+        return spread(model).train()
 
 
-def _spread(model: nn.Module) -> nn.Module:
+def spread(model: nn.Module) -> nn.Module:
     """Weights large enough that a wrong one shows: the usual 0.02 hides a layer behind the residual."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
