@@ -14,7 +14,8 @@ from safetensors import safe_open
 from torch import nn
 
 from shardwright.checkpoint import read_manifest, save
-from shardwright.checkpoint.storage.element_types import DTYPES
+from shardwright.checkpoint.storage.element_types import DTYPES, name_of
+from shardwright.errors import CheckpointError
 from tests.checkpoint.plain_reader import manifest_of, read_all
 from tests.checkpoint.programs import save_it
 from tests.checkpoint.test_save_load import LAYOUTS, WORLDS
@@ -47,6 +48,7 @@ def test_its_files_are_safetensors_and_say_the_same(ranks: Ranks, tmp_path: Path
                 assert np.array_equal(found[of][box], tensor.numpy()), key
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 def test_every_element_type_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
     from shardwright.checkpoint import load
@@ -58,6 +60,20 @@ def test_every_element_type_comes_back(tmp_path: Path, dtype: torch.dtype) -> No
     load(tmp_path / "c", x=found, y=part)
     assert torch.equal(found.view(torch.uint8), x.view(torch.uint8))
     assert torch.equal(part.contiguous().view(torch.uint8), x[:, 1:3].contiguous().view(torch.uint8))
+
+
+def test_an_element_type_is_held_or_refused_by_name(tmp_path: Path) -> None:
+    """All that torch has: what it copies comes back (above), of the rest the error says what to save."""
+    every = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    for dtype in every - set(DTYPES.values()):
+        name = str(dtype).removeprefix("torch.")
+        small = re.fullmatch(r"u?int[1-7]", name)
+        assert small or name.startswith(("qint", "quint")), f"{name} could be held"
+        if small:
+            with pytest.raises(CheckpointError, match=rf"holds no {name}, .* save its view\(torch.uint8\)"):
+                save(tmp_path / "c", x=torch.zeros(4, dtype=dtype))
+    with pytest.raises(CheckpointError, match=r"holds no qint8, .* save its int_repr\(\)"):
+        name_of(torch.qint8)
 
 
 def test_the_page_names_every_entry_of_the_manifest(tmp_path: Path) -> None:

@@ -187,3 +187,21 @@ class TestChoice:
             "model/weight": "float32[2, 2]",
             "model/bias": "float32[2]",
         }
+
+
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a shell, for every verb; no folder of the name `~` is made where the process stands."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    for where in ("~/text", Path("~/path"), step_path("~/run", 1)):
+        path = save(where, extra=1)
+        assert path.is_relative_to(home)
+        assert read_manifest(where) == read_manifest(path)
+    assert choose("~/run").path == home / "run/checkpoints/step-00000001"
+    assert [one.name for one in list_checkpoints(Path("~/run")).committed] == ["step-00000001"]
+    assert not list(here.iterdir())
+    with pytest.raises(CheckpointError, match="a user who is not known here"):
+        save("~nobody-of-this-name/c", extra=1)

@@ -24,7 +24,8 @@ _STANDARD = {
     "bool": "BOOL",
     "complex64": "C64",
 }
-# No name in the format, or one that its readers do not know yet (F8_E8M0).
+# No name in the format, or one that its readers do not know yet (F8_E8M0), or that counts other elements than
+# torch does (F4: two of them are one float4_e2m1fn_x2).
 _AS_BYTES = (
     "complex128",
     "complex32",
@@ -32,6 +33,11 @@ _AS_BYTES = (
     "float8_e4m3fnuz",
     "float8_e5m2fnuz",
     "float4_e2m1fn_x2",
+    "bits16",
+    "bits8",
+    "bits1x8",
+    "bits2x4",
+    "bits4x2",
 )
 
 DTYPES = {name: getattr(torch, name) for name in (*_STANDARD, *_AS_BYTES)}
@@ -41,14 +47,24 @@ _FROM_STANDARD = {standard: name for name, standard in _STANDARD.items()}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32. Raises: CheckpointError: a dtype that no file holds (quantized ones)."""
+    """`float32` for torch.float32.
+
+    Raises: CheckpointError: a dtype that torch itself does not copy: quantized ones, whose scale is no part
+        of their elements, and integers of less than a byte (`int4`).
+    """
     try:
         return _NAMES[dtype]
     except KeyError:
         raise CheckpointError(
-            f"a checkpoint holds no {str(dtype).removeprefix('torch.')}: convert it to one of "
-            f"{', '.join(DTYPES)}"
+            f"a checkpoint holds no {str(dtype).removeprefix('torch.')}, which torch does not copy: save "
+            f"{_instead(dtype)}; what is held: {', '.join(DTYPES)}"
         ) from None
+
+
+def _instead(dtype: torch.dtype) -> str:
+    if str(dtype).removeprefix("torch.").startswith(("qint", "quint")):
+        return "its int_repr(), and its scale and zero point beside it"
+    return "its view(torch.uint8)"
 
 
 def in_file(name: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:

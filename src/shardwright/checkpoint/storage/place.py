@@ -78,8 +78,10 @@ def at_home(path: Path) -> Path:
     """
     try:
         return path.expanduser()
-    except RuntimeError as error:
-        raise CheckpointError(f"{path}: {error}; write ./{path} for a folder of that name") from error
+    except RuntimeError:
+        raise CheckpointError(
+            f"{path} begins with the home folder of a user who is not known here: give the path from / on"
+        ) from None
 
 
 def _path_of(address: str) -> Path:
