@@ -25,7 +25,7 @@ from torch import nn
 
 from shardwright.checkpoint import choose, latest, list_checkpoints, load, prune, save, step_of, step_path
 from shardwright.checkpoint.folder import why_unusable
-from shardwright.checkpoint.storage import folder_names, manifest
+from shardwright.checkpoint.storage import manifest
 
 DIED = -signal.SIGKILL
 STORAGE = ""
@@ -183,5 +183,5 @@ def main(folder: Path, verb: str, rank: int) -> None:
 if __name__ == "__main__":
     STORAGE, planted = "".join(sys.argv[4:]).partition("-")[::2]
     if planted:
-        manifest.cut_short = folder_names.cut_short = lambda *_: False
+        manifest.cut_short = lambda *_: False
     main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -175,6 +175,15 @@ def test_a_manifest_that_is_cut_while_it_is_written_is_redone(part: int) -> None
     none_wrong(objects.cut_manifests(slice(part, None, 4)), 25)
 
 
+def test_of_two_cut_commits_the_one_counts_that_was_being_written() -> None:
+    none_wrong(objects.two_cut_manifests(), 48)
+
+
+def test_two_machines_finish_one_cut_commit() -> None:
+    """At each request of the one the other does all of it: neither fails, and the new checkpoint is there."""
+    none_wrong(objects.finished_by_another(), 8)
+
+
 def test_what_another_save_left_goes_only_if_it_has_provably_ended() -> None:
     none_wrong(objects.others(), 6)
 

@@ -8,14 +8,19 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shardwright.checkpoint import load, prune, save, step_path
-from shardwright.checkpoint.storage.folder_names import Journal
+from shardwright.checkpoint.storage.commit import Saving, finished
+from shardwright.checkpoint.storage.folder_names import Content, Journal, look
+from shardwright.checkpoint.storage.manifest import NAME, PREFIX
 from shardwright.checkpoint.storage.owner import _since as began
 from shardwright.checkpoint.storage.owner import this_process
+from shardwright.checkpoint.storage.place import Address
+from shardwright.checkpoint.storage.stores.of import store_of
 from shardwright.errors import CheckpointError
 from tests.checkpoint.faults import damage
 from tests.checkpoint.faults.inject import Count
@@ -31,16 +36,13 @@ class StorageError(Exception):
 
 
 @contextlib.contextmanager
-def failing(at: int, names: tuple[str, ...], *, lasting: bool) -> Iterator[Count]:
-    """Operation number `at` (from 1) of the memory file system raises; 0: none."""
-    count, real = Count(), {name: getattr(MemoryFileSystem, name) for name in names}
+def _before_each(names: tuple[str, ...], act: Callable[[str], None]) -> Iterator[None]:
+    """These operations of the memory file system do something first."""
+    real = {name: getattr(MemoryFileSystem, name) for name in names}
 
     def stand_in(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            count.done += 1
-            if at and (count.done == at or (lasting and count.done > at)):
-                count.failed = count.failed or name
-                raise StorageError("503: slow down")
+            act(name)
             return real[name](*args, **kwargs)
 
         return call
@@ -48,10 +50,40 @@ def failing(at: int, names: tuple[str, ...], *, lasting: bool) -> Iterator[Count
     for name in names:
         setattr(MemoryFileSystem, name, stand_in(name))
     try:
-        yield count
+        yield
     finally:
         for name, function in real.items():
             setattr(MemoryFileSystem, name, function)
+
+
+@contextlib.contextmanager
+def failing(at: int, names: tuple[str, ...], *, lasting: bool) -> Iterator[Count]:
+    """Operation number `at` (from 1) of the memory file system raises; 0: none."""
+    count = Count()
+
+    def act(name: str) -> None:
+        count.done += 1
+        if at and (count.done == at or (lasting and count.done > at)):
+            count.failed = count.failed or name
+            raise StorageError("503: slow down")
+
+    with _before_each(names, act):
+        yield count
+
+
+@contextlib.contextmanager
+def meanwhile(at: int, what: Callable[[], object]) -> Iterator[Count]:
+    """Before operation number `at` of the memory file system something else is done."""
+    count = Count()
+
+    def act(name: str) -> None:
+        count.done += 1
+        if count.done == at:
+            count.failed = name
+            what()
+
+    with _before_each((*CHANGING, *READING), act):
+        yield count
 
 
 def empty() -> str:
@@ -123,6 +155,63 @@ def cut_manifests(which: slice = slice(None)) -> Verdicts:
         damage.saved(path, 3.0)
         found = damage.outcome(path, (3.0,))
         yield f"a manifest cut at byte {at}, saved again", "" if found == "right" else found
+
+
+def _stored(value: float) -> tuple[str, dict[str, bytes]]:
+    """A checkpoint alone in its folder: the id of its save, and its objects."""
+    damage.saved(empty(), value)
+    found = {name: MemoryFileSystem.store[f"/run/c/{name}"].getvalue() for name in names()}
+    return json.loads(found[NAME])["manifest"]["id"], found
+
+
+def _cut(value: float, at: int, *, data: bool = True) -> tuple[str, dict[str, bytes]]:
+    """A save whose manifest was cut at a byte, and stands whole beside it; `data`: with its files."""
+    save_id, found = _stored(value)
+    whole = found.pop(NAME)
+    return whole[:at].decode(), {f"manifest-{save_id}.new": whole, **(found if data else {})}
+
+
+def two_cut_manifests() -> Verdicts:
+    """Two saves left their manifests, one of them was being written; or of one the files have gone since."""
+    checksum_ends = len(PREFIX) + 32
+    for at, data in [(at, True) for at in (checksum_ends, 400)] + [(at, False) for at in (0, 20, 60, 400)]:
+        for _ in range(4):  # which name comes first is chance
+            (_, other), (cut, mine) = _cut(1.0, at, data=data), _cut(2.0, at)
+            path = empty()
+            for name, content in (other | mine | {NAME: cut.encode()}).items():
+                put(name, content)
+            found = damage.outcome(path, (2.0,))
+            yield f"two manifests, cut at byte {at}, data of both: {data}", "" if found == "right" else found
+            saving = Saving(Address(path))
+            saving.begin()
+            saving.abandon()
+            found = damage.outcome(path, (2.0,))
+            yield f"the same, begun to save again, {at}, {data}", "" if found == "right" else found
+
+
+def _finish(path: str) -> Content:
+    store = store_of(Address(path))
+    return finished(store, look(store))
+
+
+def finished_by_another() -> Verdicts:
+    """Before request `at` of one that finishes a cut commit, another machine finishes it."""
+    at, seen = 0, True
+    while seen:
+        at += 1
+        cut, mine = _cut(2.0, 400)
+        path = empty()
+        for name, content in (mine | {NAME: cut.encode()}).items():
+            put(name, content)
+        with meanwhile(at, partial(_finish, path)) as count:
+            try:
+                found = "" if _finish(path).manifest else "no manifest is seen"
+            except (OSError, CheckpointError) as error:
+                found = str(error)
+        seen = bool(count.failed)
+        yield f"another machine at {count.failed} {at}", found
+        found = damage.outcome(path, (2.0,))
+        yield f"another machine at {count.failed} {at}, loaded", "" if found == "right" else found
 
 
 def put(name: str, data: bytes) -> None:

@@ -112,7 +112,9 @@ def finished(store: Store, content: Content) -> Content:
     """What is in the folder once a manifest that was cut while it got its name has been written again."""
     if not content.redo:
         return content
-    store.rename(content.redo, NAME)
+    # Another machine may finish the same commit; the other name goes once all is written under this one.
+    with contextlib.suppress(FileNotFoundError):
+        store.rename(content.redo, NAME)
     return look(store)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwright.checkpoint.storage import legacy
-from shardwright.checkpoint.storage.manifest import NAME, NEW, PREFIX, Head, cut_short
+from shardwright.checkpoint.storage.manifest import NAME, NEW, PREFIX, Head, text_that_counts
 from shardwright.checkpoint.storage.owner import Owner
 from shardwright.checkpoint.storage.stores.store import Store
 from shardwright.errors import CheckpointError
@@ -58,7 +58,7 @@ class Journal:
 class Content:
     """What is in a folder: journals by name, our names, and whether there is a manifest of this library.
 
-    Args: redo: the whole manifest of a commit that was cut while it wrote `manifest.json`.
+    Args: redo: where the whole manifest of a commit stands that was cut while it wrote `manifest.json`.
     """
 
     names: list[str]
@@ -115,22 +115,12 @@ def is_committed(store: Store, save: str) -> bool:
 def _look_at_manifest(store: Store, content: Content) -> None:
     if store.size(NAME) is None:
         return  # a link, a folder: nothing that this library writes
-    text = store.read(NAME, 1 << 30)
+    text, content.redo = text_that_counts(store)
     with contextlib.suppress(CheckpointError):
         content.manifest = Head.parse(text)
     content.legacy = () if text.startswith(PREFIX) else legacy.files_of(text)
-    if content.manifest is None and cut_short(store, text):
-        content.redo, content.manifest = _redo(store, content.names)
-    ours = text.startswith(PREFIX) or bool(content.legacy or content.redo)
+    ours = text.startswith(PREFIX) or bool(content.legacy)
     content.recognised = ours or _made_by_us(store, content.names)
-
-
-def _redo(store: Store, names: list[str]) -> tuple[str, Head | None]:
-    for name in names:
-        if NEW.fullmatch(name):
-            with contextlib.suppress(CheckpointError, OSError, EOFError):
-                return name, Head.parse(store.read(name, 1 << 30))
-    return "", None
 
 
 def _made_by_us(store: Store, names: list[str]) -> bool:

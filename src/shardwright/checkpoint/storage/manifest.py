@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -192,7 +193,7 @@ def read_manifest(path: Place | str) -> Manifest:
     store = store_of(place_of(path))
     try:
         _check_finished(store)
-        text = store.read(NAME, _MOST)
+        text, _ = text_that_counts(store)
     except (OSError, EOFError) as error:
         raise CheckpointError(
             f"{store.place} cannot be used: its manifest cannot be read ({error})"
@@ -200,10 +201,24 @@ def read_manifest(path: Place | str) -> Manifest:
     try:
         return Manifest.parse(text)
     except CheckpointError as error:
-        redone = _of_a_cut_commit(store) if cut_short(store, text) else None
-        if redone is not None:
-            return redone
         raise CheckpointError(f"{store.place} cannot be used: {error}") from None
+
+
+def text_that_counts(store: Store) -> tuple[bytes, str]:
+    """The manifest's text; where it was cut, what it would have been, and the name under which that stands.
+
+    Raises: OSError, EOFError: it cannot be read.
+    """
+    text = store.read(NAME, _MOST)
+    while cut_short(store, text):
+        whole, name = _of_a_cut_commit(store, text)
+        if name:
+            return whole, name
+        now = store.read(NAME, _MOST)
+        if now == text:
+            break
+        text = now  # another machine has finished that commit since
+    return text, ""
 
 
 def cut_short(store: Store, text: bytes) -> bool:
@@ -216,14 +231,23 @@ def cut_short(store: Store, text: bytes) -> bool:
     return not store.renames and begins and not text.endswith(_END)
 
 
-def _of_a_cut_commit(store: Store) -> Manifest | None:
+def _of_a_cut_commit(store: Store, cut: bytes) -> tuple[bytes, str]:
+    """The whole text that begins like the cut one, and whose files are all there; nothing: there is none.
+
+    Several saves may have left theirs: the checksum at the start tells them apart, and where the cut came
+    before it, one of which a later save removed the files is not what was being written.
+    """
     for name in store.names():
-        if NEW.fullmatch(name):
-            try:
-                return Manifest.parse(store.read(name, _MOST))
-            except (OSError, EOFError, CheckpointError):
-                continue
-    return None
+        found = NEW.fullmatch(name)
+        if found is None:
+            continue
+        with contextlib.suppress(OSError, EOFError, CheckpointError):
+            text = store.read(name, _MOST)
+            head = Head.parse(text)
+            there = all(store.size(file.name) == file.size for file in head.files)
+            if there and text.startswith(cut) and head.id == found[1]:
+                return text, name
+    return b"", ""
 
 
 def _check_finished(store: Store) -> None:
