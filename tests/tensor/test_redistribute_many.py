@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, ShardwrightError
 from shardwright.testing import rank_mesh
+from tests.tiers import only
 
 
 def _values_and_gradients() -> int:
@@ -165,3 +167,52 @@ def test_sums_that_are_small_alone_and_large_together_move_the_least(ranks: Call
     results = ranks(4, _many_small_sums)
     assert [ops for ops, _, _ in results] == [["all_reduce"]] * 4
     assert sum(sent for _, sent, _ in results) == results[0][2]
+
+
+def _small_parts() -> None:
+    """Parts of no element, of one, and of few, from every cut to every other."""
+    mesh = rank_mesh((dist.get_world_size(),), ("tp",))
+    cuts = (sw.Shard(0), sw.Shard(-1), sw.Replicate(), sw.Owner(1), sw.Interleaved(0, 2), sw.Partial())
+    shapes = [(n,) for n in range(1, 7)] + [(2, 1), (1, 2), (3, 2), (2, 3), (1, 1)]
+    draw = torch.Generator().manual_seed(0)
+    for source in cuts:
+        for target in cuts:
+            if target.is_pending:
+                continue
+            taken = [shape for shape in shapes if _fits(mesh, (source, target), shape)]
+            for count in (2, 3):
+                given = [torch.randn(shape, generator=draw) for shape in taken for _ in range(count)]
+                whole = [sw.Replicate() if source.is_pending else source]
+                xs = [sw.distribute_tensor(x, mesh, whole, src_data_rank=None) for x in given]
+                xs = [x.redistribute(mesh, [source]) for x in xs]
+                moved = sw.redistribute_many(xs, [[target]] * len(xs))
+                for x, y in zip(given, moved, strict=True):
+                    torch.testing.assert_close(y.full_tensor(), x, msg=f"{source} -> {target} of {x.shape}")
+
+
+def _fits(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...]) -> bool:
+    try:
+        return all(sw.Layout(mesh, [p], shape, dtype=torch.float32) is not None for p in placements)
+    except ShardwrightError:
+        return False
+
+
+@pytest.mark.parametrize("world", only([2], [2, 3, 4]))
+def test_small_parts_keep_their_elements(ranks: Callable[..., list[Any]], world: int) -> None:
+    ranks(world, _small_parts, timeout=120)
+
+
+def _gradients_of_one_element() -> list[list[float]]:
+    """Two parameters of as many elements as ranks, whose gradients are cut."""
+    mesh, n = rank_mesh((2,), ("tp",)), 2
+    parameters = [
+        torch.nn.Parameter(sw.distribute_tensor(torch.zeros(n), mesh, [sw.Replicate()])) for _ in range(2)
+    ]
+    for i, parameter in enumerate(parameters):
+        parameter.grad = sw.distribute_tensor(torch.arange(1.0, n + 1) + 10 * i, mesh, [sw.Shard(0)])
+    torch.optim.SGD(parameters, lr=1.0).step()
+    return [parameter.to_local().tolist() for parameter in parameters]
+
+
+def test_gradients_of_one_element_a_rank_reach_their_parameters(ranks: Callable[..., list[Any]]) -> None:
+    assert ranks(2, _gradients_of_one_element) == [[[-1.0, -2.0], [-11.0, -12.0]]] * 2

@@ -151,7 +151,8 @@ class Exchanging(Task):
 
     def _gathered(self, buffers: Sequence[Tensor], why: str) -> list[Tensor]:
         received = self._arrived(torch.cat(list(buffers)), why).view(self.group.size(), -1)
-        return [piece.reshape(-1) for piece in received.split([buffer.numel() for buffer in buffers], dim=1)]
+        pieces = received.split([buffer.numel() for buffer in buffers], dim=1)
+        return [piece.contiguous().view(-1) for piece in pieces]  # of one column, `reshape` gives a view
 
     def _exchanged(self, tasks: Sequence[Exchanging], buffers: Sequence[Tensor], why: str) -> list[Tensor]:
         packings = [task.packing for task in tasks]
