@@ -124,14 +124,15 @@ def test_what_peers_share_is_what_their_cells_share(pair):
     step = Exchange(before, after, tuple(range(len(sizes))))
     me = tuple(size // 2 for size in sizes)
     members = step.members(me)
-    shared = shared_with_peers(before, after, step.axes, me, members)
+    memory = before.memory(me), after.memory(me)
+    shared = shared_with_peers(before, after, step.axes, me, members, memory)
     for peer, (arriving, leaving) in zip(members, shared, strict=True):
         assert target_views(arriving) == target_views(overlaps(before.cell(peer), after.cell(me)))
         assert source_views(leaving) == source_views(overlaps(before.cell(me), after.cell(peer)))
 
 
 def _forget() -> None:
-    for known in (lines.line_of, lines._dim_line):
+    for known in (lines._cutting, lines._dim_line):
         known.cache_clear()
 
 
@@ -170,7 +171,8 @@ def test_a_dim_that_is_laid_out_alike_is_shared_with_whom_it_is_held_by(shape, k
     members = [(0, 0), (0, 1), (1, 0), (1, 1)]
     for me in members:
         near = [peer for peer in members if peer[0] == me[0]]
-        found = shared_with_peers(before, after, (1,), me, near)
+        memory = before.memory(me), after.memory(me)
+        found = shared_with_peers(before, after, (1,), me, near, memory)
         for peer, (incoming, outgoing) in zip(near, found, strict=True):
             assert sum(each.numel for each in incoming) == shared(before.cell(peer), after.cell(me))
             assert sum(each.numel for each in outgoing) == shared(before.cell(me), after.cell(peer))

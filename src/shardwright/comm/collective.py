@@ -50,7 +50,7 @@ def packing(work: Transfer, result: Memory, ranked: Sequence[Share], own: int) -
     """The packing for members in the order of the group, of which this rank is number `own`."""
     slot = work.kept.target.numel
     fills = [_shifted(share.receive, share.term * slot) for share in ranked]
-    whole = covers_in_order([view for views in fills for view in views], result.numel)
+    whole = covers_in_order(sum(fills, ()), result.numel)
     sends = [share.send for share in ranked]
     if work.gather:
         sends = sends[own : own + 1]
@@ -83,6 +83,12 @@ def _shifted(views: Views, shift: int) -> Views:
     return tuple([view._replace(start=view.start + shift) for view in views])
 
 
+def _own_part(work: Transfer) -> tuple[tuple[Strided, Strided], ...]:
+    """What the rank copies itself, into its own term."""
+    shift = work.own_term * work.kept.target.numel
+    return tuple([(a, b._replace(start=b.start + shift)) for a, b in work.kept.views])
+
+
 class Exchanging(Task):
     """A transfer among the ranks of one axis as an all-to-all, or an all-gather of equal parts."""
 
@@ -97,10 +103,7 @@ class Exchanging(Task):
         ranks = dist.get_process_group_ranks(group)
         ranked = [shares.get(rank) or Share(rank, (), ()) for rank in ranks]
         self.packing = packing(work, self.result, ranked, ranks.index(plan.rank_at(work.own)))
-        shift = work.own_term * slot.numel
-        whole = self.packing.whole_filled or work.gather
-        moved = tuple([(a, b._replace(start=b.start + shift)) for a, b in work.kept.views])
-        self.keep = () if whole else moved
+        self.keep = () if self.packing.whole_filled or work.gather else _own_part(work)
         self.equal = work.gather and group.size() > 1 and plan.source.dtype in NATIVE
 
     def run(self, held: Held, why: str) -> Tensor:

@@ -160,16 +160,18 @@ class Strided(NamedTuple):
 
 def source_views(found: Iterable[Overlap]) -> list[Strided]:
     """The shared elements in the source's memory."""
-    return [view for overlap in found for view in _views(overlap, overlap.source, of_source=True)]
+    views: list[Strided] = []
+    for overlap in found:
+        views += _views(overlap, overlap.source, of_source=True)
+    return views
 
 
 def target_views(found: Iterable[Overlap], shift: int = 0) -> list[Strided]:
     """The shared elements in the target's memory, in the order of `source_views`, moved by `shift`."""
-    return [
-        view._replace(start=view.start + shift)
-        for overlap in found
-        for view in _views(overlap, overlap.target, of_source=False)
-    ]
+    views: list[Strided] = []
+    for overlap in found:
+        views += _views(overlap, overlap.target, of_source=False)
+    return [view._replace(start=view.start + shift) for view in views] if shift else views
 
 
 def paired_views(found: Iterable[Overlap]) -> list[tuple[Strided, Strided]]:

@@ -27,7 +27,8 @@ def stride_like(shape: Shape, stride: Shape) -> Shape:
     if 0 in stride:
         inner_first = _around_expanded(shape, stride)
     else:
-        inner_first = sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim))
+        from_behind = range(len(shape) - 1, -1, -1)  # sorting is stable: of equal strides, the last dim first
+        inner_first = sorted(from_behind, key=stride.__getitem__)
     out, step = [0] * len(shape), 1
     for dim in inner_first:
         out[dim] = step

@@ -43,7 +43,7 @@ class Arrangement(NamedTuple):
     """Placements under their own names, the order without what does not matter, the steps in that order.
 
     partitions: the steps that cut. by_runs: each says which indices of its dim a coord holds, so every
-    region is a product.
+    region is a product. any_size: no placement looks at sizes beyond 0, 1 and more.
     """
 
     placements: tuple[Placement, ...]
@@ -51,6 +51,7 @@ class Arrangement(NamedTuple):
     applied: tuple[Applied, ...]
     partitions: tuple[Applied, ...]
     by_runs: bool
+    any_size: bool
 
 
 @remembered(16384)
@@ -70,7 +71,8 @@ def arranged(
     steps = applied_placements(named, sizes, order, len(shape))
     partitions = tuple([step for step in steps if step.partition is not None])
     by_runs = all(step.partition is not None and states_runs(step.partition) for step in partitions)
-    return Arrangement(named, order, steps, partitions, by_runs)
+    any_size = all(placement.any_size for placement in named)
+    return Arrangement(named, order, steps, partitions, by_runs, any_size)
 
 
 # ---------------------------------------------------------------------- order

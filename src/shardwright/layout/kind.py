@@ -74,7 +74,7 @@ def find_kind(
     """
     placements, order = arrangement[:2]
     strides = stride_order(shape, stride)
-    if strides is None or not all(placement.any_size for placement in placements):
+    if strides is None or not arrangement.any_size:
         return None
     classes = tuple([min(2, size) for size in shape])
     key = (mesh_shape, placements, order, dtype, classes, strides)

@@ -193,8 +193,12 @@ class Layout:
     @property
     def is_even(self) -> bool:
         """True only if all ranks hold equally many elements: every step is even on what it is given."""
-        shapes = self.shapes_along_order((0,) * len(self.sizes))
-        return all(step.even(shape) for step, shape in zip(self.applied, shapes, strict=False))
+        shape = self.shape
+        for step in self.applied:
+            if not step.even(shape):
+                return False
+            shape = step.local_shape(shape, 0)
+        return True
 
     def coords_of(self, rank: int) -> Coords:
         """The coord of a rank on every axis."""

@@ -47,8 +47,8 @@ def lower_bound(source: Map, target: Map, reduced: Iterable[int], kept: Iterable
     """
     sizes = source.sizes
     kept_axes = frozenset(kept)
-    copies = prod([sizes[axis] for axis in kept_axes])
-    terms = prod([sizes[axis] for axis in reduced])
+    copies = prod(map(sizes.__getitem__, kept_axes))
+    terms = prod(map(sizes.__getitem__, reduced))
     wanting = without(sizes, target.cut | kept_axes)
     common = matching(source, target)
     if terms == 1:

@@ -142,13 +142,12 @@ class _Decision:
     def __init__(self, source: Layout, target: Layout) -> None:
         self.source, self.target, self.sizes = source, target, source.sizes
         self.change = pending_change(source, target)
-        self.reduced = tuple(axis for axis, _ in self.change.reduced)
-        self.kept = tuple(axis for axis, _ in self.change.kept)
+        self.reduced = tuple([axis for axis, _ in self.change.reduced])
+        self.kept = tuple([axis for axis, _ in self.change.kept])
         groups = groups_of((source, target))
         self.before, self.after = LayoutMap(source, groups), LayoutMap(target, groups)
         stated = network.current.slow_axes
-        slow = [axis for axis, name in enumerate(source.axes) if name in stated and self.sizes[axis] > 1]
-        self.slow = frozenset(slow if stated else ())
+        self.slow = _slow_axes(source, stated) if stated else frozenset()
         self.padded = self._padded()
         self.arrival = self._arrival()
 
@@ -205,17 +204,18 @@ class _Decision:
 
     def _arrival(self) -> LayoutMap | MixedMap:
         """Where each element goes before Pendings are made of it."""
-        axes = frozenset(axis for axis, _ in self.padded)
-        if not axes:
+        if not self.padded:
             return self.after
-        cut = self.before.cut
+        axes, cut = frozenset([axis for axis, _ in self.padded]), self.before.cut
         return MixedMap(self.before, self.after, axes & cut, tuple(sorted(axes - cut)))
 
     def _finish(self) -> list[Step]:
         steps: list[Step] = []
         if self.padded:
             steps.append(Place(self.arrival, self.after, self._terms(self.padded)))
-        embedded = tuple(item for item in self.change.made if item not in self.padded)
+        embedded = self.change.made
+        if self.padded:
+            embedded = tuple([item for item in embedded if item not in self.padded])
         if embedded:
             steps.append(Embed(self._terms(embedded), self.after))
         return steps
@@ -234,11 +234,12 @@ class _Decision:
         if self.reduced and arrival.elements:
             return self._reductions(arrival, native, in_one_round)
         exchange = _exchange(self.before, arrival)
+        gather = self._is_even_gather(exchange)
+        if gather:
+            exchange = replace(exchange, gather=True)
         if arrival.elements == 0 or exchange.moved == 0:
             return [LocalMove(self.before, arrival)], _LOCAL
-        if self._is_even_gather(exchange):
-            return [replace(exchange, gather=True)], _GATHER
-        return [exchange], _DIRECT
+        return [exchange], _GATHER if gather else _DIRECT
 
     def _is_even_gather(self, exchange: Exchange) -> bool:
         # Without an axis that only the target cuts, M = E says that every rank's part is wanted by its peers.
@@ -283,6 +284,11 @@ class _Decision:
         return [_exchange(self.before, middle, self.reduced), combine, _exchange(middle, arrival)]
 
 
+def _slow_axes(layout: Layout, stated: frozenset[str]) -> frozenset[int]:
+    named = enumerate(zip(layout.axes, layout.sizes, strict=True))
+    return frozenset([axis for axis, (name, n) in named if name in stated and n > 1])
+
+
 def _reduces_natively(pending: Pending, dtype: torch.dtype) -> bool:
     if pending.reduce_op in ("sum", "avg"):
         return True
@@ -295,7 +301,7 @@ def _reduces_natively(pending: Pending, dtype: torch.dtype) -> bool:
 def _exchange(source: Map, target: Map, reduced: Iterable[int] = ()) -> Exchange:
     """The exchange by the near rule, over the axes on which something changes."""
     terms = tuple(reduced)
-    crossed = (source.cut - unchanged_axes(source, target)).union(
-        axis for axis in terms if source.sizes[axis] > 1
-    )
+    crossed = source.cut - unchanged_axes(source, target)
+    if terms:
+        crossed = crossed.union([axis for axis in terms if source.sizes[axis] > 1])
     return Exchange(source, target, tuple(sorted(crossed)), terms)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, product
+from itertools import product
 from math import prod
 from typing import cast
 
@@ -27,7 +27,7 @@ from shardwright.plan.holders import Coords, Map
 from shardwright.plan.lines import Ints
 from shardwright.plan.shared import Meeting, meet
 from shardwright.plan.step import Holds, Step
-from shardwright.plan.work import Move, Seat, Share, Transfer
+from shardwright.plan.work import Memory, Move, Seat, Share, Transfer
 
 Overlaps = tuple[Overlap, ...]
 # Per dim: the axes that tell a peer's part of it, and for each of their coordinates what is shared.
@@ -56,7 +56,7 @@ class Exchange(Step):
     @cached_property
     def term_count(self) -> int:
         """How many terms of each element arrive."""
-        return prod([self.source.sizes[axis] for axis in self.terms])
+        return prod(map(self.source.sizes.__getitem__, self.terms))
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -110,7 +110,7 @@ class Exchange(Step):
     def members(self, coords: Coords) -> tuple[Coords, ...]:
         """The coordinates that differ from these only on the axes of the exchange, row-major."""
         sizes = enumerate(self.source.sizes)
-        return tuple(product(*(range(n) if axis in self.axes else (coords[axis],) for axis, n in sizes)))
+        return tuple(product(*[range(n) if axis in self.axes else (coords[axis],) for axis, n in sizes]))
 
     def work(self, seat: Seat) -> Transfer:
         """The messages of one rank, to itself included."""
@@ -118,7 +118,8 @@ class Exchange(Step):
         shares: dict[Coords, Share] = {}
         own: Overlaps = ()
         members = self.members(coords)
-        shared = shared_with_peers(self.source, self.target, self.axes, coords, members)
+        held, slot = self.source.memory(coords), self.target.memory(coords)
+        shared = shared_with_peers(self.source, self.target, self.axes, coords, members, (held, slot))
         for peer, (incoming, outgoing) in zip(members, shared, strict=True):
             to, of = tuple(source_views(outgoing)), tuple(target_views(incoming))
             shares[peer] = Share(peer, to, of, self._term(peer) if self.terms else 0)
@@ -126,9 +127,8 @@ class Exchange(Step):
         if self.gather:
             whole = shares[coords].send
             shares = {peer: Share(peer, whole, share.receive) for peer, share in shares.items()}
-        source, slot = self.source.memory(coords), self.target.memory(coords)
         return Transfer(
-            kept=Move(source, slot, tuple(paired_views(own))),
+            kept=Move(held, slot, tuple(paired_views(own))),
             own=coords,
             shares=tuple(shares.values()),
             terms=self.term_count if self.terms else 0,
@@ -151,35 +151,33 @@ class Exchange(Step):
 
 
 def shared_with_peers(
-    source: Map, target: Map, axes: Sequence[int], coords: Coords, members: Sequence[Coords]
+    source: Map,
+    target: Map,
+    axes: Sequence[int],
+    coords: Coords,
+    members: Sequence[Coords],
+    memory: tuple[Memory, Memory],
 ) -> Iterator[tuple[Overlaps, Overlaps]]:
     """For each member: what it has of what this rank wants, and what it wants of what this rank has.
 
     Members differ from this rank on these axes only. Only this rank's side of an overlap has the memory
-    of its tensor.
+    of its tensor: memory: what it holds before and after.
     """
-    if not (source.is_product and target.is_product):
+    if not source.is_product:  # then the target is none either: they have the same groups
         mine, wanted = source.cell(coords), target.cell(coords)
         for peer in members:
             yield overlaps(source.cell(peer), wanted), overlaps(mine, target.cell(peer))
         return
     crossed = frozenset(axes)
     incoming, outgoing = [], []
-    for meeting in _meetings(source, target):
-        incoming.append(_side(meeting, coords, crossed, of_peer=meeting.source.axes))
-        outgoing.append(_side(meeting, coords, crossed, of_peer=meeting.target.axes))
-    here, there = _grid(source, coords), _grid(target, coords)
+    for mine, theirs in zip(source.lines, target.lines, strict=True):
+        meeting = meet(mine, theirs)
+        incoming.append(_side(meeting, coords, crossed, of_peer=mine.axes))
+        outgoing.append(_side(meeting, coords, crossed, of_peer=theirs.axes))
+    # The memory alone: which indices of it are shared, an overlap says itself.
+    here, there = Grid((), 0, memory[0].stride), Grid((), 0, memory[1].stride)
     for peer in members:
         yield _overlaps(incoming, peer, here, there), _overlaps(outgoing, peer, here, there)
-
-
-def _meetings(source: Map, target: Map) -> list[Meeting]:
-    return [meet(mine, theirs) for mine, theirs in zip(source.lines, target.lines, strict=True)]
-
-
-def _grid(which: Map, coords: Coords) -> Grid:
-    """The memory of a local tensor; which indices of it are shared, an overlap says itself."""
-    return Grid((), 0, which.local_stride(coords))
 
 
 def _side(meeting: Meeting, coords: Coords, crossed: frozenset[int], of_peer: tuple[int, ...]) -> _Side:
@@ -201,9 +199,14 @@ def _side(meeting: Meeting, coords: Coords, crossed: frozenset[int], of_peer: tu
     for axis, at in at_peer.items():
         if axis not in crossed:
             kept &= at[row_peer] == coords[axis]
-    telling = tuple(axis for axis in of_peer if axis in crossed)
     rows = np.flatnonzero(kept)
-    return telling, _by_peer(meeting, rows, [at_peer[axis][row_peer[rows]] for axis in telling])
+    telling: list[int] = []
+    peer: list[Ints] = []
+    for axis in of_peer:
+        if axis in crossed:
+            telling.append(axis)
+            peer.append(at_peer[axis][row_peer[rows]])
+    return tuple(telling), _by_peer(meeting, rows, peer)
 
 
 def _by_peer(meeting: Meeting, rows: Ints, peer: list[Ints]) -> dict[Coords, tuple[Stretch, ...]]:
@@ -212,17 +215,17 @@ def _by_peer(meeting: Meeting, rows: Ints, peer: list[Ints]) -> dict[Coords, tup
     source, target = meeting.source, meeting.target
     at_source = cast("Ints", source.position)[i] + low - source.low[i, 0]
     at_target = cast("Ints", target.position)[j] + low - target.low[j, 0]
-    order = np.lexsort((at_target, *reversed(peer)))
-    columns = [column[order].tolist() for column in (*peer, at_source, at_target, meeting.size[rows, 0])]
-    width = len(peer)
-    found = groupby(zip(*columns, strict=True), key=lambda row: row[:width])
-    return {key: stretches([row[width:] for row in of_key]) for key, of_key in found}
+    table = np.column_stack([*peer, at_source, at_target, meeting.size[rows, 0]])
+    found: dict[Coords, list[tuple[int, int, int]]] = {}
+    for *key, mine, theirs, size in table[np.argsort(at_target, kind="stable")].tolist():
+        found.setdefault(tuple(key), []).append((mine, theirs, size))
+    return {key: stretches(common) for key, common in found.items()}
 
 
 def _overlaps(sides: Sequence[_Side], peer: Coords, here: Grid, there: Grid) -> Overlaps:
     dims = []
     for axes, found in sides:
-        common = found.get(tuple([peer[axis] for axis in axes]))
+        common = found.get(tuple(map(peer.__getitem__, axes)))
         if common is None:
             return ()
         dims.append(common)

@@ -25,7 +25,7 @@ from shardwright.index.grid import Cell, Grid, Interval, cell_of, flat_cell, num
 from shardwright.index.region import Box
 from shardwright.index.stride import contiguous_stride
 from shardwright.layout.layout import Layout
-from shardwright.plan.lines import Group, Ints, Line, groups_of, line_of
+from shardwright.plan.lines import Group, Ints, Line, groups_of, lines_of
 from shardwright.plan.parts import cut_evenly, mixed, part_of_shared, shared
 from shardwright.plan.shared import meet
 from shardwright.plan.work import Memory, Seat
@@ -86,19 +86,15 @@ class LayoutMap(_Lines):
     @cached_property
     def lines(self) -> tuple[Line, ...]:  # type: ignore[override]
         """One line per group of dims."""
-        return tuple([line_of(self.layout, group) for group in self.groups or groups_of((self.layout,))])
+        return lines_of(self.layout, self.groups or groups_of((self.layout,)))
 
     @cached_property
     def cut(self) -> frozenset[int]:
         """The axes with a Partition and more than one coordinate."""
-        layout = self.layout
-        return frozenset(
-            axis
-            for axis, placement in enumerate(layout.placements)
-            if placement.is_partition and layout.sizes[axis] > 1
-        )
+        placements, sizes = self.layout.placements, self.layout.sizes
+        return frozenset([a for a, n in enumerate(sizes) if n > 1 and placements[a].is_partition])
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """How many elements the map places."""
         return self.layout.numel

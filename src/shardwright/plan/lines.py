@@ -84,13 +84,13 @@ def groups_of(layouts: Iterable[Layout]) -> tuple[Group, ...]:
     ndim = 0
     for layout in layouts:
         ndim = len(layout.shape)
-        for dims in _tied(layout):
+        for _, dims in _cutting(layout):
             for dim in dims[1:]:
                 parents[_root(parents, dim)] = _root(parents, dims[0])
     if not ndim:
         return ((),)
     if not parents:
-        return tuple([(dim,) for dim in range(ndim)])
+        return tuple(zip(range(ndim)))  # (0,), (1,), ...
     grouped: dict[int, list[int]] = {}
     for dim in range(ndim):
         grouped.setdefault(_root(parents, dim), []).append(dim)
@@ -98,14 +98,14 @@ def groups_of(layouts: Iterable[Layout]) -> tuple[Group, ...]:
 
 
 @remembered(1024)
-def _tied(layout: Layout) -> tuple[Group, ...]:
-    """The dims of every placement that acts on several."""
-    acting = (
-        step.partition.touched_dims(layout.shape, step.size)
-        for step in layout.applied
-        if step.partition is not None
-    )
-    return tuple(tuple(dims) for dims in acting if len(dims) > 1)
+def _cutting(layout: Layout) -> tuple[tuple[Cut, Group], ...]:
+    """What cuts, in order of application, with the dims that it acts on."""
+    found: list[tuple[Cut, Group]] = []
+    for step in layout.applied:
+        if step.partition is not None:
+            dims = tuple(step.partition.touched_dims(layout.shape, step.size))
+            found.append(((step.axes, step.sizes, step.partition), dims))
+    return tuple(found)
 
 
 def _root(parents: Mapping[int, int], dim: int) -> int:
@@ -114,23 +114,17 @@ def _root(parents: Mapping[int, int], dim: int) -> int:
     return dim
 
 
-@remembered(1024)
-def line_of(layout: Layout, group: Group) -> Line:
-    """The line of a group of dims of a layout."""
-    cuts = tuple(
-        (step.axes, step.sizes, step.partition)
-        for step in layout.applied
-        if step.partition is not None and _belongs(step.partition, layout, step.size, group)
-    )
-    if len(group) == 1:
-        return _dim_line(layout.shape[group[0]], group[0], len(layout.shape), cuts)
-    return _group_line(layout, group, tuple(axis for axes, _, _ in cuts for axis in axes))
-
-
-def _belongs(partition: Partition, layout: Layout, n: int, group: Group) -> bool:
-    # A group is closed: a placement that touches one of its dims belongs to it.
-    touched = tuple(partition.touched_dims(layout.shape, n)) or (0,)
-    return not group or touched[0] in group
+def lines_of(layout: Layout, groups: Sequence[Group]) -> tuple[Line, ...]:
+    """The lines of a layout, one per group of dims."""
+    cutting, lines = _cutting(layout), []
+    for group in groups:
+        # A group is closed: a placement that touches one of its dims belongs to it.
+        cuts = tuple([cut for cut, dims in cutting if not group or (dims or (0,))[0] in group])
+        if len(group) == 1:
+            lines.append(_dim_line(layout.shape[group[0]], group[0], len(layout.shape), cuts))
+        else:
+            lines.append(_group_line(layout, group, tuple([axis for axes, _, _ in cuts for axis in axes])))
+    return tuple(lines)
 
 
 # --------------------------------------------------------------------------------------------- one dim
@@ -149,11 +143,12 @@ def _dim_line(length: int, dim: int, ndim: int, cuts: tuple[Cut, ...]) -> Line:
 @remembered(4096)
 def _shares(partition: Partition, dim: int, ndim: int, length: int, n: int) -> Ints:
     """Who holds which local indices of a dim: rows (start, size, coord, position), by start."""
-    shape = tuple([length if d == dim else 1 for d in range(ndim)])
+    stated = partition if states_runs(partition) else None
+    shape = (1,) * dim + (length,) + (1,) * (ndim - dim - 1)
     rows: list[Ints] = []
     for coord in range(n):
-        if states_runs(partition):
-            found = _of_runs(partition.runs(length, n, coord))
+        if stated is not None:
+            found = _of_runs(stated.runs(length, n, coord))
         else:
             found = _intervals(partition.region(shape, n, coord), dim)
         if len(found):
@@ -175,6 +170,8 @@ def _intervals(region: Region, dim: int) -> Ints:
 
 
 def _of_runs(runs: Runs) -> Ints:
+    if len(runs) == 1:
+        return _of_run(runs[0])
     found = [_of_run(run) for run in runs]
     return np.concatenate(found) if found else np.zeros((0, 2), dtype=np.int64)
 
@@ -258,6 +255,7 @@ def joined_pieces(line: Line) -> Line:
 # ---------------------------------------------------------------------------------- several dims in one
 
 
+@remembered(1024)
 def _group_line(layout: Layout, group: Group, axes: tuple[int, ...]) -> Line:
     """The boxes of dims that some placement flattens, coordinate by coordinate of the axes that cut them."""
     alone = [p if axis in axes else Replicate() for axis, p in enumerate(layout.placements)]

@@ -117,7 +117,9 @@ def _kept(before: tuple[AxisPending, ...], after: tuple[AxisPending, ...]) -> tu
 
 
 def _pendings(layout: Layout) -> tuple[AxisPending, ...]:
-    placements = layout.placements
-    return tuple(
-        [(axis, cast("Pending", placements[axis])) for axis in layout.order if placements[axis].is_pending]
-    )
+    found: list[AxisPending] = []
+    for axis in layout.order:
+        placement = layout.placements[axis]
+        if placement.is_pending:
+            found.append((axis, cast("Pending", placement)))
+    return tuple(found)

@@ -58,7 +58,7 @@ class Plan:
         """What a record calls these axes, over which ranks communicate."""
         if self.is_between:
             return " -> ".join(f"({', '.join(layout.axes)})" for layout in (self.source, self.target))
-        named = [self.source.axes[axis] for axis in axes]
+        named = list(map(self.source.axes.__getitem__, axes))
         return named[0] if len(named) == 1 else f"({', '.join(named)})"
 
     def rank_at(self, seat: Seat) -> int:

@@ -89,7 +89,8 @@ def meet(source: Line, target: Line) -> Meeting:
     cuts = ascending(low_s, low_t, end_s, end_t)
     if not len(low_s) or not len(low_t):
         cuts = cuts[:0]
-    i, j = (np.searchsorted(low, cuts[:-1], side="right") - 1 for low in (low_s, low_t))
+    i = np.searchsorted(low_s, cuts[:-1], side="right") - 1
+    j = np.searchsorted(low_t, cuts[:-1], side="right") - 1
     inside = (i >= 0) & (j >= 0) & (cuts[:-1] < end_s[i]) & (cuts[:-1] < end_t[j])
     low, size = cuts[:-1][inside, None], np.diff(cuts)[inside, None]
     return Meeting(source, target, order_s[i[inside]], order_t[j[inside]], low, size)
