@@ -284,7 +284,7 @@ class _Decision:
         return [_exchange(self.before, middle, self.reduced), combine, _exchange(middle, arrival)]
 
 
-def _slow_axes(layout: Layout, stated: frozenset[str]) -> frozenset[int]:
+def _slow_axes(layout: Layout, stated: tuple[str, ...]) -> frozenset[int]:
     named = enumerate(zip(layout.axes, layout.sizes, strict=True))
     return frozenset([axis for axis, (name, n) in named if name in stated and n > 1])
 

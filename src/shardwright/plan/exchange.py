@@ -170,10 +170,10 @@ def shared_with_peers(
         return
     crossed = frozenset(axes)
     incoming, outgoing = [], []
-    for mine, theirs in zip(source.lines, target.lines, strict=True):
-        meeting = meet(mine, theirs)
-        incoming.append(_side(meeting, coords, crossed, of_peer=mine.axes))
-        outgoing.append(_side(meeting, coords, crossed, of_peer=theirs.axes))
+    for before, after in zip(source.lines, target.lines, strict=True):
+        meeting = meet(before, after)
+        incoming.append(_side(meeting, coords, crossed, of_peer=before.axes))
+        outgoing.append(_side(meeting, coords, crossed, of_peer=after.axes))
     # The memory alone: which indices of it are shared, an overlap says itself.
     here, there = Grid((), 0, memory[0].stride), Grid((), 0, memory[1].stride)
     for peer in members:
