@@ -1,9 +1,11 @@
 """A pipeline gives what one device gives: loss, every gradient, clipped norm, parameters after 5 steps."""
 
 import copy
+import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -70,6 +72,9 @@ def test_stages_of_two_strategies_give_what_one_device_gives(ranks, name, axes, 
     _right(ranks, Case(name, axes, how, micro=2, steps=2))
 
 
+kept = []  # models that live
+
+
 def _clips_a_list():
     """The first stage is frozen: its rank hands over no parameters, and has the norm of the others."""
     torch.manual_seed(0)
@@ -90,7 +95,24 @@ def _clips_a_list():
 
 
 def test_a_list_without_a_frozen_stage_is_clipped_together(ranks):
-    assert ranks(2, _clips_a_list, timeout=30) == [0, 2]
+    assert ranks(2, _clips_a_list, timeout=30, fresh=True) == [0, 2]
+
+
+def _clips_nothing_where_a_model_is_gone():
+    mesh = rank_mesh((2,), ("pp",))
+    pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parallelize_pipeline(pair, mesh, ["1"])
+    kept.append(pair)
+    del pair
+    if dist.get_rank() == 0:
+        kept.clear()
+        gc.collect()
+    return clip_grad_norm_([], 1.0).item(), dist.all_reduce(torch.ones(3))
+
+
+def test_the_norm_of_nothing_does_not_ask_which_models_still_live(ranks):
+    """The garbage collector of each rank decides that, and the ranks would meet the wrong collectives."""
+    assert ranks(2, _clips_nothing_where_a_model_is_gone, timeout=30, fresh=True) == [(0.0, None)] * 2
 
 
 def _clips_nothing_beside_two():
@@ -101,9 +123,6 @@ def _clips_nothing_beside_two():
     with pytest.raises(ConfigError, match="cut into stages over several axes"):
         clip_grad_norm_([], 1.0)
     kept.clear()
-
-
-kept = []  # models that live
 
 
 def test_no_parameters_beside_two_pipelines_is_an_error(ranks):

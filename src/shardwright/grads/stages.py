@@ -6,12 +6,13 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -31,24 +32,26 @@ class SharedByStages:
         return self
 
 
-# The models that were cut, while they live: a list of parameters may hold none of a stage that is frozen.
-_cut: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()
+# The axes over which models were cut in each world: a list of parameters may hold none of a stage that is
+# frozen. Of models that are gone too: when one goes is up to the garbage collector of each rank, and ranks
+# that differ about it would meet the wrong collectives of their peers. A world ends on all ranks alike.
+_cut: weakref.WeakKeyDictionary[object, dict[DeviceMesh, None]] = weakref.WeakKeyDictionary()
 
 
-def note_cut(model: nn.Module, mesh: DeviceMesh) -> None:
-    """This model's stages are on the ranks of this axis."""
-    _cut[model] = mesh
+def note_cut(mesh: DeviceMesh) -> None:
+    """The stages of a model are on the ranks of this axis."""
+    _cut.setdefault(dist.group.WORLD, {})[mesh] = None
 
 
 def axis_of_all() -> list[DeviceMesh]:
-    """The axis of the models of this process that were cut into stages; none if there are no such models.
+    """The axis over which models of this process were cut into stages; none if no model was.
 
     Raises: ConfigError: there are several.
     """
-    found = list(dict.fromkeys(_cut.values()))
+    found = list(_cut.get(dist.group.WORLD, ())) if dist.is_initialized() else []
     if len(found) > 1:
         raise ConfigError(
-            "the norm of no parameters: models of this process are cut into stages over several axes, and "
+            "the norm of no parameters: models of this process were cut into stages over several axes, and "
             "other ranks may wait for this one on any of them\n  fix: clip_grad_norm_(module, ...)"
         )
     return found

@@ -136,7 +136,7 @@ def take_apart(model: nn.Module, mesh: DeviceMesh, places: Places, rank_of: Sequ
         if id(parameter) in shared:
             parameter.names_in_stages = shared[id(parameter)][0]  # type: ignore[attr-defined]
     model.__dict__[ATTRIBUTE] = split
-    note_cut(model, mesh)
+    note_cut(mesh)
     return split
 
 
