@@ -350,3 +350,29 @@ def _twice_then_two():
 
 def test_a_list_given_twice_teaches_nothing_of_two_lists(ranks):
     ranks(2, _twice_then_two, timeout=60)
+
+
+def _itself_first():
+    """Law: whether a call reads what it writes decides nothing about later calls of two lists."""
+    forget()
+    mesh = _mesh()
+    plain = [[torch.arange(6.0) + 10 * i + j for i in range(3)] for j in range(2)]
+    cut = [[sw.distribute_tensor(x, mesh, [sw.Shard(0)]) for x in xs] for xs in plain]
+    ran = []
+    for first, second, alpha in ((0, 0, 0.5), (0, 1, 2.0), (1, 1, 0.5), (1, 0, 2.0), (0, 1, 2.0)):
+        with torch.no_grad():
+            torch._foreach_add_(plain[first], plain[second], alpha=alpha)
+            before = [x._version for x in cut[second]]
+            with InPython() as python:
+                torch._foreach_add_(cut[first], cut[second], alpha=alpha)
+        ran.append(len(python.calls + python.functions))
+        if first != second:
+            assert [x._version for x in cut[second]] == before
+        for xs, ys in zip(plain, cut, strict=True):
+            for x, y in zip(xs, ys, strict=True):
+                assert torch.equal(y.full_tensor(), x)
+    return ran[2:]
+
+
+def test_a_list_that_is_added_to_itself_is_learned_as_any_other(ranks):
+    assert ranks(2, _itself_first) == [[0, 0, 0]] * 2

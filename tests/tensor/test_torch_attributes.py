@@ -38,3 +38,47 @@ def _layout():
 @pytest.mark.parametrize("world", only([2], [2, 4]))
 def test_layout_is_torchs_and_layout_of_is_ours(ranks, world):
     assert set(ranks(world, _layout)) <= {"f32[5@tp, 4]", ""}
+
+
+class _Heard(torch.overrides.TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _gradients():
+    grid = mesh()
+    x = sw.distribute_tensor(full(6, 4), grid, [sw.Shard(0)] * grid.ndim).requires_grad_()
+    assert x.grad is None
+    (x * 2).sum().backward()
+    made = x.grad
+    assert isinstance(made, sw.DTensor)
+    assert x.grad is made
+    with _Heard() as heard:
+        assert x.grad is made
+        x.grad = None
+    assert heard.names[0] == "__get__"
+    assert "__set__" in heard.names
+    assert x.grad is None
+    x.grad = made
+    with pytest.raises(RuntimeError):
+        x.grad = made[:2]
+    assert x.grad is made
+    del x.grad
+    assert x.grad is None
+    asked = []
+    whole = type(x).__torch_function__
+    try:
+        type(x).__torch_function__ = classmethod(lambda *given: asked.append(given) or whole(*given[1:]))
+        assert x.grad is None
+    finally:
+        type(x).__torch_function__ = whole
+    return len(asked)
+
+
+def test_a_gradient_is_read_as_torch_keeps_it_and_no_function_of_the_class_is_asked(ranks):
+    assert ranks(2, _gradients, fresh=True) == [0, 0]

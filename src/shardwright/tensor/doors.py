@@ -26,6 +26,7 @@ from shardwright.compat import (
     modes_on,
     without_subclasses,
 )
+from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch import short, whole_functions
 from shardwright.tensor.dispatch.call import dispatch
 from shardwright.tensor.dtensor import DTensor
@@ -37,7 +38,7 @@ from shardwright.tensor.wrap import wrap
 
 _VARIABLE = "SHARDWRIGHT_EXTENSION"
 _MODULE = "shardwright.tensor.extension.known_call"
-_BUILT = 5  # `VERSION` of the C file
+_BUILT = 6  # `VERSION` of the C file
 # Classes whose values `call._collect` tells apart by class and value.
 _SCALARS = frozenset(
     {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -171,5 +172,6 @@ def _dispatch(made: ModuleType) -> Any:
         tensor=torch.Tensor,
         helpers=boundary.helpers_allowed,
         raise_versions=increment_versions,
+        watching=finished_forms.watching,
         function_modes=function_modes_on,
     )

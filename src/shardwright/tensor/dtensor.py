@@ -37,6 +37,9 @@ class _Above:
 
 
 above = _Above()
+_read_gradient, _put_gradient, _drop_gradient = (
+    getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")
+)
 
 
 class _StandsForTorchs(TensorClass):
@@ -74,6 +77,24 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
 
     def __format__(self, spec: str) -> str:
         return self.item().__format__(spec) if spec and self.dim() == 0 else object.__format__(self, spec)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient, as torch keeps it. An optimizer reads it three times of each parameter.
+
+        Torch's own attribute asks `__torch_function__` first, which takes a microsecond to say nothing. No
+        descriptor in C: `torch.compile` reads functions.
+        """
+        with DisableTorchFunctionSubclass():
+            return _read_gradient(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        _put_gradient(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _drop_gradient(self)
 
     # -- in and out -----------------------------------------------------------------------------------
 

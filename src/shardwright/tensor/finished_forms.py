@@ -32,12 +32,33 @@ from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import CLASSES, in_hands, is_reshaped, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
     from shardwright.layout.layout import Layout
     from shardwright.tensor.dtensor import DTensor
+
+
+# Who remembers versions: while nobody does, storages need not count what is written into them.
+watching: set[int] = set()
+
+
+class Versions:
+    """The versions of some tensors as they were, to be compared later; storages count while it lives."""
+
+    __slots__ = ("_were",)
+
+    def __init__(self, *xs: DTensor) -> None:
+        watching.add(id(self))
+        self._were = [versions(x) for x in xs]
+
+    def hold(self, *xs: DTensor) -> bool:
+        """Was none of these tensors written since?"""
+        return self._were == [versions(x) for x in xs]
+
+    def __del__(self, forget: Callable[[int], None] = watching.discard) -> None:
+        forget(id(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +67,7 @@ class _Form:
 
     form: DTensor
     local: torch.Tensor
-    versions: tuple[int, int, int]
+    versions: Versions
 
 
 def may_keep(x: DTensor) -> bool:
@@ -114,7 +135,7 @@ def _base(x: DTensor) -> DTensor | None:
 
 def _of(x: DTensor) -> DTensor | None:
     kept: _Form | None = x._spec.form
-    if kept is None or kept.local is not x._local_tensor or kept.versions != versions(x):
+    if kept is None or kept.local is not x._local_tensor or not kept.versions.hold(x):
         return None
     return kept.form
 
@@ -129,7 +150,7 @@ def holds(x: object) -> bool:
 
 def keep(x: DTensor, form: DTensor) -> DTensor:
     """Keep the finished form of `x`; later calls on `x` ask for it."""
-    x._spec = x._spec.asking(_Form(form, x._local_tensor, versions(x)))
+    x._spec = x._spec.asking(_Form(form, x._local_tensor, Versions(x)))
     return form
 
 

@@ -38,7 +38,7 @@ class _Written:
     kwargs: Mapping[str, Any]
     small: DTensor
     local: torch.Tensor
-    versions: tuple[tuple[int, int, int], tuple[int, int, int]]  # of the terms, and of what they are of
+    versions: finished_forms.Versions  # of the terms, and of what they are of
 
 
 def operand_of(call: Call, decision: Decision) -> int | None:
@@ -69,7 +69,7 @@ def remember(
     """Keep with the terms how they were made: in a backward, whose tensors nobody else has."""
     in_backward = current_graph_task_id() != -1
     if in_backward and finished_forms.may_keep(out) and finished_forms.may_keep(small):
-        versions = finished_forms.versions(out), finished_forms.versions(small)
+        versions = finished_forms.Versions(out, small)
         args, kwargs = tree_map_only(  # numbers, as they are now
             torch.Tensor, lambda x: x if x is small else x.clone(), (args, dict(kwargs))
         )
@@ -84,7 +84,7 @@ def finished(x: DTensor, reason: str, refuse: Callable[[], None]) -> DTensor | N
     made: _Written | None = getattr(x, "_written_out", None)
     if made is None or made.local is not x._local_tensor:
         return None
-    if made.versions != (finished_forms.versions(x), finished_forms.versions(made.small)):
+    if not made.versions.hold(x, made.small):
         return None
     layout = finished_forms.finished_layout(made.small._spec.layout)
     (local,) = move_operands(made.func.name(), [(made.small, layout)], reason, refuse=refuse)

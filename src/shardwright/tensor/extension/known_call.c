@@ -19,7 +19,7 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 5 };
+enum { VERSION = 6 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
 enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 26 };
@@ -42,6 +42,7 @@ enum {
     TENSOR,                /* torch.Tensor */
     HELPERS,               /* do plain tensors that an op meets count as replicated? */
     RAISE_VERSIONS,        /* tells autograd that tensors were written */
+    WATCHING,              /* who remembers how often storages were written: with nobody, they do not count */
     FUNCTION_MODES,        /* how many modes see each function of torch */
     END_OF_DISPATCH
 };
@@ -77,7 +78,7 @@ _Static_assert(
 
 static const char *const held_by_dispatch[] = {"recipes", "recipe", "copies", "modes", "inference", "scalars",
     "ordinary", "localized", "new", "wrap", "local", "spec", "made_by", "lists", "list_ops", "tensor", "helpers",
-    "raise_versions", "function_modes", NULL};
+    "raise_versions", "watching", "function_modes", NULL};
 static const char *const held_by_boundary[] = {
     "compiler", "harmless", "reading", "own", "state", "below", "plain", "made",
     "of_one_mesh", "spec_of", "of_lists", "lookups", "looks", "ours", "below_it", "functions", "meet",
@@ -548,19 +549,30 @@ static PyObject *memory_of(PyObject *x) {
     return base;
 }
 
+/* Does somebody remember how often a storage was written? */
+static int is_watched(Door *door) {
+    return PySet_GET_SIZE(door->held[WATCHING]) != 0;
+}
+
 /* Is nothing that the call reads a part of what it writes, on one device or in local memory? Where it is, one
- * device may refuse, or the local call needs copies: Python asks (`written_memory`). -1: error. */
-static int lie_apart(Call *call, Py_ssize_t written, PyObject *storage) {
+ * device may refuse, or the local call needs copies: Python asks (`written_memory`). -1: error.
+ * storage: that of what is written, where anybody asks for it, else NULL. */
+static int lie_apart(Door *door, Call *call, Py_ssize_t written, PyObject **storage) {
     Py_ssize_t operands = call->operand.size;
-    PyObject *memory = operands > 1 ? memory_of(call->operand.at[written]) : NULL;
-    int apart = operands > 1 && memory == NULL ? -1 : 1;
+    *storage = NULL;
+    if (operands == 1 && !is_watched(door)) {
+        return 1;
+    }
+    *storage = PyObject_CallMethodNoArgs(call->local.at[written], str_untyped_storage);
+    PyObject *memory = *storage != NULL && operands > 1 ? memory_of(call->operand.at[written]) : NULL;
+    int apart = *storage == NULL || (operands > 1 && memory == NULL) ? -1 : 1;
     for (Py_ssize_t i = 0; apart > 0 && i < operands; i++) {
         if (i == written) {
             continue;
         }
         PyObject *other = memory_of(call->operand.at[i]);
         PyObject *local = other == NULL ? NULL : PyObject_CallMethodNoArgs(call->local.at[i], str_untyped_storage);
-        apart = local == NULL ? -1 : other != memory && local != storage;
+        apart = local == NULL ? -1 : other != memory && local != *storage;
         Py_XDECREF(other);
         Py_XDECREF(local);
     }
@@ -569,7 +581,10 @@ static int lie_apart(Call *call, Py_ssize_t written, PyObject *storage) {
 }
 
 /* `finished_forms.count_writes`, of a tensor without copied views; an error that is set stays. */
-static int count_write(PyObject *storage) {
+static int count_write(Door *door, PyObject *storage) {
+    if (!is_watched(door)) {
+        return 0;
+    }
     PyObject *type, *value, *trace, *writes = NULL;
     PyErr_Fetch(&type, &value, &trace);
     int done = PyObject_GetOptionalAttr(storage, str_writes, &writes);
@@ -600,15 +615,15 @@ static PyObject *call_locally(Door *door, PyObject *recipe, PyObject *args, PyOb
 static enum Found run_writing(
     Door *door, Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
     Py_ssize_t written = PyLong_AsSsize_t(PyTuple_GET_ITEM(recipe, WRITTEN));
-    PyObject *storage = PyObject_CallMethodNoArgs(call->local.at[written], str_untyped_storage);
-    int apart = storage == NULL ? -1 : lie_apart(call, written, storage);
+    PyObject *storage;
+    int apart = lie_apart(door, call, written, &storage);
     if (apart <= 0) {
         Py_XDECREF(storage);
         return apart < 0 ? FAILED : UNKNOWN;
     }
     PyObject *out = call_locally(door, recipe, args, kwargs);
-    int counted = count_write(storage);
-    Py_DECREF(storage);
+    int counted = count_write(door, storage);
+    Py_XDECREF(storage);
     if (out == NULL || counted < 0) {
         Py_XDECREF(out);
         return FAILED;
@@ -702,9 +717,11 @@ static int count_writes(Door *door, Call *call, PyObject *recipe, Py_ssize_t fir
     PyObject *told = PyList_New(0);
     int done = told == NULL ? -1 : 0;
     for (Py_ssize_t i = first; done == 0 && i < end && i < call->operand.size; i++) {
-        PyObject *storage = PyObject_CallMethodNoArgs(call->local.at[i], str_untyped_storage);
-        done = storage == NULL ? -1 : count_write(storage);
-        Py_XDECREF(storage);
+        if (is_watched(door)) {
+            PyObject *storage = PyObject_CallMethodNoArgs(call->local.at[i], str_untyped_storage);
+            done = storage == NULL ? -1 : count_write(door, storage);
+            Py_XDECREF(storage);
+        }
         if (done == 0 && ran && PyTuple_GET_ITEM(recipe, VERSIONS) == Py_True) {
             done = PyList_Append(told, call->operand.at[i]);
         }
@@ -1056,11 +1073,11 @@ static enum Found write_whole(
     if (lasting != 0) {
         return lasting < 0 ? FAILED : UNKNOWN;
     }
-    PyObject *storage = PyObject_CallMethodNoArgs(local, str_untyped_storage);
-    int apart = storage == NULL ? -1 : lie_apart(call, written, storage);
+    PyObject *storage;
+    int apart = lie_apart(below, call, written, &storage);
     enum Found found = apart < 0 ? FAILED : apart ? FOUND : UNKNOWN;
     PyObject *out = found == FOUND ? PyObject_Call(PyTuple_GET_ITEM(recipe, CALL), args, kwargs) : NULL;
-    if (found == FOUND && (count_write(storage) < 0 || out == NULL)) {
+    if (found == FOUND && (count_write(below, storage) < 0 || out == NULL)) {
         found = FAILED;
     }
     if (found == FOUND) {

@@ -146,7 +146,7 @@ def written_by(
 ) -> list[DTensor]:
     """The DTensors that the op writes, those in lists included."""
     found: list[DTensor] = []
-    for place, name in _written_places(func):
+    for place, name in written_places(func):
         value = args[place] if place < len(args) else kwargs.get(name)
         each = value if isinstance(value, list | tuple) else (value,)
         found += [x for x in each if isinstance(x, DTensor)]
@@ -154,7 +154,7 @@ def written_by(
 
 
 @remembered(4096)
-def _written_places(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+def written_places(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
     """The positions and names of the arguments that the op writes."""
     arguments = enumerate(func._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)

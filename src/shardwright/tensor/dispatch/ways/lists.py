@@ -32,7 +32,7 @@ from shardwright.tensor.explicit_mode import is_explicit
 from shardwright.tensor.plain.boundary import helpers_allowed
 from shardwright.tensor.plain.replicated import replicate_plain
 from shardwright.tensor.spec import Spec
-from shardwright.tensor.views.write_back import written_by
+from shardwright.tensor.views.write_back import written_by, written_places
 from shardwright.tensor.wrap import as_ours, wrap
 
 _MANY = 4096
@@ -282,31 +282,36 @@ def _learn(
         return
     if func._schema.returns and written:
         return
-    own = set(map(id, written))
-    if sum(id(x) in own for x in operands) > len(own):
-        return  # another call may have two tensors where this one writes a tensor that it reads
     results = tuple(specs) if func._schema.returns else None
     is_counted = func._schema.name.startswith("aten::_foreach_")
     several = bool(written) and len(list_arguments(func)) > 1
-    writes = tuple(_stretches(operands, written))
+    writes = tuple(_stretches(func, args, kwargs))
     found = short.ShortList(func._op, results, writes, several, is_counted, is_linear(func))
     helpers = taken.key[:1] if taken.plain else ()
     numbers = taken.numbers if decided.by_numbers else None
     short.learn_list(func, (*taken.key[2:], *helpers), numbers, found)
 
 
-def _stretches(operands: Sequence[DTensor], written: Sequence[DTensor]) -> Iterator[tuple[int, int]]:
-    """Which operands are written, from one up to another."""
-    own = set(map(id, written))
-    first = None
-    for place, x in enumerate(operands):
-        if id(x) in own and first is None:
-            first = place
-        elif id(x) not in own and first is not None:
-            yield first, place
-            first = None
-    if first is not None:
-        yield first, len(operands)
+def _stretches(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[int, int]]:
+    """Which operands are written, from one up to another.
+
+    Told by the arguments in which they stand, for what is read may be what is written.
+    """
+    written = {name for _, name in written_places(func)}
+    names = [argument.name for argument in func._schema.arguments]
+    first = end = 0
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        length = sum(isinstance(x, DTensor) for x in tree_leaves(value))
+        if name in written:
+            end += length
+            continue
+        if first < end:
+            yield first, end
+        first = end = end + length
+    if first < end:
+        yield first, end
 
 
 def _raise_versions(func: torch._ops.OpOverload, written: Sequence[DTensor]) -> None:
