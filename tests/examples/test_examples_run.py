@@ -1,16 +1,18 @@
 """The examples run as their first lines say, and find what one device finds: they compare it themselves."""
 
+import contextlib
+import io
 import os
+import runpy
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
-from tests.tiers import only
-
-pytestmark = pytest.mark.processes
+from shardwright.testing.rank_errors import RankError
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
@@ -43,8 +45,24 @@ def _run(command, folder):
     return done.stdout
 
 
+def _printed(path):
+    """What an example prints on this rank: the same program, without the start of a process for each rank."""
+    out = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(out):
+        warnings.simplefilter("default")  # as where it is started
+        runpy.run_path(str(path), run_name="__main__")
+    return out.getvalue()
+
+
+def test_an_example_finds_what_one_device_finds(ranks):
+    printed = ranks(4, _printed, ROOT / "examples" / "fsdp.py", fresh=True)
+    assert [text.count("one device") for text in printed] == [5, 0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", only(["fsdp.py"], EXAMPLES))
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_as_its_first_line_says(name, tmp_path):
     printed = [_run(command, tmp_path) for command in _command(name).split(" && ")]
     assert all(printed)
@@ -55,11 +73,11 @@ def test_an_example_is_short(name):
     assert len((ROOT / "examples" / name).read_text().splitlines()) < _LONGEST
 
 
-def test_an_example_that_finds_another_number_fails(tmp_path):
+def test_an_example_that_finds_another_number_fails(ranks, tmp_path):
     """A planted fault: the loss of one device is compared with twice the loss."""
     text = (ROOT / "examples" / "fsdp.py").read_text()
     wrong = tmp_path / "wrong.py"
     text = text.replace("shard=4", "shard=2").replace("None, 4", "None, 2")
     wrong.write_text(text.replace("assert_close(loss, expected", "assert_close(2 * loss, expected"))
-    with pytest.raises(AssertionError, match="not close"):
-        _run(f"torchrun --standalone --nproc-per-node 2 {wrong}", tmp_path)
+    with pytest.raises(RankError, match="not close"):
+        ranks(2, _printed, wrong, fresh=True)
