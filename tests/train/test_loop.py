@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -12,18 +14,24 @@ from shardwright.train.model import Decoder, ModelShape
 from tests.train.worlds import tiny, write_text
 
 
-def trained(settings: dict[str, Any], stop_at: int = 0) -> int | str:
-    """Run the loop on this rank; the exit code, or the user's error."""
+def trained(settings: dict[str, Any], stop_at: int = 0, *, draws: bool = False) -> int | str:
+    """Run the loop on this rank; the exit code, or the user's error.
+
+    Args:
+        draws: the loss curve too, which takes longer than a small run and is the same in all of them.
+    """
     from shardwright.launch import supervise
     from shardwright.launch.board import Board
     from shardwright.launch.supervise import Watch
     from shardwright.train import loop
+    from shardwright.train.run_folder import RunFolder
     from shardwright.train.runner import degrees
 
     config = tiny(**settings)
     watch = Watch(Board.private(config.world))
     supervise.install(watch)
-    with degrees(config).build(device="cpu") as context:
+    without = contextlib.nullcontext() if draws else mock.patch.object(RunFolder, "draw")
+    with without, degrees(config).build(device="cpu") as context:
         run = loop.TrainingRun(config, context, loop.open_folder(config, context))
         if context.rank == config.world - 1:
             run.trainer.observers.append(StopAt(stop_at, watch.board))
@@ -65,7 +73,7 @@ def settings(tmp_path) -> dict[str, Any]:
 
 
 def test_a_run_leaves_all_its_files(ranks, settings):
-    assert ranks(4, trained, settings) == [0] * 4
+    assert ranks(4, trained, settings, draws=True) == [0] * 4
     out = settings["out"]
     files = {"metrics.jsonl", "loss.png", "layouts.txt", "sample.txt", "config.json", "checkpoints"}
     assert {path.name for path in out.iterdir()} == files
