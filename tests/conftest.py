@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,15 @@ pytest_plugins = ["tests.tiers"]
 
 # What rank functions and their test modules import; a rank that is forked has it already.
 _PRELOAD = ("hypothesis", "pytest", "shardwright.checkpoint", "shardwright.parallel")
+# What takes each rank of each world a second or more to import: where the tests that are collected have the
+# module on the left, their ranks want those on the right.
+_COSTLY = {
+    "transformers": ("transformers.models.llama.modeling_llama",),
+    "tests.compositions.ranks": ("tests.compositions.preload",),
+    "tests.fuzz.ranks": ("tests.fuzz.ranks",),
+    "tests.ops.ranks": ("tests.ops.ranks",),
+    "tests.parallel.test_compile": ("torch._dynamo.backends.debugging", "torch.export._trace"),
+}
 _POOL = pytest.StashKey[RankPool]()
 
 
@@ -21,7 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # What a script starts in the background ignores SIGINT, and so would all that the tests start and stop.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.stash[_POOL] = RankPool(preload=_PRELOAD)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -30,8 +39,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     It is a process of its own (not a fork of this one), so what the collection imported or ran does not
     matter, and a run of a few pure tests does not pay for it.
     """
+    costly = [name for collected, names in _COSTLY.items() if collected in sys.modules for name in names]
+    pool = session.config.stash[_POOL] = RankPool(preload=(*_PRELOAD, *costly))
     if any("rank_pool" in getattr(item, "fixturenames", ()) for item in session.items):
-        session.config.stash[_POOL].start()
+        pool.start()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

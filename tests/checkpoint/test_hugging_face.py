@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as t
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,8 +26,6 @@ IDS = torch.arange(14).reshape(2, 7) % 13
 
 
 def families() -> dict[str, Any]:
-    import transformers as t
-
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
     return {

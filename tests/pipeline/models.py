@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
 
@@ -71,8 +72,6 @@ class TwoBlocks(nn.Module):
 
 def hugging_face(name, **more):
     """A small model of transformers."""
-    import transformers
-
     config, model, sizes = {
         "llama": (
             transformers.LlamaConfig,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from shardwright.errors import ParallelError
@@ -27,8 +28,6 @@ def _experts():
 
 
 def _hf(name, **given):
-    import transformers
-
     small = {"hidden_size": 24, "intermediate_size": 30, "num_hidden_layers": 2, "num_attention_heads": 6}
     if name == "llama":
         config = transformers.LlamaConfig(vocab_size=41, num_key_value_heads=3, **small, **given)
