@@ -2,16 +2,13 @@
 
 import pytest
 
-from shardwright.testing.pool import RankPool
 from tests.compositions import faults
 from tests.compositions.cases import VARIANTS, Case, cases
 from tests.compositions.page import PAGE, written
 from tests.compositions.report import sets_of
-from tests.compositions.sweep import BAD, PRELOAD, WRONG, attempt
+from tests.compositions.sweep import BAD, WRONG, attempt
 from tests.compositions.table import composition
 from tests.tiers import one_in
-
-pytestmark = pytest.mark.processes
 
 # On at most four ranks; each strategy alone, every pair and some triples.
 SAMPLE = [
@@ -43,15 +40,9 @@ SAMPLE = [
 CASES = [Case(model, placed, VARIANTS[variant]) for model, placed, variant in SAMPLE]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(preload=PRELOAD) as made:
-        yield made
-
-
 @pytest.mark.parametrize("case", one_in(6, CASES), ids=str)
-def test_every_gradient_loss_norm_and_parameter_is_that_of_one_device(pool, case):
-    record = attempt(pool, case)
+def test_every_gradient_loss_norm_and_parameter_is_that_of_one_device(rank_pool, case):
+    record = attempt(rank_pool, case)
     assert record.verdict not in BAD, record.text
 
 
@@ -65,11 +56,11 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("text", ["replicate dp", "fsdp dp"])
-def test_a_planted_fault_goes_red_and_is_named(pool, fault, text):
+def test_a_planted_fault_goes_red_and_is_named(rank_pool, fault, text):
     if fault is faults.never_summed and text == "fsdp dp":
         text = "replicate dr, fsdp dp"  # fully sharded gradients alone have no terms left
     mesh = {"dr": 2, "dp": 2} if "dr" in text else {"dp": 2}
-    record = attempt(pool, Case("decoder", composition(text, **mesh), VARIANTS["plain"]), fault)
+    record = attempt(rank_pool, Case("decoder", composition(text, **mesh), VARIANTS["plain"]), fault)
     assert record.verdict == WRONG
     assert FAULTS[fault] in record.text
     assert ".weight by " in record.text or "gain by " in record.text

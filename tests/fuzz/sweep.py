@@ -22,10 +22,13 @@ Checked = list[tuple[Program, Verdict]]
 
 
 class Worlds:
-    """Ranks for `jobs` batches at a time."""
+    """Ranks for `jobs` batches at a time; with a `pool`, that pool's, for one at a time."""
 
-    def __init__(self, jobs: int = 1, preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(
+        self, jobs: int = 1, preload: Sequence[str] = PRELOAD, *, pool: RankPool | None = None
+    ) -> None:
         self._preload, self._state, self._pools = preload, threading.local(), []  # type: ignore[var-annotated]
+        self._given = pool
         self._executor = ThreadPoolExecutor(jobs)
 
     def __enter__(self) -> Self:
@@ -72,6 +75,8 @@ class Worlds:
         return found
 
     def _pool(self) -> RankPool:
+        if self._given is not None:
+            return self._given
         if not hasattr(self._state, "pool"):
             self._state.pool = RankPool(preload=self._preload)
             self._pools.append(self._state.pool)

@@ -19,16 +19,16 @@ from tests.fuzz.sweep import Worlds
 from tests.fuzz.verdicts import OK, WRONG, worst
 from tests.tiers import all_but
 
-pytestmark = pytest.mark.processes
 # A few programs of each mesh: the seeds are the first ones, no choice was made among them.
 SAMPLE = {(2,): range(200), (3,): range(200, 260), (2, 2): range(260, 300)}
+_LIMIT = 150.0  # seconds of a planted fault, which takes two; a machine that is shared may take long
 _OFTEN = 10  # of each mesh, one in so many is tried by `make test`
 PARTS = [(mesh, often) for often in (True, False) for mesh in SAMPLE]
 
 
-@pytest.fixture(scope="module")
-def worlds():
-    with Worlds() as made:
+@pytest.fixture
+def worlds(rank_pool):
+    with Worlds(pool=rank_pool) as made:
         yield made
 
 
@@ -56,7 +56,7 @@ def test_planted_faults_are_found(rank_pool, tmp_path, fault):
     families = dict.fromkeys(FAULTS[fault].families, 1.0)
     programs = [draw(seed, (2,), families, torch.float64) for seed in range(24)]
     file = str(tmp_path / "found")
-    rank_pool.run(2, check_with, fault, programs, file, fresh=True)
+    rank_pool.run(2, check_with, fault, programs, file, fresh=True, timeout=_LIMIT)
     kinds = Counter(worst(verdicts).kind for verdicts in verdicts_of(file, 2))
     assert kinds[OK] < len(programs), kinds
     assert set(kinds) <= {OK, WRONG, "no error"}
@@ -80,7 +80,7 @@ def test_a_failure_becomes_a_small_program_to_paste(rank_pool, tmp_path):
 
         def check(self, programs):
             file = str(tmp_path / f"{id(programs)}{len(list(tmp_path.iterdir()))}")
-            rank_pool.run(2, check_with, "swapped sign", programs, file, fresh=True)
+            rank_pool.run(2, check_with, "swapped sign", programs, file, fresh=True, timeout=_LIMIT)
             return list(zip(programs, map(worst, verdicts_of(file, 2)), strict=True))
 
     ((_, verdict),) = Planted().check([program])

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from shardwright.testing.pool import RankPool
 from tests.ops.cases import BAD, Options, Record
 from tests.ops.database import SAMPLE, SOURCES, operators
 from tests.ops.excluded import EXCLUDED
@@ -21,8 +22,8 @@ from tests.ops.report import failures, summary
 from tests.ops.sweep import sweep
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, run, report; 0 if every case is right."""
+def main(arguments: list[str] | None = None, pool: RankPool | None = None) -> int:
+    """Parse, run, report; 0 if every case is right. With a `pool`, on its ranks."""
     options = _parser().parse_args(arguments)
     console = Console()
     known = operators()
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         for mesh in options.mesh.split(";")
     ]
     start = time.monotonic()
-    records = _checked(names, runs, options, console)
+    records = _checked(names, runs, options, console, pool)
     summary(records, time.monotonic() - start, len(names), len(EXCLUDED), console)
     if options.failures:
         Path(options.failures).write_text(failures(records))
@@ -51,7 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _checked(
-    names: list[str], runs: list[Options], options: argparse.Namespace, console: Console
+    names: list[str],
+    runs: list[Options],
+    options: argparse.Namespace,
+    console: Console,
+    pool: RankPool | None,
 ) -> list[Record]:
     records: list[Record] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -59,7 +64,7 @@ def _checked(
         report = stack.enter_context(Path(options.report).open("w")) if options.report else None
         progress = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal))
         task = progress.add_task("operators", total=len(names))
-        for name, found in sweep(names, runs, jobs=options.jobs):
+        for name, found in sweep(names, runs, jobs=options.jobs, pool=pool):
             records += found
             bad = Counter(record.verdict for record in found if record.verdict in BAD)
             if bad:

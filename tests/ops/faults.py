@@ -1,4 +1,4 @@
-"""Faults planted in the dispatch of a rank process, to see that a sweep finds them: import, and be broken."""
+"""Faults planted in the dispatch of a rank process, to see that a sweep finds them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.tensor.dispatch import call
+from tests.ops.cases import Options
+from tests.ops.ranks import check_operator
 
 _run = call.run
 
@@ -29,4 +31,7 @@ def _broken(prepared: Any, func: torch._ops.OpOverload, args: Any, kwargs: Any, 
     return out
 
 
-call.run = _broken
+def check_planted(name: str, options: Options, file: str, start: int) -> int:
+    """`check_operator` on ranks where the faults are planted: they are of no other use afterwards."""
+    call.run = _broken
+    return check_operator(name, options, file, start)

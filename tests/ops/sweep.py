@@ -28,16 +28,25 @@ def sweep(
     jobs: int,
     preload: Sequence[str] = _PRELOAD,
     check: Check = check_operator,
+    pool: RankPool | None = None,
 ) -> Iterator[tuple[str, list[Record]]]:
-    """Check operators under every option; yields each operator's records as soon as it is done."""
+    """Check operators under every option; yields each operator's records as soon as it is done.
+
+    Each job has ranks of its own, or all have those of `pool`, one at a time.
+    """
     state = threading.local()
     pools: list[RankPool] = []
 
-    def one(name: str) -> list[Record]:
+    def own() -> RankPool:
         if not hasattr(state, "pool"):
             state.pool = RankPool(preload=preload)
             pools.append(state.pool)
-        return [record for options in runs for record in _operator(state.pool, name, options, check)]
+        made: RankPool = state.pool
+        return made
+
+    def one(name: str) -> list[Record]:
+        ranks = own() if pool is None else pool
+        return [record for options in runs for record in _operator(ranks, name, options, check)]
 
     try:
         with ThreadPoolExecutor(jobs) as executor:
@@ -45,8 +54,8 @@ def sweep(
             for done in as_completed(waiting):
                 yield waiting[done], done.result()
     finally:
-        for pool in pools:
-            pool.close()
+        for made in pools:
+            made.close()
 
 
 def _operator(pool: RankPool, name: str, options: Options, check: Check) -> list[Record]:

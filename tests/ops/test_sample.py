@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from tests.ops.cases import CRASH, ERROR, OK, WRONG, Case, Options, Record
 from tests.ops.compare import difference
 from tests.ops.database import operators
 from tests.ops.excluded import EXCLUDED
+from tests.ops.faults import check_planted
 from tests.ops.sample import OF_NETWORKS, chosen
 from tests.ops.sweep import sweep
 from tests.ops.table import MOST_FALLBACKS, PAGE, Row, page, read, rows, stale
@@ -27,15 +31,15 @@ def test_fewer_than_two_percent_of_the_operators_are_excluded_each_for_a_reason(
     assert len(EXCLUDED) < 0.02 * len(op_db)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("part", all_but(range(1, _PARTS), range(_PARTS)))
-def test_a_sample_of_operators_gives_the_single_device_answer(capsys, tmp_path, part):
+def test_a_sample_of_operators_gives_the_single_device_answer(rank_pool, capsys, tmp_path, part):
     """Every placement on the inputs, one input of each dtype, forward and backward, two ranks.
 
     What ran under Shard(0) is what the page about operators says.
     """
     names, report = ",".join(chosen(operators())[part::_PARTS]), tmp_path / "report.jsonl"
-    status = main(["--ops", names, "--samples", "1", "--mesh", "2", "--jobs", "1", "--report", str(report)])
+    options = ["--samples", "1", "--mesh", "2", "--jobs", "1", "--report", str(report)]
+    status = main(["--ops", names, *options], rank_pool)
     assert status == 0, capsys.readouterr().out
     records = [Record.from_dict(json.loads(line)) for line in report.read_text().splitlines()]
     text = PAGE.read_text()
@@ -69,11 +73,10 @@ def test_results_that_differ_are_told_apart():
 PLANTED = {"nn.functional.relu": WRONG, "cos": ERROR, "sin": ERROR, "tan": CRASH}
 
 
-@pytest.mark.processes
-def test_planted_faults_are_found_and_cost_one_case_each():
+def test_planted_faults_are_found_and_cost_one_case_each(rank_pool):
     """A wrong value, an error on all ranks, on one rank only, a dead rank: named, and the rest goes on."""
     options = Options(kinds=("Shard(0)", "Replicate"), dtypes=("float32",), samples=1, backward=False)
-    preload = ("torch.testing._internal.common_methods_invocations", "tests.ops.faults")
-    for name, records in sweep(list(PLANTED), [options], jobs=1, preload=preload):
+    fresh: Any = SimpleNamespace(run=partial(rank_pool.run, fresh=True))
+    for name, records in sweep(list(PLANTED), [options], jobs=1, check=check_planted, pool=fresh):
         assert {record.verdict for record in records if record.case.kind == "Shard(0)"} == {PLANTED[name]}
         assert {record.verdict for record in records if record.case.kind == "Replicate"} == {OK}
