@@ -29,7 +29,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 RECIPE := pyproject.toml constraints.txt Makefile src/shardwright/tensor/extension/known_call.c
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID)
 TRAIN_FLAGS ?=
-PYTEST_FLAGS ?= -n 2 --dist loadfile
+# Files in the order of tests/tiers.py: what takes longest first.
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 LAWS_FLAGS ?=
 OPS_FLAGS ?= --all
 RULES_FLAGS ?=
@@ -40,6 +41,9 @@ CORPUS_FLAGS ?=
 MODELS_FLAGS ?=
 WALKS_FLAGS ?= --check
 FUZZ_FLAGS ?= --programs 20000
+
+# Each rank of each world imports the tests' modules: without their bytecode it would compile them first.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install train test test-unit test-python test-all laws ops fuzz rules models witness explain compositions corpus walks verify lint bench docs clean
 
