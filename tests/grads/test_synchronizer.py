@@ -197,6 +197,33 @@ def test_a_transposed_gradient_keeps_its_strides(ranks):
     assert ranks(2, _transposed) == [True, True]
 
 
+def _other_on_some_data_ranks(pairs):
+    """The ranks of one data coord have cut what those of the other hold whole, or still as terms of a sum."""
+    mesh = _mesh(2, 2)
+    parameter = _parameter(mesh, [Replicate(), Shard(0)])
+    values = [torch.arange(24.0).view(4, 6), 7 - torch.arange(24.0).view(4, 6).square()]
+    data, at = mesh.get_coordinate()
+    local, inner = {
+        "home": (values[data].chunk(2, 0)[at], Shard(0)),
+        "whole": (values[data], Replicate()),
+        "turned": (values[data].chunk(2, 1)[at], Shard(1)),
+        "terms": (values[data] * (at + 1) / 3, SUM),
+    }[pairs[data]]
+    parameter.grad = DTensor.from_local(
+        local.contiguous(), mesh, [SUM, inner], shape=(4, 6), stride=(6, 1), run_check=False
+    )
+    GradientSynchronizer([("w", parameter)]).synchronize()
+    assert tuple(parameter.grad.placements) == (Replicate(), Shard(0))
+    torch.testing.assert_close(parameter.grad.full_tensor(), sum(values))
+
+
+@pytest.mark.parametrize(
+    "pairs", [("home", "whole"), ("turned", "home"), ("terms", "home"), ("home", "terms")]
+)
+def test_data_ranks_whose_gradients_lie_otherwise_bring_each_home(ranks, pairs):
+    ranks(4, _other_on_some_data_ranks, pairs)
+
+
 def _states_differ():
     mesh = _mesh(2)
     parameter = _parameter(mesh, [Replicate()])

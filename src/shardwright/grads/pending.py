@@ -15,6 +15,7 @@ from shardwright.compat import DisableTorchFunctionSubclass, axis_names
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.grads.entry import Entry, spec_like
+from shardwright.grads.other_layouts import can_come_home, come_home
 from shardwright.grads.parameters import name_list
 from shardwright.grads.state import GradientState, agree, told_by_any
 from shardwright.layout.layout import Layout
@@ -76,6 +77,8 @@ def finish_gradients(parameters: Mapping[str, TorchDTensor], bucket_bytes: int, 
         states = found.own
         if not agreed:
             states = agree(found.mesh, found.own, found.parameters[0].device)
+            if _bring_home(found, states):
+                states = agree(found.mesh, found.own, found.parameters[0].device)
             _check(found, states)
             _join(found, states)
         _finish(found, states, bucket_bytes)
@@ -118,6 +121,26 @@ def _join(found: _OnMesh, states: Sequence[GradientState]) -> None:
             found.parameters[i].grad = zeros
             found.held[i] = zeros
             found.own[i] = found.entry(i).state()
+
+
+def _bring_home(found: _OnMesh, states: Sequence[GradientState]) -> bool:
+    """Where a gradient lies otherwise on some ranks only, bring it home there, if that is the ranks' own.
+
+    Returns: whether a rank has moved any, the same on all of them.
+    """
+    asked = [i for i, state in enumerate(states) if state.is_contradictory]
+    if not asked:
+        return False
+    wanted = {i: found.placed[i]._spec.layout for i in asked}
+    able = can_come_home(found.mesh, {i: found.held[i] for i in asked}, wanted)
+    for i in able:
+        held = found.held[i]
+        if held is not None and found.own[i].other:
+            home = come_home(held, wanted[i])
+            found.parameters[i].grad = home
+            found.held[i] = home
+            found.own[i] = found.entry(i).state()
+    return bool(able)
 
 
 def _zeros(placed: DTensor, layout: Layout) -> DTensor:
