@@ -92,6 +92,21 @@ REFUSED = {
         lambda m, mesh: sw.distribute_module(m, mesh["tp"], {"0.weight": {"tp": sw.Shard(0)}}),
         "the plan places 0.weight, which is placed already (f32[4@dp, 4])",
     ),
+    "fsdp, words": (
+        lambda m, mesh: parallelize_fsdp(m, mesh["dp"]),
+        lambda m, mesh: parallelize_tensor(m, mesh["tp"], {"0": "colwise"}),
+        "parallelize_tensor: the plan places 0.weight, which is placed already (f32[4@dp, 4])",
+    ),
+    "fsdp, placements": (
+        lambda m, mesh: parallelize_fsdp(m, mesh["dp"]),
+        lambda m, mesh: parallelize_tensor(m, mesh["tp"], {"0.weight": {"tp": sw.Shard(0)}}),
+        "parallelize_tensor: the plan places 0.weight",
+    ),
+    "placements, placements": (
+        lambda m, mesh: parallelize_tensor(m, mesh["tp"], {"0.weight": {"tp": sw.Shard(0)}}),
+        lambda m, mesh: parallelize_tensor(m, mesh["dp"], {"0.bias": {"dp": sw.Shard(0)}}),
+        "parallelize_tensor was already called on this module",
+    ),
     "fsdp, styles": (
         lambda m, mesh: parallelize_fsdp(m, mesh["dp"]),
         lambda m, mesh: parallelize_tensor(m, mesh["tp"], {"0": ColwiseParallel()}),

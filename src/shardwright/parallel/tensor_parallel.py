@@ -19,7 +19,7 @@ from shardwright.parallel.swap import put_all, replace_parameters
 from shardwright.parallel.tensor.bring import brought_plan
 from shardwright.parallel.tensor.by_words import place_by_words
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.modules.distribute import carry_over, distribute_module
+from shardwright.tensor.modules.distribute import carry_over, place_by_pattern
 from shardwright.tensor.modules.more_axes import KEPT, is_free_for, on_more_axes
 from shardwright.tensor.modules.slots import Slot, slots_of
 from shardwright.tensor.modules.ties import ties_kept
@@ -80,7 +80,8 @@ def parallelize_tensor(
     if ParallelStyle in kinds:
         return _by_styles(module, mesh, cast("Mapping[str, ParallelStyle]", plan))
     if plan is not None and str not in kinds:
-        return distribute_module(module, mesh, plan)
+        place_by_pattern(module, mesh, plan, said="parallelize_tensor")
+        return module
     words = brought_plan(module) if plan is None else {p: w for p, w in plan.items() if isinstance(w, str)}
     placed = {} if plan is None else {p: v for p, v in plan.items() if not isinstance(v, str)}
     return place_by_words(module, mesh, words, placed, strict=plan is not None, sequence=sequence_parallel)

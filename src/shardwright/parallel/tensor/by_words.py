@@ -17,7 +17,7 @@ from shardwright.parallel.tensor.borders import hang, of_embeddings
 from shardwright.parallel.tensor.cuts import placement_of
 from shardwright.parallel.tensor.said import Said, Spoken, spoken
 from shardwright.parallel.tensor.sequence import read_blocks
-from shardwright.tensor.modules.distribute import distribute_module
+from shardwright.tensor.modules.distribute import place_by_pattern
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,7 +54,7 @@ def place_by_words(
         borders |= read_blocks(module, said, cuts)
     (axis,) = axis_names(mesh)
     by_name = {glob.escape(name): {axis: placement} for name, placement in cuts.items()}
-    distribute_module(module, mesh, {**placed, **by_name})
+    place_by_pattern(module, mesh, {**placed, **by_name}, said="parallelize_tensor")
     hang(borders, mesh)
     return module
 

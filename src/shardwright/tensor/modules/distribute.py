@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,21 +52,39 @@ def distribute_module(
     Cost: that of `distribute_tensor` per parameter, none with `src_data_rank=None`.
     """
     mesh = current_mesh(device_mesh)
-    if getattr(module, "_shardwright_distributed", False):
-        raise ParallelError(
-            "distribute_module was already called on this module; place its parts, or place it once"
-        )
-    with ties_kept(module, "distribute_module"):
-        if isinstance(partition_fn, Mapping):
-            _place_by_pattern(module, mesh, partition_fn, src_data_rank)
-        else:
-            if partition_fn is not None:
-                for name, child in module.named_modules():
-                    partition_fn(name, child, mesh)
-            _place_by_pattern(module, mesh, {}, src_data_rank)
+    if partition_fn is None or isinstance(partition_fn, Mapping):
+        place_by_pattern(module, mesh, partition_fn or {}, src_data_rank)
+    else:
+        with _once(module, "distribute_module"):
+            for name, child in module.named_modules():
+                partition_fn(name, child, mesh)
+            _place(module, mesh, {}, src_data_rank, "distribute_module")
     _register_hooks(module, mesh, input_fn, output_fn)
-    module._shardwright_distributed = True  # type: ignore[assignment]
     return module
+
+
+def place_by_pattern(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    patterns: ByPattern,
+    source: int | None = 0,
+    said: str = "distribute_module",
+) -> None:
+    """What `distribute_module` does with a plan. said: the function that the user has called."""
+    with _once(module, said):
+        _place(module, mesh, patterns, source, said)
+
+
+@contextmanager
+def _once(module: nn.Module, said: str) -> Iterator[None]:
+    """Around the placing of a whole module. Raises: ParallelError: it has been placed already."""
+    before = getattr(module, "_shardwright_distributed", "")
+    if before:
+        again = "was already called" if before == said else f"after {before}"
+        raise ParallelError(f"{said} {again} on this module; place its parts, or place it once")
+    with ties_kept(module, said):
+        yield
+    module._shardwright_distributed = said  # type: ignore[assignment]
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -75,16 +94,17 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return named
 
 
-def _place_by_pattern(module: nn.Module, mesh: DeviceMesh, patterns: ByPattern, source: int | None) -> None:
+def _place(module: nn.Module, mesh: DeviceMesh, patterns: ByPattern, source: int | None, said: str) -> None:
     named = _tensors(module)
     chosen = {name: _placements_for(name, patterns, mesh) for name in named}
     _check_patterns(patterns, named)
-    asked = _asked(named, patterns, chosen, mesh)
+    asked = _asked(named, patterns, chosen, mesh, said)
     made: dict[int, torch.Tensor] = {}
     for name, tensor in named.items():
         by_name = asked.get(id(tensor), name)
         given = chosen[by_name]
-        if id(tensor) not in made and _to_be_placed(by_name, tensor, mesh, given, id(tensor) in asked):
+        named_by = said if id(tensor) in asked else ""
+        if id(tensor) not in made and _to_be_placed(by_name, tensor, mesh, given, named_by):
             made[id(tensor)] = _distributed(by_name, tensor, mesh, given, source)
     for name, tensor in named.items():
         if id(tensor) in made:
@@ -96,6 +116,7 @@ def _asked(
     patterns: ByPattern,
     chosen: Mapping[str, PlacementsArgument],
     mesh: DeviceMesh,
+    said: str,
 ) -> dict[int, str]:
     """The name by which each tensor is asked for: of a tied one the first that a pattern names.
 
@@ -109,7 +130,7 @@ def _asked(
         one, other = (resolve_placements(mesh, chosen[n], default="replicate") for n in (first, name))
         if one != other:
             raise ParallelError(
-                f"distribute_module: {first} and {name} are one parameter (tied weights), and the plan "
+                f"{said}: {first} and {name} are one parameter (tied weights), and the plan "
                 f"places them differently, {list(one[0])} and {list(other[0])}; give both the same placements"
             )
     return asked
@@ -124,10 +145,11 @@ def _placements_for(name: str, patterns: ByPattern, mesh: DeviceMesh) -> Placeme
 
 
 def _to_be_placed(
-    name: str, tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementsArgument, asked: bool
+    name: str, tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementsArgument, named_by: str
 ) -> bool:
     """Is there anything to do? What is placed already stays, unless the plan asks for something else.
 
+    Args: named_by: whose plan names it; "" if none does.
     Raises: ParallelError: it does, and that cannot be done.
     """
     if not isinstance(tensor, TorchDTensor):
@@ -136,10 +158,10 @@ def _to_be_placed(
     if not getattr(tensor, "_fully_sharded", "") and is_free_for(ours, mesh):
         return True
     resolved, _ = resolve_placements(mesh, placements, default="replicate")
-    if asked and not (ours.device_mesh == mesh and ours._spec.layout.placements == tuple(resolved)):
+    if named_by and not (ours.device_mesh == mesh and ours._spec.layout.placements == tuple(resolved)):
         raise ParallelError(
-            f"distribute_module: the plan places {name}, which is placed already ({ours._spec.layout}); call "
-            "distribute_module before the strategy that placed it"
+            f"{named_by}: the plan places {name}, which is placed already ({ours._spec.layout}); call "
+            f"{named_by} before the strategy that placed it"
         )
     return False
 
