@@ -474,3 +474,48 @@ class AsksALayerElsewhere(Base):
     def forward(self, x):
         factor = 2.0 if self.layers[0].linear.training else 1.0
         return super().forward(x) * factor
+
+
+class AsksWhetherGradientsAreRecorded(Base):
+    """A layer that hands a term on in training alone, and own code that does as it."""
+
+    class Term(Part):
+        def forward(self, x):
+            y = super().forward(x)
+            return (y, y.square().mean()) if torch.is_grad_enabled() else (y, None)
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = self.Term()
+
+    def forward(self, x):
+        x, term = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x if term is None else x + term
+
+
+class DiffersInALayer(Base):
+    """A layer that asks for the slope of what it makes, one that hooks its argument, one with a backward."""
+
+    class Slope(Part):
+        def forward(self, x):
+            y = super().forward(x)
+            return y + torch.autograd.grad(y.square().sum(), self.linear.bias, create_graph=True)[0]
+
+    class Hooks(Part):
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                x.register_hook(lambda gradient: 0.5 * gradient)
+            return super().forward(x)
+
+    class Backward(Part):
+        def forward(self, x):
+            y = super().forward(x.detach())
+            if torch.is_grad_enabled():
+                (0.1 * y.square().sum()).backward()
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0], self.layers[2], self.layers[3] = self.Slope(), self.Hooks(), self.Backward()

@@ -66,6 +66,9 @@ def _beside(name, cuts, steps=3, **given):
         ("WritesItsArgument", HALF),
         ("WritesItsArgument", QUARTERS),
         ("CountsAbove", HALF),
+        ("AsksWhetherGradientsAreRecorded", HALF),
+        ("DiffersInALayer", HALF),
+        ("DiffersInALayer", QUARTERS),
     ],
 )
 def test_it_gives_what_one_device_gives(ranks, name, cuts):

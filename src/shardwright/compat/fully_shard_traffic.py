@@ -34,6 +34,17 @@ def reduce_gradients(module: nn.Module) -> None:
         state._root_post_backward_final_callback()
 
 
+def forget_forwards(module: nn.Module) -> None:
+    """No backward comes of the forwards since the last one: nothing stays gathered for it, or is fetched."""
+    for root in _roots(module):
+        state = root._get_fsdp_state()
+        state._comm_ctx.post_forward_order.clear()
+        for each in state._state_ctx.all_states:
+            for group in groups_of(each):
+                group._post_forward_indices.clear()
+                group.reshard()
+
+
 def _roots(module: nn.Module) -> list[FSDPModule]:
     units = [m for m in module.modules() if isinstance(m, FSDPModule)]
     inside = {id(m) for unit in units for m in unit.modules() if m is not unit}

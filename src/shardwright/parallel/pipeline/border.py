@@ -15,7 +15,7 @@ from shardwright.layout.layout import Layout
 from shardwright.tensor.autograd import FromLocal, to_local
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import finished, spec_of
-from shardwright.tensor.wrap import as_ours, wrap
+from shardwright.tensor.wrap import as_ours
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,11 +90,12 @@ class Leaf:
         )
 
     def zeros(self, find: FindMesh, device: torch.device) -> Tensor:
-        """A tensor like it, of zeros; the number where it is one."""
+        """What would arrive of a tensor like it, of zeros; the number where it is one."""
         if self.number is not None:
             return torch.tensor(self.number, dtype=self.dtype, device=device)
-        local = in_memory(torch.zeros(self.local_shape(find), dtype=self.dtype, device=device), self)
-        return wrap(local, spec_of(self.layout(find), find(self.axes))) if self.axes else local
+        graph = self.flows_back and torch.is_grad_enabled()
+        sent = torch.zeros(self.local_shape(find), dtype=self.dtype, device=device, requires_grad=graph)
+        return arriving(sent, self, find)
 
 
 def _permuted(x: Tensor) -> tuple[int, ...]:

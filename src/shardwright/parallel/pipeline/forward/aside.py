@@ -23,10 +23,10 @@ class _Was:
 
 
 class Aside:
-    """The buffers, attributes and generators of a model as they are now.
+    """The buffers, attributes, generators and gradients of a model as they are now.
 
-    `memory` and `changed_buffers` say what a forward has left; `put_back` undoes it. Parameters are no part
-    of it, nor what torch and the strategies keep in a module.
+    Of gradients there are none until then. `memory` and `changed_buffers` say what a forward has left;
+    `put_back` undoes it. Parameters are no part of it, nor what torch and the strategies keep in a module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,6 +34,9 @@ class Aside:
         self._buffers = {n: {k: _was(b) for k, b in m._buffers.items()} for n, m in self._modules.items()}
         self.memory = Memory(self._modules, values=True)
         self._generators = read_rng()
+        self._gradients = [(p, p.grad) for p in model.parameters()]
+        for parameter, _ in self._gradients:
+            parameter.grad = None  # a layer may run a backward of its own
 
     def changed_buffers(self) -> Iterator[tuple[str, str]]:
         """(module, name) of buffers that have other values than before."""
@@ -47,6 +50,8 @@ class Aside:
         """Everything as it was."""
         write_rng(self._generators)
         self.memory.put_back()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
         with torch.no_grad():
             for path, module in self._modules.items():
                 _restore(module._buffers, self._buffers[path])

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwright.comm.record import because
 from shardwright.compat import tree_leaves
+from shardwright.compat.fully_shard_traffic import forget_forwards
 from shardwright.errors import ParallelError, ShardwrightError
 from shardwright.parallel.pipeline.border import FindMesh
 from shardwright.parallel.pipeline.forward.aside import Aside
@@ -36,25 +37,26 @@ Forward = Callable[[Run], Any]  # the model called on one micro-batch, what a st
 def learn(split: Split, model: nn.Module, forward: Forward, find: FindMesh, device: torch.device) -> Borders:
     """Run every stage once, on the ranks that hold it, and tell all of them what crosses the borders.
 
-    Nothing of the model is changed by it: buffers, attributes and generators are put back.
+    It runs with gradients where the step does: what a layer asks of them it must be answered alike. No
+    backward follows. Nothing of the model is changed by it: buffers, attributes, generators and gradients are
+    put back.
     Raises: ParallelError: on every rank of the axis, what one of them cannot do.
     Cost: a forward of each stage, one after another; their descriptions are sent to all ranks of the axis.
     """
     borders = Borders(split.stages)
-    with torch.no_grad():
-        for stage in range(split.stages):
-            told, ended = Told(), None
-            if stage in split.mine:
-                told, ended = _tried(stage, split, borders, forward, find, device, model)
-            told = _from(split.rank_of[stage], told, split.mesh.get_group(), device)
-            if ended is not None and not isinstance(ended, Exception):  # SystemExit
-                raise ended
-            if told.error is not None:
-                raise ParallelError(f"pipeline, stage {stage}: {told.error}")
-            borders.add(stage, told)
-            borders.check_journal(stage)
-            split.leavings.add(told, split.rank_of[stage])
-            split.place_leavings(model)
+    for stage in range(split.stages):
+        told, ended = Told(), None
+        if stage in split.mine:
+            told, ended = _tried(stage, split, borders, forward, find, device, model)
+        told = _from(split.rank_of[stage], told, split.mesh.get_group(), device)
+        if ended is not None and not isinstance(ended, Exception):  # SystemExit
+            raise ended
+        if told.error is not None:
+            raise ParallelError(f"pipeline, stage {stage}: {told.error}")
+        borders.add(stage, told)
+        borders.check_journal(stage)
+        split.leavings.add(told, split.rank_of[stage])
+        split.place_leavings(model)
     borders.finish()
     borders.check(several=split.stages > split.mesh.size())
     return borders
@@ -94,7 +96,18 @@ def _stage(
         zeros = {value: borders.leaf(value).zeros(find, device) for value in needs}
         streams = Streams(device, None, python=True)
         hollow = split.hollow_on(device)
-        run = Run(stage, zeros, known, frozenset(known), None, hollow, split.mode, streams)
+        written = {value: x._version for value, x in zeros.items()}
+        run = Run(
+            stage,
+            zeros,
+            known,
+            frozenset(known),
+            None,
+            hollow,
+            split.mode,
+            streams,
+            versions=written,
+        )
         aside = Aside(model)
         try:
             out = forward(run)
@@ -104,6 +117,7 @@ def _stage(
         except NeededError as error:
             asked = error.values
         finally:
+            forget_forwards(model)
             aside.put_back()
         _check_asked(stage, asked, needs, known)
         needs |= asked
