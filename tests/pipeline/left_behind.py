@@ -307,3 +307,89 @@ class ReadsTheStepBefore(Base):
     def forward(self, x):
         before = getattr(self.layers[0], "term", 0.0)
         return super().forward(x) + before
+
+
+AUX, CALLS = [], 0
+
+
+class Total:
+    value = 0.0
+
+
+class InAGlobal(Base):
+    """Layers add to a list of the module's, which own code adds up."""
+
+    class Adds(Part):
+        def forward(self, x):
+            y = super().forward(x)
+            AUX.append(y.square().mean())
+            return y
+
+    def __init__(self):
+        super().__init__(self.Adds)
+
+    def forward(self, x):
+        AUX.clear()
+        x = super().forward(x)
+        return x + sum(AUX)
+
+
+def _note(y):
+    Total.value = Total.value + y.square().mean()
+
+
+class OnAClass(Base):
+    """The same on a class, in functions that both name."""
+
+    class Adds(Part):
+        def forward(self, x):
+            y = super().forward(x)
+            _note(y)
+            return y
+
+    def __init__(self):
+        super().__init__(self.Adds)
+
+    def begun(self):
+        Total.value = 0.0
+
+    def forward(self, x):
+        self.begun()
+        return super().forward(x) + Total.value
+
+
+class InSlots(Base):
+    """The same in an object that has slots."""
+
+    class Slotted:
+        __slots__ = ("aux",)
+
+    class Keeps(Part):
+        def __init__(self):
+            super().__init__()
+            self.state = InSlots.Slotted()
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.state.aux = y.square().mean()
+            return y
+
+    def __init__(self):
+        super().__init__(self.Keeps)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + sum(layer.state.aux for layer in self.layers)
+
+
+class CountsItsCalls(Base):
+    """Nobody else reads what layers count."""
+
+    class Counts(Part):
+        def forward(self, x):
+            global CALLS  # noqa: PLW0603  what is tried
+            CALLS += 1
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__(self.Counts)

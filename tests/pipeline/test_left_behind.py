@@ -144,3 +144,52 @@ def _alone_on_the_axis():
 
 def test_what_an_earlier_stage_of_the_rank_left_is_of_another_micro_batch(ranks):
     assert "layers.0.term is set by the forward of layers.0" in ranks(1, _alone_on_the_axis)[0]
+
+
+def _outside(name):
+    _, _, pipeline = _cut(name)
+    return _refused(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("InAGlobal", "AUX, a global of tests.pipeline.left_behind, is changed by the forward of layers.0"),
+        ("OnAClass", "Total.value, is changed by the forward of layers.0"),
+        ("InSlots", "layers.0.state is set by the forward of layers.0"),
+    ],
+)
+def test_what_layers_leave_outside_of_modules_and_own_code_reads_is_refused(ranks, name, said):
+    for text in ranks(2, _outside, name):
+        assert said in text
+
+
+def _total_and_aux(out, _):
+    return total(out, None) + sum(left_behind.AUX)
+
+
+def _loss_reads():
+    model = left_behind.InAGlobal.__bases__[0](left_behind.InAGlobal.Adds)
+    parallelize_pipeline(model, rank_mesh((2,), ("pp",)), HALF)
+    return _refused(Pipeline(model, _total_and_aux, micro_batches=2))
+
+
+def test_what_the_loss_reads_of_earlier_stages_is_refused(ranks):
+    for text in ranks(2, _loss_reads):
+        assert "AUX, a global of tests.pipeline.left_behind, is changed by the forward of layers.0" in text
+
+
+def _counted():
+    _, alone, pipeline = _cut("CountsItsCalls")
+    left_behind.CALLS = 0
+    pipeline.step(torch.randn(4, H))
+    here = left_behind.CALLS
+    left_behind.CALLS = 0
+    for rows in torch.randn(4, H).chunk(2):
+        alone(rows)
+    return here, left_behind.CALLS
+
+
+def test_the_run_that_learns_borders_leaves_nothing_in_globals(ranks):
+    """Of four layers each rank has two, and calls them for two micro-batches."""
+    assert ranks(2, _counted) == [(4, 8)] * 2

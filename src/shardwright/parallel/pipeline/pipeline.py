@@ -210,6 +210,7 @@ class Pipeline:
 
     def _made(self, batches: list[Batch]) -> _Ready:
         split = self._split
+        split.read_code(self.loss)
         borders = learn(
             split, self.module, lambda run: self._caller(run, copied(batches[0])), self._homes, self._device
         )

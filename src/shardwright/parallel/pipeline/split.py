@@ -17,6 +17,7 @@ from shardwright.parallel.pipeline.forward.conductor import Conductor, Elsewhere
 from shardwright.parallel.pipeline.forward.held import Held, held
 from shardwright.parallel.pipeline.forward.hollow import Call, HollowMode, Value, hollow, mark
 from shardwright.parallel.pipeline.forward.leavings import Leavings
+from shardwright.parallel.pipeline.forward.outside import Outside
 from shardwright.parallel.pipeline.mark import ATTRIBUTE
 from shardwright.parallel.pipeline.places import VERB, Place, Places
 from shardwright.tensor.modules.replaced import taken_away
@@ -33,7 +34,7 @@ class Split:
 
     shared: names of the parameters that several ranks hold, and these ranks, that of the first stage first.
     reads_parameters: whether modules above the cuts have parameters of their own. parts: the place of each
-    part.
+    part. outside: the globals and the like that its code names.
     """
 
     mesh: DeviceMesh
@@ -46,6 +47,7 @@ class Split:
     shared: list[tuple[tuple[str, ...], tuple[int, ...]]]
     reads_parameters: bool
     parts: dict[str, Place] = field(default_factory=dict)
+    outside: Outside = field(default_factory=Outside)
 
     @property
     def heard(self) -> list[Held]:
@@ -71,6 +73,11 @@ class Split:
             module = part.module
             if module is not None and getattr(module._compiled_call_impl, "heard_by", None) is None:
                 intercept_calls(module, functools.partial(self.conductor.hears, part))
+
+    def read_code(self, loss: object) -> None:
+        """Find what the code of the layers names, and that above them and of the loss too."""
+        parts = [held.module for held in self.conductor.parts if held.module is not None]
+        self.outside = Outside.of(parts, self.above, loss, self.stages - 1)
 
     def place_leavings(self, model: nn.Module) -> None:
         """Put stand-ins where this rank does not know what a forward sets."""

@@ -62,6 +62,7 @@ class StageModule(nn.Module):
         self.draws, self.draws_python = borders.draws, borders.draws_python
         self.call, self.find, self.device = call, find, device
         self.mode, self.conductor = split.mode, split.conductor
+        self.outside = split.outside
         self.hollow = functools.cache(split.hollow_on(device))  # nobody writes into them
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.batches: list[Batch] = []
@@ -123,6 +124,7 @@ class StageModule(nn.Module):
             self.hollow,
             self.mode,
             streams,
+            self.outside,
             copied=self.copied,
             versions={value: x._version for value, x in received.items()},
         )

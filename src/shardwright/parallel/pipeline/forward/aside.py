@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwright.checkpoint.rng_state import read_rng, write_rng
 from shardwright.parallel.pipeline.forward.hollow import is_hollow
 from shardwright.parallel.pipeline.forward.memory import Memory, same_elements
+from shardwright.parallel.pipeline.forward.outside import Look, Outside
 
 
 @dataclass
@@ -23,13 +24,14 @@ class _Was:
 
 
 class Aside:
-    """The buffers, attributes, generators and gradients of a model as they are now.
+    """The buffers, attributes, generators and gradients of a model, and globals that its code names, as now.
 
     Of gradients there are none until then. `memory` and `changed_buffers` say what a forward has left;
     `put_back` undoes it. Parameters are no part of it, nor what torch and the strategies keep in a module.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, outside: Outside) -> None:
+        self._outside = Look(outside.all, values=True)
         self._modules = dict(model.named_modules())
         self._buffers = {n: {k: _was(b) for k, b in m._buffers.items()} for n, m in self._modules.items()}
         self.memory = Memory(self._modules, values=True)
@@ -50,6 +52,7 @@ class Aside:
         """Everything as it was."""
         write_rng(self._generators)
         self.memory.put_back()
+        self._outside.put_back()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         with torch.no_grad():

@@ -106,9 +106,10 @@ def _stage(
             hollow,
             split.mode,
             streams,
+            split.outside,
             versions=written,
         )
-        aside = Aside(model)
+        aside = Aside(model, split.outside)
         try:
             out = forward(run)
             asked = frozenset().union(*(origins(x) for x in tree_leaves(out)))

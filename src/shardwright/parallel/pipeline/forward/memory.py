@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import types
 from collections import deque
@@ -18,7 +19,7 @@ from shardwright.parallel.pipeline.forward.hollow import is_hollow
 _PLAIN = (int, float, complex, str, bytes)
 _MACHINERY = frozenset(nn.Module().__dict__)
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, nn.Module)
-_NOT_OF_THE_MODEL = ("torch", "shardwright", "numpy", "builtins", "functools", "threading", "logging")
+NOT_OF_THE_MODEL = ("torch", "shardwright", "numpy", "builtins", "functools", "threading", "logging")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ class Memory:
             if isinstance(it, classes):
                 return kind
         home = type(it).__module__.partition(".")[0]
-        return None if home in _NOT_OF_THE_MODEL or not hasattr(it, "__dict__") else _OBJECT
+        if home in NOT_OF_THE_MODEL or not (hasattr(it, "__dict__") or _slots(type(it))):
+            return None
+        return _OBJECT
 
     def changed(self) -> Iterator[tuple[str, str]]:
         """(module, name) of attributes that are others now, or lead to something that is."""
@@ -180,9 +183,31 @@ def _refill(it: Any, inside: Any) -> None:
     (it.update if isinstance(it, dict | set) else it.extend)(inside)
 
 
+@functools.cache
+def _slots(cls: type) -> Mapping[str, Any]:
+    """The slots of a class that is written in Python: where the objects keep what has no `__dict__`."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if "__slots__" in vars(base):
+            found |= {n: d for n, d in vars(base).items() if isinstance(d, types.MemberDescriptorType)}
+    return found
+
+
+def _attributes(it: Any) -> dict[str, Any]:
+    slots = {name: getattr(it, name) for name in _slots(type(it)) if hasattr(it, name)}
+    return {**slots, **getattr(it, "__dict__", {})}
+
+
 def _write_attributes(it: Any, inside: dict[str, Any]) -> None:
-    vars(it).clear()
-    vars(it).update(inside)
+    slots = _slots(type(it))
+    for name, slot in slots.items():
+        if name in inside:
+            slot.__set__(it, inside[name])  # also of one that is frozen
+        elif hasattr(it, name):
+            slot.__delete__(it)
+    if hasattr(it, "__dict__"):
+        vars(it).clear()
+        vars(it).update({name: value for name, value in inside.items() if name not in slots})
 
 
 @dataclass(frozen=True)
@@ -251,8 +276,8 @@ _DICT = _Kind(dict, _same_dict, _refill, lambda inside: inside.values())
 _TUPLE = _Kind(tuple, lambda *_: True, lambda *_: None, lambda inside: inside)
 _ARRAY = _Kind(lambda it: it.copy(), lambda now, before: now.tobytes() == before.tobytes(), _write_array)
 _OBJECT = _Kind(
-    lambda it: dict(vars(it)),
-    lambda it, before: _same_dict(vars(it), before),
+    _attributes,
+    lambda it, before: _same_dict(_attributes(it), before),
     _write_attributes,
     lambda inside: inside.values(),
 )

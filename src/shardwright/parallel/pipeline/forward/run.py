@@ -21,6 +21,7 @@ from shardwright.parallel.pipeline.forward.held import Held, Shown, show
 from shardwright.parallel.pipeline.forward.hollow import Call, HollowMode, Value, mark, origins
 from shardwright.parallel.pipeline.forward.journal import Journal
 from shardwright.parallel.pipeline.forward.memory import Memory
+from shardwright.parallel.pipeline.forward.outside import Outside, changed_outside
 from shardwright.parallel.pipeline.forward.own_code import OwnCode
 from shardwright.parallel.pipeline.forward.returned import (
     another_branch,
@@ -59,6 +60,7 @@ class Run:
 
     inside: a call of a part is dealt with; depth: it runs. ended: what has ended the forward, which the
     model's code may have caught. hidden: what stand-ins stand for, of parts that this stage does not run.
+    outside: the globals and the like that its code names.
     """
 
     stage: int
@@ -69,6 +71,7 @@ class Run:
     hollow: Callable[[Leaf], Tensor]
     mode: HollowMode
     streams: Streams
+    outside: Outside = field(default_factory=Outside)
     counts: Counter[str] = field(default_factory=Counter)
     copied: frozenset[Value] = frozenset()
     kept: dict[Value, Tensor] = field(default_factory=dict)
@@ -156,8 +159,11 @@ class Run:
         if self.learns:
             self.rewritten.update(self.look())
             before, left = _buffers(part), _memory(part)
+        outside = self.outside.look(part.stages)
         with self._part(), self.mode.refused(lambda values: self.need(values, part=part.key)):
             out = make()
+        for said in outside.changed():
+            self.refuse(changed_outside(said, part.key))
         if self.learns:
             self.written |= dict.fromkeys(self.look(), part.key)
             if not _same(before, _buffers(part)):
