@@ -1,7 +1,8 @@
-"""One pair of worlds: what one saved the other loads bit for bit, and goes on from as if nothing had been."""
+"""Pairs of worlds: what one saved another loads bit for bit, and goes on from as if nothing had been."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,22 @@ def saved_by(ranks: Any, folder: Path, source: str, data: Path) -> Saved:
     return path, told, losses
 
 
-def wrong_after(ranks: Any, saved: Saved, target: str, data: Path, *, exact: bool) -> str:
-    """What is not as it should be in another world (or, `exact`, the same one); empty: nothing."""
-    path, told, losses = saved
-    for found, after in ranks(WORLDS[target].ranks, load_and_go_on, path, target, data):
-        if not same(found, told):
-            return "tensors differ"
-        far = max(abs(a - b) / abs(b) for a, b in zip(after, losses, strict=True))
-        if far > (0.0 if exact else NEAR):
-            return f"losses {after} in place of {losses}"
-    return ""
+def wrong_after(ranks: Any, saved: Mapping[str, Saved], target: str, data: Path) -> dict[str, str]:
+    """By source, what is not as it should be in another world; empty: nothing.
+
+    The losses are near those of the source; in the world of the source itself they are equal.
+    """
+    paths = [path for path, _, _ in saved.values()]
+    by_rank = ranks(WORLDS[target].ranks, load_and_go_on, paths, target, data)
+    return {
+        source: next(filter(None, (_wrong(one[at], told, losses, near) for one in by_rank)), "")
+        for at, (source, (_, told, losses)) in enumerate(saved.items())
+        for near in [0.0 if source == target else NEAR]
+    }
+
+
+def _wrong(found: tuple[Told, list[float]], told: Told, losses: list[float], near: float) -> str:
+    if not same(found[0], told):
+        return "tensors differ"
+    far = max(abs(a - b) / abs(b) for a, b in zip(found[1], losses, strict=True))
+    return f"losses {found[1]} in place of {losses}" if not far <= near else ""
