@@ -26,7 +26,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-RECIPE := pyproject.toml constraints.txt Makefile src/shardwright/tensor/extension/known_call.c
+RECIPE := pyproject.toml constraints.txt Makefile $(wildcard src/shardwright/*/*/*.c)
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID)
 TRAIN_FLAGS ?=
 # Files in the order of tests/tiers.py: what takes longest first.

@@ -168,6 +168,7 @@ def attempt(template: Path, out: Path, verb: str, rank: int, operation: int) -> 
 
 def main(folder: Path, verb: str, rank: int) -> None:
     torch.set_num_threads(1)  # without threads of its own, this process may compute and fork
+    folder.mkdir(parents=True, exist_ok=True)
     template = folder / "template"
     for step in (1, 2):
         in_two_ranks(save_step, template, step)

@@ -41,7 +41,8 @@ def load(
     Raises: CheckpointError: on every rank, with nothing changed (but with `in_place`): the checkpoint is
     unfinished or damaged, or is of another model or optimizer; or a pattern fits nothing. Where a
     `load_state_dict` of yours raises on one rank, all are told what was loaded before it.
-    Cost: no tensor data is communicated; each rank reads what it holds, and needs memory for it twice.
+    Cost: no tensor data is communicated; each rank reads what it holds, and needs memory for it twice
+    (the second is the system's cache of the files where it lets this user lock memory: `ulimit -l`).
     """
     everything = {"model": model, "optimizer": optimizer, **state}
     loading = Loading(place_of(path), Patterns(only), in_place)

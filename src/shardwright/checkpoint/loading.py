@@ -19,7 +19,7 @@ from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.rng_state import check_generator, check_rng, write_rng
 from shardwright.checkpoint.state import Kind, Node, nodes_of
-from shardwright.checkpoint.storage.arena import Arena, copy_bytes, room_for
+from shardwright.checkpoint.storage.arena import Arena, copy_bytes, fill, room_for
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
 from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 from shardwright.checkpoint.storage.place import Place
@@ -29,6 +29,8 @@ from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.checkpoint.storage.values import decode
 from shardwright.checkpoint.targets import VALUED, Targets, add_others, of_rank, prepared, tensors_of
 from shardwright.errors import CheckpointError
+
+_SMALL = 1 << 16  # bytes of a tensor that is read with its neighbours
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Loading:
         self.nodes: list[Node] = []
         self.chosen: list[Node] = []
         self.targets = Targets()
-        self.staged: dict[str, torch.Tensor] = {}
+        self.staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.held: list[tuple[torch.Tensor, memoryview]] = []
         self.values: dict[str, Any] = {}
         self.rng: Any = None
         self.extra: Any = None
@@ -82,9 +85,9 @@ class Loading:
             refuse_differences(self.path, self.manifest, identities, self.patterns.want)
             agreed("comparing the optimizer", self._compare_others)
             agreed(f"reading {self.path}", self._read)
+            change.make(self.path, self._changes())
         finally:
             self.reader.close()
-        change.make(self.path, self._changes())
         manifest = self.manifest
         values = {node.path: self.values[node.path] for node in self.nodes if self._is_plain(node)}
         restored = self.rng is not None
@@ -143,8 +146,7 @@ class Loading:
                 detours.append((local, local.contiguous()))
                 local = detours[-1][1]
             wanted += self._wants(key, tensor, local)
-        for name, (tensor, local) in self._places().items():
-            wanted += self._wants(self.manifest.ties.get(name, name), tensor, local)
+        wanted += self._live_wants()
         self.reader.read(wanted)
         for local, read in detours:
             local.copy_(read)
@@ -156,6 +158,7 @@ class Loading:
             self.config = decode(self.manifest.config, "config")
             if self.patterns.everything:
                 self._read_own()
+            self.reader.check_held()
         except CheckpointError as error:
             raise CheckpointError(f"{self.path} cannot be used: {error}") from None
 
@@ -187,18 +190,39 @@ class Loading:
         self.reader.read(self._wants(key, whole, whole))
         return whole
 
-    def _places(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor of the state with the memory that is read into: its own, or a copy to be."""
-        live = {name: (tensor, local_of(tensor)) for name, tensor in self.targets.live.items()}
-        apart = [name for name, (_, local) in live.items() if not (self.in_place and local.is_contiguous())]
-        arena = Arena(sum(room_for(live[name][1].nbytes) for name in apart))
-        for name in apart:
-            tensor, local = live[name]
-            self.staged[name] = arena.take(tuple(local.shape), local.dtype)
-            live[name] = tensor, self.staged[name]
-        return live
+    def _live_wants(self) -> list[Want]:
+        """What is read of the tensors of the state: into them (`in_place`), or into memory beside them.
 
-    def _wants(self, key: str, tensor: torch.Tensor, local: torch.Tensor) -> list[Want]:
+        What the system keeps in memory anyway is copied from there, without memory of its own.
+        """
+        wanted: list[Want] = []
+        apart: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for name, tensor in self.targets.live.items():
+            local = local_of(tensor)
+            if self.in_place and local.is_contiguous():
+                wanted += self._wants(name, tensor, local)
+            elif not self._hold(name, tensor, local):
+                apart.append((name, tensor, local))
+        arena = Arena(sum(room_for(local.nbytes) for _, _, local in apart))
+        for name, tensor, local in apart:
+            staged = arena.take(tuple(local.shape), local.dtype)
+            self.staged.append((local, staged))
+            wanted += self._wants(name, tensor, staged)
+        return wanted
+
+    def _hold(self, name: str, tensor: torch.Tensor, local: torch.Tensor) -> bool:
+        """Whether all that a tensor needs is held where it was read."""
+        if local.nbytes <= _SMALL or not local.is_contiguous():
+            return False
+        wanted = self._wants(name, tensor, local)
+        held = [(want.view, data) for want in wanted if (data := self.reader.hold(want)) is not None]
+        if len(held) < len(wanted):
+            return False
+        self.held += held
+        return True
+
+    def _wants(self, name: str, tensor: torch.Tensor, local: torch.Tensor) -> list[Want]:
+        key = self.manifest.ties.get(name, name)
         saved = self.manifest.tensors[key]
         return [want for box, view in views(tensor, local) for want in wants(key, saved, box, view)]
 
@@ -219,5 +243,8 @@ class Loading:
 
     def _put_tensors(self) -> None:
         with torch.no_grad():
-            for name, staged in self.staged.items():
-                copy_bytes(local_of(self.targets.live[name]), staged)
+            for target, staged in self.staged:
+                copy_bytes(target, staged)
+            for target, data in self.held:
+                fill(target, data)
+        self.held.clear()

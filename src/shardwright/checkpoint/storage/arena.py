@@ -8,9 +8,11 @@ from math import prod
 
 import torch
 
+from shardwright.checkpoint.storage.stream import copy_memory
+
 _ALIGNED = 64
 _HUGE = 2 << 20
-_PIECE = 1 << 20
+_LARGE = 1 << 20
 _TRIED = 4  # large pages that are timed
 _SLOW = 0.0005  # seconds of one of them; small pages of as many bytes take twice that
 
@@ -69,17 +71,17 @@ def _in_large_pages(memory: mmap.mmap) -> None:
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`target.copy_(source)`; in pieces that stay in the cache where both lie on the CPU in one piece.
-
-    That takes half of the time: each line of the target is fetched once and not twice.
-    """
-    plain = target.dtype == source.dtype and target.nbytes > _PIECE
+    """`target.copy_(source)`; where both are large and lie on the CPU in one piece, past the cache."""
+    plain = target.dtype == source.dtype and target.nbytes > _LARGE
     if not plain or not (_in_one_piece(target) and _in_one_piece(source)):
         target.copy_(source)
         return
-    to, of = (one.detach().reshape(-1).view(torch.uint8).numpy().data for one in (target, source))
-    for at in range(0, len(of), _PIECE):
-        to[at : at + _PIECE] = of[at : at + _PIECE]
+    fill(target, source.detach().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def fill(target: torch.Tensor, data: memoryview) -> None:
+    """Give a tensor that lies on the CPU in one piece the bytes of `data`."""
+    copy_memory(target.detach().reshape(-1).view(torch.uint8).numpy().data, data)
     if not target.is_inference():
         torch.autograd.graph.increment_version(target)
 

@@ -86,6 +86,30 @@ class Reader:
             self._picked(want)
         self._read_small(small)
 
+    def hold(self, want: Want) -> memoryview | None:
+        """The bytes of a want, checked and kept in memory by the system as long as they are used.
+
+        None: they do not lie in one piece, are few, or the system does not keep them; read them then.
+        Raises: CheckpointError: as `read`.
+        """
+        start, span, run = _extent(want.part.size, want.low, tuple(want.view.shape))
+        if span != run or want.view.nbytes <= _SMALL or not _direct(want):
+            return None
+        low = start * ITEMSIZES[want.dtype]
+        high = low + want.view.nbytes
+        file = self._handle(want.part.file)
+        held = file.hold(want.part.at + low, want.view.nbytes)
+        if held is not None:
+            for at in range(low, high, file.step):
+                self._aligned(want, at, min(at + file.step, high))
+        return held
+
+    def check_held(self) -> None:
+        """Raises CheckpointError where a file that is held has been cut short since it was opened."""
+        for number, file in self._handles.items():
+            if not file.is_whole():
+                raise CheckpointError(self._damaged(number, "it became shorter while it was read"))
+
     def _is_small(self, want: Want) -> bool:
         whole = tuple(want.view.shape) == want.part.size
         return whole and _direct(want) and want.view.nbytes <= _SMALL

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwright.checkpoint.storage import disk
+from shardwright.checkpoint.storage.pages import Pages
 from shardwright.errors import CheckpointError
 
 _BEHIND = 2 << 20  # bytes that the disk has not been told of, at most
@@ -22,13 +23,28 @@ class LocalFile:
     def __init__(self, path: Path, *, links: bool) -> None:
         self._handle = disk.open_regular(path, links=links)
         self.size = os.fstat(self._handle).st_size
+        self._pages: Pages | None = None
 
     def read_into(self, pieces: Sequence[memoryview], at: int) -> None:
         """As `OpenFile` says."""
         disk.read_into(self._handle, pieces, at)
 
+    def hold(self, at: int, nbytes: int) -> memoryview | None:
+        """As `OpenFile` says."""
+        if self._pages is None:
+            try:
+                self._pages = Pages(self._handle, self.size)
+            except (OSError, ValueError):
+                return None
+        return self._pages.hold(at, nbytes)
+
+    def is_whole(self) -> bool:
+        """As `OpenFile` says."""
+        return os.fstat(self._handle).st_size == self.size
+
     def close(self) -> None:
         """As `OpenFile` says."""
+        self._pages = None
         os.close(self._handle)
 
 

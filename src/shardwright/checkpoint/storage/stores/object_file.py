@@ -46,6 +46,13 @@ class ObjectFile:
                     raise EOFError(f"the file ends before byte {start + len(data)}")
                 into.take(memoryview(data))
 
+    def hold(self, at: int, nbytes: int) -> None:
+        """As `OpenFile` says: nothing."""
+
+    def is_whole(self) -> bool:
+        """As `OpenFile` says; nothing of it is held."""
+        return True
+
     def close(self) -> None:
         """As `OpenFile` says."""
 

@@ -20,8 +20,17 @@ class OpenFile(Protocol):
     def read_into(self, pieces: Sequence[memoryview], at: int) -> None:
         """Fill the pieces (at most 1,024) with what stands from byte `at` on. Raises: EOFError: it ends."""
 
+    def hold(self, at: int, nbytes: int) -> memoryview | None:
+        """These bytes, in memory and kept there as long as they are used; None: the place cannot do that.
+
+        A file that somebody cuts short takes them away: see `is_whole`.
+        """
+
+    def is_whole(self) -> bool:
+        """Whether the file has the size that it had."""
+
     def close(self) -> None:
-        """Let it go."""
+        """Let it go; what is held stays."""
 
 
 class NewFile(Protocol):

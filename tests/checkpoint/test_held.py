@@ -1,0 +1,138 @@
+"""A load that has no memory of its own for what the system keeps: the same values, or nothing is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import DTensor, Placement, Ragged, Shard, distribute_tensor
+from shardwright.checkpoint import load, save
+from shardwright.checkpoint.storage import pages, stream
+from shardwright.checkpoint.storage.reader import Reader
+from shardwright.errors import CheckpointError
+from shardwright.testing import rank_mesh
+
+Ranks = Callable[..., list[Any]]
+ROWS, COLUMNS = 301, 700  # of which no cut begins where a chunk does
+
+
+def whole(number: int) -> torch.Tensor:
+    return torch.arange(float(ROWS * COLUMNS)).reshape(ROWS, COLUMNS) + number * 1_000_000
+
+
+def plain(*, filled: bool) -> nn.Module:
+    made = nn.Module()
+    for number in range(3):
+        value = whole(number) if filled else torch.zeros(ROWS, COLUMNS)
+        made.register_parameter(f"p{number}", nn.Parameter(value))
+    return made
+
+
+def placed(placement: Placement, *, filled: bool) -> nn.Module:
+    mesh, made = rank_mesh((2,), ("a",)), plain(filled=filled)
+    for name, one in list(made.named_parameters()):
+        setattr(made, name, nn.Parameter(distribute_tensor(one.detach(), mesh, [placement])))
+    return made
+
+
+def full(model: nn.Module) -> list[torch.Tensor]:
+    found = [one.detach() for one in model.parameters()]
+    return [one.full_tensor() if isinstance(one, DTensor) else one for one in found]
+
+
+def is_right(model: nn.Module) -> bool:
+    return all(torch.equal(one, whole(number)) for number, one in enumerate(full(model)))
+
+
+def reload(path: Path, source: Placement, target: Placement) -> bool:
+    save(path, placed(source, filled=True))
+    model = placed(target, filled=False)
+    load(path, model)
+    return is_right(model)
+
+
+@pytest.mark.parametrize("target", [Shard(0), Shard(1), Ragged((1, 3), dims=(0, 1))], ids=str)
+def test_any_cut_of_what_is_held_is_the_cut_of_the_whole_tensor(
+    ranks: Ranks, tmp_path: Path, target: Placement
+) -> None:
+    assert ranks(2, reload, tmp_path / "c", Shard(0), target) == [True, True]
+
+
+def test_large_tensors_take_no_memory_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the system keeps nothing for this user; then they do, and hold the same."""
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "shardwright.checkpoint.loading.room_for", lambda nbytes: asked.append(nbytes) or nbytes
+    )
+    save(tmp_path / "c", plain(filled=True))
+    for lock, apart in ((pages._mlock(), 0), (lambda *_: -1, 3), (None, 3)):
+        monkeypatch.setattr(pages, "_mlock", lambda lock=lock: lock)
+        if apart == 0 and lock is not None and lock(0, 0):
+            continue
+        asked.clear()
+        model = plain(filled=False)
+        load(tmp_path / "c", model)
+        assert is_right(model)
+        assert len(asked) == apart
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_damage_of_what_is_held_is_named_and_nothing_is_changed(tmp_path: Path, number: int) -> None:
+    save(tmp_path / "c", plain(filled=True))
+    file = next((tmp_path / "c").glob("data-*"))
+    data = bytearray(file.read_bytes())
+    at = data.index(whole(number)[200].numpy().tobytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    model = plain(filled=False)
+    with pytest.raises(CheckpointError, match=f"model/p{number} .*wrong checksum"):
+        load(tmp_path / "c", model)
+    assert not any(one.any() for one in full(model))
+
+
+def test_a_file_that_is_cut_short_while_it_is_held_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages that were held are gone then: to look at one would end the process."""
+    save(tmp_path / "c", plain(filled=True))
+    file, check = next((tmp_path / "c").glob("data-*")), Reader.check_held
+
+    def cut_and_check(reader: Reader) -> None:
+        os.truncate(file, 4096)
+        check(reader)
+
+    monkeypatch.setattr(Reader, "check_held", cut_and_check)
+    model = plain(filled=False)
+    with pytest.raises(CheckpointError, match=f"{file.name} it became shorter"):
+        load(tmp_path / "c", model)
+    assert not any(one.any() for one in full(model))
+
+
+def test_held_tensors_raise_the_version_that_autograd_asks_for(tmp_path: Path) -> None:
+    save(tmp_path / "c", plain(filled=True))
+    model = plain(filled=False)
+    product = (model.p0 * model.p1).sum()
+    load(tmp_path / "c", model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("way", ["extension", "pieces"])
+def test_a_copy_of_memory_is_a_copy_wherever_it_begins_and_ends(way: str) -> None:
+    if way == "extension" and stream._way() is stream.copy_in_pieces:
+        pytest.skip("the extension was not built, or is turned off")
+    copy = stream.copy_memory if way == "extension" else stream.copy_in_pieces
+    source = bytes(range(251)) * 3
+    for start in range(70):
+        for size in (0, 1, 15, 63, 64, 65, 200, 300):
+            target = bytearray(400)
+            copy(memoryview(target)[start : start + size], memoryview(source)[7 : 7 + size])
+            assert bytes(target) == bytes(start) + source[7 : 7 + size] + bytes(400 - start - size)
+    with pytest.raises(ValueError, match=r"do not fit|different structures"):
+        copy(memoryview(bytearray(3)), memoryview(b"four"))
