@@ -19,9 +19,21 @@ from shardwright.index.view import (
     unfolded,
 )
 from shardwright.layout import Layout, MeshShape
-from shardwright.placement import BlockCyclic, Interleaved, Owner, Ragged, Replicate, Shard, ZigZag
+from shardwright.placement import (
+    BlockCyclic,
+    Flat,
+    Interleaved,
+    Owner,
+    Pending,
+    Ragged,
+    Replicate,
+    Shard,
+    Together,
+    ZigZag,
+)
 from shardwright.views.local import local_view
 from shardwright.views.through import through
+from tests.laws.draws import kinds
 
 MESHES = ((1,), (2,), (3,), (5,), (2, 2), (2, 3), (2, 2, 2))
 SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12)
@@ -49,6 +61,14 @@ class Draw:
         ]
         return self.random.choice(makers)()
 
+    def any_kind(self, shape, n):
+        """Any placement that is finished, those that views make among them.
+
+        Only plans within a graph put coords together, and a flattening of one dim has a plain name.
+        """
+        found = [p for p in kinds(self.random, numbered(shape), n) if not isinstance(p, Pending | Together)]
+        return self.random.choice([p for p in found if not (isinstance(p, Flat) and len(p.dims) == 1)])
+
     def _ragged(self, ndim, n):
         units = [self.random.randint(0, 3) for _ in range(n)]
         dims = sorted(self.random.sample(range(ndim), self.random.randint(1, ndim)))
@@ -62,7 +82,15 @@ class Draw:
         shape = tuple(max(self.random.choice(SIZES), int(self.random.random() < 0.9)) for _ in range(ndim))
         while prod(shape) > 400:
             shape = tuple(size // 2 for size in shape)
-        placements = [self.partition(ndim, n) if self.random.random() < 0.85 else Replicate() for n in sizes]
+        made = self.random.random() < 0.3
+        placements = [
+            self.any_kind(shape, n)
+            if made
+            else self.partition(ndim, n)
+            if self.random.random() < 0.85
+            else Replicate()
+            for n in sizes
+        ]
         order = self.random.sample(mesh.axes, len(sizes))
         return Layout(mesh, placements, shape, dtype=torch.int64, order=order)
 

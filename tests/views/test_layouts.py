@@ -11,7 +11,18 @@ import torch
 
 from shardwright.index.view import identity, permuted, reshaped, selected, sliced, unfolded
 from shardwright.layout import Layout, MeshShape
-from shardwright.placement import BlockCyclic, Flat, Interleaved, Joint, Owner, Ragged, Shard, Sliced, ZigZag
+from shardwright.placement import (
+    BlockCyclic,
+    Flat,
+    Fused,
+    Interleaved,
+    Joint,
+    Owner,
+    Ragged,
+    Shard,
+    Sliced,
+    ZigZag,
+)
 from shardwright.plan.decide import plan_redistribution
 from shardwright.views.through import through
 from tests.views.laws import check_view, numbered, run
@@ -22,6 +33,11 @@ def test_every_element_stays_where_it_is_under_chains_of_views():
     assert counts["Joint"] > 5
     assert counts["copied"] > 5
     assert counts["aliased"] > 50 * counts["copied"]
+
+
+def test_a_flattening_that_one_coord_has_stays_one_where_another_axis_cuts_what_is_flat():
+    layout = Layout(SQUARE, [Flat((0, 1), Owner(1)), Fused(1, (2, 1, 1), None)], (4, 1), dtype=torch.int64)
+    check_view(layout, reshaped((4, 1), (4, 1)), numbered((4, 1)), Counter())
 
 
 LINE = MeshShape(("tp",), (2,))

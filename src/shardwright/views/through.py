@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from shardwright.layout.applied import cut_form
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Placement
+from shardwright.placement.made_by_views.flat import Flat
 from shardwright.placement.made_by_views.imaged import Imaged
 from shardwright.placement.made_by_views.joint import Joint
 from shardwright.placement.made_by_views.nested import Nested
@@ -207,7 +208,8 @@ def _renumbered(partition: Partition, known: Mapping[int, int], shape: Shape, n:
     source = flat_source(partition)
     if source is None or isinstance(partition, Nested):
         return None
-    return on_dims(source, tuple(known[dim] for dim in group))
+    dims = tuple(known[dim] for dim in group)
+    return Flat(dims, source) if source.undivided and len(dims) > 1 else on_dims(source, dims)
 
 
 def flat_source(partition: Partition) -> Partition | None:
