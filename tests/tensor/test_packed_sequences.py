@@ -8,6 +8,9 @@ from torch import nn
 from torch.nn.utils import rnn
 
 import shardwright as sw
+from shardwright.compat import pad_sequences
+from shardwright.errors import RuleError
+from shardwright.tensor.plain import boundary
 from shardwright.testing.meshes import rank_mesh
 
 from .cases import close
@@ -77,3 +80,55 @@ def _refused():
 
 def test_bad_lengths_are_refused_in_the_words_of_torch(ranks):
     ranks(2, _refused)
+
+
+def _padded_lists(placement):
+    mesh = rank_mesh((2,), ("dp",))
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    given = sw.distribute_tensor(x, mesh, [sw.Replicate()]).redistribute(mesh, [placement]).detach()
+    weights = torch.arange(60.0).view(3, 4, 5)
+    for kwargs in ({}, {"batch_first": True, "padding_value": 0.5}, {"padding_side": "left"}):
+        results = []
+        for y in (x.clone(), given.clone()):
+            y.requires_grad_()
+            padded = rnn.pad_sequence([y[:2], y, y[1:1]], **kwargs)
+            of = weights if kwargs.get("batch_first") else weights.transpose(0, 1)
+            seed = of if type(y) is torch.Tensor else sw.distribute_tensor(of, mesh, [sw.Replicate()])
+            padded.backward(seed)
+            results.append((padded, y.grad))
+        for one, got in zip(*results, strict=True):
+            close(got, one)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        rnn.pad_sequence([given[:, :4], given])
+
+
+@pytest.mark.parametrize("placement", [sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()], ids=repr)
+def test_a_list_of_sequences_is_padded_with_their_gradients(ranks, placement):
+    ranks(2, _padded_lists, placement)
+
+
+def _lost_gradients():
+    x = sw.distribute_tensor(torch.randn(4, 5), rank_mesh((2,), ("dp",)), [sw.Shard(0)]).requires_grad_()
+    own = boundary.OWN.pop(pad_sequences)
+    try:
+        with torch.no_grad():
+            assert rnn.pad_sequence([x, x[:2]]).shape == (4, 2, 5)
+        with pytest.raises(RuleError, match="no gradient finds its way back"):
+            rnn.pad_sequence([x, x[:2]])
+    finally:
+        boundary.OWN[pad_sequences] = own
+
+
+def test_a_function_of_torch_that_writes_into_memory_of_its_own_is_refused_where_gradients_are_wanted(ranks):
+    ranks(2, _lost_gradients)
+
+
+def _new_leaves():
+    x = sw.distribute_tensor(torch.randn(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)])
+    leaf = x.new_tensor([1.0, 2.0], requires_grad=True)
+    assert leaf.is_leaf
+    assert leaf.requires_grad
+
+
+def test_a_tensor_that_torch_makes_beside_a_distributed_one_may_want_a_gradient(ranks):
+    ranks(2, _new_leaves)

@@ -174,7 +174,16 @@ def _made_by_torch(
     ours = next((value for value in given if isinstance(value, TorchDTensor)), None)
     if ours is None or getattr(func, "__name__", "") in _ASK_FOR_PLAIN or any(out is v for v in given):
         return out
-    return as_replicated(out, ours.device_mesh)
+    if out.grad_fn is not None:
+        raise RuleError(_IN_MEMORY_OF_ITS_OWN.format(getattr(func, "__name__", str(func))))
+    return as_replicated(out, ours.device_mesh).requires_grad_(out.requires_grad)
+
+
+_IN_MEMORY_OF_ITS_OWN = (
+    "{}: torch writes its operands into plain memory of its own here, and no gradient finds its way back\n"
+    "  fix: call it under torch.no_grad() if none is wanted; else make the result of the operands, "
+    "with torch.cat or torch.stack"
+)
 
 
 def wraps_distributed(x: torch.Tensor) -> bool:

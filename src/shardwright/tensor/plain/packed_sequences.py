@@ -1,18 +1,23 @@
-"""Packed sequences: which rows of a padded batch stand where in the packed one is the host's business.
+"""Packed and padded sequences: which rows of a padded batch stand where is the host's business.
 
 The lengths, and how many rows each step has, are sizes written as a tensor; torch takes them on the host
 alone. So torch itself packs the numbers of the rows there, and says what it says of bad lengths; the data are
 then selected by those numbers, by the rules of the ops that do it, whatever their placements.
+
+A list of sequences torch pads by copies into plain memory of its own, where gradients would be lost: here
+each is padded by itself, and they are stacked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from shardwright.compat import pack_padded_rows, pad_packed_rows
+from shardwright.compat import pack_padded_rows, pad_packed_rows, pad_sequences
 from shardwright.tensor.plain.boundary import Own
 
 
@@ -41,4 +46,28 @@ def _padded(
     return found.masked_fill(absent, padding_value).unflatten(0, rows.shape), lengths
 
 
-OWN: dict[Any, Own] = {pack_padded_rows: _pack, pad_packed_rows: _pad}
+def _pad_all(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return _padded_alike(*args, **kwargs)
+
+
+def _padded_alike(
+    sequences: Sequence[Tensor],
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> Tensor:
+    shapes = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in sequences]
+    whole = pad_sequences(
+        shapes, batch_first, padding_value, padding_side
+    )  # says what torch says of bad ones
+    length = whole.shape[1 if batch_first else 0]
+    missing = [length - x.shape[0] for x in sequences]
+    left = padding_side == "left"
+    padded = [
+        pad(x, [0, 0] * (x.dim() - 1) + ([n, 0] if left else [0, n]), value=padding_value) if n else x
+        for x, n in zip(sequences, missing, strict=True)
+    ]
+    return torch.stack(padded, 0 if batch_first else 1)
+
+
+OWN: dict[Any, Own] = {pack_padded_rows: _pack, pad_packed_rows: _pad, pad_sequences: _pad_all}
