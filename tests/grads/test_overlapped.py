@@ -1,5 +1,6 @@
 """Gradients that are summed while the backward goes on are those of one device, whatever each rank has."""
 
+import contextlib
 import copy
 
 import pytest
@@ -269,6 +270,46 @@ def _gathered_on_other_axes():
 
 def test_a_unit_that_is_gathered_on_other_axes(ranks):
     ranks(4, _gathered_on_other_axes)
+
+
+class _Begins(nn.Module):
+    """A parameter of one row stands before each sequence: where there are none, its gradient is another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(torch.cat([self.first.expand(len(x), -1, -1), x], 1)))
+
+
+def _without_rows_beside_tensor_parallelism(overlapped, dim):
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    plain = _Begins().double()
+    model = copy.deepcopy(plain)
+    parallelize_tensor(model, mesh["tp"], {"first": {"tp": Shard(dim)}, "layer.weight": {"tp": Shard(1)}})
+    parallelize_replicate(model, mesh["dp"])
+    synchronizer = GradientSynchronizer(model)
+    for step in range(3):
+        x = _batch(step)[:, None]
+        mine = (x[:0], x)[(mesh.get_local_rank("dp") + step) % 2] if step < 2 else x[:0]
+        for each in (plain, model):
+            each.zero_grad()
+        plain(x[: 8 if step < 2 else 0]).square().sum().backward()
+        with sw.spmd(mesh["tp"]), synchronizer.overlapped() if overlapped else contextlib.nullcontext():
+            model(mine).square().sum().backward()
+        synchronizer.synchronize()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert tuple(p.grad.placements) == tuple(p.placements), name
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_rank_without_rows_beside_tensor_parallelism(ranks, overlapped, dim):
+    ranks(4, _without_rows_beside_tensor_parallelism, overlapped, dim)
 
 
 def _contradiction():

@@ -1,8 +1,9 @@
-"""Gradients that lie otherwise on some ranks than on their peers, each brought home along its own axes.
+"""Gradients that lie otherwise than their parameters, on some ranks perhaps, each brought home by itself.
 
-Ranks that read other rows may come to other layouts of one gradient on the axes that their programs share:
-one without rows finds other ways the cheapest. Along such an axis all ranks have the same layout, so each of
-its groups moves by itself, and what is pending on the other axes stays so.
+Ranks that read other rows may come to other layouts of one gradient (through a view of the parameter, say) on
+the axes that they compute on together: one without rows finds other ways the cheapest. Along such an axis all
+ranks have the same layout, so each of its groups moves by itself, and what is pending on the other axes stays
+so.
 """
 
 from __future__ import annotations
@@ -49,11 +50,27 @@ def can_come_home(
     return [i for i, flag in zip(differ, flags.tolist(), strict=True) if not flag]
 
 
+def home_on_shared_axes(held: DTensor, placed: DTensor) -> DTensor:
+    """The gradient of a parameter that computes as a local tensor, home on the axes that are left.
+
+    Along those all ranks run one program, so they agree without asking. The gradient of any other parameter,
+    and one that does not lie as a term on the axes of the data, is returned as it is.
+    """
+    use, have, want = placed._spec.use, held._spec.layout, placed._spec.layout
+    if use is None:
+        return held
+    data = [at for at, axis in enumerate(want.axes) if axis in use.summed]
+    if any(_moves(have, want, at) for at in data):
+        return held
+    return come_home(held, want)
+
+
 def come_home(held: DTensor, wanted: Layout) -> DTensor:
     """The gradient in its parameter's layout, but for sums that are pending."""
     have = held._spec.layout
     target = [_home(h, w) for h, w in zip(have.placements, wanted.placements, strict=True)]
-    return held.redistribute(held.device_mesh, target, order=wanted.order_names).detach()
+    with torch.no_grad():
+        return held.redistribute(held.device_mesh, target, order=wanted.order_names)
 
 
 def _home(have: Placement, want: Placement) -> Placement:

@@ -25,6 +25,7 @@ from shardwright.errors import ParallelError
 from shardwright.grads.alike import NUMBERS, Crowd, are_alike, crowds_of, in_numbers
 from shardwright.grads.entry import Entry
 from shardwright.grads.grid import GridOfRanks, grid_of
+from shardwright.grads.other_layouts import home_on_shared_axes
 from shardwright.grads.parameters import name_list
 from shardwright.grads.state import GradientState
 from shardwright.tensor.autograd import GradientIsTaken
@@ -145,6 +146,9 @@ class OverlappedSum:
         """This rank's term of a sum: from now on it is in the bucket alone."""
         entry = bucket.members[at]
         state = entry.state()
+        if state.other:
+            entry.parameter.grad = home_on_shared_axes(entry.gradient, entry.placed)
+            state = entry.state()
         fits = _fits(bucket.kind, entry, state)
         self._had[id(entry.parameter)] = state.exists and fits, not fits
         bucket.terms[at] = entry.term(state if fits else GradientState(missing=True), entry.pending)

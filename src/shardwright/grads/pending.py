@@ -15,7 +15,7 @@ from shardwright.compat import DisableTorchFunctionSubclass, axis_names
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.grads.entry import Entry, spec_like
-from shardwright.grads.other_layouts import can_come_home, come_home
+from shardwright.grads.other_layouts import can_come_home, come_home, home_on_shared_axes
 from shardwright.grads.parameters import name_list
 from shardwright.grads.state import GradientState, agree, told_by_any
 from shardwright.layout.layout import Layout
@@ -90,12 +90,17 @@ def _by_mesh(parameters: Mapping[str, TorchDTensor]) -> Iterable[_OnMesh]:
         gradients = [parameter.grad for parameter in parameters.values()]
     found: dict[DeviceMesh, _OnMesh] = {}
     here: _OnMesh | None = None
-    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+    for (name, parameter), has in zip(parameters.items(), gradients, strict=True):
+        gradient = has
         placed = as_ours(parameter)
         mesh = placed._spec.mesh
         if here is None or mesh is not here.mesh:  # hashing a mesh is a call
             here = found.setdefault(mesh, _OnMesh(mesh))
-        here.own.append(GradientState.of(name, gradient, placed))
+        state = GradientState.of(name, gradient, placed)
+        if state.other and isinstance(gradient, TorchDTensor):
+            gradient = parameter.grad = home_on_shared_axes(as_ours(gradient), placed)
+            state = GradientState.of(name, gradient, placed)
+        here.own.append(state)
         here.names.append(name)
         here.parameters.append(parameter)
         here.placed.append(placed)
