@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shardwright.parallel.pipeline.forward.hollow import is_hollow
+from shardwright.remember import remembered
 
 _PLAIN = (int, float, complex, str, bytes)
 _MACHINERY = frozenset(nn.Module().__dict__)
@@ -86,7 +86,7 @@ class Memory:
             if isinstance(it, classes):
                 return kind
         home = type(it).__module__.partition(".")[0]
-        if home in NOT_OF_THE_MODEL or not (hasattr(it, "__dict__") or _slots(type(it))):
+        if home in NOT_OF_THE_MODEL or not (hasattr(it, "__dict__") or _slots(it)):
             return None
         return _OBJECT
 
@@ -183,9 +183,13 @@ def _refill(it: Any, inside: Any) -> None:
     (it.update if isinstance(it, dict | set) else it.extend)(inside)
 
 
-@functools.cache
-def _slots(cls: type) -> Mapping[str, Any]:
-    """The slots of a class that is written in Python: where the objects keep what has no `__dict__`."""
+def _slots(it: Any) -> Mapping[str, Any]:
+    """Where an object, of a class that is written in Python, keeps what is in no `__dict__`."""
+    return _slots_of(cast("Hashable", type(it)))
+
+
+@remembered(4096)
+def _slots_of(cls: type) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if "__slots__" in vars(base):
@@ -194,12 +198,12 @@ def _slots(cls: type) -> Mapping[str, Any]:
 
 
 def _attributes(it: Any) -> dict[str, Any]:
-    slots = {name: getattr(it, name) for name in _slots(type(it)) if hasattr(it, name)}
+    slots = {name: getattr(it, name) for name in _slots(it) if hasattr(it, name)}
     return {**slots, **getattr(it, "__dict__", {})}
 
 
 def _write_attributes(it: Any, inside: dict[str, Any]) -> None:
-    slots = _slots(type(it))
+    slots = _slots(it)
     for name, slot in slots.items():
         if name in inside:
             slot.__set__(it, inside[name])  # also of one that is frozen

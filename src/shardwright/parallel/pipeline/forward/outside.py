@@ -12,7 +12,7 @@ import functools
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -157,7 +157,7 @@ class Look:
         self._names = {f"{name.said}#{i}": name for i, name in enumerate(names)}
         self._there: Any = types.SimpleNamespace()
         self._fill()
-        self._memory = Memory({"": self._there}, values=values) if self._names else None
+        self._memory = Memory({"": cast("nn.Module", self._there)}, values=values) if self._names else None
 
     def _fill(self) -> None:
         vars(self._there).update({key: name.read() for key, name in self._names.items()})
