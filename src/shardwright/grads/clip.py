@@ -17,7 +17,7 @@ from shardwright.compat import foreach_mul_, foreach_norm
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.grads.alike import crowds_of
-from shardwright.grads.parameters import Parameters, named_parameters
+from shardwright.grads.parameters import Parameters, named_parameters, trainable
 from shardwright.grads.pending import finish_gradients
 from shardwright.grads.stages import SharedByStages, axis_of_all, groups_of, stages_of
 from shardwright.tensor.wrap import as_ours
@@ -71,11 +71,11 @@ def clip_grad_norm_(
     named = named_parameters(parameters)
     stages = list(dict.fromkeys(held.mesh for held in map(stages_of, named.values()) if held is not None))
     stages = stages if named else axis_of_all()
-    trainable = {name: p for name, p in named.items() if p.requires_grad}
-    distributed = {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
+    wanted = trainable(named)
+    distributed = {name: p for name, p in wanted.items() if isinstance(p, TorchDTensor)}
     fused = foreach is not False
     powers = _powers(distributed, norm_type, fused=fused)
-    groups = _group(trainable.values())
+    groups = _group(wanted.values())
     total = _total_norm(groups, powers, stages, norm_type, fused=fused)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise NonFiniteNormError(

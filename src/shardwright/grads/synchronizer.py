@@ -14,7 +14,7 @@ from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
 from shardwright.errors import ParallelError
 from shardwright.grads.coverage import refuse_uncovered
 from shardwright.grads.overlapped import OverlappedSum
-from shardwright.grads.parameters import Parameters, name_list, named_parameters
+from shardwright.grads.parameters import Parameters, name_list, named_parameters, trainable
 from shardwright.grads.pending import finish_gradients
 
 
@@ -91,12 +91,12 @@ class GradientSynchronizer:
         gathered: what stands for those that `fully_shard` shows whole from a forward to its backward: plain
             ones, or DTensors on the other axes.
         """
-        trainable = {name: p for name, p in named_parameters(self._source).items() if p.requires_grad}
+        wanted = trainable(named_parameters(self._source))
         for name, parameter in (gathered or {}).items():
-            if name in trainable and _is_sharded(parameter) and not _is_sharded(trainable[name]):
-                trainable[name] = parameter
-        _refuse_plain(trainable)
-        found = {name: p for name, p in trainable.items() if isinstance(p, TorchDTensor)}
+            if name in wanted and _is_sharded(parameter) and not _is_sharded(wanted[name]):
+                wanted[name] = parameter
+        _refuse_plain(wanted)
+        found = {name: p for name, p in wanted.items() if isinstance(p, TorchDTensor)}
         placed: list[object] = [part for p in found.values() for part in (p, p._spec)]
         if len(placed) != len(self._covered) or not all(map(operator.is_, placed, self._covered)):
             refuse_uncovered(found)
@@ -110,11 +110,11 @@ def _is_sharded(parameter: Tensor) -> bool:
     return getattr(parameter, "_fully_sharded", "") != ""
 
 
-def _refuse_plain(trainable: dict[str, Tensor]) -> None:
+def _refuse_plain(wanted: dict[str, Tensor]) -> None:
     """Raise ParallelError if a rank could not know whether a gradient must be summed."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    plain = [name for name, parameter in trainable.items() if not isinstance(parameter, TorchDTensor)]
+    plain = [name for name, parameter in wanted.items() if not isinstance(parameter, TorchDTensor)]
     if plain:
         raise ParallelError(
             f"{name_list(plain)}: plain trainable tensors in a world of {dist.get_world_size()} ranks, whose "
