@@ -138,12 +138,11 @@ def test_a_stop_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint(ranks
 )
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks, settings, tmp_path, other):
     """Bit for bit on the same mesh; within rounding on another."""
-    steps = {"steps": 6, "checkpoint_every": 2}
+    steps = {"steps": 4, "checkpoint_every": 2}
     assert ranks(4, trained, settings | steps) == [0] * 4
     expected = losses(settings["out"])
-    for step in range(4, 7, 2):
-        path = settings["out"] / "checkpoints" / f"step-{step:08d}"
-        path.rename(path.with_name(f"moved-{step}"))
+    path = settings["out"] / "checkpoints" / "step-00000004"
+    path.rename(path.with_name("moved-4"))
     resumed = settings | steps | other | {"resume": "newest"}
     assert ranks(resumed["world"], trained, resumed) == [0] * resumed["world"]
     found = losses(settings["out"])
