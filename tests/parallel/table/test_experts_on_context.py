@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.context import BATCH_DOMAIN
 from shardwright.grads import GradientSynchronizer, global_mean
 from shardwright.parallel import parallelize
+from tests.tiers import one_in
 
 from .experts_on_context import LENGTH, batch, made
 from .worlds import context
@@ -59,8 +60,12 @@ def _train(degrees, plan, recompute, shared, doubled=False):
     return _differences(model, one)
 
 
-@pytest.mark.parametrize(("recompute", "shared"), [(False, True), (True, False)])
-@pytest.mark.parametrize("name", DEGREES)
+# Each mesh once by `make test`, recomputed or with a shared expert in turn.
+FORMS = [(False, True), (True, False)]
+CASES = [(name, *form) for at, name in enumerate(DEGREES) for form in (FORMS[at % 2], FORMS[1 - at % 2])]
+
+
+@pytest.mark.parametrize(("name", "recompute", "shared"), one_in(2, CASES))
 def test_experts_on_context_ranks_train_as_one_device(ranks, name, recompute, shared):
     degrees, plan = DEGREES[name]
     if "tensor_parallel" in degrees:
