@@ -38,6 +38,23 @@ def _is_right(model, name, dtype=torch.float32):
     assert name
 
 
+def _cast_while_a_loss_lives(name):
+    model = _placed(name)
+    batch = part_of(token_batch(dist.get_world_size()), [1] * dist.get_world_size(), dist.get_rank())
+    loss = sum_loss(model, batch, 8)
+    loss.backward()
+    model.zero_grad()
+    model.to(torch.float64)
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert loss.grad_fn is not None
+    _is_right(model, name, torch.float64)
+
+
+@everywhere
+def test_a_cast_while_the_graph_of_a_loss_lives(ranks, name):
+    ranks(STRATEGIES[name].world, _cast_while_a_loss_lives, name)
+
+
 def _state_dict(name):
     plain = tricky()
     keys = list(plain.state_dict())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -172,7 +171,7 @@ class Localize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:
         ctx.spec = x._spec
-        ctx.leaf = weakref.ref(x) if x.is_leaf else None
+        ctx.of_leaf = x.is_leaf
         ctx.set_materialize_grads(False)
         local = x._local_tensor.view_as(x._local_tensor)
         inner = kept_spec(x._spec)
@@ -192,12 +191,21 @@ class Localize(torch.autograd.Function):
             return apply(RestoreAxes, grad, ctx.spec)
         local = grad if inner is None else _brought_to(inner, cast("DTensor", grad))
         term = restore_axes(ctx.spec, local)
-        leaf = None if ctx.leaf is None else ctx.leaf()
+        leaf = _leaf(ctx) if ctx.of_leaf else None
         if leaf is None or leaf.grad is None:
             taken = leaf is not None and hasattr(leaf, _TAKEN)
             return term if taken else wrap(_own_copy(term._local_tensor, leaf), term._spec)
         leaf.grad = as_term(leaf.grad, term._spec.layout)
         return term
+
+
+def _leaf(ctx: Any) -> Any:
+    """The leaf to which this node's gradient goes, read off the graph.
+
+    Not by a reference to it, weak or not: torch swaps no parameter that has one (`module.to(dtype)`).
+    """
+    into = next(iter(getattr(ctx, "next_functions", ())), (None, 0))[0]
+    return getattr(into, "variable", None)
 
 
 _TAKEN = "_gradient_is_taken"
