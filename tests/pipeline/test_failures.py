@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.errors import ParallelError
-from shardwright.parallel import Pipeline, parallelize_pipeline
+from shardwright.parallel import Pipeline, parallelize_fsdp, parallelize_pipeline
 from shardwright.testing import rank_mesh
 from tests.pipeline import own_code
 from tests.pipeline.own_code import H, total
@@ -170,3 +170,38 @@ def _tied():
 
 def test_gradients_are_kept_where_nothing_was_computed(ranks):
     assert ranks(2, _tied) == [True, True]
+
+
+def _fail_beside_data_ranks(stage, at, schedule):
+    """One of two data ranks raises in a layer, before what its peer goes on to gather."""
+    mesh = rank_mesh((2, 2), ("pp", "dp"))
+    cuts = ["layers.2"] if schedule is None else ["layers.1", "layers.2", "layers.3"]
+    torch.manual_seed(0)
+    model = own_code.Base()
+    parallelize_pipeline(model, mesh["pp"], cuts)
+    mine = [layer for layer in model.layers if type(layer) is own_code.Part]
+    for layer in mine:
+        parallelize_fsdp(layer, mesh["dp"])
+    parallelize_fsdp(model, mesh["dp"])
+    pipeline = Pipeline(model, total, micro_batches=2, schedule=schedule, data=mesh["dp"])
+    x = torch.randn(4, H)
+    first = float(pipeline.step(x))
+    model.zero_grad()
+    fails = tuple(mesh.get_coordinate()) == (stage, 0)
+    hook = mine[at].linear.register_forward_hook(_failing("forward")) if fails else None
+    text = _raised(lambda: pipeline.step(x), RuntimeError if fails else ParallelError)
+    if hook is not None:
+        hook.remove()
+    model.zero_grad()
+    assert float(pipeline.step(x)) == pytest.approx(first, rel=1e-6)
+    return text
+
+
+@pytest.mark.parametrize("schedule", [None, "interleaved_1f1b"])
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_data_peers_of_a_rank_that_fails_do_not_wait_for_it(ranks, stage, at, schedule):
+    texts = ranks(4, _fail_beside_data_ranks, stage, at, schedule, timeout=60)
+    own = [text for i, text in enumerate(texts) if i % 2 == 0]
+    assert "no forward today" in " ".join(own)
+    assert all("failed on ranks of other data" in text for text in texts[1::2])

@@ -144,6 +144,11 @@ class FsdpUnit:
         """Free what `enter` gathered; a backward of `out` gathers it again."""
         return self._state._post_forward(self.module, args, out)
 
+    def gathered(self) -> list[torch.Tensor]:
+        """Its parameters, as a forward sees them between `enter` and `leave`."""
+        held = [each.owner._parameters[each.name] for each in fsdp_parameters(self.module)]
+        return [each for each in held if each is not None]
+
     @property
     def _state(self) -> Any:
         return self.module._get_fsdp_state()  # type: ignore[operator]

@@ -76,6 +76,7 @@ class Pipeline:
         self._homes = Homes(module, split.mesh)
         self._ties = Ties(split, module)
         self._ties.start()
+        split.units.follow(module)
         self._caller = Caller(module, split)
         self._ready: dict[Any, _Ready] = {}
         self._device = device_of(split.mesh.device_type)

@@ -20,6 +20,7 @@ from shardwright.parallel.pipeline.forward.leavings import Leavings
 from shardwright.parallel.pipeline.forward.outside import Outside
 from shardwright.parallel.pipeline.mark import ATTRIBUTE
 from shardwright.parallel.pipeline.places import VERB, Place, Places
+from shardwright.parallel.pipeline.serving import Units
 from shardwright.tensor.modules.replaced import taken_away
 from shardwright.tensor.modules.slots import slots_of
 
@@ -34,7 +35,7 @@ class Split:
 
     shared: names of the parameters that several ranks hold, and these ranks, that of the first stage first.
     reads_parameters: whether modules above the cuts have parameters of their own. parts: the place of each
-    part. outside: the globals and the like that its code names.
+    part. outside: the globals and the like that its code names. units: the sharded ones.
     """
 
     mesh: DeviceMesh
@@ -48,6 +49,7 @@ class Split:
     reads_parameters: bool
     parts: dict[str, Place] = field(default_factory=dict)
     outside: Outside = field(default_factory=Outside)
+    units: Units = field(default_factory=Units)
 
     @property
     def heard(self) -> list[Held]:

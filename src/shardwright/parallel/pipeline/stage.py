@@ -62,7 +62,7 @@ class StageModule(nn.Module):
         self.draws, self.draws_python = borders.draws, borders.draws_python
         self.call, self.find, self.device = call, find, device
         self.mode, self.conductor = split.mode, split.conductor
-        self.outside = split.outside
+        self.outside, self.units = split.outside, split.units
         self.hollow = functools.cache(split.hollow_on(device))  # nobody writes into them
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.batches: list[Batch] = []
@@ -82,10 +82,13 @@ class StageModule(nn.Module):
     def forward(self, *arrived: Tensor) -> tuple[Tensor, ...]:
         """The local parts that leave; of the last stage, the loss."""
         try:
-            return self._computed(arrived)
+            out = self._computed(arrived)
         except BaseException as error:  # noqa: BLE001  the other stages wait for what leaves
             self.failures.add(error)
-            return nothing(self.examples()[1], arrived, self.anchor)
+            served = self.units.served(self.stage, self.anchor)
+            return nothing(self.examples()[1], (*arrived, served), self.anchor)
+        self.units.done()
+        return out
 
     def _computed(self, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         batch = self.batches[self.number]

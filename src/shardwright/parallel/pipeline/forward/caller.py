@@ -30,6 +30,7 @@ class Caller:
         before = versions(batch) if run.learns else []
         conductor = self.split.conductor
         conductor.run = run
+        self.split.units.begin()
         try:
             with self._quiet(), run.followed(conductor.parts):
                 out = self.module(*args, **kwargs)
@@ -37,6 +38,7 @@ class Caller:
             self._leave_units(tuple(run.kept.values()))
             return None
         finally:
+            self.split.units.end()
             conductor.run = None
             run.writes_batch = run.learns and versions(batch) != before
         if isinstance(run.ended, Stopped):  # the model's own code has caught it

@@ -114,6 +114,7 @@ def _stage(
             out = forward(run)
             asked = frozenset().union(*(origins(x) for x in tree_leaves(out)))
             if not last or not asked:
+                split.units.learned(stage)
                 return _told(run, needs, aside, split)
         except NeededError as error:
             asked = error.values
