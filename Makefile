@@ -5,7 +5,7 @@
 #   make test-python   the tests of tensors, known calls in Python where C would run them
 #   make lint     ruff, mypy, import-linter
 #   make bench    time beside torch's DTensor make docs     the manual, in docs/_build/html
-#   make laws     the laws of placements and redistribution, a hundred thousand times
+#   make laws     the laws of placements and redistribution, a hundred thousand times, and of lists that move
 #   make ops      every operator of torch's database on distributed tensors beside one device
 #   make fuzz     20,000 random programs on distributed tensors beside one device
 #   make rules    every rule checked, its facts in every form of its op, and every planted wrong one caught

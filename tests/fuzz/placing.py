@@ -123,14 +123,14 @@ def place(leaf: Leaf, mesh: DeviceMesh) -> sw.DTensor:
         local = made.to_local()
         for axis, p in enumerate(wanted):
             if p.is_pending:
-                local = _term(p.reduce_op, local, mesh.size(axis), mesh.get_local_rank(axis))
+                local = term(p.reduce_op, local, mesh.size(axis), mesh.get_local_rank(axis))
         made = sw.DTensor.from_local(local, mesh, wanted, shape=x.shape, stride=x.stride())
     return made.detach().requires_grad_(leaf.grad)
 
 
-def _term(op: str, x: torch.Tensor, n: int, coord: int) -> torch.Tensor:
+def term(op: str, x: torch.Tensor, n: int, coord: int) -> torch.Tensor:
     """What a coord holds of a pending value; integers wrap where the dtype does."""
-    return _TERMS[op](x, n, coord) if n > 1 else x.clone()
+    return TERMS[op](x, n, coord) if n > 1 else x.clone()
 
 
 def _sum(x: torch.Tensor, n: int, coord: int) -> torch.Tensor:
@@ -177,7 +177,7 @@ def _band(x: torch.Tensor, n: int, coord: int) -> torch.Tensor:
     return (x | _bits(x), x | ~_bits(x))[coord] if coord < 2 else x.clone()
 
 
-_TERMS: dict[str, Any] = {
+TERMS: dict[str, Any] = {
     "sum": _sum,
     "avg": _avg,
     "max": functools.partial(_extreme, sign=1),

@@ -1,4 +1,7 @@
-"""`python -m tests.laws`: the full run of the laws of placements and redistribution, with a count."""
+"""`python -m tests.laws`: the full run of the laws of placements and redistribution, with a count.
+
+The lists of tensors that move together run on real ranks, after the others.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,19 @@ import argparse
 import random
 import sys
 import time
+from collections import Counter
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from shardwright.testing import RankError, RankPool
 from tests.laws.draws import MESHES, SHAPES
 from tests.laws.laws import LAWS, BrokenLawError, Tally
+from tests.laws.lists import lists
 
+LISTS = 600
 DEFAULTS = {"round trips": 100_000, "redistributions": 20_000, "refused by name": 2_000}
 
 
@@ -31,6 +38,17 @@ def run(counts: dict[str, int], seed: int, console: Console) -> Tally:
             for _ in progress.track(range(count), description=law):
                 next(checks)
     return tally
+
+
+def run_lists(count: int, seed: int, console: Console) -> None:
+    """Check so many lists of tensors on real ranks.
+
+    Raises: RankError: at the first one that is not what its members are alone.
+    """
+    with RankPool(preload=("hypothesis", "tests.laws.lists")) as pool:
+        done = sum(lists(pool, seed, count), Counter())
+    checks = ", ".join(f"{number:,} {check.replace('_', ' ')}" for check, number in done.items())
+    console.print(f"{count:,} lists of tensors on 2 to 8 ranks: {checks}", style="bold green")
 
 
 def report(tally: Tally, seconds: float, console: Console) -> None:
@@ -50,14 +68,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.laws", description=__doc__)
     for law, count in DEFAULTS.items():
         parser.add_argument(f"--{law.replace(' ', '-')}", dest=law, type=int, default=count, metavar="N")
+    parser.add_argument("--lists", type=int, default=LISTS, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     options = vars(parser.parse_args())
     torch.set_num_threads(1)
-    console, seed = Console(), options.pop("seed")
+    console, seed, count = Console(), options.pop("seed"), options.pop("lists")
     start = time.process_time()
     try:
         tally = run(options, seed, console)
-    except BrokenLawError as error:
+        run_lists(count, seed, console)
+    except (BrokenLawError, RankError) as error:
         console.print(f"a law is broken (seed {seed}):", style="bold red")
         console.print(str(error), markup=False)
         return 1

@@ -216,3 +216,21 @@ def _gradients_of_one_element() -> list[list[float]]:
 
 def test_gradients_of_one_element_a_rank_reach_their_parameters(ranks: Callable[..., list[Any]]) -> None:
     assert ranks(2, _gradients_of_one_element) == [[[-1.0, -2.0], [-11.0, -12.0]]] * 2
+
+
+def _sums_that_are_written() -> None:
+    """Large sums, which the backend reduces in a row."""
+    mesh = rank_mesh((2,), ("dp",))
+    terms = [sw.DTensor.from_local(torch.ones(300, 300) * i, mesh, [sw.Partial()]) for i in (1, 2, 3)]
+    one, two, _ = sw.redistribute_many([x.requires_grad_() for x in terms], [sw.Replicate()])
+    squares = one.to_local() ** 2
+    with torch.no_grad():
+        two.to_local().mul_(3)
+    squares.sum().backward()
+    assert torch.equal(terms[0].grad.to_local(), torch.full((300, 300), 4.0))
+    assert torch.equal(two.to_local(), torch.full((300, 300), 12.0))
+    assert one.to_local().untyped_storage().nbytes() == 300 * 300 * 4
+
+
+def test_what_was_reduced_together_has_memory_of_its_own(ranks: Callable[..., list[Any]]) -> None:
+    ranks(2, _sums_that_are_written)

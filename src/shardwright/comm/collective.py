@@ -155,7 +155,7 @@ class Exchanging(Task):
     def _gathered(self, buffers: Sequence[Tensor], why: str) -> list[Tensor]:
         received = self._arrived(torch.cat(list(buffers)), why).view(self.group.size(), -1)
         pieces = received.split([buffer.numel() for buffer in buffers], dim=1)
-        return [piece.contiguous().view(-1) for piece in pieces]  # of one column, `reshape` gives a view
+        return [piece.clone(memory_format=torch.contiguous_format).view(-1) for piece in pieces]
 
     def _exchanged(self, tasks: Sequence[Exchanging], buffers: Sequence[Tensor], why: str) -> list[Tensor]:
         packings = [task.packing for task in tasks]
@@ -194,13 +194,16 @@ class Reducing(Task):
         return lambda: shaped(finish(), self.memory)
 
     def together(self, tasks: Sequence[Task], held: Sequence[Held], why: str) -> list[Held]:
-        """One reduction of all tensors in a row."""
+        """One reduction of all tensors in a row; then each has memory of its own.
+
+        Views of what was reduced would share a version counter: a write into one would count for all.
+        """
         alike = cast("Sequence[Reducing]", tasks)
         if len(alike) == 1:
             return [self.run(held[0], why)]
-        flat = torch.cat([task._flat(x) for task, x in zip(alike, held, strict=True)])
-        pieces = self._posted(flat, why)().split([task.memory.numel for task in alike])
-        return [shaped(piece, task.memory) for piece, task in zip(pieces, alike, strict=True)]
+        row = self._posted(torch.cat([task._flat(x) for task, x in zip(alike, held, strict=True)]), why)()
+        pieces = row.split([task.memory.numel for task in alike])
+        return [shaped(piece.clone(), task.memory) for piece, task in zip(pieces, alike, strict=True)]
 
     def _flat(self, held: Held) -> Tensor:
         return flat_memory(in_memory(tensor(held), self.memory), self.memory)
