@@ -100,8 +100,10 @@ class Reader:
         file = self._handle(want.part.file)
         held = file.hold(want.part.at + low, want.view.nbytes)
         if held is not None:
-            for at in range(low, high, file.step):
-                self._aligned(want, at, min(at + file.step, high))
+            first = low // self.source.chunk * self.source.chunk  # so that no chunk is read twice
+            step = max(file.step // self.source.chunk, 1) * self.source.chunk
+            for at in range(first, high, step):
+                self._aligned(want, at, min(at + step, high))
         return held
 
     def check_held(self) -> None:
