@@ -11,7 +11,7 @@ each is padded by itself, and they are stacked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ def _padded_alike(
     sequences: Sequence[Tensor],
     batch_first: bool = False,
     padding_value: float = 0.0,
-    padding_side: str = "right",
+    padding_side: Literal["left", "right"] = "right",
 ) -> Tensor:
     shapes = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in sequences]
     whole = pad_sequences(
