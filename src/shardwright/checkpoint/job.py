@@ -39,6 +39,7 @@ class Job:
         self.saving: Saving | None = None
         self.begun = True
         self.failure: Exception | None = None
+        self._rank = rank()
         self._part = collected.part()
         self._tensors = collected.tensors
         self._shares = plan.shares
@@ -64,7 +65,7 @@ class Job:
     def _view(self, share: Share) -> torch.Tensor:
         if share.key not in self._views:
             tensor = self._tensors[share.key]
-            self._views[share.key] = views(tensor, local_of(tensor), copies=True)
+            self._views[share.key] = views(tensor, local_of(tensor), copies=True, rank=self._rank)
         view = self._views[share.key][share.box][1]
         if tuple(view.shape) == share.cell[1]:
             return view

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwright.checkpoint.collector import no_collection
-from shardwright.checkpoint.loading import Loaded, Loading
+from shardwright.checkpoint.loading import Loaded, loaded
 from shardwright.checkpoint.patterns import Patterns
 from shardwright.checkpoint.save import State
 from shardwright.checkpoint.storage.place import Place, place_of
@@ -45,6 +45,6 @@ def load(
     (the second is the system's cache of the files where it lets this user lock memory: `ulimit -l`).
     """
     everything = {"model": model, "optimizer": optimizer, **state}
-    loading = Loading(place_of(path), Patterns(only), in_place)
-    with no_collection():
-        return loading.run(everything)
+    place = place_of(path)
+    with no_collection():  # what a load makes is gone when the collector may look again
+        return loaded(place, lambda: Patterns(only), everything, in_place=in_place)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,13 +25,14 @@ from shardwright.checkpoint.storage.element_types import DTYPES, name_of
 from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 from shardwright.checkpoint.storage.place import Place
 from shardwright.checkpoint.storage.proof import prove
-from shardwright.checkpoint.storage.reader import Reader, Want, wants
+from shardwright.checkpoint.storage.reader import Pair, Reader, Want, is_small, wants
 from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.checkpoint.storage.values import decode
 from shardwright.checkpoint.targets import VALUED, Targets, add_others, of_rank, prepared, tensors_of
+from shardwright.compat import foreach_copy_
 from shardwright.errors import CheckpointError
 
-_SMALL = 1 << 16  # bytes of a tensor that is read with its neighbours
+_TRIES = 5  # of a checkpoint that others save to while it is loaded
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,35 @@ class Loaded:
     bytes_read: int = 0
 
 
+def loaded(
+    path: Place, patterns: Callable[[], Patterns], state: Mapping[str, Any], *, in_place: bool
+) -> Loaded:
+    """Load what stands at the path. Where a save replaces it meanwhile, that is the new one."""
+    for _ in range(_TRIES):
+        loading = Loading(path, patterns(), in_place)
+        try:
+            return loading.run(state)
+        except CheckpointError:
+            if not loading.replaced():
+                raise
+    return Loading(path, patterns(), in_place).run(state)
+
+
 class Loading:
     """One load: opened, compared, read, and only then put in place."""
 
     manifest: Manifest
     reader: Reader
+    changing = False
 
     def __init__(self, path: Place, patterns: Patterns, in_place: bool) -> None:
         self.path, self.patterns, self.in_place = path, patterns, in_place
+        self.rank = rank()  # which costs more than what is looked up by it
         self.nodes: list[Node] = []
         self.chosen: list[Node] = []
         self.targets = Targets()
         self.staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.small: list[Pair] = []
         self.held: list[tuple[torch.Tensor, memoryview]] = []
         self.values: dict[str, Any] = {}
         self.rng: Any = None
@@ -85,6 +104,7 @@ class Loading:
             refuse_differences(self.path, self.manifest, identities, self.patterns.want)
             agreed("comparing the optimizer", self._compare_others)
             agreed(f"reading {self.path}", self._read)
+            self.changing = True
             change.make(self.path, self._changes())
         finally:
             self.reader.close()
@@ -94,6 +114,15 @@ class Loading:
         return Loaded(
             self.path, manifest.step, self.extra, self.config, restored, values, self.reader.bytes_read
         )
+
+    def replaced(self) -> bool:
+        """Whether what stands at the path is not what failed here, with nothing changed yet. A collective."""
+        return not self.changing and any(agreed(f"reading {self.path}", self._is_another))
+
+    def _is_another(self) -> bool:
+        with contextlib.suppress(CheckpointError):
+            return hasattr(self, "manifest") and read_manifest(self.path).id != self.manifest.id
+        return False
 
     def _wants_node(self, node: Node) -> bool:
         whole = node.kind is Kind.OPTIMIZER
@@ -196,13 +225,21 @@ class Loading:
         What the system keeps in memory anyway is copied from there, without memory of its own.
         """
         wanted: list[Want] = []
+        small: list[Want] = []
         apart: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for name, tensor in self.targets.live.items():
             local = local_of(tensor)
-            if self.in_place and local.is_contiguous():
-                wanted += self._wants(name, tensor, local)
-            elif not self._hold(name, tensor, local):
+            if not local.is_contiguous():
                 apart.append((name, tensor, local))
+                continue
+            own = self._wants(name, tensor, local)
+            if self.in_place:
+                wanted += own
+            elif all(map(is_small, own)):
+                small += own
+            elif not self._hold(own):
+                apart.append((name, tensor, local))
+        self.small = list(self.reader.read_apart(small))
         arena = Arena(sum(room_for(local.nbytes) for _, _, local in apart))
         for name, tensor, local in apart:
             staged = arena.take(tuple(local.shape), local.dtype)
@@ -210,11 +247,8 @@ class Loading:
             wanted += self._wants(name, tensor, staged)
         return wanted
 
-    def _hold(self, name: str, tensor: torch.Tensor, local: torch.Tensor) -> bool:
+    def _hold(self, wanted: list[Want]) -> bool:
         """Whether all that a tensor needs is held where it was read."""
-        if local.nbytes <= _SMALL or not local.is_contiguous():
-            return False
-        wanted = self._wants(name, tensor, local)
         held = [(want.view, data) for want in wanted if (data := self.reader.hold(want)) is not None]
         if len(held) < len(wanted):
             return False
@@ -224,7 +258,8 @@ class Loading:
     def _wants(self, name: str, tensor: torch.Tensor, local: torch.Tensor) -> list[Want]:
         key = self.manifest.ties.get(name, name)
         saved = self.manifest.tensors[key]
-        return [want for box, view in views(tensor, local) for want in wants(key, saved, box, view)]
+        boxes = views(tensor, local, rank=self.rank)
+        return [want for box, view in boxes for want in wants(key, saved, box, view)]
 
     def _changes(self) -> Iterator[Change]:
         """What puts that which was read into place: first what cannot fail, then the code of others."""
@@ -243,6 +278,8 @@ class Loading:
 
     def _put_tensors(self) -> None:
         with torch.no_grad():
+            for views, found in self.small:
+                foreach_copy_(views, found)
             for target, staged in self.staged:
                 copy_bytes(target, staged)
             for target, data in self.held:

@@ -18,9 +18,11 @@ class Patterns:
 
     def want(self, path: str) -> bool:
         """Whether a tensor or a value with this path is loaded."""
+        if self.everything:
+            return True
         fits = {pattern for pattern in self.all if fnmatchcase(path, pattern)}
         self.fitted |= fits
-        return self.everything or bool(fits)
+        return bool(fits)
 
     def want_whole(self, path: str) -> bool:
         """Whether an optimizer is loaded: `optimizer` and `optimizer/*` both mean all of it."""

@@ -6,9 +6,9 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shardwright.checkpoint.agree import rank as this_rank
 from shardwright.checkpoint.storage.element_types import name_of
 from shardwright.errors import CheckpointError
 from shardwright.index.boxes import Chunk, chunks_of
@@ -96,15 +96,17 @@ def _refuse_without_data(local: torch.Tensor, key: str) -> None:
 def refuse_unwritable(tensor: torch.Tensor, key: str) -> None:
     """Raises CheckpointError where elements share memory, so that nothing can be copied into them."""
     local = local_of(tensor)
-    if any(n > 1 and stride == 0 for n, stride in zip(local.shape, local.stride(), strict=True)):
+    if not local.is_contiguous() and any(
+        n > 1 and stride == 0 for n, stride in zip(local.shape, local.stride(), strict=True)
+    ):
         raise CheckpointError(
             f"{key} is expanded (one element stands for several) and cannot be written: clone it first"
         )
 
 
-def chunks(layout: Layout) -> tuple[Chunk, ...]:
+def chunks(layout: Layout, rank: int | None = None) -> tuple[Chunk, ...]:
     """The boxes that this rank holds of a tensor with this layout."""
-    return _chunks_of(layout, dist.get_rank() if dist.is_initialized() else 0)
+    return _chunks_of(layout, this_rank() if rank is None else rank)
 
 
 @remembered(4096)
@@ -120,16 +122,18 @@ def _text(layout: Layout) -> str:
 
 
 def views(
-    tensor: torch.Tensor, local: torch.Tensor, *, copies: bool = False
+    tensor: torch.Tensor, local: torch.Tensor, *, copies: bool = False, rank: int | None = None
 ) -> list[tuple[Box, torch.Tensor]]:
     """Each box that this rank holds with its elements in `local`, a tensor of the local shape: views.
 
-    Args: copies: only to be read: a box that no view of `local` shows may be a copy. Without it, that is a
-        RuntimeError, because what is written into a copy is lost.
+    Args:
+        rank: this one, where it is known: to ask for it costs as much as all else here.
+        copies: only to be read: a box that no view of `local` shows may be a copy. Without it, that is a
+            RuntimeError, because what is written into a copy is lost.
     """
     if not isinstance(tensor, DTensor):
         return [(Box((0,) * local.dim(), tuple(local.shape)), local)] if local.numel() else []
-    return [(chunk.box, _view(chunk, local, copies)) for chunk in chunks(layout_of(tensor))]
+    return [(chunk.box, _view(chunk, local, copies)) for chunk in chunks(layout_of(tensor), rank)]
 
 
 def _view(chunk: Chunk, local: torch.Tensor, copies: bool) -> torch.Tensor:

@@ -13,12 +13,13 @@ from shardwright.checkpoint.storage.manifest import SavedPart, SavedTensor
 from shardwright.checkpoint.storage.source import Source, open_file
 from shardwright.checkpoint.storage.stores.store import OpenFile
 from shardwright.checkpoint.storage.sums import first_wrong, sum_of
+from shardwright.compat import foreach_copy_
 from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
 
 _SPAN = 8 << 20  # of a read whose elements are then picked out
 _SMALL = 1 << 16
-_MOST_PIECES = 512
+_BLOCK = 1 << 20  # of neighbours that are read at once
 
 
 class Want(NamedTuple):
@@ -50,6 +51,9 @@ def wants(key: str, saved: SavedTensor, box: Box, view: torch.Tensor) -> Iterato
             yield Want(key, part, saved.dtype, start, view[inside])
 
 
+Pair = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
 class Reader:
     """The files of one source, open as long as they are read. `bytes_read` counts what was asked for."""
 
@@ -79,12 +83,43 @@ class Reader:
     def read(self, wanted: Iterable[Want]) -> None:
         """Fill the views. Raises: CheckpointError: a file is missing, short or damaged; it is named."""
         small: list[Want] = []
-        for want in sorted(wanted, key=lambda one: (one.part.file, one.part.at)):
-            if self._is_small(want):
+        for want in sorted(wanted, key=_place):
+            if is_small(want):
                 small.append(want)
-                continue
-            self._picked(want)
-        self._read_small(small)
+            else:
+                self._picked(want)
+        for views, found in self.read_apart(small):
+            foreach_copy_(views, found)
+
+    def read_apart(self, small: Iterable[Want]) -> Iterator[Pair]:
+        """Wants that are `is_small`, read and checked: lists of views, and of what is to be copied to each.
+
+        Neighbours in a file have one read and one block of memory. Raises: CheckpointError: as `read`.
+        """
+        run: list[Want] = []
+        end, nbytes = (-1, "", -1), 0
+        for want in sorted(small, key=_place):
+            if (want.part.file, want.dtype, want.part.at) != end or nbytes > _BLOCK:
+                if run:
+                    yield self._read_run(run, nbytes)
+                run, nbytes = [], 0
+            run.append(want)
+            nbytes += want.view.nbytes
+            end = want.part.file, want.dtype, want.part.at + want.view.nbytes
+        if run:
+            yield self._read_run(run, nbytes)
+
+    def _read_run(self, run: list[Want], nbytes: int) -> Pair:
+        block = torch.empty(nbytes, dtype=torch.uint8)
+        memory = block.numpy().data
+        self._read(run[0].part.file, [memory], run[0].part.at)
+        at, views = 0, [want.view for want in run]
+        for want, view in zip(run, views, strict=True):
+            end = at + view.nbytes
+            self._check(want, memory[at:end], 0)
+            at = end
+        flat = block.view(DTYPES[run[0].dtype]).split([view.numel() for view in views])
+        return views, [one.view(view.shape) for one, view in zip(flat, views, strict=True)]
 
     def hold(self, want: Want) -> memoryview | None:
         """The bytes of a want, checked and kept in memory by the system as long as they are used.
@@ -111,30 +146,6 @@ class Reader:
         for number, file in self._handles.items():
             if not file.is_whole():
                 raise CheckpointError(self._damaged(number, "it became shorter while it was read"))
-
-    def _is_small(self, want: Want) -> bool:
-        whole = tuple(want.view.shape) == want.part.size
-        return whole and _direct(want) and want.view.nbytes <= _SMALL
-
-    def _read_small(self, small: list[Want]) -> None:
-        """Neighbours in a file with one call each 512, straight to where they go."""
-        batch: list[tuple[Want, memoryview]] = []
-        end = (-1, -1)
-        for want in small:
-            if (want.part.file, want.part.at) != end or len(batch) == _MOST_PIECES:
-                self._read_batch(batch)
-                batch = []
-            batch.append((want, _memory(want.view)))
-            end = want.part.file, want.part.at + want.view.nbytes
-        self._read_batch(batch)
-
-    def _read_batch(self, batch: list[tuple[Want, memoryview]]) -> None:
-        if not batch:
-            return
-        first = batch[0][0].part
-        self._read(first.file, [memory for _, memory in batch], first.at)
-        for want, memory in batch:
-            self._check(want, memory, 0)
 
     def _picked(self, want: Want) -> None:
         """Read one want: straight to its place, or by way of a scratch, in pieces of a bounded size."""
@@ -228,6 +239,16 @@ class Reader:
 
     def _damaged(self, number: int, reason: str) -> str:
         return f"{self.path} is damaged: in its file {self.source.files[number].name} {reason}"
+
+
+def is_small(want: Want) -> bool:
+    """Whether a want is one of those that are read with their neighbours."""
+    view = want.view
+    return view.nbytes <= _SMALL and tuple(view.shape) == want.part.size and _direct(want)
+
+
+def _place(want: Want) -> tuple[int, int]:
+    return want.part.file, want.part.at
 
 
 def _direct(want: Want) -> bool:

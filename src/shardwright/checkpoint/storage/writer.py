@@ -18,7 +18,7 @@ from shardwright.errors import CheckpointError
 
 _STEP = 1 << 20  # stays in the processor's cache between checksum and write
 _SMALL = 1 << 16
-_MOST_PIECES = 512
+_BLOCK = 1 << 20  # of neighbours that are written at once
 _FILE_MOST = 8 << 30
 
 
@@ -113,23 +113,44 @@ def _write_entries(
     file: NewFile, entries: Sequence[Entry], at: int
 ) -> tuple[list[tuple[str, Cell, int, str]], int]:
     boxes: list[tuple[str, Cell, int, str]] = []
-    waiting: list[memoryview] = []
+    small: list[tuple[Entry, torch.Tensor]] = []
+    waiting = 0
     for entry in entries:
-        if entry.nbytes <= _SMALL:
-            data = bytes_of(entry.view)
-            waiting.append(data)
-            sums = sums_of(data)
-        else:
-            file.write(waiting)
-            waiting = []
-            sums = _stream(file, entry.view)
-        if len(waiting) == _MOST_PIECES:
-            file.write(waiting)
-            waiting = []
-        boxes.append((entry.key, entry.cell, at, sums))
-        at += entry.nbytes
-    file.write(waiting)
-    return boxes, at
+        nbytes = entry.nbytes
+        if nbytes <= _SMALL:
+            small.append((entry, entry.view))
+            waiting += nbytes
+            if waiting <= _BLOCK:
+                continue
+        at = _write_small(file, small, at, boxes)
+        small, waiting = [], 0
+        if nbytes > _SMALL:
+            boxes.append((entry.key, entry.cell, at, _stream(file, entry.view)))
+            at += nbytes
+    return boxes, _write_small(file, small, at, boxes)
+
+
+def _write_small(
+    file: NewFile, small: list[tuple[Entry, torch.Tensor]], at: int, boxes: list[tuple[str, Cell, int, str]]
+) -> int:
+    """Write neighbours with one call; where the next one begins."""
+    data = _bytes_of_all([view for _, view in small])
+    low = 0
+    for entry, view in small:
+        high = low + view.nbytes
+        boxes.append((entry.key, entry.cell, at + low, sums_of(data[low:high])))
+        low = high
+    file.write([data])
+    return at + low
+
+
+def _bytes_of_all(views: Sequence[torch.Tensor]) -> memoryview:
+    """The bytes of small tensors, one after another, in new memory."""
+    flat = [
+        view.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for view in views
+    ]
+    return torch.cat(flat).numpy().data if flat else memoryview(b"")
 
 
 def _stream(file: NewFile, view: torch.Tensor) -> str:
