@@ -29,8 +29,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 RECIPE := pyproject.toml constraints.txt Makefile $(wildcard src/shardwright/*/*/*.c)
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID)
 TRAIN_FLAGS ?=
-# Files in the order of tests/tiers.py: what takes longest first.
-PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST_FLAGS ?= -n 2 --dist loadfile
 LAWS_FLAGS ?=
 OPS_FLAGS ?= --all
 RULES_FLAGS ?=

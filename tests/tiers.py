@@ -11,7 +11,6 @@ import multiprocessing.util
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts nothing, before `-m` chooses; refuse a planted fault that is slow."""
     for item in items:
         if _RANKS not in getattr(item, "fixturenames", ()) and item.get_closest_marker("processes") is None:
@@ -47,29 +46,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     hidden = [item.nodeid for item in items if _PLANTED.search(item.name) and item.get_closest_marker("slow")]
     if hidden:
         raise pytest.UsageError(f"a planted fault shows what `make test` sees, so it is not slow: {hidden}")
-    if hasattr(config, "workerinput"):
-        items[:] = longest_first(items)
-
-
-def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The files in another order: a long one at the end would leave the other workers idle.
-
-    What starts programs takes longest, what starts nothing is soon done; of one kind, files of many tests.
-    """
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-
-    def place(found: list[pytest.Item]) -> tuple[int, int]:
-        return min(_kind(item) for item in found), -len(found)
-
-    return [item for found in sorted(files.values(), key=place) for item in found]
-
-
-def _kind(item: pytest.Item) -> int:
-    if item.get_closest_marker("processes") is not None:
-        return 0
-    return 1 if item.get_closest_marker("unit") is None else 2
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import all_but, longest_first, one_in, only
+from tests.tiers import all_but, one_in, only
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
@@ -64,23 +64,6 @@ def test_a_fault_that_is_planted_may_not_be_slow(tmp_path):
     tests = "import pytest\n\n@pytest.mark.slow\ndef test_a_planted_fault_goes_red(): pass\n"
     said = unit_tests(tmp_path, tests)
     assert "so it is not slow: ['test_these.py::test_a_planted_fault_goes_red']" in said, said
-
-
-def test_workers_begin_with_the_files_that_take_longest():
-    """Programs, ranks, then what starts nothing; of one kind the file of more tests; each file whole."""
-    files = {"pure": ["unit"] * 2, "short": [None], "long": [None, "unit", None], "starts": ["processes"]}
-    items = [_Item(name, mark) for name, marks in files.items() for mark in marks]
-    assert [item.path for item in longest_first(items)] == ["starts", *["long"] * 3, "short", *["pure"] * 2]
-
-
-class _Item:
-    """Of a test, what its place hangs on."""
-
-    def __init__(self, path, mark):
-        self.path, self.mark = path, mark
-
-    def get_closest_marker(self, name):
-        return name if name == self.mark else None
 
 
 def test_cases_are_chosen_by_their_number_or_by_name():
