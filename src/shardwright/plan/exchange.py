@@ -161,7 +161,7 @@ def shared_with_peers(
     """For each member: what it has of what this rank wants, and what it wants of what this rank has.
 
     Members differ from this rank on these axes only. Only this rank's side of an overlap has the memory
-    of its tensor: memory: what it holds before and after.
+    of its tensor: `memory`, before and after.
     """
     if not source.is_product:  # then the target is none either: they have the same groups
         mine, wanted = source.cell(coords), target.cell(coords)
