@@ -176,6 +176,14 @@ def test_ranks_are_reused_after_success_and_replaced_after_failure(ranks):
     assert not set(ranks(2, pid)) & set(first)
 
 
+def test_between_calls_nothing_runs_in_a_rank(ranks):
+    pids = ranks(2, os.getpid)
+    deadline = time.monotonic() + 10  # threads stop where the kernel next sees them
+    while any(psutil.Process(pid).status() != psutil.STATUS_STOPPED for pid in pids):
+        assert time.monotonic() < deadline, "threads of gloo would wake a hundred times a second"
+    assert ranks(2, os.getpid) == pids
+
+
 def test_fresh_ranks_never_ran_anything_and_are_ended(ranks):
     warm = ranks(2, pid)
     fresh = ranks(2, pid, fresh=True)

@@ -113,9 +113,13 @@ class RankPool:
         if world is not None and not world.alive:
             self._retire(world)
             world = None
-        return world if world is not None else zygote.fork(n)
+        if world is None:
+            return zygote.fork(n)
+        world.resume()
+        return world
 
     def _keep(self, n: int, world: World) -> None:
+        world.pause()
         self._worlds[n] = world
         while sum(self._worlds) > _MAX_WARM_RANKS and len(self._worlds) > 1:
             self._retire(self._worlds.pop(next(iter(self._worlds))))
