@@ -518,6 +518,56 @@ def _numbers_look_alike():
     return told[::2], told[1::2]
 
 
+NUMBERED = {
+    "product": lambda x, y, v: x * v,
+    "quotient": lambda x, y, v: x / v,
+    "in place": lambda x, y, v: y.mul_(v),
+    "between": lambda x, y, v: y.lerp_(x, v),
+    "quotient added": lambda x, y, v: y.addcdiv_(x, x + 2, value=v),
+    "sum": lambda x, y, v: torch.add(x, y, alpha=v),
+}
+
+
+def _other_numbers():
+    """What reached Python of calls with numbers never seen, of hundreds; every value compared."""
+    whole = torch.linspace(0.5, 2.0, 8)
+    reached = {}
+    for name, op in NUMBERED.items():
+        x, y = (sw.distribute_tensor(whole.clone(), _mesh(), [sw.Shard(0)]) for _ in range(2))
+        expected = whole.clone()
+        with torch.no_grad():
+            for step in range(4):
+                op(x, y, 0.5 + step / 100)
+                op(whole, expected, 0.5 + step / 100)
+            with InPython() as python:
+                for step in range(200):
+                    number = 0.9 + step / 1024
+                    assert torch.equal(op(x, y, number).full_tensor(), op(whole, expected, number)), name
+            reached[name] = [of for of in python.calls if "all_gather" not in str(of)]
+    return reached
+
+
+def test_a_number_that_was_never_seen_makes_no_new_call(ranks):
+    for reached in ranks(2, _other_numbers):
+        assert reached == {name: [] for name in NUMBERED}
+
+
+def _numbers_of_pending():
+    """A factor below 0 makes a largest value the least, whatever the factor before it."""
+    x = sw.distribute_tensor(torch.arange(8.0).view(2, 4), _mesh(), [sw.Shard(0)])
+    with torch.no_grad():
+        for factor in (2.0, 3.0, -2.0, 4.0, -5.0):
+            largest = x.amax(0)
+            assert largest.placements[0].is_pending
+            assert torch.equal(
+                (largest * factor).full_tensor(), torch.arange(8.0).view(2, 4).amax(0) * factor
+            )
+
+
+def test_numbers_decide_of_pending_values(ranks):
+    ranks(2, _numbers_of_pending)
+
+
 def test_numbers_of_other_types_are_other_calls(ranks):
     for dtypes, values in ranks(1, _numbers_look_alike):
         assert dtypes == [[torch.int64, torch.float32, torch.int64]] * 3

@@ -155,4 +155,5 @@ def _terms(layout):
 
 @pytest.mark.parametrize("part", only([0], range(3)))
 def test_reshapes_of_other_sizes_are_decided_as_if_they_were_the_first(ranks, part):
-    assert all(count > 12 for count in ranks(4, _reshapes, part))
+    counts = ranks(4, _reshapes, part)
+    assert min(counts) > 6, counts

@@ -27,7 +27,7 @@ from shardwright.compat import (
     without_subclasses,
 )
 from shardwright.tensor import finished_forms
-from shardwright.tensor.dispatch import short, whole_functions
+from shardwright.tensor.dispatch import any_number, short, whole_functions
 from shardwright.tensor.dispatch.call import dispatch
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.localized import LOOKUPS, LocalizedDTensor, call_localized
@@ -38,7 +38,7 @@ from shardwright.tensor.wrap import wrap
 
 _VARIABLE = "SHARDWRIGHT_EXTENSION"
 _MODULE = "shardwright.tensor.extension.known_call"
-_BUILT = 6  # `VERSION` of the C file
+_BUILT = 7  # `VERSION` of the C file
 # Classes whose values `call._collect` tells apart by class and value.
 _SCALARS = frozenset(
     {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -147,6 +147,7 @@ def _boundary(made: ModuleType, call: Any, below_it: Any) -> Any:
         quiet=QUIET,
         forward=forward_names,
         gradients=torch.is_grad_enabled,
+        of_any_number=any_number.functions,
     )
 
 
@@ -174,4 +175,5 @@ def _dispatch(made: ModuleType) -> Any:
         raise_versions=increment_versions,
         watching=finished_forms.watching,
         function_modes=function_modes_on,
+        ops_of_any_number=any_number.ops,
     )

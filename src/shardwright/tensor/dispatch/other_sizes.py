@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MANY = 65536
 _NUMBERS = frozenset({int, float, complex})
 # Types in a schema; a tensor argument may be given a number.
-_COMPUTED_WITH = frozenset({"number", "float", "Tensor", "Optional[number]", "Optional[float]"})
+COMPUTED_WITH = frozenset({"number", "float", "Tensor", "Optional[number]", "Optional[float]"})
 _known: dict[tuple[Any, ...], Known] = memo("calls of any size", {})
 # Ops with arguments that are a shape: their positions and names. Their values are no part of a key.
 _shape_arguments: dict[torch._ops.OpOverload, frozenset[int | str]] = memo("arguments that are a shape", {})
@@ -112,7 +112,7 @@ def _key(
     A spec that has no kind stands for itself. Numbers that decide nothing are told apart by their class.
     """
     places = _shape_arguments.get(func, frozenset())
-    numbers = _numbers(func)
+    numbers = numbers_computed_with(func)
     if numbers and any(part.__class__ is Token and part.spec.pending for part in key):
         numbers = frozenset()  # a factor below 0 makes a largest value the least
     if not places and not numbers:
@@ -131,11 +131,11 @@ def _key(
 
 
 @remembered(4096)
-def _numbers(func: torch._ops.OpOverload) -> frozenset[int | str]:
+def numbers_computed_with(func: torch._ops.OpOverload) -> frozenset[int | str]:
     """The arguments, by position and by name, whose number is only computed with, element by element."""
     if not is_pointwise(func):
         return frozenset()
-    named = [(i, a.name) for i, a in enumerate(func._schema.arguments) if str(a.type) in _COMPUTED_WITH]
+    named = [(i, a.name) for i, a in enumerate(func._schema.arguments) if str(a.type) in COMPUTED_WITH]
     return frozenset(place for both in named for place in both)
 
 

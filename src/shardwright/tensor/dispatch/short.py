@@ -20,7 +20,7 @@ import torch
 
 from shardwright.compat import tree_map_only
 from shardwright.remember import memo
-from shardwright.tensor.dispatch import bindings, memory_order, written_memory
+from shardwright.tensor.dispatch import any_number, bindings, memory_order, written_memory
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.ways.local_reshape import LocalReshape
 from shardwright.tensor.dtensor import DTensor
@@ -55,7 +55,8 @@ class Short(NamedTuple):
 
 
 # Bounded by who fills it: each of these calls is also one of those that `call._store` keeps.
-recipes: dict[tuple[Any, ...], Short] = memo("recipes of known calls", {})
+# None: one for each choice of numbers, under the key with these at its end.
+recipes: dict[tuple[Any, ...], Short | None] = memo("recipes of known calls", {})
 
 
 class ShortList(NamedTuple):
@@ -117,7 +118,22 @@ def learn(
         found = found._replace(placed=True, begins=offsets.from_the_start(func, args, kwargs))
     if found.call is func._op:
         found = found._replace(binding=_binding(func, found, args, kwargs))
-    recipes[func._op, *key[1:]] = found  # an overload hashes in Python, what it calls does not
+    found_by = func._op, *key[1:]  # an overload hashes in Python, what it calls does not
+    if any_number.only_computes(func):
+        any_number.ops.add(func._op)
+        holds_for_all = isinstance(known, Spec) or getattr(known, "any_size", None) is not None
+        any_number.put(recipes, found_by, found, holds_for_all=holds_for_all)
+    else:
+        recipes[found_by] = found
+
+
+def recipe_of(op: Op, key: Sequence[Any]) -> Short | None:
+    """The recipe of a call of the op, if there is one. Args: key: of its arguments."""
+    found_by = op._op, *key
+    found: Short | None = (
+        any_number.find(recipes, found_by) if op._op in any_number.ops else recipes.get(found_by)
+    )
+    return found
 
 
 def _binding(

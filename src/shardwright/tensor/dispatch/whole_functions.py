@@ -16,7 +16,7 @@ Not here: views. What a view knows of its base is written by torch between funct
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ import torch
 from shardwright.compat import tree_leaves
 from shardwright.remember import memo
 from shardwright.rules import registry
-from shardwright.tensor.dispatch import call, short
+from shardwright.tensor.dispatch import any_number, call, short
 from shardwright.tensor.dispatch.bindings import Heard, Listening
 from shardwright.tensor.dispatch.same_local_calls import does_the_same, place_of
 from shardwright.tensor.dispatch.ways.list_arguments import Taken
@@ -35,7 +35,8 @@ from shardwright.tensor.views import write_back
 
 _Key = tuple[Any, ...]
 # Of calls by their keys; False: it goes the way through torch. Bounded by `_keep`.
-whole: dict[_Key, short.Short | bool] = memo("calls of whole functions", {})
+# None, here as well: one for each choice of numbers.
+whole: dict[_Key, short.Short | bool | None] = memo("calls of whole functions", {})
 # None: one for each choice of numbers, under the key with these at its end.
 whole_lists: dict[_Key, short.ShortList | bool | None] = memo("calls of whole functions on lists", {})
 # May a call of the function be whole? None of the user's functions is kept.
@@ -87,7 +88,7 @@ def first(
         if on_lists:
             _learn_list(func, args, kwargs or {}, key, numbers, listening.asked, out)
         elif listening.too_many:
-            _keep(whole, key, False)
+            _keep_call(key, False)
         else:
             _learn(func, args, kwargs or {}, key, listening.asked, out)
     return out
@@ -115,7 +116,10 @@ def _differs_in_numbers(key: _Key) -> bool:
         _choices.clear()
     _choices[alike] = _choices.get(alike, 0) + 1
     if _choices[alike] > _TOO_MANY:
-        functions[key[0]] = False
+        if key[0] in any_number.functions:
+            _keep(whole, any_number.split(key)[0], False)
+        else:
+            functions[key[0]] = False
     return _choices[alike] > _FEW
 
 
@@ -123,6 +127,15 @@ def _keep(table: dict[_Key, Any], key: _Key, found: Any) -> None:
     if len(table) >= _MANY:
         table.clear()
     table[key] = found
+
+
+def _keep_call(key: _Key, found: short.Short | bool, *, holds_for_all: bool = False) -> None:
+    if key[0] not in any_number.functions:
+        _keep(whole, key, found)
+        return
+    if len(whole) >= _MANY:
+        whole.clear()
+    any_number.put(whole, key, found, holds_for_all=holds_for_all)
 
 
 def _learn(
@@ -134,7 +147,23 @@ def _learn(
     found = _found(func, args, kwargs, heard, out)
     if found is None and _never(func):
         functions[func] = False
-    _keep(whole, key, found or False)
+    hands_on = found is not None and len(heard) == 1 and _hands_numbers_on(func, key, heard[0])
+    if hands_on:
+        any_number.functions.add(func)
+    _keep_call(key, found or False, holds_for_all=hands_on)
+
+
+def _hands_numbers_on(func: Any, key: _Key, heard: Heard) -> bool:
+    """Is a function in C the op of its name, which gets the numbers that it got, and has a recipe for any?
+
+    Then it does the same with other numbers. A function in Python, or several ops, may look at them.
+    """
+    if isinstance(func, FunctionType) or heard.op._op not in any_number.ops:
+        return False
+    name, op = func.__name__.strip("_"), heard.op._schema.name.partition("::")[2].strip("_")
+    below, numbers = any_number.split(_key_of(heard.op._op, heard.args, heard.kwargs)[0])
+    known = short.recipes.get(below) is not None
+    return known and name in {op, f"i{op}", f"true{op}", f"itrue{op}"} and any_number.split(key)[1] == numbers
 
 
 def _never(func: Any) -> bool:
@@ -168,12 +197,7 @@ def _found(
 
 
 def _recipe_of(each: Heard) -> short.Short | None:
-    key: list[Any] = [each.op._op]
-    call._collect(each.args, [], key)
-    for name, value in each.kwargs.items():
-        key.append(name)
-        call._collect((value,), [], key)
-    return short.recipes.get(tuple(key))
+    return short.recipe_of(each.op, _key_of(each.op, each.args, each.kwargs)[0][1:])
 
 
 def _tensors(each: Heard) -> list[Any]:

@@ -19,7 +19,7 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 6 };
+enum { VERSION = 7 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
 enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 26 };
@@ -44,6 +44,7 @@ enum {
     RAISE_VERSIONS,        /* tells autograd that tensors were written */
     WATCHING,              /* who remembers how often storages were written: with nobody, they do not count */
     FUNCTION_MODES,        /* how many modes see each function of torch */
+    OPS_OF_ANY_NUMBER,     /* ops whose numbers are told apart by their class */
     END_OF_DISPATCH
 };
 enum {
@@ -70,6 +71,7 @@ enum {
     QUIET,                  /* functions that say 0 where nothing stands around calls */
     FORWARD,                /* the names of torch.autograd.forward_ad */
     GRADIENTS,              /* are gradients recorded? */
+    OF_ANY_NUMBER,          /* functions whose numbers are told apart by their class */
     INNER,                  /* `whole_inside`, made here */
     END_OF_BOUNDARY
 };
@@ -78,11 +80,11 @@ _Static_assert(
 
 static const char *const held_by_dispatch[] = {"recipes", "recipe", "copies", "modes", "inference", "scalars",
     "ordinary", "localized", "new", "wrap", "local", "spec", "made_by", "lists", "list_ops", "tensor", "helpers",
-    "raise_versions", "watching", "function_modes", NULL};
+    "raise_versions", "watching", "function_modes", "ops_of_any_number", NULL};
 static const char *const held_by_boundary[] = {
     "compiler", "harmless", "reading", "own", "state", "below", "plain", "made",
     "of_one_mesh", "spec_of", "of_lists", "lookups", "looks", "ours", "below_it", "functions", "meet",
-    "whole", "whole_lists", "first", "quiet", "forward", "gradients", NULL};
+    "whole", "whole_lists", "first", "quiet", "forward", "gradients", "of_any_number", NULL};
 
 /* The fields of a recipe, in the order of `short.Short`. */
 enum { CALL, RESULTS, SEVERAL, WRITTEN, OVERRIDES, PLACED, BEGINS, BINDING, FIELDS };
@@ -197,10 +199,11 @@ typedef struct {
 } Many;
 
 /* One call: the parts of its key, its operands, and their local tensors. on_lists: it is keyed as a call on
- * lists is (`list_arguments.Taken`), its numbers by themselves. plain: a plain tensor is among its arguments. */
+ * lists is (`list_arguments.Taken`), its numbers by themselves. of_any: numbers by themselves too, but for True and
+ * False (`any_number`). plain: a plain tensor is among its arguments. */
 typedef struct {
     Many part, operand, local, number;
-    int on_lists, plain;
+    int on_lists, of_any, plain;
     PyObject *few_parts[FEW_PARTS];
     PyObject *few_numbers[FEW_OPERANDS];
     PyObject *few_operands[FEW_OPERANDS];
@@ -212,7 +215,7 @@ static void begin(Call *call) {
     call->operand = (Many){0, FEW_OPERANDS, call->few_operands};
     call->local = (Many){0, FEW_OPERANDS, call->few_locals};
     call->number = (Many){0, FEW_OPERANDS, call->few_numbers};
-    call->on_lists = call->plain = 0;
+    call->on_lists = call->of_any = call->plain = 0;
 }
 
 /* Append, and take the reference. FAILED: an error is set. */
@@ -331,9 +334,13 @@ static enum Found collect_plain(Call *call, PyObject *value, PyObject **given) {
     return found;
 }
 
-/* Does the key of a call on lists tell values of this class by their class alone? */
 static int is_number(PyTypeObject *type) {
     return type == &PyFloat_Type || type == &PyLong_Type || type == &PyBool_Type || type == &PyComplex_Type;
+}
+
+/* Does the key tell values of this class by their class alone? */
+static int is_by_class(Call *call, PyTypeObject *type) {
+    return (call->on_lists || (call->of_any && type != &PyBool_Type)) && is_number(type);
 }
 
 /* Append what identifies a value, as `call._collect` does; `given`, a new reference: what stands for it in the
@@ -354,7 +361,7 @@ static enum Found collect(Door *door, Call *call, PyObject *value, PyObject **gi
     if (call->on_lists && (PyObject *)type == door->held[TENSOR]) {
         return collect_plain(call, value, given);
     }
-    if (call->on_lists && is_number(type)) {
+    if (is_by_class(call, type)) {
         *given = Py_NewRef(value);
         enum Found found = append(call, Py_NewRef((PyObject *)type));
         return found == FOUND ? add_to(&call->number, call->few_numbers, Py_NewRef(value)) : found;
@@ -822,7 +829,8 @@ static enum Found run_known(Door *door, PyObject *func, PyObject *args, PyObject
     begin(&call);
     append(&call, op);
     call.on_lists = is_on_lists(door->held[LIST_OPS], op, args);
-    if (call.on_lists < 0) {
+    call.of_any = call.on_lists ? 0 : PySet_Contains(door->held[OPS_OF_ANY_NUMBER], op);
+    if (call.on_lists < 0 || call.of_any < 0) {
         let_go(&call);
         return FAILED;
     }
@@ -1188,7 +1196,8 @@ static PyObject *whole_inside(PyObject *self, PyObject *const *given, Py_ssize_t
     begin(&call);
     append(&call, Py_NewRef(func));
     call.on_lists = is_on_lists(door->held[OF_LISTS], func, args);
-    local_args = call.on_lists < 0 ? NULL : collect_args(below, &call, args, &found);
+    call.of_any = call.on_lists ? 0 : PySet_Contains(door->held[OF_ANY_NUMBER], func);
+    local_args = call.on_lists < 0 || call.of_any < 0 ? NULL : collect_args(below, &call, args, &found);
     found = local_args == NULL && PyErr_Occurred() ? FAILED : local_args == NULL ? UNKNOWN : found;
     if (found == FOUND && kwargs != Py_None && PyDict_GET_SIZE(kwargs)) {
         local_kwargs = collect_kwargs(below, &call, kwargs, &found);
