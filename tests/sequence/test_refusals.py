@@ -267,16 +267,26 @@ def _within_torchs_own():
     line = rank_mesh((2,), ("cp",))
     module = parallelize_context(Block(), line)
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+    q = sw.distribute_tensor(torch.randn(2, 2, 8, 4), line, [sw.Shard(2)])
     with context_parallel(line, buffers=[torch.zeros(1, 8)], buffer_seq_dims=[1]):
         called = _said(module, x)
+        attention = [
+            _said(torch.nn.functional.scaled_dot_product_attention, x, x, x)
+            for x in (q, q.redistribute(line, [sw.Replicate()]))
+        ]
+        assert q._spec.placements == q.placements == (sw.Shard(2),)
+        assert q._spec.placements != [sw.Shard(2)]
     buffer = sw.distribute_tensor(torch.randn(2, 8, 8), line, [sw.Replicate()])
-    return called, _said(context_parallel(line, buffers=[buffer], buffer_seq_dims=[1]).__enter__)
+    return called, _said(context_parallel(line, buffers=[buffer], buffer_seq_dims=[1]).__enter__), attention
 
 
 def test_torchs_context_parallel_names_ours(ranks):
-    called, buffer = ranks(2, _within_torchs_own, fresh=True)[0]
+    called, buffer, attention = ranks(2, _within_torchs_own, fresh=True)[0]
     assert "a module that parallelize_context placed needs no such block" in called
     assert "shardwright.parallel.cut_sequence(batch, mesh) cuts a batch" in buffer
+    for each in attention:
+        assert "takes each rank's plain part" in each
+        assert "parallelize_context(module, mesh) takes the place of the block" in each
 
 
 def _compiled():

@@ -20,6 +20,8 @@ from shardwright.tensor.wrap import REMEMBERED, hand_out, up_to_date, wrap
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from shardwright.placement.base import Placement
+
 
 class _Above:
     """What methods of `DTensor` call and needs the class itself: `tensor.install` puts it in.
@@ -95,6 +97,11 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     @grad.deleter
     def grad(self) -> None:
         _drop_gradient(self)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One per axis of the mesh."""
+        return self._spec.layout.placements
 
     # -- in and out -----------------------------------------------------------------------------------
 

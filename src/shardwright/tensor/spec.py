@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -9,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import DTensorSpec, ShardOrderEntry, TensorMeta, root_mesh, torch_shard_order
+from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.remember import memo
 
@@ -64,6 +66,40 @@ class Extra(tuple[ShardOrderEntry, ...]):  # noqa: SLOT001 - a tuple cannot have
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Extra, (tuple(self), self.order, self.use)
+
+
+class Placements(tuple[Any, ...]):  # noqa: SLOT001 - a tuple cannot have slots of its own
+    """The placements where torch's own code reads them off a spec; `DTensor.placements` is a plain tuple.
+
+    Its context parallelism asks whether they are not a *list*, as every tuple is, and then raises without a
+    word. Nothing else of ours is asked there: `F.scaled_dot_product_attention` itself is replaced.
+    """
+
+    def __ne__(self, other: object) -> bool:
+        if type(other) is list and in_context_parallel():
+            raise ParallelError(_ATTENTION_OF_TORCHS)
+        return super().__ne__(other)
+
+    __eq__, __hash__ = tuple.__eq__, tuple.__hash__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+
+_ATTENTION_OF_TORCHS = (
+    "scaled_dot_product_attention inside torch's context_parallel takes each rank's plain part of a "
+    "sequence, not a DTensor\n"
+    "  fix:  shardwright.parallel.parallelize_context(module, mesh) takes the place of the block; a DTensor "
+    "whose sequence is cut needs none"
+)
+
+
+def in_context_parallel() -> bool:
+    """Is it torch's own context parallelism that was handed a DTensor?"""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardwright."):
+        frame = frame.f_back
+    return "._context_parallel." in str(frame.f_globals["__name__"])
 
 
 class Token:
@@ -178,7 +214,7 @@ def _without_sizes(
         "use": use,
         "mesh": mesh,
         "coords": coords_of(mesh),
-        "placements": placements,
+        "placements": Placements(placements),
         "pending": any(p.is_pending for p in placements),
         "shard_order": Extra(torch_shard_order(placements, order), order, use),
         "use_strided_shard_as_shard_order": False,

@@ -6,7 +6,6 @@ may communicate.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from shardwright.placement.base import Placement, Replicate
 from shardwright.rules.fix import mapping_code
 from shardwright.rules.refusal import scene
 from shardwright.tensor.explicit_mode import explicit
-from shardwright.tensor.spec import spec_of
+from shardwright.tensor.spec import in_context_parallel, spec_of
 from shardwright.tensor.wrap import wrap
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -45,7 +44,7 @@ def plain_among(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: tor
         names[id(t)]: layout_of(t) if isinstance(t, TorchDTensor) else _plain_text(t) for t in tensors
     }
     lines = scene(_headline(name, x), said, {names[id(x)]: "the whole tensor, or this rank's part of one?"})
-    if _in_context_parallel():
+    if in_context_parallel():
         return "\n".join([*lines, _CUT_SEQUENCE])
     for placements in _proposals(x, ours):
         if _runs(func, args, kwargs, placements, run):
@@ -58,14 +57,6 @@ _CUT_SEQUENCE = (
     "  fix:  torch's context_parallel cuts plain ones; shardwright.parallel.cut_sequence(batch, mesh) cuts "
     "a batch, and parallelize_context(module, mesh) takes the place of the block"
 )
-
-
-def _in_context_parallel() -> bool:
-    """Is it torch's own context parallelism that was handed a DTensor?"""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardwright."):
-        frame = frame.f_back
-    return "._context_parallel." in str(frame.f_globals["__name__"])
 
 
 def _headline(name: str, x: torch.Tensor) -> str:
