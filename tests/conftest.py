@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from shardwright.testing.pool import RankPool
 
@@ -31,6 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # What a script starts in the background ignores SIGINT, and so would all that the tests start and stop.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Tensors are tiny: a second thread would only spin beside the first.
+    torch.set_num_threads(1)
+    gc.disable()  # until the tests are collected: what they are made of stays, and is not worth a look
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -39,10 +44,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     It is a process of its own (not a fork of this one), so what the collection imported or ran does not
     matter, and a run of a few pure tests does not pay for it.
     """
+    _collect_garbage_of_tests_only()
     costly = [name for collected, names in _COSTLY.items() if collected in sys.modules for name in names]
     pool = session.config.stash[_POOL] = RankPool(preload=(*_PRELOAD, *costly))
     if any("rank_pool" in getattr(item, "fixturenames", ()) for item in session.items):
         pool.start()
+
+
+def _collect_garbage_of_tests_only() -> None:
+    """What stands before the first test stays to the end, so no collection looks through it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import torch
 
 from shardwright.checkpoint.storage import reader
 from tests.checkpoint.faults import sweep
 from tests.tiers import only
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny steps: threads that wait for each other would cost more than they give."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def none_wrong(verdicts: Iterable[tuple[str, str]], least: int) -> None:
