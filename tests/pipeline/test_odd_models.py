@@ -42,6 +42,20 @@ class Shared(Frozen):
         self.layers[3] = self.layers[1]
 
 
+class SharesInside(Base):
+    """Blocks of both stages hold one and the same layer, each beside weights of its own."""
+
+    class Outer(Part):
+        def forward(self, x):
+            return super().forward(self.inner(x))
+
+    def __init__(self):
+        super().__init__(self.Outer)
+        inner = nn.Linear(H, H)
+        for layer in self.layers:
+            layer.inner = inner
+
+
 class Looks(Base):
     """Its own code branches on an activation."""
 
@@ -126,6 +140,7 @@ CASES = {
     "writes between": (WritesBetween, ["layers.2"]),
     "frozen": (Frozen, ["layers.2"]),
     "shared": (Shared, ["layers.2"]),
+    "shares inside": (SharesInside, ["layers.2"]),
     "looks": (Looks, ["layers.2"]),
     "checkpointed": (Checkpointed, ["layers.2"]),
     "iterates": (Iterates, ["blocks.2"]),

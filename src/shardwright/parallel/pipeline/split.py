@@ -121,7 +121,8 @@ def take_apart(model: nn.Module, mesh: DeviceMesh, places: Places, rank_of: Sequ
         parts={place.path: place for place in places.of_modules()},
     )
     holders = _holders(places, rank_of)
-    kept = {id(p.part()) for p in places.of_modules() if set(p.stages) & set(mine)}
+    here_too = [p.part() for p in places.of_modules() if set(p.stages) & set(mine)]
+    kept = {id(module) for part in here_too for module in part.modules()}
     before = [(slot.get(), slot.path) for slot in slots_of(model)]
     for place in places.parts:
         here = bool(set(place.stages) & set(mine))
@@ -132,7 +133,7 @@ def take_apart(model: nn.Module, mesh: DeviceMesh, places: Places, rank_of: Sequ
             if all(part.module is not place.part() for part in split.heard):
                 split.heard.append(_all_stages(place, places))
         else:
-            _leave(place, places, split, strip=id(place.part()) not in kept)
+            _leave(place, places, split, kept)
     split.hear()
     left = {id(slot.get()) for slot in slots_of(model)}
     for parameter, name in before:
@@ -156,16 +157,16 @@ def _all_stages(place: Place, places: Places) -> Held:
     return part
 
 
-def _leave(place: Place, places: Places, split: Split, *, strip: bool) -> None:
+def _leave(place: Place, places: Places, split: Split, kept: set[int]) -> None:
+    """Take a part away; `kept` are the modules of this rank's parts, of which it may hold some as well."""
     module = place.part()
     part = _all_stages(place, places)
     split.conductor.absentees.append(part)
     place.parent._modules[place.name] = Elsewhere(split.conductor, part, module)
-    if strip:
-        for child in module.modules():
-            for name, parameter in child._parameters.items():
-                if parameter is not None:
-                    child._parameters[name] = _emptied(parameter, f"{place.path}.{name}", split.mode)
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None and id(child) not in kept:
+                child._parameters[name] = _emptied(parameter, f"{place.path}.{name}", split.mode)
 
 
 def _emptied(parameter: Tensor, path: str, mode: HollowMode) -> nn.Parameter:
