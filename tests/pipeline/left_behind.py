@@ -358,6 +358,29 @@ class OnAClass(Base):
         return super().forward(x) + Total.value
 
 
+class Counted(Part):
+    """What a class that inherits it counts stands in that class from the first call on."""
+
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls = type(self).calls + 1
+        return super().forward(x)
+
+
+class OnAClassThatInherits(Base):
+    """The same on a class that has inherited what it changes."""
+
+    class Counts(Counted):
+        pass
+
+    def __init__(self):
+        super().__init__(self.Counts)
+
+    def forward(self, x):
+        return super().forward(x) * (1 + self.Counts.calls)
+
+
 class InSlots(Base):
     """The same in an object that has slots."""
 

@@ -156,6 +156,7 @@ def _outside(name):
     [
         ("InAGlobal", "AUX, a global of tests.pipeline.left_behind, is changed by the forward of layers.0"),
         ("OnAClass", "Total.value, is changed by the forward of layers.0"),
+        ("OnAClassThatInherits", "Counts.calls, is changed by the forward of layers.0"),
         ("InSlots", "layers.0.state is set by the forward of layers.0"),
     ],
 )

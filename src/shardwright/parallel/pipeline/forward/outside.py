@@ -124,7 +124,9 @@ class _Reader:
         if isinstance(value, types.FunctionType | staticmethod | classmethod | property):
             self.read(value, (cls,))
         elif not hasattr(type(value), "__get__"):
-            self._found(Name(home, name, f"{home.__qualname__}.{name}"), names)
+            # What is written to a class stands in that class from then on, not in the one that it came from.
+            for each in cls.__mro__[: cls.__mro__.index(home) + 1]:
+                self._found(Name(each, name, f"{each.__qualname__}.{name}"), names)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
