@@ -553,15 +553,18 @@ def test_a_number_that_was_never_seen_makes_no_new_call(ranks):
 
 
 def _numbers_of_pending():
-    """A factor below 0 makes a largest value the least, whatever the factor before it."""
-    x = sw.distribute_tensor(torch.arange(8.0).view(2, 4), _mesh(), [sw.Shard(0)])
+    """Filled with zeros a sum may stay pending, filled with anything else it has to be finished."""
+    whole = torch.arange(8.0).view(2, 4)
+    x, mask = (
+        sw.distribute_tensor(value, _mesh(), [placed])
+        for value, placed in ((whole, sw.Shard(0)), (whole.sum(0) > 5, sw.Replicate()))
+    )
     with torch.no_grad():
-        for factor in (2.0, 3.0, -2.0, 4.0, -5.0):
-            largest = x.amax(0)
-            assert largest.placements[0].is_pending
-            assert torch.equal(
-                (largest * factor).full_tensor(), torch.arange(8.0).view(2, 4).amax(0) * factor
-            )
+        for value in (0.0, 0.0, 1.0, 0.0, 2.0, -1.0):
+            pending = x.sum(0)
+            assert pending.placements[0].is_pending
+            found = pending.masked_fill(mask, value).full_tensor()
+            assert torch.equal(found, whole.sum(0).masked_fill(whole.sum(0) > 5, value)), value
 
 
 def test_numbers_decide_of_pending_values(ranks):

@@ -153,7 +153,10 @@ def _terms(layout):
     return layout.with_placements(placements, order=layout.order_names)
 
 
+ADAPTED = (20, 6, 14)  # more reshapes of each part are decided by what is known of others
+
+
 @pytest.mark.parametrize("part", only([0], range(3)))
 def test_reshapes_of_other_sizes_are_decided_as_if_they_were_the_first(ranks, part):
     counts = ranks(4, _reshapes, part)
-    assert min(counts) > 6, counts
+    assert min(counts) > ADAPTED[part], counts

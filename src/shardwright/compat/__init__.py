@@ -5,6 +5,7 @@ Supported: torch 2.11 to 2.13. Nothing else in the package asks for a version.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -178,6 +179,14 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
 def implicitly_replicated() -> bool:
     """Is torch's `implicit_replication` on: does the user take plain tensors to be the same on every rank?"""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+def asked_by_context_parallel() -> bool:
+    """Is the caller of this library torch's own `context_parallel`, which was handed a DTensor?"""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardwright."):
+        frame = frame.f_back
+    return "._context_parallel." in str(frame.f_globals["__name__"])
 
 
 def sharding_of_users(op: torch._ops.OpOverload) -> bool:

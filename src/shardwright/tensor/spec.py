@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.compat import DTensorSpec, ShardOrderEntry, TensorMeta, root_mesh, torch_shard_order
+from shardwright.compat import (
+    DTensorSpec,
+    ShardOrderEntry,
+    TensorMeta,
+    asked_by_context_parallel,
+    root_mesh,
+    torch_shard_order,
+)
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.remember import memo
@@ -76,7 +82,7 @@ class Placements(tuple[Any, ...]):  # noqa: SLOT001 - a tuple cannot have slots 
     """
 
     def __ne__(self, other: object) -> bool:
-        if type(other) is list and in_context_parallel():
+        if type(other) is list and asked_by_context_parallel():
             raise ParallelError(_ATTENTION_OF_TORCHS)
         return super().__ne__(other)
 
@@ -92,14 +98,6 @@ _ATTENTION_OF_TORCHS = (
     "  fix:  shardwright.parallel.parallelize_context(module, mesh) takes the place of the block; a DTensor "
     "whose sequence is cut needs none"
 )
-
-
-def in_context_parallel() -> bool:
-    """Is it torch's own context parallelism that was handed a DTensor?"""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardwright."):
-        frame = frame.f_back
-    return "._context_parallel." in str(frame.f_globals["__name__"])
 
 
 class Token:

@@ -31,9 +31,9 @@ class RankPool:
 
     Each rank is a process with one thread and an initialised gloo group of world size n, forked from a
     zygote that imported `preload` and ran nothing. Between calls a rank keeps its imported modules and
-    process groups; seeds, default dtype, grad mode, environment and working folder are set anew. Ranks
-    whose call failed are never used again. Not a launcher of real runs: it serves tests, documents and
-    benchmarks.
+    process groups, but is stopped: a thread that a call leaves behind goes on in the next call. Seeds,
+    default dtype, grad mode, environment and working folder are set anew. Ranks whose call failed are never
+    used again. Not a launcher of real runs: it serves tests, documents and benchmarks.
     """
 
     def __init__(self, *, preload: Sequence[str] = ("torch.distributed.tensor",)) -> None:

@@ -13,26 +13,41 @@ from typing import Any
 import torch
 
 from shardwright.remember import memo, remembered
-from shardwright.tensor.dispatch.other_sizes import COMPUTED_WITH, numbers_computed_with
+from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.spec import Token
 
 Key = tuple[Any, ...]
-_NUMBERS = frozenset({int, float, complex})  # True and False are settings
+NUMBERS = frozenset({int, float, complex})  # True and False are settings
+# Types in a schema; a tensor argument may be given a number.
+_COMPUTED_WITH = frozenset({"number", "float", "Tensor", "Optional[number]", "Optional[float]"})
 # Ops (as what they call), and functions of torch, whose calls are keyed by classes of numbers.
 ops: set[Any] = memo("ops of any number", set())
 functions: set[Any] = memo("functions of any number", set())
 
 
 @remembered(4096)
+def computed_with(func: torch._ops.OpOverload) -> frozenset[int | str]:
+    """The arguments, by position and by name, whose number is only computed with, element by element."""
+    if not is_pointwise(func):
+        return frozenset()
+    named = [(i, a.name) for i, a in enumerate(func._schema.arguments) if str(a.type) in _COMPUTED_WITH]
+    return frozenset(place for both in named for place in both)
+
+
+@remembered(4096)
 def only_computes(func: torch._ops.OpOverload) -> bool:
-    """Is every number that the op takes only computed with, element by element?"""
-    return bool(numbers_computed_with(func)) and all(
-        str(a.type) in COMPUTED_WITH or not _takes_numbers(str(a.type)) for a in func._schema.arguments
-    )
+    """Is every number that the op takes only computed with?"""
+    settings = (str(a.type) for a in func._schema.arguments if a.name not in computed_with(func))
+    return bool(computed_with(func)) and not any(map(_takes_numbers, settings))
 
 
 def _takes_numbers(kind: str) -> bool:
     return any(name in kind for name in ("int", "float", "bool", "number"))
+
+
+def decide(key: Sequence[Any]) -> bool:
+    """Do numbers decide, because an operand is pending? A factor below 0 makes a largest value the least."""
+    return any(part.__class__ is Token and part.spec.pending for part in key)
 
 
 def split(key: Sequence[Any]) -> tuple[Key, Key]:
@@ -42,15 +57,15 @@ def split(key: Sequence[Any]) -> tuple[Key, Key]:
     parts = iter(key)
     for part in parts:
         of_all.append(part)
-        if part.__class__ is type and part in _NUMBERS:
+        if part.__class__ is type and part in NUMBERS:
             numbers.append(next(parts))
     return tuple(of_all), tuple(numbers)
 
 
 def put(table: MutableMapping[Key, Any], key: Key, found: Any, *, holds_for_all: bool) -> None:
-    """Keep what is known of a call: for all numbers where it holds for them, and no operand is pending."""
+    """Keep what is known of a call: for all numbers where it holds for them, and they do not decide."""
     of_all, numbers = split(key)
-    if holds_for_all and not any(part.__class__ is Token and part.spec.pending for part in of_all):
+    if holds_for_all and not decide(of_all):
         table[of_all] = found
     else:
         table[of_all], table[*of_all, *numbers] = None, found

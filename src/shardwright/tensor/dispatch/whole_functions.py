@@ -124,18 +124,21 @@ def _differs_in_numbers(key: _Key) -> bool:
 
 
 def _keep(table: dict[_Key, Any], key: _Key, found: Any) -> None:
-    if len(table) >= _MANY:
-        table.clear()
+    _bound(table)
     table[key] = found
 
 
 def _keep_call(key: _Key, found: short.Short | bool, *, holds_for_all: bool = False) -> None:
     if key[0] not in any_number.functions:
         _keep(whole, key, found)
-        return
-    if len(whole) >= _MANY:
-        whole.clear()
-    any_number.put(whole, key, found, holds_for_all=holds_for_all)
+    else:
+        _bound(whole)
+        any_number.put(whole, key, found, holds_for_all=holds_for_all)
+
+
+def _bound(table: dict[_Key, Any]) -> None:
+    if len(table) >= _MANY:
+        table.clear()
 
 
 def _learn(

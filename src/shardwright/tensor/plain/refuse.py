@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import tree_map_only
+from shardwright.compat import asked_by_context_parallel, tree_map_only
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of
@@ -20,7 +20,7 @@ from shardwright.placement.base import Placement, Replicate
 from shardwright.rules.fix import mapping_code
 from shardwright.rules.refusal import scene
 from shardwright.tensor.explicit_mode import explicit
-from shardwright.tensor.spec import in_context_parallel, spec_of
+from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import wrap
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -44,7 +44,7 @@ def plain_among(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: tor
         names[id(t)]: layout_of(t) if isinstance(t, TorchDTensor) else _plain_text(t) for t in tensors
     }
     lines = scene(_headline(name, x), said, {names[id(x)]: "the whole tensor, or this rank's part of one?"})
-    if in_context_parallel():
+    if asked_by_context_parallel():
         return "\n".join([*lines, _CUT_SEQUENCE])
     for placements in _proposals(x, ours):
         if _runs(func, args, kwargs, placements, run):
