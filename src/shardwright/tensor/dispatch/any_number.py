@@ -13,25 +13,12 @@ from typing import Any
 import torch
 
 from shardwright.remember import memo, remembered
-from shardwright.tensor.dispatch.ways.out import is_pointwise
-from shardwright.tensor.spec import Token
+from shardwright.tensor.dispatch.other_sizes import NUMBERS, computed_with, numbers_decide
 
 Key = tuple[Any, ...]
-NUMBERS = frozenset({int, float, complex})  # True and False are settings
-# Types in a schema; a tensor argument may be given a number.
-_COMPUTED_WITH = frozenset({"number", "float", "Tensor", "Optional[number]", "Optional[float]"})
 # Ops (as what they call), and functions of torch, whose calls are keyed by classes of numbers.
 ops: set[Any] = memo("ops of any number", set())
 functions: set[Any] = memo("functions of any number", set())
-
-
-@remembered(4096)
-def computed_with(func: torch._ops.OpOverload) -> frozenset[int | str]:
-    """The arguments, by position and by name, whose number is only computed with, element by element."""
-    if not is_pointwise(func):
-        return frozenset()
-    named = [(i, a.name) for i, a in enumerate(func._schema.arguments) if str(a.type) in _COMPUTED_WITH]
-    return frozenset(place for both in named for place in both)
 
 
 @remembered(4096)
@@ -43,11 +30,6 @@ def only_computes(func: torch._ops.OpOverload) -> bool:
 
 def _takes_numbers(kind: str) -> bool:
     return any(name in kind for name in ("int", "float", "bool", "number"))
-
-
-def decide(key: Sequence[Any]) -> bool:
-    """Do numbers decide, because an operand is pending? A factor below 0 makes a largest value the least."""
-    return any(part.__class__ is Token and part.spec.pending for part in key)
 
 
 def split(key: Sequence[Any]) -> tuple[Key, Key]:
@@ -65,7 +47,7 @@ def split(key: Sequence[Any]) -> tuple[Key, Key]:
 def put(table: MutableMapping[Key, Any], key: Key, found: Any, *, holds_for_all: bool) -> None:
     """Keep what is known of a call: for all numbers where it holds for them, and they do not decide."""
     of_all, numbers = split(key)
-    if holds_for_all and not decide(of_all):
+    if holds_for_all and not numbers_decide(of_all):
         table[of_all] = found
     else:
         table[of_all], table[*of_all, *numbers] = None, found

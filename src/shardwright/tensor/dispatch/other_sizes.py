@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardwright.remember import memo
-from shardwright.tensor.dispatch import any_number
+from shardwright.remember import memo, remembered
 from shardwright.tensor.dispatch.prepared import Move, Prepared
+from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.spec import Spec, SpecKind, Token, spec_kind
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from shardwright.tensor.dtensor import DTensor
 
 _MANY = 65536
+NUMBERS = frozenset({int, float, complex})  # True and False are settings
+# Types in a schema; a tensor argument may be given a number.
+_COMPUTED_WITH = frozenset({"number", "float", "Tensor", "Optional[number]", "Optional[float]"})
 _known: dict[tuple[Any, ...], Known] = memo("calls of any size", {})
 # Ops with arguments that are a shape: their positions and names. Their values are no part of a key.
 _shape_arguments: dict[torch._ops.OpOverload, frozenset[int | str]] = memo("arguments that are a shape", {})
@@ -109,8 +112,8 @@ def _key(
     A spec that has no kind stands for itself. Numbers that decide nothing are told apart by their class.
     """
     places = _shape_arguments.get(func, frozenset())
-    numbers = any_number.computed_with(func)
-    if numbers and any_number.decide(key):
+    numbers = computed_with(func)
+    if numbers and numbers_decide(key):
         numbers = frozenset()
     if not places and not numbers:
         return tuple([part.spec.kind or part if part.__class__ is Token else part for part in key])
@@ -120,11 +123,25 @@ def _key(
         if place in places:
             arguments.append(value)
             found.append(len(value))
-        elif place in numbers and value.__class__ in any_number.NUMBERS:
+        elif place in numbers and value.__class__ in NUMBERS:
             found.append(value.__class__)
         else:
             _describe(value, found)
     return tuple(found)
+
+
+def numbers_decide(key: Sequence[Any]) -> bool:
+    """Do they, because an operand is pending? A factor below 0 makes a largest value the least."""
+    return any(part.__class__ is Token and part.spec.pending for part in key)
+
+
+@remembered(4096)
+def computed_with(func: torch._ops.OpOverload) -> frozenset[int | str]:
+    """The arguments, by position and by name, whose number is only computed with, element by element."""
+    if not is_pointwise(func):
+        return frozenset()
+    named = [(i, a.name) for i, a in enumerate(func._schema.arguments) if str(a.type) in _COMPUTED_WITH]
+    return frozenset(place for both in named for place in both)
 
 
 def _describe(value: Any, found: list[Any]) -> None:
