@@ -114,6 +114,37 @@ def test_gradients_and_steps_equal_those_of_one_device(
     ranks(n, _train, sizes, bucket_bytes, accumulate, uneven, spare_ranks)
 
 
+def _changed():
+    """One synchronizer whose module is changed between the steps, beside one device."""
+    torch.manual_seed(0)
+    plain = _Net()
+    model = parallelize_replicate(copy.deepcopy(plain), rank_mesh((2,), ("a",)))
+    synchronizer = GradientSynchronizer(model, 2 * BYTES_OF_ONE)
+    rank = torch.distributed.get_rank()
+    changes = (
+        lambda net: None,
+        lambda net: net.layers[1].requires_grad_(False),
+        lambda net: net.double(),
+        lambda net: net.layers.requires_grad_(True),
+    )
+    for number, change in enumerate(changes):
+        for net in (plain, model):
+            change(net)
+            net.zero_grad()
+        x = _batch(number).to(plain.spare.weight.dtype)
+        plain(x, True).square().sum().backward()
+        with synchronizer.overlapped():
+            _backward(model, x[_rows(rank, 2, False)], True)
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if q.grad is not None:
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
+
+
+def test_a_module_that_changes_between_the_steps(ranks):
+    ranks(2, _changed)
+
+
 def _when():
     """Collectives that were sent when the backward returns, when the block ends, and their bytes."""
     model = parallelize_replicate(_Net(), rank_mesh((2,), ("a",)))

@@ -11,8 +11,7 @@ sent at the end of the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,14 +21,12 @@ from shardwright.comm.functional import reduce_over, start_sum
 from shardwright.compat import axis_names
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
-from shardwright.grads.alike import NUMBERS, Crowd, are_alike, crowds_of, in_numbers
-from shardwright.grads.entry import Entry
-from shardwright.grads.grid import GridOfRanks, grid_of
+from shardwright.grads.alike import NUMBERS, are_alike, in_numbers
+from shardwright.grads.buckets import Bucket, Kind, Plan, Summed
 from shardwright.grads.other_layouts import home_on_shared_axes
 from shardwright.grads.parameters import name_list
 from shardwright.grads.state import GradientState
 from shardwright.tensor.autograd import GradientIsTaken
-from shardwright.tensor.wrap import as_ours
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
@@ -37,91 +34,67 @@ if TYPE_CHECKING:
 _REASON = "sum gradients"
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What the parameters of a bucket have in common: the ranks whose terms are summed, and as what."""
+class _Filled:
+    """The terms of one bucket in one backward: each is copied into the message when it is complete.
 
-    ranks: GridOfRanks
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(slots=True)
-class _Summed(Entry):
-    """pending: per axis of its mesh, whether its gradient is summed over it."""
-
-    pending: tuple[bool, ...]
-
-
-@dataclass
-class _Bucket:
-    """Parameters whose terms travel together, in this order.
-
-    tells: it is the last of its kind: its tail says of each parameter of the kind whether this rank has a
-    term, and whether it has a gradient that is none.
-    asks: it is the last of its ranks: the end of its tail says what this rank has of these, which nobody
-    sums; so it waits for the end of the backward.
+    So it is read while it is near, and its own memory is free before the next one is made.
     """
 
-    kind: _Kind
-    members: list[_Summed] = field(default_factory=list)
-    terms: dict[int, Tensor] = field(default_factory=dict)
-    tells: list[_Summed] | None = None
-    asks: Crowd | None = None
-    wait: Callable[[], Tensor] | None = None
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.there: set[int] = set()  # members whose terms are in the message
+        self.wait: Callable[[], Tensor] | None = None  # what gives the sums, once it was sent
+        self._message: list[Tensor] = []  # the whole of it, then a view for each member, then the tail
 
     @property
     def complete(self) -> bool:
-        return len(self.terms) == len(self.members)
+        return len(self.there) == len(self.bucket.members)
+
+    def put(self, at: int, term: Tensor | None) -> None:
+        """This rank's term of a member; None counts as zeros."""
+        if not self._message:
+            self._message = self._empty()
+        place = self._message[1 + at]
+        if term is None:
+            place.zero_()
+        else:
+            place.copy_(term)
+        self.there.add(at)
+
+    def send(self, tail: Tensor | None) -> None:
+        """Post the sum, with what the tail says. The message is the gradients' own from now on."""
+        if tail is not None:
+            self._message[-1].copy_(tail)
+        self.wait = _started(self._message[0], self.bucket.members[0])
+        self._message = []
+
+    def _empty(self) -> list[Tensor]:
+        bucket = self.bucket
+        tail = 2 * len(bucket.tells or ()) + (NUMBERS if bucket.asks is not None else 0)
+        whole = torch.empty(sum(bucket.sizes) + tail, dtype=bucket.kind.dtype, device=bucket.kind.device)
+        return [whole, *self.shaped(whole), whole[whole.numel() - tail :]]
+
+    def shaped(self, whole: Tensor) -> list[Tensor]:
+        """A view for each member."""
+        parts = whole[: sum(self.bucket.sizes)].split(self.bucket.sizes)
+        members = self.bucket.members
+        return [x.view(m.placed._local_tensor.shape) for x, m in zip(parts, members, strict=True)]
 
 
 class OverlappedSum:
-    """One backward whose gradients are summed while it goes on.
+    """One backward whose gradients are summed while it goes on."""
 
-    Args:
-        parameters: {name: parameter}, the same on every rank.
-        bucket_bytes: of the gradients that are sent together.
-    """
-
-    def __init__(self, parameters: Mapping[str, TorchDTensor], bucket_bytes: int) -> None:
-        self._buckets: list[_Bucket] = []
-        self._place: dict[int, tuple[_Bucket, int]] = {}
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._filled = [_Filled(bucket) for bucket in plan.buckets]
         self._had: dict[int, tuple[bool, bool]] = {}  # by parameter: a term, and what is no term
         self._next = 0
         self._ends = False
-        last: dict[_Kind, _Bucket] = {}
-        told: dict[_Kind, list[_Summed]] = {}
-        left = dict(parameters)
-        backwards = list(parameters.items())[::-1]  # the backward goes from the last to the first
-        for name, parameter in backwards:
-            entry = _summed(name, parameter)
-            if entry is None:
-                continue
-            del left[name]
-            kind = _kind_of(entry)
-            told.setdefault(kind, []).append(entry)
-            bucket = last.get(kind)
-            if bucket is None or _bytes(bucket) + _size(entry) > bucket_bytes:
-                bucket = last[kind] = _Bucket(kind)
-                self._buckets.append(bucket)
-            self._place[id(parameter)] = bucket, len(bucket.members)
-            bucket.members.append(entry)
-        for kind, bucket in last.items():
-            bucket.tells = told[kind]
-        self._left = self._asking(crowds_of(left))
-
-    def _asking(self, left: Mapping[frozenset[int], Crowd]) -> list[Crowd]:
-        """Let the last bucket of some ranks ask about what else they have; these buckets come last."""
-        last = {bucket.kind.ranks.members: bucket for bucket in self._buckets if bucket.tells is not None}
-        for ranks in last.keys() & left.keys():
-            last[ranks].asks = left[ranks]
-        self._buckets.sort(key=lambda bucket: bucket.asks is not None)
-        return list(left.values())
 
     def listen(self) -> Callable[[], None]:
         """Take each gradient as it becomes complete. Returns: what ends that."""
         handles = []
-        for bucket in self._buckets:
+        for bucket in self._plan.buckets:
             for entry in bucket.members:
                 hook = entry.parameter.register_post_accumulate_grad_hook(self._completed)
                 handles += [hook, GradientIsTaken(entry.parameter)]
@@ -133,44 +106,48 @@ class OverlappedSum:
         return stop
 
     def _completed(self, parameter: Tensor) -> None:
-        bucket, at = self._place[id(parameter)]
+        number, at = self._plan.place[id(parameter)]
+        filled = self._filled[number]
         if id(parameter) in self._had:  # also where its bucket is gone
             raise ParallelError(
-                f"{bucket.members[at].name} got a second gradient after its first was sent: run one backward "
-                "in a block of `overlapped()`, and those before it outside"
+                f"{filled.bucket.members[at].name} got a second gradient after its first was sent: run one "
+                "backward in a block of `overlapped()`, and those before it outside"
             )
-        self._take(bucket, at)
+        self._take(filled, at)
         self._send()
 
-    def _take(self, bucket: _Bucket, at: int) -> None:
-        """This rank's term of a sum: from now on it is in the bucket alone."""
-        entry = bucket.members[at]
+    def _take(self, filled: _Filled, at: int) -> None:
+        """This rank's term of a sum: from now on it is in the message alone."""
+        entry = filled.bucket.members[at]
         state = entry.state()
         if state.other:
             entry.parameter.grad = home_on_shared_axes(entry.gradient, entry.placed)
             state = entry.state()
-        fits = _fits(bucket.kind, entry, state)
-        self._had[id(entry.parameter)] = state.exists and fits, not fits
-        bucket.terms[at] = entry.term(state if fits else GradientState(missing=True), entry.pending)
+        fits = _fits(filled.bucket.kind, entry, state)
+        a_term = state.exists and fits
+        self._had[id(entry.parameter)] = a_term, not fits
+        filled.put(at, entry.term(state, entry.pending) if a_term else None)
         if fits:
             entry.parameter.grad = None
 
     def _send(self) -> None:
         """Post every bucket that is complete and whose turn it is."""
-        while self._next < len(self._buckets) and self._buckets[self._next].complete:
-            bucket = self._buckets[self._next]
-            if bucket.asks is not None and not self._ends:
+        while self._next < len(self._filled) and self._filled[self._next].complete:
+            filled = self._filled[self._next]
+            if filled.bucket.asks is not None and not self._ends:
                 return
-            pieces = [bucket.terms[at].reshape(-1) for at in range(len(bucket.members))]
-            if bucket.tells is not None:
-                flags = [float(flag) for entry in bucket.tells for flag in self._had[id(entry.parameter)]]
-                pieces.append(torch.tensor(flags, dtype=bucket.kind.dtype, device=bucket.kind.device))
-            if bucket.asks is not None:
-                digest, _ = bucket.asks.states()
-                pieces.append(in_numbers(digest, bucket.kind.dtype, bucket.kind.device))
-            bucket.terms.clear()
-            bucket.wait = _started(torch.cat(pieces), bucket.members[0])
+            filled.send(self._tail(filled.bucket))
             self._next += 1
+
+    def _tail(self, bucket: Bucket) -> Tensor | None:
+        if bucket.tells is None:
+            return None
+        flags = [float(flag) for entry in bucket.tells for flag in self._had[id(entry.parameter)]]
+        said = torch.tensor(flags, dtype=bucket.kind.dtype, device=bucket.kind.device)
+        if bucket.asks is None:
+            return said
+        digest, _ = bucket.asks.states()
+        return torch.cat((said, in_numbers(digest, said.dtype, said.device)))
 
     def finish(self) -> list[tuple[dict[str, TorchDTensor], bool]]:
         """Send what is left, wait for all of it, and give every sum the layout of its parameter.
@@ -179,12 +156,12 @@ class OverlappedSum:
         Raises: ParallelError: some ranks have terms of a gradient where others have a layout of their own.
         """
         self._ends = True
-        for bucket in self._buckets[self._next :]:
-            for at in range(len(bucket.members)):
-                if at not in bucket.terms:
-                    self._take(bucket, at)
+        for filled in self._filled[self._next :]:
+            for at in range(len(filled.bucket.members)):
+                if at not in filled.there:
+                    self._take(filled, at)
             self._send()
-        sums = [bucket.wait() for bucket in self._buckets if bucket.wait is not None]
+        sums = [filled.wait() for filled in self._filled if filled.wait is not None]
         had = self._told(sums)
         wrong = [entry.name for entry, (a_term, other) in had if a_term and other]
         if wrong:
@@ -194,21 +171,22 @@ class OverlappedSum:
             )
         exists = {id(entry.parameter) for entry, (a_term, _) in had if a_term}
         found = [({entry.name: entry.parameter for entry, (_, other) in had if other}, False)]
-        for bucket, flat in zip(self._buckets, sums, strict=True):
+        for filled, flat in zip(self._filled, sums, strict=True):
+            bucket = filled.bucket
             if bucket.asks is not None:
                 found.append((bucket.asks.parameters, are_alike(flat)))
-            for entry, total in zip(bucket.members, _pieces(bucket, flat), strict=True):
+            for entry, total in zip(bucket.members, filled.shaped(flat), strict=True):
                 if id(entry.parameter) in exists:
                     own = entry.placed._local_tensor
                     entry.put(total if own.is_contiguous() else torch.empty_like(own).copy_(total))
-        asked = {id(bucket.asks) for bucket in self._buckets}
-        found += [(crowd.parameters, False) for crowd in self._left if id(crowd) not in asked]
+        asked = {id(bucket.asks) for bucket in self._plan.buckets}
+        found += [(crowd.parameters, False) for crowd in self._plan.left if id(crowd) not in asked]
         return [each for each in found if each[0]]
 
-    def _told(self, sums: Sequence[Tensor]) -> list[tuple[_Summed, tuple[bool, bool]]]:
+    def _told(self, sums: Sequence[Tensor]) -> list[tuple[Summed, tuple[bool, bool]]]:
         """Of each parameter: whether any rank had a term of its gradient, whether any had something else."""
-        found: list[tuple[_Summed, tuple[bool, bool]]] = []
-        for bucket, flat in zip(self._buckets, sums, strict=True):
+        found: list[tuple[Summed, tuple[bool, bool]]] = []
+        for bucket, flat in zip(self._plan.buckets, sums, strict=True):
             if bucket.tells is not None:
                 tail = flat if bucket.asks is None else flat[:-NUMBERS]
                 flags = [bool(flag) for flag in tail[-2 * len(bucket.tells) :].tolist()]
@@ -216,7 +194,7 @@ class OverlappedSum:
         return found
 
 
-def _fits(kind: _Kind, entry: _Summed, state: GradientState) -> bool:
+def _fits(kind: Kind, entry: Summed, state: GradientState) -> bool:
     """Whether this rank's gradient is a term of the bucket's sum, or none."""
     if state.missing:
         return True
@@ -224,7 +202,7 @@ def _fits(kind: _Kind, entry: _Summed, state: GradientState) -> bool:
     return not (state.other or terms_elsewhere) and entry.gradient.dtype == kind.dtype
 
 
-def _started(flat: Tensor, member: _Summed) -> Callable[[], Tensor]:
+def _started(flat: Tensor, member: Summed) -> Callable[[], Tensor]:
     """Post the sum over the first axis; the function that it returns waits, and sums over the others."""
     mesh = member.placed._spec.mesh
     summed = {axis for axis, each in zip(axis_names(mesh), member.pending, strict=True) if each}
@@ -241,37 +219,3 @@ def _started(flat: Tensor, member: _Summed) -> Callable[[], Tensor]:
         return total
 
     return wait
-
-
-def _summed(name: str, parameter: TorchDTensor) -> _Summed | None:
-    """None: its gradient is complete on each rank, or nobody knows before the backward what it will be."""
-    placed = as_ours(parameter)
-    spec = placed._spec
-    if spec.use is None or getattr(parameter, "_spec", None) is not spec:
-        return None
-    layout = spec.layout
-    pending = tuple(
-        axis in spec.use.summed and placement.is_replicated
-        for axis, placement in zip(layout.axes, layout.placements, strict=True)
-    )
-    return _Summed(name, parameter, placed, pending) if any(pending) else None
-
-
-def _kind_of(entry: _Summed) -> _Kind:
-    spec = entry.placed._spec
-    return _Kind(grid_of(spec.mesh, entry.pending), spec.layout.dtype, entry.placed.device)
-
-
-def _size(entry: _Summed) -> int:
-    return entry.placed._local_tensor.nbytes
-
-
-def _bytes(bucket: _Bucket) -> int:
-    return sum(map(_size, bucket.members))
-
-
-def _pieces(bucket: _Bucket, flat: Tensor) -> list[Tensor]:
-    """The sums of a bucket's members, views of it."""
-    shapes = [entry.placed._local_tensor.shape for entry in bucket.members]
-    sizes = [shape.numel() for shape in shapes]
-    return [x.view(shape) for x, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
 from shardwright.errors import ParallelError
+from shardwright.grads.buckets import Plan, planned
 from shardwright.grads.coverage import refuse_uncovered
 from shardwright.grads.overlapped import OverlappedSum
 from shardwright.grads.parameters import Parameters, name_list, named_parameters, trainable
@@ -49,6 +50,7 @@ class GradientSynchronizer:
         self._bucket_bytes = bucket_bytes
         self._static = static
         self._covered: list[object] = []  # parameters and specs that `refuse_uncovered` let pass
+        self._plan: Plan | None = None  # for these parameters
         self._known = self._distributed()
 
     def synchronize(self) -> None:
@@ -76,7 +78,10 @@ class GradientSynchronizer:
             computes. For those that are complete on each rank (sharded units, spread experts) 128 numbers in
             the last of these messages, if it goes to the same ranks; for all others that of `synchronize`.
         """
-        sums = OverlappedSum(self._distributed(gathered=self._known), self._bucket_bytes)
+        distributed = self._distributed(gathered=self._known)
+        if self._plan is None:
+            self._plan = planned(distributed, self._bucket_bytes)
+        sums = OverlappedSum(self._plan)
         stop = sums.listen()
         try:
             yield
@@ -100,7 +105,7 @@ class GradientSynchronizer:
         placed: list[object] = [part for p in found.values() for part in (p, p._spec)]
         if len(placed) != len(self._covered) or not all(map(operator.is_, placed, self._covered)):
             refuse_uncovered(found)
-            self._covered = placed
+            self._covered, self._plan = placed, None
         self._known = found
         return found
 
