@@ -850,6 +850,125 @@ def test_a_localized_parameter_meets_its_state_in_c(ranks):
         assert right == [True] * 3
 
 
+class _CountLocalized:
+    """How often the function in Python behind the door of localized parameters runs inside the block."""
+
+    def __enter__(self):
+        self.functions, self._given = [], doors.call_localized
+        doors.call_localized = self._call
+        doors.open_doors()
+        return self
+
+    def _call(self, cls, func, types, args=(), kwargs=None):
+        self.functions.append(func.__name__)
+        return self._given(cls, func, types, args, kwargs)
+
+    def __exit__(self, *error):
+        doors.call_localized = self._given
+        doors.open_doors()
+
+
+MIXED = {
+    "linear": F.linear,
+    "no bias": lambda x, w, v: F.linear(x, w, None),
+    "keyword": lambda x, w, v: F.linear(input=x, weight=w, bias=v),
+    "sizes": lambda x, w, v: F.layer_norm(x, (4,), v, bias=v),
+    "sizes of a list": lambda x, w, v: F.rms_norm(x, [4], v),
+    "words": lambda x, w, v: torch.einsum("ij,kj->ik", x, w),
+    "number": lambda x, w, v: torch.add(x, v, alpha=3),
+    "the parameter first": lambda x, w, v: v * x,
+    "one of a list": lambda x, w, v: torch.cat([x, w]),
+    "a look-up": lambda x, w, v: F.embedding(torch.tensor([0, 2, 2]), w),
+}
+IN_PYTHON = {"one of a list", "a look-up"}
+
+
+def _mixed(names):
+    from shardwright.parallel import parallelize_replicate
+    from shardwright.testing import rank_mesh
+
+    draw = torch.Generator().manual_seed(0)
+    w, v, x = (torch.randn(size, generator=draw) for size in ((4, 4), (4,), (3, 4)))
+    plain = torch.nn.ParameterList([w.clone(), v.clone()])
+    model = parallelize_replicate(torch.nn.ParameterList([w, v]), rank_mesh((2,), ("dp",)))
+    found = {}
+    for name in names:
+        call, inputs = MIXED[name], [x.clone().requires_grad_() for _ in range(2)]
+        right = torch.autograd.grad(
+            call(inputs[0], *plain).square().sum(), [inputs[0], *plain], allow_unused=True
+        )
+        for _ in range(2):
+            call(inputs[1], *model)
+        with _CountLocalized() as python:
+            out = call(inputs[1], *model)
+        given = torch.autograd.grad(out.square().sum(), [inputs[1], *model], allow_unused=True)
+        assert type(out) is torch.Tensor, name
+        for own, one_device in zip(given, right, strict=True):
+            assert (own is None) == (one_device is None), name
+            if own is not None:  # each rank's term is of all rows
+                local = own.to_local() if isinstance(own, sw.DTensor) else own
+                torch.testing.assert_close(local, one_device, msg=name)
+        found[name] = bool(python.functions)
+    return found
+
+
+def test_a_localized_parameter_meets_plain_tensors_in_c(ranks):
+    for found in ranks(2, _mixed, [*MIXED]):
+        assert {name for name, python in found.items() if python} == IN_PYTHON
+
+
+def _pending_beside_plain():
+    """Spread experts: a sum over them is pending on their axis, and finished beside plain tensors."""
+    from shardwright.parallel.place import place_parameters
+    from shardwright.testing import rank_mesh
+
+    x = torch.ones(4)
+    w = torch.arange(8.0).view(2, 4)
+    model = torch.nn.ParameterList([w.clone()])
+    place_parameters(model, rank_mesh((2,), ("ep",)), (sw.Shard(0),), ())
+    for _ in range(3):
+        model[0] * x
+    for _ in range(3):
+        torch.testing.assert_close(model[0].sum(0) * x, w.sum(0))
+
+
+def test_a_pending_value_of_a_parameter_is_finished_before_it_meets_plain_tensors(ranks):
+    ranks(2, _pending_beside_plain)
+
+
+def _mixed_often():
+    """References to what a mixed call takes and gives, before and after many of them."""
+    from shardwright.parallel import parallelize_replicate
+    from shardwright.testing import rank_mesh
+
+    model = parallelize_replicate(torch.nn.Linear(4, 4), rank_mesh((1,), ("dp",)))
+    x = torch.ones(2, 4)
+    import sys
+
+    held = [x, model.weight, model.bias, model.weight._spec, model.weight._local_tensor, None, F.linear]
+
+    def seen():
+        gc.collect()
+        return [sys.getrefcount(value) for value in held]
+
+    def calls():
+        for _ in range(200):
+            model(x)
+            F.layer_norm(x, (4,), weight=model.bias)
+            with pytest.raises(RuntimeError):
+                F.linear(x[:, :3], model.weight)
+
+    calls()
+    before = seen()
+    calls()
+    return [after - at_first for after, at_first in zip(seen(), before, strict=True)]
+
+
+def test_mixed_calls_hold_nothing(ranks):
+    for grown in ranks(1, _mixed_often):
+        assert max(map(abs, grown)) < 50
+
+
 def _max_norm():
     from shardwright.errors import RuleError
     from shardwright.parallel import parallelize_replicate

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.placement.base import Pending
 from shardwright.remember import remembered
 from shardwright.tensor.between import acceptable_between
-from shardwright.tensor.local_use import kept_spec, restore_axes
+from shardwright.tensor.local_use import kept_spec, restored
 from shardwright.tensor.move import move_asked
 from shardwright.tensor.spec import finished, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours, hand_out, up_to_date, wrap
@@ -189,14 +189,15 @@ class Localize(torch.autograd.Function):
                 target = with_dtype(finished(inner.layout), grad.dtype)
                 grad = redistributed(cast("DTensor", grad), target, inner.mesh)
             return apply(RestoreAxes, grad, ctx.spec)
-        local = grad if inner is None else _brought_to(inner, cast("DTensor", grad))
-        term = restore_axes(ctx.spec, local)
+        if inner is not None:
+            grad = _brought_to(inner, cast("DTensor", grad))
+        local, spec = restored(ctx.spec, grad)
         leaf = _leaf(ctx) if ctx.of_leaf else None
-        if leaf is None or leaf.grad is None:
-            taken = leaf is not None and hasattr(leaf, _TAKEN)
-            return term if taken else wrap(_own_copy(term._local_tensor, leaf), term._spec)
-        leaf.grad = as_term(leaf.grad, term._spec.layout)
-        return term
+        if leaf is not None and (before := leaf.grad) is not None:
+            leaf.grad = as_term(before, spec.layout)
+        elif leaf is None or not hasattr(leaf, _TAKEN):
+            local = _own_copy(local, leaf)
+        return wrap(local, spec)
 
 
 def _leaf(ctx: Any) -> Any:
@@ -253,9 +254,9 @@ class RestoreAxes(torch.autograd.Function):
     def forward(ctx: Any, grad: torch.Tensor, spec: Spec) -> torch.Tensor:
         ctx.inner = kept_spec(spec)
         ctx.set_materialize_grads(False)
-        term = restore_axes(spec, grad.detach())
-        ctx.layout = term._spec.layout
-        return term
+        local, restored_spec = restored(spec, grad.detach())
+        ctx.layout = restored_spec.layout
+        return wrap(local, restored_spec)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None]:

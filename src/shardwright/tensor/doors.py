@@ -30,7 +30,7 @@ from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch import any_number, short, whole_functions
 from shardwright.tensor.dispatch.call import dispatch
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.localized import LOOKUPS, LocalizedDTensor, call_localized
+from shardwright.tensor.localized import LOOKUPS, MIXING, LocalizedDTensor, call_localized, compute_view
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.host_reads import READING
 from shardwright.tensor.views import write_back
@@ -38,7 +38,7 @@ from shardwright.tensor.wrap import wrap
 
 _VARIABLE = "SHARDWRIGHT_EXTENSION"
 _MODULE = "shardwright.tensor.extension.known_call"
-_BUILT = 7  # `VERSION` of the C file
+_BUILT = 8  # `VERSION` of the C file
 # Classes whose values `call._collect` tells apart by class and value.
 _SCALARS = frozenset(
     {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -148,6 +148,8 @@ def _boundary(made: ModuleType, call: Any, below_it: Any) -> Any:
         forward=forward_names,
         gradients=torch.is_grad_enabled,
         of_any_number=any_number.functions,
+        mixing=MIXING,
+        localize=compute_view,
     )
 
 

@@ -13,12 +13,10 @@ from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
 from shardwright.remember import remembered
 from shardwright.tensor.spec import LocalUse, Spec, Token, spec_of, with_dtype
-from shardwright.tensor.wrap import as_ours, wrap
+from shardwright.tensor.wrap import as_ours
 
 if TYPE_CHECKING:
     import torch
-
-    from shardwright.tensor.dtensor import DTensor
 
 
 def kept_spec(spec: Spec) -> Spec | None:
@@ -61,12 +59,12 @@ def _coords(layout: Layout) -> tuple[int, ...]:
     return layout.coords_of(dist.get_rank())
 
 
-def restore_axes(spec: Spec, grad: torch.Tensor) -> DTensor:
-    """The gradient of the computation's view as a gradient of the parameter: the localized axes come back."""
+def restored(spec: Spec, grad: torch.Tensor) -> tuple[torch.Tensor, Spec]:
+    """The gradient of the computation's view as one of the parameter: its part, and its spec on all axes."""
     if not isinstance(grad, TorchDTensor):
-        return wrap(grad, _restored_spec(spec.token, None, grad.dtype))
+        return grad, _restored_spec(spec.token, None, grad.dtype)
     ours = as_ours(grad)
-    return wrap(ours._local_tensor, _restored_spec(spec.token, ours._spec.plain.token, grad.dtype))
+    return ours._local_tensor, _restored_spec(spec.token, ours._spec.plain.token, grad.dtype)
 
 
 @remembered(65536)

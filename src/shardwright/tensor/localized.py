@@ -19,6 +19,7 @@ import torch
 
 from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
+from shardwright.remember import memo
 from shardwright.tensor.autograd import Localize, apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import announce
@@ -53,12 +54,16 @@ def call_localized(
     if func in LOOKUPS and kwargs.get("max_norm") is not None:
         raise RuleError(_RENORM.format(func.__name__))
     if _mixes((*args, *kwargs.values())) and not _keeps_parameter(func, args):
+        if func not in LOOKUPS and not boundary.writes_first(func):
+            MIXING.add(func)
         args = tuple(_localized(a) for a in args)
         kwargs = {name: _localized(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
     return boundary.call(cls, func, types, args, kwargs)
 
 
+# Functions of torch, as met, that always see the local tensors of such parameters beside plain ones.
+MIXING: set[Any] = memo("functions that mix parameters with local tensors", set())
 LOOKUPS = frozenset({torch.nn.functional.embedding, torch.nn.functional.embedding_bag})
 _RENORM = (
     "{}: with max_norm the rows that are read are rescaled in place, and each data rank reads others: the "

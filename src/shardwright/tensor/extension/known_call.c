@@ -19,10 +19,10 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 7 };
+enum { VERSION = 8 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
-enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 26 };
+enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 28 };
 enum {
     RECIPES = OF_DISPATCH, /* key -> Short */
     RECIPE,                /* the class Short */
@@ -72,6 +72,8 @@ enum {
     FORWARD,                /* the names of torch.autograd.forward_ad */
     GRADIENTS,              /* are gradients recorded? */
     OF_ANY_NUMBER,          /* functions whose numbers are told apart by their class */
+    MIXING,                 /* functions that see the local tensors of localized parameters beside plain ones */
+    LOCALIZE,               /* the local tensor of a localized parameter, differentiably */
     INNER,                  /* `whole_inside`, made here */
     END_OF_BOUNDARY
 };
@@ -84,7 +86,7 @@ static const char *const held_by_dispatch[] = {"recipes", "recipe", "copies", "m
 static const char *const held_by_boundary[] = {
     "compiler", "harmless", "reading", "own", "state", "below", "plain", "made",
     "of_one_mesh", "spec_of", "of_lists", "lookups", "looks", "ours", "below_it", "functions", "meet",
-    "whole", "whole_lists", "first", "quiet", "forward", "gradients", "of_any_number", NULL};
+    "whole", "whole_lists", "first", "quiet", "forward", "gradients", "of_any_number", "mixing", "localize", NULL};
 
 /* The fields of a recipe, in the order of `short.Short`. */
 enum { CALL, RESULTS, SEVERAL, WRITTEN, OVERRIDES, PLACED, BEGINS, BINDING, FIELDS };
@@ -93,7 +95,7 @@ enum { WRITES = RESULTS + 1, NO_VIEWS, VERSIONS, DENSE, FIELDS_OF_LISTS };
 
 static PyObject *str_token, *str_use, *str_storage_offset, *str_untyped_storage, *str_writes, *str_base;
 static PyObject *str_functions, *str_out, *str_offset, *str_op, *str_compiles, *str_mesh, *no_arguments;
-static PyObject *str_shape, *str_dtype, *str_numel, *str_is_contiguous;
+static PyObject *str_shape, *str_dtype, *str_numel, *str_is_contiguous, *str_pending;
 static PyObject *str_requires_grad, *str_is_inference, *str_level;
 /* What `whole_inside` gives where it has no result: the call goes the way through torch, or is learned there. */
 static PyObject *goes_on, *is_new;
@@ -1252,6 +1254,114 @@ static enum Found call_whole(
     return out == NULL ? FAILED : FOUND;
 }
 
+/* --------------------------------------------------------------------------------- localized parameters */
+
+/* What is among the arguments: finished localized parameters, plain tensors, and what Python must judge. */
+typedef struct {
+    int localized, plain, other;
+} Mixed;
+
+static int is_no_tensor(PyObject *value) {
+    return value == Py_None || PyUnicode_CheckExact(value) || is_number(Py_TYPE(value));
+}
+
+/* Numbers and their like in a list or a tuple: the sizes of a norm. */
+static int are_no_tensors(PyObject *value) {
+    if (is_no_tensor(value) || (!PyList_CheckExact(value) && !PyTuple_CheckExact(value))) {
+        return is_no_tensor(value);
+    }
+    int all = 1;
+    for (Py_ssize_t i = 0; all && i < PySequence_Fast_GET_SIZE(value); i++) {
+        all = is_no_tensor(PySequence_Fast_GET_ITEM(value, i));
+    }
+    return all;
+}
+
+static enum Found look_at(Door *door, PyObject *value, Mixed *mixed) {
+    PyTypeObject *type = Py_TYPE(value);
+    if ((PyObject *)type == door->held[PLAIN]) {
+        mixed->plain = 1;
+        return FOUND;
+    }
+    if (are_no_tensors(value)) {
+        return FOUND;
+    }
+    Door *below = door_of(door->held[BELOW_IT]);
+    PyObject *spec = NULL;
+    if ((PyObject *)type == below->held[LOCALIZED]) {
+        spec = Py_XNewRef(*(PyObject **)((char *)value + door->spec_at));
+    }
+    if (spec == NULL) {
+        mixed->other = 1;
+        return FOUND;
+    }
+    PyObject *pending = PyObject_GetAttr(spec, str_pending);
+    Py_DECREF(spec);
+    mixed->localized += pending == Py_False;
+    mixed->other += pending != Py_False;
+    Py_XDECREF(pending);
+    return pending == NULL ? FAILED : FOUND;
+}
+
+/* What the function sees of a value: a new reference. */
+static PyObject *seen_of(Door *door, PyObject *value) {
+    Door *below = door_of(door->held[BELOW_IT]);
+    int localized = (PyObject *)Py_TYPE(value) == below->held[LOCALIZED];
+    return localized ? PyObject_CallOneArg(door->held[LOCALIZE], value) : Py_NewRef(value);
+}
+
+static PyObject *seen_args(Door *door, PyObject *args) {
+    Py_ssize_t n = PyTuple_GET_SIZE(args);
+    PyObject *made = PyTuple_New(n);
+    for (Py_ssize_t i = 0; made != NULL && i < n; i++) {
+        PyObject *seen = seen_of(door, PyTuple_GET_ITEM(args, i));
+        if (seen == NULL) {
+            Py_CLEAR(made);
+        } else {
+            PyTuple_SET_ITEM(made, i, seen);
+        }
+    }
+    return made;
+}
+
+static PyObject *seen_kwargs(Door *door, PyObject *kwargs) {
+    PyObject *made = PyDict_Copy(kwargs), *name, *value;
+    Py_ssize_t place = 0;
+    while (made != NULL && PyDict_Next(kwargs, &place, &name, &value)) {
+        PyObject *seen = seen_of(door, value);
+        if (seen == NULL || PyDict_SetItem(made, name, seen) < 0) {
+            Py_CLEAR(made);
+        }
+        Py_XDECREF(seen);
+    }
+    return made;
+}
+
+/* A call that mixes localized parameters with plain tensors sees their local tensors: what `call_localized`
+ * does for such a function, where no argument is a list, another DTensor or a pending value. */
+static enum Found call_mixing(Door *door, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **result) {
+    int mixes = door->spec_at ? PySet_Contains(door->held[MIXING], func) : 0;
+    Mixed mixed = {0, 0, 0};
+    enum Found found = mixes < 0 ? FAILED : mixes ? FOUND : UNKNOWN;
+    for (Py_ssize_t i = 0; found == FOUND && !mixed.other && i < PyTuple_GET_SIZE(args); i++) {
+        found = look_at(door, PyTuple_GET_ITEM(args, i), &mixed);
+    }
+    PyObject *value;
+    Py_ssize_t place = 0;
+    while (found == FOUND && !mixed.other && kwargs != NULL && PyDict_Next(kwargs, &place, NULL, &value)) {
+        found = look_at(door, value, &mixed);
+    }
+    if (found != FOUND || mixed.other || !mixed.localized || !mixed.plain) {
+        return found == FAILED ? FAILED : UNKNOWN;
+    }
+    PyObject *seen = seen_args(door, args);
+    PyObject *named = seen == NULL || kwargs == NULL ? NULL : seen_kwargs(door, kwargs);
+    *result = seen == NULL || (kwargs != NULL && named == NULL) ? NULL : PyObject_Call(func, seen, named);
+    Py_XDECREF(seen);
+    Py_XDECREF(named);
+    return *result == NULL ? FAILED : FOUND;
+}
+
 /* (func, types, args=(), kwargs=None) */
 static PyObject *boundary(PyObject *self, PyObject *const *args, size_t flags, PyObject *names) {
     Door *door = door_of(self);
@@ -1264,7 +1374,10 @@ static PyObject *boundary(PyObject *self, PyObject *const *args, size_t flags, P
     }
     int looking = looks(door, args[0], given, named);
     PyObject *result = NULL;
-    enum Found found = looking ? UNKNOWN : call_whole(door, args[0], args[1], given, named, &result);
+    enum Found found = looking ? UNKNOWN : call_mixing(door, args[0], given, named, &result);
+    if (found == UNKNOWN && !looking) {
+        found = call_whole(door, args[0], args[1], given, named, &result);
+    }
     if (found != UNKNOWN) {
         return found == FOUND ? result : NULL;
     }
@@ -1355,7 +1468,7 @@ static int intern_names(void) {
         {&str_functions, "functions"}, {&str_out, "out"}, {&str_offset, "offset"}, {&str_op, "_op"},
         {&str_compiles, "_is_compiling_flag"}, {&str_mesh, "mesh"}, {&str_shape, "shape"}, {&str_dtype, "dtype"},
         {&str_numel, "numel"}, {&str_is_contiguous, "is_contiguous"}, {&str_requires_grad, "requires_grad"},
-        {&str_is_inference, "is_inference"}, {&str_level, "_current_level"}};
+        {&str_is_inference, "is_inference"}, {&str_level, "_current_level"}, {&str_pending, "pending"}};
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         *names[i].at = PyUnicode_InternFromString(names[i].text);
         if (*names[i].at == NULL) {
