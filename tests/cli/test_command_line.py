@@ -23,7 +23,7 @@ ISSUE_FLAGS = [
     *("--world", "--dp-replicate", "--dp-shard", "--cp-replicate", "--tp", "--ep", "--steps", "--batch-size"),
     *("--seq-len", "--experts", "--top-k", "--lr", "--dtype", "--device", "--seed", "--out", "--resume"),
     *("--checkpoint-every", "--timeout", "--verify", "--data", "--pp", "--cp", "--sp", "--micro-batches"),
-    "--layers",
+    *("--layers", "--unit-mib"),
 ]
 
 

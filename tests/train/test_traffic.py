@@ -45,11 +45,22 @@ def test_replicas_send_their_gradients_once(ranks, settings):
     assert gradients <= bytes_of(settings) <= 1.1 * gradients
 
 
+ROUTERS = 2 * 4 * (2 * 4 * 16)  # gathered and scattered by nobody: they belong to the experts' mesh
+
+
+def test_a_small_sharded_model_is_one_unit(ranks, settings):
+    """All is gathered once and scattered once."""
+    settings |= {"world": 2, "batch_size": 1, "seq_len": 4, "unit_mib": 1}
+    ranks(2, trained, settings)
+    least = 2 * parameter_bytes("dense") - ROUTERS
+    assert least <= bytes_of(settings) - 2 * parameter_bytes("experts") <= 1.2 * least
+
+
 def test_sharded_units_gather_parameters_and_scatter_gradients(ranks, settings):
     """Blocks are gathered twice, the root (embedding, norm, head) once; all is scattered once."""
     settings |= {"world": 2, "batch_size": 1, "seq_len": 4}
     ranks(2, trained, settings)
     dense, experts = parameter_bytes("dense"), parameter_bytes("experts")
     root = 4 * (2 * 256 * 16 + 16)
-    least = dense + dense + (dense - root) - 2 * 4 * (2 * 4 * 16)  # routers belong to the experts' mesh
+    least = dense + dense + (dense - root) - ROUTERS
     assert least <= bytes_of(settings) - 2 * experts <= 1.3 * least

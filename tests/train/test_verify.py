@@ -33,6 +33,8 @@ MESHES = {
     "sp": {"world": 2, "tp": 2, "sp": True},
     "sp + cp + ep": {"world": 4, "tp": 2, "sp": True, "cp": 2, "ep": 2},
     "one device": {"world": 1},
+    "one unit": {"world": 2, "unit_mib": 25},
+    "one unit of copies + ep": {"world": 4, "dp_replicate": 2, "ep": 2, "unit_mib": 25},
 }
 # Their micro-batches are of one size.
 STAGED = {
@@ -40,6 +42,7 @@ STAGED = {
     "pp + replicate": {"world": 4, "pp": 2, "dp_replicate": 2},
     "pp + fsdp + ep": {"world": 4, "pp": 2, "dp_shard": 2, "ep": 2},
     "pp + hsdp + ep": {"world": 8, "pp": 2, "dp_replicate": 2, "ep": 2, "layers": 3, "batch_size": 8},
+    "pp + one unit": {"world": 4, "pp": 2, "dp_shard": 2, "unit_mib": 25},
     "pp + tp": {"world": 4, "pp": 2, "tp": 2},
     "pp + cp + sp": {"world": 8, "pp": 2, "cp": 2, "tp": 2, "sp": True, "ep": 2},
     "pp alone of three": {"world": 3, "pp": 3, "layers": 5, "batch_size": 6},
@@ -53,6 +56,7 @@ OFTEN = [
     ("cp_replicate", "uneven"),
     ("ep 2", "fewer than ranks"),
     ("tp 2", "even"),
+    ("one unit", "uneven"),
     ("tp + fsdp + ep", "uneven"),
     ("sp + cp + ep", "fewer than ranks"),
 ]
@@ -116,7 +120,7 @@ def test_every_mesh_trains_like_one_device(ranks, settings, mesh, batch):
     _trains_like_one_device(ranks, settings | {**MESHES[mesh], "batch_size": BATCHES[batch]})
 
 
-@pytest.mark.parametrize("mesh", only(["pp", "pp + fsdp + ep"], STAGED))
+@pytest.mark.parametrize("mesh", only(["pp", "pp + fsdp + ep", "pp + one unit"], STAGED))
 def test_every_mesh_with_stages_trains_like_one_device(ranks, settings, mesh):
     _trains_like_one_device(ranks, settings | STAGED[mesh])
 

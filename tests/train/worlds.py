@@ -20,6 +20,7 @@ TINY = {
     "eval_every": 2,
     "eval_windows": 3,
     "checkpoint_every": 0,
+    "unit_mib": 0,  # as in a larger model: each block is a sharded unit
     "sample_length": 8,
 }
 

@@ -54,6 +54,9 @@ def train(  # noqa: PLR0913  one parameter for each flag
     micro_batches: Annotated[
         Number, _help("Parts of a rank's batch that go through the stages of --pp.", "about twice --pp")
     ] = None,
+    unit_mib: Annotated[
+        float | None, _help("Up to so many MiB, sharded parameters are gathered at once; above, by layers.")
+    ] = None,
     layers: Annotated[Number, _help("Layers of the model.")] = None,
     seq_len: Annotated[Number, _help("Bytes in a sequence.")] = None,
     experts: Annotated[Number, _help("Experts in a layer.")] = None,

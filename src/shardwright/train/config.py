@@ -41,6 +41,7 @@ class TrainConfig(BaseModel):
     steps: Annotated[int, Field(ge=0)] = 200
     batch_size: Count = 32
     micro_batches: Count | None = None
+    unit_mib: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 25.0
     seq_len: Count = 128
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4e-3
     warmup: Annotated[int, Field(ge=0)] = 20

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.compat import axis_names
 from shardwright.context.domains import DENSE_DOMAIN, EXPERT_DOMAIN, REGULAR_DOMAIN
 from shardwright.context.submesh import submesh
 from shardwright.parallel.context_parallel import parallelize_context
@@ -72,8 +73,22 @@ def parallelize(model: Decoder, config: TrainConfig, context: DistributedContext
         parallelize_replicate(model, submesh(dense, "cp_replicate"))
     hybrid = config.dp_replicate > 1
     sharding = submesh(dense, ("dp_replicate", "dp_cp_shard") if hybrid else "dp_cp_shard")
-    for module in (*(block for block in model.blocks if isinstance(block, Block)), model):
+    for module in _units(model, config.unit_mib * 2**20):
         parallelize_fsdp(module, sharding)
+
+
+def _units(model: Decoder, small: float) -> list[nn.Module]:
+    """What is gathered at once: each block, and the rest; all of it where that is a `small` message of bytes.
+
+    A gather of a small block takes longer to begin than to send, twice in a step.
+    """
+    if sum(p.nbytes for p in model.parameters() if not _is_experts(p)) <= small:
+        return [model]
+    return [*(block for block in model.blocks if isinstance(block, Block)), model]
+
+
+def _is_experts(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "ep_shard" in axis_names(parameter.device_mesh)
 
 
 def _between_attentions(model: Decoder) -> list[nn.Module]:
