@@ -75,6 +75,9 @@ def _gradients():
     try:
         type(x).__torch_function__ = classmethod(lambda *given: asked.append(given) or whole(*given[1:]))
         assert x.grad is None
+        x.grad = made
+        del x.grad
+        x.grad = None
     finally:
         type(x).__torch_function__ = whole
     return len(asked)

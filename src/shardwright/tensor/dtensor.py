@@ -92,11 +92,13 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        _put_gradient(self, gradient)
+        with DisableTorchFunctionSubclass():
+            _put_gradient(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        _drop_gradient(self)
+        with DisableTorchFunctionSubclass():
+            _drop_gradient(self)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
