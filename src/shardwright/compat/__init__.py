@@ -80,6 +80,8 @@ view_tracking = torch.autograd._force_original_view_tracking
 without_modes = _python_dispatch._disable_current_modes
 # Calls a function below the classes of its arguments: (function, types, args, kwargs).
 without_subclasses = torch._C._disabled_torch_function_impl
+# A block in which torch's dispatcher skips autograd: nothing is recorded, and nobody is asked.
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 # What stands between a function of torch and its ops on tensors: each says 0 or False where it is off.
