@@ -16,7 +16,15 @@ from shardwright.testing.pool import RankPool
 pytest_plugins = ["tests.tiers"]
 
 # What rank functions and their test modules import; a rank that is forked has it already.
-_PRELOAD = ("hypothesis", "pytest", "shardwright.checkpoint", "shardwright.parallel")
+_PRELOAD = (
+    "hypothesis",
+    "pytest",
+    "shardwright.checkpoint",
+    "shardwright.parallel",
+    "shardwright.show.trace_table",
+    "torch._subclasses.schema_check_mode",
+    "torch.distributed.tensor.experimental",
+)
 # What takes each rank of each world a second or more to import: where the tests that are collected have the
 # module on the left, their ranks want those on the right.
 _COSTLY = {
@@ -24,7 +32,11 @@ _COSTLY = {
     "tests.compositions.ranks": ("tests.compositions.preload",),
     "tests.fuzz.ranks": ("tests.fuzz.ranks",),
     "tests.ops.ranks": ("tests.ops.ranks",),
-    "tests.parallel.test_compile": ("torch._dynamo.backends.debugging", "torch.export._trace"),
+    "tests.parallel.test_compile": (
+        "torch._dynamo.backends.debugging",
+        "torch._inductor.lowering",
+        "torch.export._trace",
+    ),
 }
 _POOL = pytest.StashKey[RankPool]()
 

@@ -1,15 +1,11 @@
 """Save a checkpoint with two ranks, and die before the n-th file operation of one of them, for every n.
 
-Run as `crash_program.py FOLDER VERB RANK [STORAGE]`, VERB `save`, `replace` or `prune`; with STORAGE `local`
-the folder is object storage to the library (fsspec's `local://`), and a write dies half-way, too.
-Prints a JSON line for each n:
-which checkpoints look complete but are not, the one that resuming chooses, what is there after one more go.
-Every attempt is a pair of processes forked from this one.
+With storage `local` the folder is object storage to the library (fsspec's `local://`), and a write dies
+half-way, too. Every attempt is a pair of processes forked from one that has no process group.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -18,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileOpener
 from torch import nn
@@ -166,23 +161,27 @@ def attempt(template: Path, out: Path, verb: str, rank: int, operation: int) -> 
     }
 
 
-def main(folder: Path, verb: str, rank: int) -> None:
-    torch.set_num_threads(1)  # without threads of its own, this process may compute and fork
+def deaths(folder: Path, verb: str, rank: int, storage: str) -> list[dict[str, Any]]:
+    """An attempt for each file operation of the rank, and a last one in which it lived.
+
+    Args:
+        folder: new; it is filled with two steps, and copied for each attempt.
+        verb: what dies: `save`, `replace` or `prune`.
+        rank: which one dies.
+        storage: `local`, `local-planted` (nobody looks for a manifest that was cut), or a folder: "".
+    Returns: which checkpoints look complete but are not, the one that resuming chooses, what is there after
+        one more go.
+    """
+    global STORAGE
+    STORAGE, planted = storage.partition("-")[::2]
+    if planted:
+        manifest.cut_short = lambda *_: False
+    dist.destroy_process_group()
     folder.mkdir(parents=True, exist_ok=True)
     template = folder / "template"
     for step in (1, 2):
         in_two_ranks(save_step, template, step)
-    operation = 0
-    died = True
-    while died:
-        operation += 1
-        found = attempt(template, folder / "out", verb, rank, operation)
-        died = found["died"]
-        print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    STORAGE, planted = "".join(sys.argv[4:]).partition("-")[::2]
-    if planted:
-        manifest.cut_short = lambda *_: False
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    found = [attempt(template, folder / "out", verb, rank, 1)]
+    while found[-1]["died"]:
+        found.append(attempt(template, folder / "out", verb, rank, len(found) + 1))
+    return found

@@ -38,14 +38,22 @@ def layouts_of(dims, *, pending=True):
     return pairs
 
 
+def placed(x, grid, placements):
+    """What `distribute_tensor` makes of a tensor that all ranks have, without the broadcasts.
+
+    A collective takes a rank a millisecond of processor time, and most tests place more than they compute.
+    """
+    return sw.distribute_tensor(torch.empty_like(x).copy_(x), grid, placements, src_data_rank=None)
+
+
 def place(x, placements, *, requires_grad=False):
     """The leaf DTensor of a full tensor; a pending one holds different terms on the ranks."""
     grid = mesh()
     if not any(p.is_partial() for p in placements):
-        made = sw.distribute_tensor(x, grid, placements)
+        made = placed(x, grid, placements)
         return made.requires_grad_(requires_grad)
     cut = [sw.Replicate() if p.is_partial() else p for p in placements]
-    local = sw.distribute_tensor(x, grid, cut).to_local()
+    local = placed(x, grid, cut).to_local()
     for axis, p in enumerate(placements):
         if p.is_partial():
             size, coord = grid.size(axis), grid.get_local_rank(axis)

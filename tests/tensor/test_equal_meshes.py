@@ -1,9 +1,7 @@
 """Meshes that torch calls equal and that are not one: of other roots, made twice, made again later."""
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
@@ -74,8 +72,10 @@ def test_what_is_made_of_a_tensor_stays_on_its_mesh(ranks):
     ranks(2, _made_twice)
 
 
-def _worlds(rank: int, folder: str) -> None:
+def _worlds(folder: str) -> None:
     """One process in three worlds, with another rank in each, and groups of other names."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
     for turn in range(3):
         now = (rank + turn) % 2
         dist.init_process_group("gloo", init_method=f"file://{folder}/{turn}", rank=now, world_size=2)
@@ -92,6 +92,5 @@ def _worlds(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.processes
-def test_a_world_that_is_made_again_is_another(tmp_path):
-    torch.multiprocessing.spawn(_worlds, (str(tmp_path),), nprocs=2)
+def test_a_world_that_is_made_again_is_another(ranks, tmp_path):
+    ranks(2, _worlds, str(tmp_path), fresh=True)

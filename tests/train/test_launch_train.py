@@ -15,10 +15,12 @@ import psutil
 import pytest
 
 from shardwright.checkpoint import list_checkpoints, step_of
+from tests.train.worlds import write_text
 
 pytestmark = pytest.mark.processes
 SOURCE = Path(__file__).parents[2] / "src"
 SMALL = ["--batch-size", "4", "--seq-len", "16", "--experts", "4", "--checkpoint-every", "2"]
+SMALL += ["--layers", "2"]
 
 
 class Training:
@@ -26,10 +28,12 @@ class Training:
 
     def __init__(self, out: Path, *words: str) -> None:
         self.out = out
+        text = out.with_suffix(".txt")  # the default is a large one, which each rank would read
+        write_text(text)
         self.errors = out.with_suffix(".stderr")
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shardwright", "train", *SMALL, "--out", str(out), *words],
+                [sys.executable, "-m", "shardwright", "train", *SMALL, "--data", text, "--out", out, *words],
                 env={**os.environ, "PYTHONPATH": str(SOURCE)},
                 stdout=subprocess.DEVNULL,
                 stderr=errors,

@@ -25,6 +25,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardwright.testing.gloo_device import share_one_device
+
 HOST = "127.0.0.1"
 _GROUP_TIMEOUT = timedelta(minutes=10)  # the pool gives up long before: only it can name the rank that hangs
 _MAX_LOCALS = 12
@@ -96,6 +98,7 @@ def _join(seat: RankSeat, connection: Connection) -> None:
         port = connection.recv()
         store = dist.TCPStore(HOST, port, seat.world, is_master=False)
     os.environ.update(_torchrun_environment(seat, port))
+    share_one_device()
     dist.init_process_group(
         "gloo", store=store, rank=seat.rank, world_size=seat.world, timeout=_GROUP_TIMEOUT
     )

@@ -44,7 +44,6 @@ def families(folder: Path, given: argparse.Namespace) -> Iterator[tuple[str, Cal
     """What is tried; first what forks this process, which has no threads then."""
     yield "killed at random moments", lambda: kills.random_moments(folder / "k", given.kills, given.seed)
     yield "two writers", lambda: ranks.two_writers(folder / "w")
-    yield "killed at each operation", lambda: ranks.kills(folder / "o")
     yield "flipped bits", lambda: sweep.flips(folder / "flips", given.flips, given.seed)
     yield "files", lambda: sweep.files(folder / "files")
     for code, lasting, over in product((errno.EIO, errno.ENOSPC), (False, True), (False, True)):
@@ -59,6 +58,7 @@ def families(folder: Path, given: argparse.Namespace) -> Iterator[tuple[str, Cal
     yield "object storage of a load", objects.read_errors
     yield "object storage, cut manifests", objects.cut_manifests
     yield "object storage, saves of others", objects.others
+    yield "killed at each operation", partial(_on_ranks, ranks.kills, folder / "o")
     yield "disks of one node", partial(_on_ranks, ranks.own_disks, folder / "n")
     yield "one rank fails", partial(_on_ranks, ranks.failures, folder / "f")
 

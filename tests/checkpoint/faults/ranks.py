@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,36 +14,27 @@ from torch import nn
 
 from shardwright.checkpoint import async_save, load, save
 from shardwright.errors import CheckpointError
+from tests.checkpoint.crash_program import deaths
 from tests.checkpoint.faults import damage
 
 Verdicts = Iterator[tuple[str, str]]
 Ranks = Callable[..., list[Any]]
-PROGRAM = Path(__file__).parents[1] / "crash_program.py"
-SOURCE = Path(__file__).parents[3] / "src"
 SOON = 5.0  # seconds until all ranks have heard of what one met
 
 
-def attempts(folder: Path, verb: str, rank: int, storage: str = "") -> list[dict[str, Any]]:
+def attempts(ranks: Ranks, folder: Path, verb: str, rank: int, storage: str = "") -> list[dict[str, Any]]:
     """One attempt for each file operation of the rank, and a last one in which it lived."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder), verb, str(rank), storage],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=3600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found: list[dict[str, Any]] = ranks(1, deaths, folder, verb, rank, storage, fresh=True, timeout=3600)[0]
+    return found
 
 
-def kills(folder: Path) -> Verdicts:
-    """SIGKILL of one rank (and so of all) before each file operation; `crash_program` loads what is left."""
+def kills(ranks: Ranks, folder: Path) -> Verdicts:
+    """SIGKILL of one rank (and so of all) before each file operation; `deaths` loads what is left."""
     for storage in ("", "local"):
         for verb in ("save", "replace"):
             for rank in (0, 1):
                 below = folder / f"{storage}{verb}{rank}"
-                for number, one in enumerate(attempts(below, verb, rank, storage), 1):
+                for number, one in enumerate(attempts(ranks, below, verb, rank, storage), 1):
                     name = f"rank {rank}, operation {number} of a {verb} {storage}".rstrip()
                     kept = "step-00000003" if verb == "save" else "step-00000002"
                     good = one["unusable"] == [] and one["afterwards"] == [kept]
