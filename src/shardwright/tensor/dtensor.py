@@ -36,6 +36,7 @@ class _Above:
     to_local: Callable[[DTensor, Layout], torch.Tensor]
     redistribute: Callable[..., DTensor]
     replicated: Callable[[DTensor], DTensor]
+    term_of: Callable[[DTensor, torch.Tensor], DTensor | None]
 
 
 above = _Above()
@@ -82,13 +83,22 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient, as torch keeps it. An optimizer reads it three times of each parameter.
+        """The gradient, as torch keeps it; of a local use it gets its layout. Optimizers read it three times.
 
         Torch's own attribute asks `__torch_function__` first, which takes a microsecond to say nothing. No
         descriptor in C: `torch.compile` reads functions.
         """
         with DisableTorchFunctionSubclass():
-            return _read_gradient(self)  # type: ignore[no-any-return]
+            gradient: torch.Tensor | None = _read_gradient(self)
+        if gradient is None or self._spec.use is None:
+            return gradient
+        if isinstance(gradient, TorchDTensor) and gradient._spec.mesh is self._spec.mesh:
+            return gradient
+        term = above.term_of(self, gradient)
+        if term is None:
+            return gradient
+        _put_gradient(self, term)
+        return term
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
