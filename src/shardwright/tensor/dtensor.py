@@ -79,7 +79,12 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         return f"DTensor({self._spec.layout}, local={self._local_tensor})"
 
     def __format__(self, spec: str) -> str:
-        return self.item().__format__(spec) if spec and self.dim() == 0 else object.__format__(self, spec)
+        """Of one number that number, as torch's: `getattr(self, f"expert_{i}")`.
+
+        Without a spec one that is still to be summed says so: what is printed by one rank must not send.
+        """
+        at_hand = spec or all(p.is_replicated for p in self.placements)
+        return self.item().__format__(spec) if at_hand and self.dim() == 0 else object.__format__(self, spec)
 
     @property
     def grad(self) -> torch.Tensor | None:
