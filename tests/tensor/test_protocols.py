@@ -51,6 +51,23 @@ def test_copies_and_pickled_layouts(ranks):
     ranks(2, _copies)
 
 
+def _numbers_in_text():
+    for plain in (torch.tensor(3), torch.tensor(1.25), torch.tensor(True)):
+        d = place(plain, [sw.Replicate()])
+        assert f"expert_{d}" == f"expert_{plain}"
+        assert f"{d}, {d:.2f}" == f"{plain}, {plain:.2f}"
+    term = sw.DTensor.from_local(torch.tensor(1.5), mesh(), [sw.Partial("sum")])
+    with sw.trace() as t:
+        assert "Partial(sum)" in f"{term}"  # as one rank prints it for itself
+    assert not t.collectives
+    assert f"{term:.1f}" == "3.0"
+
+
+def test_a_number_in_a_text_is_that_number(ranks):
+    """Names of layers are made so (`expert_{i}`, in Switch Transformers)."""
+    ranks(2, _numbers_in_text)
+
+
 def _saved():
     """torch.save of a DTensor and of a module's state, loaded on the same mesh."""
     d = place(full(5, 7), [sw.Shard(0)])

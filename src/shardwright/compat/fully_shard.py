@@ -82,6 +82,11 @@ class FsdpParameter:
         """Does the unit hold the whole parameter in the place of this one now?"""
         return self.owner._parameters[self.name] is not self.inner.sharded_param
 
+    @property
+    def was_left_out(self) -> bool:
+        """Had this rank no gradient of it at the end of its last backward?"""
+        return bool(getattr(self.inner, "was_left_out", False))
+
     def follow_local(self) -> None:
         """Gather from the local tensor that the sharded parameter has now."""
         self.inner.reset_sharded_param()
@@ -90,8 +95,13 @@ class FsdpParameter:
         fsdp = self.inner
         original = fsdp.accumulate_unsharded_grad_if_needed
 
-        def accumulate_unsharded_grad_if_needed() -> None:
+        def accumulate_unsharded_grad_if_needed() -> None:  # torch calls it after each backward
             original()
+            whole = getattr(fsdp, "_unsharded_param", None)
+            held = fsdp.unsharded_accumulated_grad is not None or (
+                whole is not None and whole.grad is not None
+            )
+            fsdp.was_left_out = not held
             if fsdp.sharded_param.grad is not None:
                 fsdp.sharded_param.grad = as_term(fsdp.sharded_param.grad)
 

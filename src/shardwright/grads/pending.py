@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import all_reduce_bucketed
 from shardwright.compat import DisableTorchFunctionSubclass, axis_names
+from shardwright.compat.fully_shard import managing_unit
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.grads.entry import Entry, spec_like
@@ -163,6 +165,38 @@ def _check(found: _OnMesh, states: Sequence[GradientState]) -> None:
             f"gradients of {found.named(wrong)} have other layouts on some ranks than on their peers; run "
             "the same backward passes on all ranks"
         )
+    _refuse_mixed_sums(found, states)
+
+
+def _refuse_mixed_sums(found: _OnMesh, states: Sequence[GradientState]) -> None:
+    """Raise ParallelError where ranks of a sharded unit have gradients of different parameters.
+
+    torch joins those that a rank has, one after another, and adds what the ranks made: gradients of different
+    parameters. Only copies of a unit, on the other axes, may have different ones.
+    """
+    device = found.parameters[0].device
+    by_axis: defaultdict[str, dict[int, GradientState]] = defaultdict(dict)
+    for i, (state, own) in enumerate(zip(states, found.own, strict=True)):
+        parameter = found.parameters[i]
+        if state.missing and state.exists and parameter.ndim:  # without dims it is replicated beside the unit
+            unit = managing_unit(parameter)
+            left_out = own.missing and unit is not None and unit.was_left_out  # not taken away by the user
+            by_axis[getattr(parameter, "_fully_sharded", "")][i] = replace(own, missing=left_out)
+    by_axis.pop("", None)
+    for axis, asked in by_axis.items():
+        inside = agree(found.mesh, list(asked.values()), device, only=axis)
+        mixed = [GradientState(missing=state.missing and state.exists) for state in inside]
+        wrong = [i for i, told in zip(asked, agree(found.mesh, mixed, device), strict=True) if told.missing]
+        if wrong:
+            raise ParallelError(_MIXED_SUMS.format(axis, found.named(wrong)))
+
+
+_MIXED_SUMS = (
+    "the backwards of some ranks of axis {!r} reached {}, those of others did not: fully_shard joins the "
+    "gradients that a rank has, and added those of different parameters\n"
+    "  fix: model.set_reduce_scatter_unused_params(True) before the backward (torch 2.13), or "
+    "parallelize_replicate"
+)
 
 
 def _finish(found: _OnMesh, states: Sequence[GradientState], bucket_bytes: int) -> None:

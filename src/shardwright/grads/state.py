@@ -73,14 +73,18 @@ def between(gradient: Token, parameter: Token) -> GradientState:
     return GradientState(finished=not any(pending), pending=pending)
 
 
-def agree(mesh: DeviceMesh, states: Sequence[GradientState], device: torch.device) -> list[GradientState]:
-    """Return, for each gradient, what is true of it on some rank of `mesh`.
+def agree(
+    mesh: DeviceMesh, states: Sequence[GradientState], device: torch.device, only: str = ""
+) -> list[GradientState]:
+    """Return, for each gradient, what is true of it on some rank of `mesh`, or along its axis `only`.
 
     Cost: one all-reduce per axis, of 3 bytes plus one per axis for each gradient.
     """
     rows = [(state.missing, state.finished, state.other, *state.pending) for state in states]
     flags = torch.tensor(rows, dtype=torch.uint8, device=device)
     for axis, group in groups_above_one(mesh):
+        if only and axis != only:
+            continue
         flags = reduce_over(flags, "max", group, axis=axis, reason="which ranks have which gradients")
     return [_from_row(row) for row in told(flags)]
 

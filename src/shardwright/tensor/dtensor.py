@@ -36,6 +36,7 @@ class _Above:
     to_local: Callable[[DTensor, Layout], torch.Tensor]
     redistribute: Callable[..., DTensor]
     replicated: Callable[[DTensor], DTensor]
+    term_of: Callable[[DTensor, torch.Tensor], DTensor | None]
 
 
 above = _Above()
@@ -78,17 +79,31 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         return f"DTensor({self._spec.layout}, local={self._local_tensor})"
 
     def __format__(self, spec: str) -> str:
-        return self.item().__format__(spec) if spec and self.dim() == 0 else object.__format__(self, spec)
+        """Of one number that number, as torch's: `getattr(self, f"expert_{i}")`.
+
+        Without a spec one that is still to be summed says so: what is printed by one rank must not send.
+        """
+        at_hand = spec or all(p.is_replicated for p in self.placements)
+        return self.item().__format__(spec) if at_hand and self.dim() == 0 else object.__format__(self, spec)
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient, as torch keeps it. An optimizer reads it three times of each parameter.
+        """The gradient, as torch keeps it; of a local use it gets its layout. Optimizers read it three times.
 
         Torch's own attribute asks `__torch_function__` first, which takes a microsecond to say nothing. No
         descriptor in C: `torch.compile` reads functions.
         """
         with DisableTorchFunctionSubclass():
-            return _read_gradient(self)  # type: ignore[no-any-return]
+            gradient: torch.Tensor | None = _read_gradient(self)
+        if gradient is None or self._spec.use is None:
+            return gradient
+        if isinstance(gradient, TorchDTensor) and gradient._spec.mesh is self._spec.mesh:
+            return gradient
+        term = above.term_of(self, gradient)
+        if term is None:
+            return gradient
+        _put_gradient(self, term)
+        return term
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:

@@ -19,7 +19,14 @@ from shardwright.tensor.dtensor import DTensor, above
 from shardwright.tensor.localized import LocalizedDTensor, compute_view
 from shardwright.tensor.modules.replaced import refuse_replaced
 from shardwright.tensor.optimizer_gradients import bring_gradients, give_back
-from shardwright.tensor.plain import backward, boundary, made_gradients, packed_sequences, set_data
+from shardwright.tensor.plain import (
+    backward,
+    boundary,
+    made_gradients,
+    own_terms,
+    packed_sequences,
+    set_data,
+)
 from shardwright.tensor.safe_globals import allow_safe_loading
 from shardwright.tensor.under_way import start_redistribution
 from shardwright.tensor.views import strided, write_back
@@ -47,6 +54,7 @@ def install() -> None:
         boundary.OWN.update(table)
     above.from_local, above.to_local = conversions.from_local, autograd.to_local
     above.redistribute, above.replicated = conversions.redistribute, conversions.replicated
+    above.term_of = own_terms.term_of
     open_doors()
     call_in_graphs(conversions.from_local_in_graph, compute_view)  # of these a graph sees the call alone
     register_optimizer_step_pre_hook(refuse_replaced)

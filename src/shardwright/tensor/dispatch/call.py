@@ -27,7 +27,7 @@ from shardwright.tensor.dispatch.ways.plain_target import write_into_plain
 from shardwright.tensor.dispatch.ways.steps import Steps
 from shardwright.tensor.dispatch.ways.table import Handler, decide, handler_of
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.plain import made_gradients
+from shardwright.tensor.plain import made_gradients, own_terms
 from shardwright.tensor.plain.replicated import distributed, replicate_plain
 from shardwright.tensor.spec import Spec
 from shardwright.tensor.views import offsets, take, write_back
@@ -81,6 +81,8 @@ def _whole_route_of(func: torch._ops.OpOverload) -> Handler:
         route = partial(memory_order.as_described, route)
     if made_gradients.asks(func):
         route = partial(made_gradients.awaited, route)
+    if func in own_terms.SUMS:
+        route = partial(own_terms.labelled, route)
     if func._schema.is_mutable:
         route = partial(kept_form.counting_writes, route)
     if write_back.is_view(func) or not written_memory.asks(func):
