@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import shardwright as sw
 from shardwright.errors import ParallelError
 from shardwright.grads import clip_grad_norm_
-from shardwright.parallel import Pipeline, parallelize_pipeline
+from shardwright.parallel import Pipeline, parallelize_pipeline, parallelize_tensor
 from shardwright.testing import rank_mesh
 from tests.pipeline.own_code import Base, H, Part
 
@@ -217,3 +218,30 @@ def _refused():
 
 def test_a_part_that_writes_into_what_a_later_stage_reads_is_refused(ranks):
     ranks(2, _refused)
+
+
+def _first_feature(out, _target):
+    return out[..., 0].square().sum()
+
+
+def _one_rank_has_the_loss() -> None:
+    """The last layer is cut by its features, and the loss reads one of them."""
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), torch.randn(4, 4)
+    one = copy.deepcopy(model)
+    mesh = rank_mesh((2, 2), ("pp", "tp"))
+    parallelize_tensor(model, mesh["tp"], {"2.weight": {"tp": sw.Shard(0)}, "2.bias": {"tp": sw.Shard(0)}})
+    parallelize_pipeline(model, mesh["pp"], ["2"])
+    pipeline = Pipeline(model, _first_feature, micro_batches=2)
+    with sw.spmd(mesh["tp"]):
+        value = pipeline.step(rows, target=rows)
+    wanted = _first_feature(one(rows), rows)
+    wanted.backward()
+    torch.testing.assert_close(value, wanted.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), one.get_parameter(name).grad, msg=name)
+
+
+def test_a_loss_that_one_tensor_parallel_rank_has(ranks):
+    """Its peers hold nothing of it, and their backwards failed while it waited for them."""
+    ranks(4, _one_rank_has_the_loss)

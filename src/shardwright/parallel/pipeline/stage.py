@@ -22,7 +22,7 @@ from shardwright.parallel.pipeline.forward.returned import another_branch
 from shardwright.parallel.pipeline.forward.run import Run
 from shardwright.parallel.pipeline.forward.streams import Streams, mixed
 from shardwright.parallel.pipeline.split import Split
-from shardwright.tensor.spec import finished
+from shardwright.placement.base import Replicate
 from shardwright.tensor.wrap import as_ours
 
 Caller = Callable[[Run, Batch], Any]
@@ -161,9 +161,9 @@ class StageModule(nn.Module):
         if any(is_hollow(x) for x in (*tree_leaves(out), term)):
             raise ParallelError(another_branch("what the model returns, or its loss,"))
         if isinstance(term, TorchDTensor):
+            # Whole on each rank: where one alone has it (`Owner`), a backward of nothing fails on the others.
             ours = as_ours(term)
-            layout = finished(ours._spec.layout)
-            term = ours.redistribute(ours.device_mesh, list(layout.placements)).to_local()
+            term = ours.redistribute(ours.device_mesh, [Replicate()] * ours.device_mesh.ndim).to_local()
         return term
 
     def _term(self, loss: Loss, out: Any, target: Any) -> Tensor:
