@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from datetime import timedelta
 from typing import Any
@@ -23,14 +22,27 @@ def share_one_device() -> None:
 
 
 class _OfOneDevice(_Gloo):  # type: ignore[misc]
+    _process = 0
+    _device: Any = None
+    _of_parent: Any = None
+
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         options = _Gloo._Options()
-        options._devices, options._timeout = [_device(os.getpid())], timeout
+        options._devices, options._timeout = [self._device_of_process()], timeout
         super().__init__(store, rank, size, options)
 
+    @classmethod
+    def _device_of_process(cls) -> Any:
+        """A process that a rank forks makes its own: it has not the thread of its parent's.
 
-@functools.cache
-def _device(_process: int) -> Any:
-    """The device of a process: one that a rank forks has not the thread of its parent's."""
+        It keeps its parent's, whose end would wait for that thread.
+        """
+        if cls._process != os.getpid():
+            cls._process, cls._of_parent = os.getpid(), (cls._device, cls._of_parent)
+            cls._device = _made()
+        return cls._device
+
+
+def _made() -> Any:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     return _Gloo.create_device(interface=interface) if interface else _Gloo.create_default_device()

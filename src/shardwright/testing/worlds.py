@@ -42,9 +42,8 @@ class World:
         return not any(connection.poll() for connection in self.connections)
 
     def pause(self) -> None:
-        """Stop the ranks until `resume`: each group of gloo owns a thread that wakes 100 times a second.
+        """Stop the ranks until `resume`: a device of gloo owns a thread that wakes 100 times a second.
 
-        A few warm worlds with their meshes would wake tens of thousands of times, a quarter of two cores.
         What kills a rank ends one that is stopped as well.
         """
         self._signal(signal.SIGSTOP)
