@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import current_autograd_node, current_graph_task_id
 from shardwright.errors import RuleError
-from shardwright.tensor.local_use import kept_spec, restore_axes
+from shardwright.tensor.local_use import kept_spec, restored
+from shardwright.tensor.wrap import wrap
 
 if TYPE_CHECKING:
     from shardwright.tensor.dtensor import DTensor
@@ -48,7 +49,7 @@ def term_of(parameter: DTensor, gradient: torch.Tensor) -> DTensor | None:
     else:
         fits = isinstance(gradient, TorchDTensor) and gradient._spec.mesh == inner.mesh
         fits = fits and gradient.shape == inner.layout.shape
-    return restore_axes(spec, gradient) if fits else None
+    return wrap(*restored(spec, gradient)) if fits else None
 
 
 def _on_one_mesh(one: Any, other: Any) -> bool:
