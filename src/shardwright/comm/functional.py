@@ -114,10 +114,9 @@ def start_sum(x: Tensor, group: ProcessGroup, *, axis: str = "", reason: str = "
         return start_reduction(x, "sum", group, axis=axis, reason=reason)
     told = (group, axis, reason)
     sent = 2 * (group.size() - 1) * x.nbytes // group.size()
-    traced = torch.compiler.is_compiling()
     with (
         _sending(told, "all_reduce", x, sent) if recording() else nullcontext(),
-        nullcontext() if traced else below_autograd(),
+        nullcontext() if torch.compiler.is_compiling() else below_autograd(),
     ):
         summed = _ops.all_reduce_(x, "sum", group.group_name)
     return lambda: _reduced(summed, "sum", group.size())

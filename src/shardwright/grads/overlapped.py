@@ -82,7 +82,7 @@ class _Filled:
 
 
 class OverlappedSum:
-    """One backward whose gradients are summed while it goes on."""
+    """One backward whose gradients are summed while it goes on, in the buckets of a plan."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan

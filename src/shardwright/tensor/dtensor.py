@@ -102,7 +102,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         term = above.term_of(self, gradient)
         if term is None:
             return gradient
-        _put_gradient(self, term)
+        self.grad = term
         return term
 
     @grad.setter
