@@ -55,6 +55,8 @@ def call_localized(
         raise RuleError(_RENORM.format(func.__name__))
     if _mixes((*args, *kwargs.values())) and not _keeps_parameter(func, args):
         if func not in LOOKUPS and not boundary.writes_first(func):
+            if len(MIXING) >= _MANY:  # a program may make functions at every call
+                MIXING.clear()
             MIXING.add(func)
         args = tuple(_localized(a) for a in args)
         kwargs = {name: _localized(value) for name, value in kwargs.items()}
@@ -62,7 +64,8 @@ def call_localized(
     return boundary.call(cls, func, types, args, kwargs)
 
 
-# Functions of torch, as met, that always see the local tensors of such parameters beside plain ones.
+_MANY = 4096
+# Functions, as met, that always see the local tensors of such parameters beside plain ones.
 MIXING: set[Any] = memo("functions that mix parameters with local tensors", set())
 LOOKUPS = frozenset({torch.nn.functional.embedding, torch.nn.functional.embedding_bag})
 _RENORM = (
