@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from statistics import median
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from bench.erased import by_hand, on_dtensors
+from bench.turns import calls_for, timed
 from shardwright.testing import RankPool, rank_mesh
 
 _TURNS = 41
@@ -59,13 +59,13 @@ def measure(width: int, tokens: int, rows: int) -> tuple[dict[str, float], Times
         "DTensors again": lambda: ours(given),
     }
     losses = {name: [float(program()) for _ in range(4)][-1] for name, program in programs.items()}
-    calls = max(1, round(0.02 / max(1e-4, _timed(programs["by hand"], 3))))
+    calls = calls_for(programs["by hand"])
     times: Times = {name: [] for name in programs}
     names, order = list(programs), random.Random(0)
     for _ in range(_TURNS):
         order.shuffle(names)
         for name in names:
-            times[name].append(_timed(programs[name], calls))
+            times[name].append(timed(programs[name], calls))
     return losses, times
 
 
@@ -81,11 +81,3 @@ def _compiled(model: nn.Module) -> Callable[[Tensor], Tensor]:
         return loss.detach()
 
     return step
-
-
-def _timed(program: Callable[[], object], calls: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        program()
-    return (time.perf_counter() - start) / calls

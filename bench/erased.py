@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 import shardwright as sw
+from bench.turns import calls_for, timed
 from shardwright.testing import RankPool, rank_mesh
 from tests.witness.witness import Witness
 
@@ -187,12 +188,12 @@ def measure(width: int, tokens: int, rows: int) -> Found:
         found.collectives[name] = len(witness.asked)
     if erased.report().replays < 4 or forward.report().replays < 4:
         raise RuntimeError(f"{erased.report()}\n{forward.report()}")
-    calls = max(1, round(0.02 / max(1e-4, _timed(programs["by hand"], 3))))
+    calls = calls_for(programs["by hand"])
     names, order = list(programs), random.Random(0)
     for _ in range(_TURNS):
         order.shuffle(names)  # who follows whom matters: a large program leaves cold caches behind
         for name in names:
-            found.times.setdefault(name, []).append(_timed(programs[name], calls))
+            found.times.setdefault(name, []).append(timed(programs[name], calls))
     return found
 
 
@@ -207,14 +208,6 @@ def _around(model: nn.Module, forward: Callable[..., Tensor]) -> Callable[[Tenso
         return loss.detach()
 
     return step
-
-
-def _timed(program: Callable[[], object], calls: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        program()
-    return (time.perf_counter() - start) / calls
 
 
 def _print(console: Console, title: str, found: list[Found]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
@@ -40,7 +41,7 @@ def in_turns(ours: Step, theirs: Step, one_device: Step) -> Found:
     for turn in range(_TURNS):
         for place in range(3):
             index = (turn + place) % 3
-            times[index].append(_timed(steps[_ORDER[index]]))
+            times[index].append(timed(steps[_ORDER[index]]))
     counts, sent = zip(*counted, strict=True)
     return Found(times[0], times[1], times[2], counts, sent, losses)
 
@@ -63,11 +64,20 @@ def _sent(asked: Asked) -> float:
     return factors.get(asked.kind, 0) * asked.given
 
 
-def _timed(step: Step) -> float:
+def timed(step: Callable[[], object], calls: int = 1) -> float:
+    """Seconds of a call, from when all ranks are there."""
     dist.barrier()
     start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
+    for _ in range(calls):
+        step()
+    return (time.perf_counter() - start) / calls
+
+
+def calls_for(step: Callable[[], object], seconds: float = 0.02) -> int:
+    """How many calls take so long, as rank 0 finds: with numbers of their own, ranks would wait forever."""
+    said = torch.tensor([max(1, round(seconds / max(1e-4, timed(step, 3))))])
+    dist.broadcast(said, 0)
+    return int(said)
 
 
 def told(console: Console, name: str, found: Sequence[Found]) -> bool:
