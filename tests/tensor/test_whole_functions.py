@@ -513,3 +513,59 @@ def test_a_first_call_is_listed_under_the_users_line(ranks):
     for lines in ranks(2, _first_calls_have_the_users_line):
         assert lines
         assert all(lines)
+
+
+FOLDED = {
+    "linear": lambda x, w, v: F.linear(x, w),
+    "bias": F.linear,
+    "matmul": lambda x, w, v: x @ w,
+    "tensordot": lambda x, w, v: torch.tensordot(x, x, ([0, 1], [0, 1])),
+}
+
+
+def _folded(cut):
+    forget()
+    draw = torch.Generator().manual_seed(0)
+    full = [torch.randn(size, generator=draw) for size in ((4, 3, 6), (6, 6), (6,))]
+    mesh, found = _mesh(), {}
+    operands = [sw.distribute_tensor(x, mesh, p) for x, p in zip(full, cut, strict=True)]
+    for name, call in FOLDED.items():
+        for _ in range(3):
+            call(*operands)
+        with Below() as below:
+            out = call(*operands)
+        whole = call(*full)
+        torch.testing.assert_close(out.full_tensor(), whole)
+        before = [x.full_tensor() for x in operands]
+        out.zero_()  # it is nobody's memory
+        assert all(torch.equal(x.full_tensor(), y) for x, y in zip(operands, before, strict=True))
+        found[name] = below.ops, out.stride() == whole.stride(), out.storage_offset()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cut", "whole"),
+    # of what is cut along the dim that is summed, only a linear without a bias sends nothing
+    [((0, None, None), set(FOLDED)), ((2, 1, None), {"linear"}), ((None, None, None), set(FOLDED))],
+)
+def test_views_that_a_function_makes_on_its_way_are_left_out(ranks, cut, whole):
+    placed = [[sw.Replicate() if dim is None else sw.Shard(dim)] for dim in cut]
+    for found in ranks(2, _folded, placed):
+        assert {name for name, (ops, *_) in found.items() if not ops} == whole
+        assert {seen[1:] for seen in found.values()} == {(True, 0)}
+
+
+def _once():
+    x, y, *_ = _operands()
+    forget()
+    with Below() as below:
+        x + y
+        first = len(whole_functions.whole), len(below.ops)
+        x + y
+        x + y
+    return first, len(whole_functions.whole), len(below.ops)
+
+
+def test_a_call_is_learned_when_it_comes_again(ranks):
+    (found,) = ranks(1, _once)
+    assert found == ((0, 1), 1, 2)

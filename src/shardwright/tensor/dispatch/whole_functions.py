@@ -10,13 +10,20 @@ What makes it provable: the ops that the function ran on the DTensors are heard,
 (`short.Short`), and on tensors without data the function runs the very local calls of these recipes, on the
 same operands, in the same order, and gives the same of their results.
 
-Not here: views. What a view knows of its base is written by torch between function and op.
+Not here: views of an operand. What a view knows of its base is written by torch between function and op.
+Those that a function makes on its way (`F.linear` of three dims) are nobody's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -41,13 +48,14 @@ whole: dict[_Key, short.Short | bool | None] = memo("calls of whole functions", 
 whole_lists: dict[_Key, short.ShortList | bool | None] = memo("calls of whole functions on lists", {})
 # May a call of the function be whole? None of the user's functions is kept.
 functions: dict[Any, bool] = memo("functions that may be whole", {})
-# How many keys differ from one another in numbers alone.
-_choices: dict[_Key, int] = memo("numbers of whole functions", {})
+# How many calls there were of which nothing was known, and that differ in numbers alone.
+_met: dict[_Key, int] = memo("calls that may be whole, as met", {})
 # How many calls of a function were found not to be whole.
 _in_vain: dict[Any, int] = memo("functions that were not whole", {})
 _MANY, _FEW, _TOO_MANY = 16384, 16, 64
 # Functions of torch that take lists of tensors, as optimizers do, and beside them their counts of steps.
 OF_LISTS = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("_foreach_", "_fused_")))
+_IN_C = BuiltinFunctionType | MethodDescriptorType | MethodWrapperType | WrapperDescriptorType
 _HOMES = frozenset({"torch.functional", "torch.nn.functional"})
 _REFLECTED = frozenset(
     getattr(torch.Tensor, f"__r{name}__") for name in ("sub", "div", "truediv", "floordiv", "pow", "mod")
@@ -57,7 +65,7 @@ _OTHERS = frozenset({"__getitem__", "__setitem__", "__get__", "__set__"})  # vie
 
 def meet(func: Any) -> bool:
     """May a call of this function be whole? Only one of torch's own, that is not done in a way of ours."""
-    of_torch = isinstance(func, BuiltinFunctionType | MethodDescriptorType | WrapperDescriptorType)
+    of_torch = isinstance(func, _IN_C)
     module = getattr(func, "__module__", None) or ""
     may = of_torch or func in _REFLECTED or module in _HOMES
     if func in boundary.OWN or func in READING or func in boundary.AUTOGRAD:
@@ -73,13 +81,13 @@ def meet(func: Any) -> bool:
 def first(
     way: Callable[..., Any], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
-    """Run a call of which nothing is known, and learn whether it may be run as a whole from now on.
+    """Run a call of which nothing is known; met again, learn whether it may be run as a whole from now on.
 
     Args: way: what runs it: the boundary of the operands' class.
     """
     on_lists = func in OF_LISTS and bool(args) and isinstance(args[0], list | tuple)
     key, numbers = _key_of_lists(func, args, kwargs or {}) if on_lists else _key_of(func, args, kwargs or {})
-    if len(numbers) and not on_lists and _differs_in_numbers(key):
+    if not _is_worth_learning(key, has_numbers=bool(numbers) and not on_lists):
         return way(torch.Tensor, func, types, args, kwargs)
     rules = registry.registry.generation
     with Listening() as listening:
@@ -109,18 +117,21 @@ def _key_of_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return tuple(taken.key), tuple(taken.numbers)
 
 
-def _differs_in_numbers(key: _Key) -> bool:
-    """Were there many calls like this one, but for their numbers? Another number each time is not learned."""
+def _is_worth_learning(key: _Key, *, has_numbers: bool) -> bool:
+    """Was there such a call before, but for its numbers? Learning costs more than calls that come once.
+
+    Nor were there many: another number each time is not learned.
+    """
     alike = tuple(part for part in key if part.__class__ not in {int, float, complex})
-    if len(_choices) >= _MANY:
-        _choices.clear()
-    _choices[alike] = _choices.get(alike, 0) + 1
-    if _choices[alike] > _TOO_MANY:
+    if len(_met) >= _MANY:
+        _met.clear()
+    met = _met[alike] = _met.get(alike, 0) + 1
+    if has_numbers and met > _TOO_MANY:
         if key[0] in any_number.functions:
             _keep(whole, any_number.split(key)[0], False)
         else:
             functions[key[0]] = False
-    return _choices[alike] > _FEW
+    return met > 1 and not (has_numbers and met > _FEW)
 
 
 def _keep(table: dict[_Key, Any], key: _Key, found: Any) -> None:
@@ -188,7 +199,7 @@ def _found(
         return None
     if last.written is None:
         place = place_of(out, heard[-1].returned)
-        if place is None or last.placed or any(out is x for x in operands):
+        if place is None or last.begins is not None or any(out is x for x in operands):
             return None
     else:
         place = 0

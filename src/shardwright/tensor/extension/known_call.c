@@ -19,7 +19,7 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 8 };
+enum { VERSION = 9 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
 enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 28 };
@@ -1104,12 +1104,15 @@ static enum Found write_whole(
 /* Is it memory of its own? `reshape`, `contiguous` and their like give an operand, or a view of one, where its
  * local strides allow that, also where on one device they copy. -1: error. */
 static int is_fresh(Call *call, PyObject *out) {
-    for (Py_ssize_t i = 0; i < call->local.size; i++) {
-        if (call->local.at[i] == out) {
-            return 0;
-        }
+    PyObject *memory = memory_of(out);
+    int fresh = memory == NULL ? -1 : 1;
+    for (Py_ssize_t i = 0; fresh > 0 && i < call->local.size; i++) {
+        PyObject *other = memory_of(call->local.at[i]);
+        fresh = other == NULL ? -1 : other != memory;
+        Py_XDECREF(other);
     }
-    return is_no_view(out);
+    Py_XDECREF(memory);
+    return fresh;
 }
 
 /* UNKNOWN: also where the local call fails, since the error is to be that of the op on logical tensors. */
