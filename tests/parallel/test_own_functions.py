@@ -114,3 +114,27 @@ def _summed_already() -> None:
 def test_a_term_is_not_added_to_a_sum(ranks):
     """It would be a reduction inside of the backward, which a rank without rows never joins."""
     ranks(2, _summed_already)
+
+
+def _transformed(name) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Linear(4, 3), torch.randn(5, 4)
+    model = parallelize_replicate(copy.deepcopy(plain), rank_mesh((2,), ("data",)))
+    transform = getattr(torch.func, name)
+
+    def of(module, given):
+        # one parameter is transformed, the other is not
+        held = {**dict(module.named_parameters()), **given}
+        return torch.func.functional_call(module, held, (x,)).square().sum()
+
+    wanted = transform(lambda w: of(plain, {"weight": w}))(plain.weight)
+    with pytest.raises(RuleError, match=r"torch.func.*\n.*to_local"):
+        transform(lambda w: of(model, {"weight": w}))(model.weight)
+    local = {key: p.to_local() for key, p in model.named_parameters()}
+    got = transform(lambda w: of(model, {**local, "weight": w}))(local["weight"])
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["grad", "jacrev", "jacfwd", "hessian"])
+def test_transforms_of_parameters_that_compute_locally_are_refused_by_name(ranks, name):
+    ranks(2, _transformed, name)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwright.compat import forward_names, transforms_on
 from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
 from shardwright.remember import memo
@@ -76,8 +77,24 @@ _RENORM = (
 
 
 def compute_view(x: DTensor) -> torch.Tensor:
-    """What a computation sees of a localized parameter: its local tensor (a DTensor where axes are left)."""
-    return apply(Localize, x)
+    """What a computation sees of a localized parameter: its local tensor (a DTensor where axes are left).
+
+    Raises: RuleError: inside a transform of `torch.func`, or with a forward derivative.
+    """
+    try:
+        return apply(Localize, x)
+    except RuntimeError as error:
+        if transforms_on() or forward_names["_current_level"] >= 0:
+            raise RuleError(_TRANSFORM.format(tuple(x.shape))) from error
+        raise
+
+
+_TRANSFORM = (
+    "a parameter of shape {} computes as its local tensor, into which transforms of torch.func and "
+    "derivatives forward do not follow\n"
+    "  fix: give the function `parameter.to_local()`, for this rank's term of the derivative; or "
+    "`torch.autograd.grad`, whose results have the parameter's layout"
+)
 
 
 def _on_one_mesh(values: Sequence[Any]) -> bool:
