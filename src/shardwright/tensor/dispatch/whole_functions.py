@@ -47,7 +47,8 @@ whole: dict[_Key, short.Short | bool | None] = memo("calls of whole functions", 
 # None: one for each choice of numbers, under the key with these at its end.
 whole_lists: dict[_Key, short.ShortList | bool | None] = memo("calls of whole functions on lists", {})
 # May a call of the function be whole? None of the user's functions is kept.
-functions: dict[Any, bool] = memo("functions that may be whole", {})
+# None: it is in C and makes views, so that no plain tensor is made on its way.
+functions: dict[Any, bool | None] = memo("functions that may be whole", {})
 # How many calls there were of which nothing was known, and that differ in numbers alone.
 _met: dict[_Key, int] = memo("calls that may be whole, as met", {})
 # How many calls of a function were found not to be whole.
@@ -156,7 +157,7 @@ def _learn(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: _Key, heard: list[Heard], out: Any
 ) -> None:
     if all(write_back.is_view(each.op) for each in heard):  # or no op at all
-        functions[func] = False
+        functions[func] = None if heard and isinstance(func, _IN_C) else False
         return
     found = _found(func, args, kwargs, heard, out)
     if found is None and _never(func):

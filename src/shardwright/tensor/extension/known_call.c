@@ -19,7 +19,7 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 9 };
+enum { VERSION = 10 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
 enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 28 };
@@ -1139,10 +1139,9 @@ static enum Found run_whole(
 
 /* UNKNOWN with `missing`: nothing is known of this call. */
 static enum Found find_whole(Door *door, Call *call, PyObject *given, PyObject *args, PyObject *kwargs,
-    int *missing, PyObject **result) {
+    int records, Py_ssize_t asked, int *missing, PyObject **result) {
     Door *below = door_of(door->held[BELOW_IT]);
-    int records = !is_off(door->held[GRADIENTS]);
-    int constant = are_constant(&call->operand, records);
+    int constant = asked == call->operand.size ? 1 : are_constant(&call->operand, records);
     if (constant > 0) {
         constant = are_constant(&call->local, records);
     }
@@ -1168,10 +1167,12 @@ static enum Found find_whole(Door *door, Call *call, PyObject *given, PyObject *
     return found;
 }
 
-/* Does one of these want a gradient? A cheap question before all of them are collected. -1: error. */
-static int wants_gradient(Door *door, Door *below, PyObject *args) {
+/* Does one of these want a gradient? A cheap question before all of them are collected, of the DTensors that
+ * stand among them (`asked`), if gradients are recorded (`records`). -1: error. */
+static int wants_gradient(Door *door, Door *below, PyObject *args, int *records, Py_ssize_t *asked) {
     int wants = 0;
-    if (is_off(door->held[GRADIENTS])) {
+    *records = !is_off(door->held[GRADIENTS]);
+    if (!*records) {
         return 0;
     }
     for (Py_ssize_t i = 0; wants == 0 && i < PyTuple_GET_SIZE(args); i++) {
@@ -1179,6 +1180,7 @@ static int wants_gradient(Door *door, Door *below, PyObject *args) {
         if (type == below->held[ORDINARY] || type == below->held[LOCALIZED]) {
             PyObject *requires = PyObject_GetAttr(value, str_requires_grad);
             wants = requires == NULL ? -1 : requires == Py_True;
+            *asked += 1;
             Py_XDECREF(requires);
         }
     }
@@ -1190,11 +1192,12 @@ static PyObject *whole_inside(PyObject *self, PyObject *const *given, Py_ssize_t
     Door *door = door_of(self), *below = door_of(door->held[BELOW_IT]);
     PyObject *func = given[0], *args = given[1], *kwargs = given[2];
     PyObject *local_args, *local_kwargs = NULL, *result = NULL;
-    int missing = 0;
+    int missing = 0, records = 0;
+    Py_ssize_t asked = 0;
     enum Found found;
     Call call;
     (void)n;
-    int wants = wants_gradient(door, below, args);
+    int wants = wants_gradient(door, below, args, &records, &asked);
     if (wants != 0) {
         return wants < 0 ? NULL : Py_NewRef(goes_on);
     }
@@ -1208,7 +1211,7 @@ static PyObject *whole_inside(PyObject *self, PyObject *const *given, Py_ssize_t
         local_kwargs = collect_kwargs(below, &call, kwargs, &found);
     }
     if (found == FOUND && call.operand.size) {
-        found = find_whole(door, &call, args, local_args, local_kwargs, &missing, &result);
+        found = find_whole(door, &call, args, local_args, local_kwargs, records, asked, &missing, &result);
     } else if (found == FOUND) {
         found = UNKNOWN;
     }
@@ -1221,8 +1224,8 @@ static PyObject *whole_inside(PyObject *self, PyObject *const *given, Py_ssize_t
 static PyMethodDef whole_method = {
     "whole_inside", (PyCFunction)(void (*)(void))whole_inside, METH_FASTCALL, NULL};
 
-/* May a call of this function be whole? -1: error. */
-static int may_be_whole(Door *door, PyObject *func) {
+/* May a call of this function be whole? Not one that makes views (`views` is set). -1: error. */
+static int may_be_whole(Door *door, PyObject *func, int *views) {
     Door *below = door_of(door->held[BELOW_IT]);
     if (PyDict_GET_SIZE(below->held[COPIES])) {
         return 0;
@@ -1231,15 +1234,16 @@ static int may_be_whole(Door *door, PyObject *func) {
     if (may == NULL && !PyErr_Occurred()) {
         may = PyObject_CallOneArg(door->held[MEET], func);
     }
-    int traced = may == NULL ? -1 : may == Py_False ? 1 : traces(door);
+    *views = may == Py_None;
+    int traced = may == NULL ? -1 : may != Py_True ? 1 : traces(door);
     Py_XDECREF(may);
     return traced < 0 ? -1 : !traced;
 }
 
-/* Run the call as a whole. UNKNOWN: it goes the way through torch. */
+/* Run the call as a whole. UNKNOWN: it goes the way through torch; `views`: and only makes views on it. */
 static enum Found call_whole(
-    Door *door, PyObject *func, PyObject *types, PyObject *args, PyObject *kwargs, PyObject **result) {
-    int may = may_be_whole(door, func);
+    Door *door, PyObject *func, PyObject *types, PyObject *args, PyObject *kwargs, int *views, PyObject **result) {
+    int may = may_be_whole(door, func, views);
     if (may <= 0) {
         return may < 0 ? FAILED : UNKNOWN;
     }
@@ -1375,11 +1379,11 @@ static PyObject *boundary(PyObject *self, PyObject *const *args, size_t flags, P
         (named != NULL && !PyDict_CheckExact(named))) {
         return python(door, door->held[PLAIN], args, n, names);
     }
-    int looking = looks(door, args[0], given, named);
+    int looking = looks(door, args[0], given, named), views = 0;
     PyObject *result = NULL;
     enum Found found = looking ? UNKNOWN : call_mixing(door, args[0], given, named, &result);
     if (found == UNKNOWN && !looking) {
-        found = call_whole(door, args[0], args[1], given, named, &result);
+        found = call_whole(door, args[0], args[1], given, named, &views, &result);
     }
     if (found != UNKNOWN) {
         return found == FOUND ? result : NULL;
@@ -1388,8 +1392,8 @@ static PyObject *boundary(PyObject *self, PyObject *const *args, size_t flags, P
     if (through <= 0) {
         return through < 0 ? NULL : python(door, door->held[PLAIN], args, n, names);
     }
-    PyObject *out = looking ? call_below(door, args[0], args[1], given, named)
-                            : run_below(door, args[0], args[1], given, named);
+    PyObject *out = looking || views ? call_below(door, args[0], args[1], given, named)
+                                     : run_below(door, args[0], args[1], given, named);
     if (out == NULL || (PyObject *)Py_TYPE(out) != door->held[PLAIN]) {
         return out;
     }
