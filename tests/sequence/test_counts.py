@@ -16,9 +16,9 @@ def test_a_ring_sends_n_minus_1_parts_of_keys_and_values(ranks):
 
 
 def test_an_exchange_of_heads_sends_what_its_formula_says(ranks):
-    """(n - 1)/n of queries, keys, values and results, 1,024 B each on a rank; their gradients back."""
+    """(n - 1)/n of queries, keys and values together, and of results, 1,024 B each on a rank; and back."""
     for forward, backward, recorded in ranks(4, bytes_sent, "all_to_all", 32, 4):
-        assert forward == backward == [1024 * 3 // 4] * 4
+        assert forward == backward[::-1] == [3 * 1024 * 3 // 4, 1024 * 3 // 4]
         assert recorded == [3 * 1024, 3 * 1024]
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from shardwright.comm.execute import execute_many
 from shardwright.errors import LayoutError
 from shardwright.plan.decide import plan_together
-from shardwright.tensor.autograd import acceptable_gradient, differentiated
+from shardwright.tensor.autograd import acceptable_gradient, differentiated, redistributed
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import announce
@@ -81,10 +81,19 @@ def _moved(
     targets = [layout_on(x, home, p) for x, home, p in zip(tensors, homes, placements, strict=True)]
     results: list[DTensor | None] = [None] * len(tensors)
     for (_, home), members in _by_meshes(tensors, homes).items():
-        moved = _Together.apply(home, [targets[i] for i in members], *(tensors[i] for i in members))  # type: ignore[no-untyped-call]
+        moved = redistributed_together([tensors[i] for i in members], [targets[i] for i in members], home)
         for i, x in zip(members, moved, strict=True):
             results[i] = x
     return cast("list[DTensor]", results)
+
+
+def redistributed_together(
+    xs: Sequence[DTensor], targets: Sequence[Layout], mesh: DeviceMesh
+) -> Sequence[DTensor]:
+    """DTensors of one mesh in these layouts on a mesh: as `autograd.redistributed` of each, but together."""
+    if torch.compiler.is_compiling():
+        return [redistributed(x, target, mesh) for x, target in zip(xs, targets, strict=True)]
+    return cast("tuple[DTensor, ...]", _Together.apply(mesh, targets, *xs))  # type: ignore[no-untyped-call]
 
 
 def _ours(x: object, name: str) -> DTensor:
@@ -162,7 +171,7 @@ class _Together(torch.autograd.Function):
     """DTensors of one mesh -> DTensors on `mesh`. Backward: the gradients travel together as well."""
 
     @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, targets: list[Layout], *xs: DTensor) -> tuple[DTensor, ...]:
+    def forward(ctx: Any, mesh: DeviceMesh, targets: Sequence[Layout], *xs: DTensor) -> tuple[DTensor, ...]:
         ctx.mesh, ctx.sources = xs[0].device_mesh, [x._spec.layout for x in xs]
         ctx.set_materialize_grads(False)
         moved = _move(xs, targets, "redistribute_many")

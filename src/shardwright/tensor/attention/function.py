@@ -19,6 +19,7 @@ from shardwright.tensor.attention.ring_function import Facts, RingAttention
 from shardwright.tensor.autograd import apply, redistributed
 from shardwright.tensor.explicit_mode import refuse_exchange
 from shardwright.tensor.move import move_asked
+from shardwright.tensor.move_many import redistributed_together
 from shardwright.tensor.plain.boundary import Own
 from shardwright.tensor.wrap import as_ours, as_replicated, up_to_date
 
@@ -164,9 +165,9 @@ def _announce(call: CutCall, way: str, asked: Asked) -> None:
 def _exchanged(func: Any, given: Given, call: CutCall, exchange: Exchange) -> DTensor:
     """Every rank attends with some heads, to whole sequences, and sends the positions back."""
     mesh = as_ours(given.query).device_mesh
-    query = redistributed(as_ours(given.query), exchange.query, mesh)
-    key = redistributed(as_ours(given.key), exchange.key, mesh)
-    value = redistributed(as_ours(given.value), exchange.value, mesh)
+    operands = [as_ours(x) for x in (given.query, given.key, given.value)]
+    layouts = (exchange.query, exchange.key, exchange.value)
+    query, key, value = redistributed_together(operands, layouts, mesh)
     arguments = {"is_causal": given.is_causal, "scale": given.scale, "enable_gqa": given.enable_gqa}
     mask = given.attn_mask
     if mask is not None and not isinstance(mask, TorchDTensor):

@@ -35,13 +35,14 @@ class Seen(NamedTuple):
 class Part(NamedTuple):
     """What some queries find in some keys.
 
+    In memory of its own.
     out: [b, h, l, v], zero for a query that sees no key. top, total: [b, h, l]; the weights of these keys add
-    up to exp(top) * total, top is -inf where there are none.
+    up to exp(top) * total, or exp(top) where there is no total; top is -inf where there are none.
     """
 
     out: Tensor
     top: Tensor
-    total: Tensor
+    total: Tensor | None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Part:
@@ -54,7 +55,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Part:
         if (logs < _FAR).any():
             return _written_out(query, key, value, seen)
         logs = logs.masked_fill((mask == -torch.inf).all(-1), -torch.inf)  # the kernel says 0
-    return Part(out, logs, torch.ones_like(logs))
+    return Part(out, logs, None)
 
 
 def attend_backward(

@@ -178,13 +178,21 @@ class Terms:
     def __init__(self, query: Tensor, own: Pair, call: Call) -> None:
         self._query, self._own, self._call = query, own, call
         self._wide = torch.promote_types(query.dtype, torch.float32)
-        self.of_query = query.new_zeros(query.shape, dtype=self._wide)
+        self._rows = slice(0, query.shape[2])
+        self._of_query: Tensor | None = None
+
+    @property
+    def of_query(self) -> Tensor:
+        """The gradient of the own queries so far."""
+        if self._of_query is None:
+            self._of_query = self._query.new_zeros(self._query.shape, dtype=self._wide)
+        return self._of_query
 
     def made(self, grad: Tensor, part: Pair, done: tuple[Tensor, Tensor], source: int) -> Tensor:
         """The terms of a part's gradients that the own queries make, flat; theirs are added to `of_query`."""
         length = self._call.keys[source].length
-        flat = self._query.new_zeros(self._own.numel(length), dtype=self._wide)
-        found = self._own.shaped(flat, length)
+        flat = self._query.new_empty(self._own.numel(length), dtype=self._wide)
+        found, empty = self._own.shaped(flat, length), True
         for block, seen in self._call.shown(source, self._query):
             rows, keys = block.queries, block.keys
             of_query, of_key, of_value = attend_backward(
@@ -195,7 +203,21 @@ class Terms:
                 (done[0][:, :, rows], done[1][:, :, rows]),
                 seen,
             )
+            self._add(rows, of_query)
+            if empty and keys == slice(0, length):
+                found.key.copy_(of_key)
+                found.value.copy_(of_value)
+            else:
+                if empty:
+                    flat.zero_()
+                found.key[:, :, keys] += of_key
+                found.value[:, :, keys] += of_value
+            empty = False
+        return flat.zero_() if empty else flat
+
+    def _add(self, rows: slice, of_query: Tensor) -> None:
+        """The first of all rows is in memory of its own."""
+        if self._of_query is None and rows == self._rows and of_query.dtype == self._wide:
+            self._of_query = of_query
+        else:
             self.of_query[:, :, rows] += of_query
-            found.key[:, :, keys] += of_key
-            found.value[:, :, keys] += of_value
-        return flat
