@@ -29,11 +29,11 @@ def _layout(
 def _filled(
     size: tuple[Any, ...],
     value: Any,
-    *,
     dtype: torch.dtype | None,
-    requires_grad: bool,
     device_mesh: DeviceMesh | None,
     placements: PlacementsArgument | None,
+    *,
+    requires_grad: bool,
 ) -> DTensor:
     mesh = current_mesh(device_mesh)
     layout = _layout(size, dtype, mesh, placements)
@@ -59,14 +59,7 @@ def zeros(
     placements: PlacementsArgument | None = None,
 ) -> DTensor:
     """Zeros of logical shape `size`; each rank makes its own part. Cost: none."""
-    return _filled(
-        size,
-        0,
-        dtype=dtype,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+    return _filled(size, 0, dtype, device_mesh, placements, requires_grad=requires_grad)
 
 
 def ones(
@@ -78,14 +71,7 @@ def ones(
     placements: PlacementsArgument | None = None,
 ) -> DTensor:
     """Ones of logical shape `size`; each rank makes its own part. Cost: none."""
-    return _filled(
-        size,
-        1,
-        dtype=dtype,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+    return _filled(size, 1, dtype, device_mesh, placements, requires_grad=requires_grad)
 
 
 def empty(
@@ -97,14 +83,7 @@ def empty(
     placements: PlacementsArgument | None = None,
 ) -> DTensor:
     """Uninitialised memory of logical shape `size`; each rank makes its own part. Cost: none."""
-    return _filled(
-        size,
-        None,
-        dtype=dtype,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+    return _filled(size, None, dtype, device_mesh, placements, requires_grad=requires_grad)
 
 
 def full(
@@ -119,24 +98,17 @@ def full(
 ) -> DTensor:
     """`fill_value` everywhere; each rank makes its own part. Cost: none."""
     dtype = dtype or torch.full((), fill_value).dtype
-    return _filled(
-        (size,),
-        fill_value,
-        dtype=dtype,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+    return _filled((size,), fill_value, dtype, device_mesh, placements, requires_grad=requires_grad)
 
 
 def _drawn(
-    draw: Any,
     size: tuple[Any, ...],
-    *,
+    draw: Any,
     dtype: torch.dtype | None,
-    requires_grad: bool,
     device_mesh: DeviceMesh | None,
     placements: PlacementsArgument | None,
+    *,
+    requires_grad: bool,
 ) -> DTensor:
     mesh = current_mesh(device_mesh)
     layout = _layout(size, dtype, mesh, placements)
@@ -162,14 +134,7 @@ def rand(
     Every rank draws the whole tensor and keeps its part: time and transient memory of the full tensor.
     Cost: none, as long as the ranks' generators agree.
     """
-    return _drawn(
-        torch.rand,
-        size,
-        dtype=dtype,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+    return _drawn(size, torch.rand, dtype, device_mesh, placements, requires_grad=requires_grad)
 
 
 def randn(
@@ -181,11 +146,4 @@ def randn(
     placements: PlacementsArgument | None = None,
 ) -> DTensor:
     """Normal numbers, equal to one device's with the same seed whatever the placements; see `rand`."""
-    return _drawn(
-        torch.randn,
-        size,
-        dtype=dtype,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+    return _drawn(size, torch.randn, dtype, device_mesh, placements, requires_grad=requires_grad)

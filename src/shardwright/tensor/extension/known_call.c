@@ -499,19 +499,16 @@ static Py_ssize_t begin_of(PyObject *recipe, Py_ssize_t i, Py_ssize_t base) {
     return begins == Py_None ? base : PyLong_AsSsize_t(PyTuple_GET_ITEM(begins, i));
 }
 
-static PyObject *wrapped_one(Door *door, PyObject *recipe, Py_ssize_t i, PyObject *local, Py_ssize_t base) {
+static PyObject *wrapped_one(Door *door, PyObject *recipe, Py_ssize_t i, PyObject *local, Py_ssize_t begin) {
     PyObject *spec = PyTuple_GET_ITEM(PyTuple_GET_ITEM(recipe, RESULTS), i);
     if (spec == Py_None || local == Py_None) {
         return Py_NewRef(local);
     }
-    return wrapped(door, local, spec, begin_of(recipe, i, base));
+    return wrapped(door, local, spec, begin);
 }
 
-/* The results of the local call as DTensors, in a list or tuple as it gave them. */
-static PyObject *wrapped_all(Door *door, PyObject *recipe, PyObject *out, Py_ssize_t base) {
-    if (PyTuple_GET_ITEM(recipe, SEVERAL) != Py_True) {
-        return wrapped_one(door, recipe, 0, out, base);
-    }
+/* The results of a call, in a list or tuple as it gave them. on_lists: each begins at 0. */
+static PyObject *wrapped_several(Door *door, PyObject *recipe, PyObject *out, Py_ssize_t base, int on_lists) {
     int is_list = PyList_CheckExact(out);
     Py_ssize_t n = PyTuple_GET_SIZE(PyTuple_GET_ITEM(recipe, RESULTS));
     if ((!is_list && !PyTuple_CheckExact(out)) || PySequence_Fast_GET_SIZE(out) != n) {
@@ -520,7 +517,8 @@ static PyObject *wrapped_all(Door *door, PyObject *recipe, PyObject *out, Py_ssi
     }
     PyObject *made = is_list ? PyList_New(n) : PyTuple_New(n);
     for (Py_ssize_t i = 0; made != NULL && i < n; i++) {
-        PyObject *one = wrapped_one(door, recipe, i, PySequence_Fast_GET_ITEM(out, i), base);
+        Py_ssize_t begin = on_lists ? 0 : begin_of(recipe, i, base);
+        PyObject *one = wrapped_one(door, recipe, i, PySequence_Fast_GET_ITEM(out, i), begin);
         if (one == NULL) {
             Py_CLEAR(made);
         } else if (is_list) {
@@ -530,6 +528,14 @@ static PyObject *wrapped_all(Door *door, PyObject *recipe, PyObject *out, Py_ssi
         }
     }
     return made;
+}
+
+/* The results of the local call as DTensors. */
+static PyObject *wrapped_all(Door *door, PyObject *recipe, PyObject *out, Py_ssize_t base) {
+    if (PyTuple_GET_ITEM(recipe, SEVERAL) == Py_True) {
+        return wrapped_several(door, recipe, out, base, 0);
+    }
+    return wrapped_one(door, recipe, 0, out, begin_of(recipe, 0, base));
 }
 
 /* Put in the arguments that the local call has otherwise: ((place, value), ...). */
@@ -757,29 +763,7 @@ static int count_all_writes(Door *door, Call *call, PyObject *recipe, int ran) {
 
 /* New DTensors, in a list or a tuple as the call gave them; what it gave where the op gives nothing. */
 static PyObject *wrapped_list(Door *door, PyObject *recipe, PyObject *out) {
-    PyObject *specs = PyTuple_GET_ITEM(recipe, RESULTS);
-    if (specs == Py_None) {
-        return Py_NewRef(out);
-    }
-    Py_ssize_t n = PyTuple_GET_SIZE(specs);
-    if (!(PyList_CheckExact(out) || PyTuple_CheckExact(out)) || PySequence_Fast_GET_SIZE(out) != n) {
-        PyErr_SetString(PyExc_SystemError, "a known call gave other results than before");
-        return NULL;
-    }
-    int is_list = PyList_CheckExact(out);
-    PyObject *made = is_list ? PyList_New(n) : PyTuple_New(n);
-    for (Py_ssize_t i = 0; made != NULL && i < n; i++) {
-        PyObject *spec = PyTuple_GET_ITEM(specs, i), *local = PySequence_Fast_GET_ITEM(out, i);
-        PyObject *one = spec == Py_None ? Py_NewRef(local) : wrapped(door, local, spec, 0);
-        if (one == NULL) {
-            Py_CLEAR(made);
-        } else if (is_list) {
-            PyList_SET_ITEM(made, i, one);
-        } else {
-            PyTuple_SET_ITEM(made, i, one);
-        }
-    }
-    return made;
+    return PyTuple_GET_ITEM(recipe, RESULTS) == Py_None ? Py_NewRef(out) : wrapped_several(door, recipe, out, 0, 1);
 }
 
 static enum Found run_on_lists(
