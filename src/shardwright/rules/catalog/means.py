@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,7 +102,11 @@ def _hashable(dim: int | Sequence[int] | None) -> object:
 
 
 def _moments(
-    x: Tensor, dim: int | Sequence[int] | None, correction: float | None, *, keepdim: bool
+    x: Tensor,
+    dim: int | Sequence[int] | None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Variance and mean over some dims, in two passes."""
     dims = dims_of(_hashable(dim), x.dim())
@@ -117,55 +122,27 @@ def _moments(
 
 
 @register_algorithm("aten::var.correction", cost=over_rows("self"))
-def var(
-    _op: object,
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> Tensor:
+def var(_op: object, x: Tensor, dim: Sequence[int] | None = None, **how: Any) -> Tensor:
     """var: the mean and the squares of each row are reduced."""
-    return _moments(x, dim, correction, keepdim=keepdim)[0]
+    return _moments(x, dim, **how)[0]
 
 
 @register_algorithm("aten::std.correction", cost=over_rows("self"))
-def std(
-    _op: object,
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> Tensor:
+def std(_op: object, x: Tensor, dim: Sequence[int] | None = None, **how: Any) -> Tensor:
     """std: the mean and the squares of each row are reduced."""
-    return _moments(x, dim, correction, keepdim=keepdim)[0].sqrt()
+    return _moments(x, dim, **how)[0].sqrt()
 
 
 @register_algorithm("aten::var_mean.correction", cost=over_rows("self"))
-def var_mean(
-    _op: object,
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> tuple[Tensor, Tensor]:
+def var_mean(_op: object, x: Tensor, dim: Sequence[int] | None = None, **how: Any) -> tuple[Tensor, Tensor]:
     """var_mean: the mean and the squares of each row are reduced."""
-    return _moments(x, dim, correction, keepdim=keepdim)
+    return _moments(x, dim, **how)
 
 
 @register_algorithm("aten::std_mean.correction", cost=over_rows("self"))
-def std_mean(
-    _op: object,
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> tuple[Tensor, Tensor]:
+def std_mean(_op: object, x: Tensor, dim: Sequence[int] | None = None, **how: Any) -> tuple[Tensor, Tensor]:
     """std_mean: the mean and the squares of each row are reduced."""
-    variance, average = _moments(x, dim, correction, keepdim=keepdim)
+    variance, average = _moments(x, dim, **how)
     return variance.sqrt(), average
 
 
