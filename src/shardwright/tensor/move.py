@@ -1,7 +1,7 @@
 """The one door through which elements move: refused where nobody asked for it, recorded, sent.
 
-Nothing else in this layer plans and executes, but for lists (`move_many.py`) and what is sent while the
-program goes on (`under_way.py`), both of which the program wrote. `lint-imports` says so.
+Nothing else in this layer plans and executes, but for many tensors together (`move_many.py`) and what is
+sent while the program goes on (`under_way.py`). `lint-imports` says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where an activation lives at the border of a module: the few things that no parameter can say.
 
-The one place of a strategy that hangs hooks on modules, by torch's own `register_forward_hook`: an embedding
-finishes what it looked up, and between blocks the stream is cut and gathered.
+Hooks, by torch's own `register_forward_hook`: an embedding finishes what it looked up, and between blocks the
+stream is cut and gathered.
 """
 
 from __future__ import annotations
