@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.nn.functional import cross_entropy
 
 from shardwright.compat import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
     get_unwrapped,
     implicitly_replicated,
+    in_loss_parallel,
     is_functorch_wrapped_tensor,
 )
 from shardwright.compat.dynamo import never_compiled_alone
@@ -123,7 +125,8 @@ def call(
         pass
     elif not _harmless.issuperset(map(type, given)) and (not depth or _recomputes()) and _has_foreign(given):
         args, kwargs = _adopted(func, args, kwargs)
-        if (_recomputes() or implicitly_replicated()) and not leaves_alone(func):
+        alike = _recomputes() or implicitly_replicated() or _is_parallel_loss(func, args)
+        if alike and not leaves_alone(func):
             args, kwargs = _taken_as_replicated(func, args, kwargs)
         elif not state.blocks:
             _refuse_plain(func, args, kwargs)
@@ -156,6 +159,19 @@ def _recomputes() -> bool:
     recomputed stands inside a function of torch where the backward begins at a DTensor.
     """
     return current_graph_task_id() != -1 and torch.is_grad_enabled()
+
+
+def _is_parallel_loss(func: Any, args: tuple[Any, ...]) -> bool:
+    """Is it a loss inside torch's `loss_parallel`, where plain labels and weights are the same on every rank?
+
+    Not beside rows that are cut: labels of those may as well be this rank's own.
+    """
+    if func is not cross_entropy or not in_loss_parallel() or not isinstance(args[0], TorchDTensor):
+        return False
+    logits, labels = args[:2]
+    classes = min(1, logits.dim() - 1)
+    whole = (p.is_replicate() or getattr(p, "dim", None) == classes for p in logits.placements)
+    return isinstance(labels, TorchDTensor) or all(whole)
 
 
 # Functions whose result is plain because the user asks for it.
