@@ -132,7 +132,9 @@ def _agree(
     """Refuse, on all ranks alike and before anything is sent, what is not one tensor's parts."""
     what = "DTensor.from_local(run_check=True)"
     whole = None if shape is None else tuple(shape)
-    told = told_by_all(local, mesh, (placements, whole, stride and tuple(stride), order), what)
+    # Logical strides that nobody states are those of the part: where they differ, ranks view differently.
+    lies = tuple(stride or sorted(range(local.dim()), key=local.stride().__getitem__, reverse=True))
+    told = told_by_all(local, mesh, (placements, whole, lies, order, local.requires_grad), what)
     check_alike(told, what)
     if whole is not None:
         layout = Layout(mesh, placements, whole, dtype=local.dtype, stride=stride, order=order)

@@ -138,8 +138,9 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         Args:
             local_tensor: this rank's part, in the shape that the layout gives it.
             placements: one per mesh axis, or `{axis name: placement}` naming all of them; Replicate if None.
-            run_check: the ranks tell each other their shapes, dtypes and placements and refuse what does not
-                fit, all alike and before anything else; then replicated parts are broadcast from the first.
+            run_check: the ranks tell each other shapes, dtypes, placements, `requires_grad` and the order of
+                dims in memory, and refuse what does not fit, all alike and before anything else; then
+                replicated parts are broadcast from the first.
             shape, stride: the logical ones; without them every rank is taken to hold a part of equal shape.
                 Where parts are not equal (5 rows over 2) they must be given: a rank cannot see it alone.
             grad_placements: where the gradient is brought before it is handed to `local_tensor`.
