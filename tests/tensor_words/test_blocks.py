@@ -114,7 +114,10 @@ def _plain_labels():
         with loss_parallel():
             loss = functional.cross_entropy(logits, labels, weight)
             loss.backward()
-        torch.testing.assert_close(loss.full_tensor(), wanted)
+            each = functional.cross_entropy(logits, labels, reduction="none")
+        assert loss.placements == each.placements == (sw.Replicate(), sw.Replicate())
+        torch.testing.assert_close(loss.to_local(), wanted)
+        torch.testing.assert_close(each.to_local(), functional.cross_entropy(full, labels, reduction="none"))
         torch.testing.assert_close(logits.grad.full_tensor(), plain.grad)
         with pytest.raises(RuleError, match="beside a DTensor"):
             functional.cross_entropy(logits, labels, weight)
@@ -132,6 +135,8 @@ def _plain_beside_cut_rows():
             logits + full
         weight = sw.distribute_tensor(weight, mesh).to_local()
         loss = functional.cross_entropy(logits, where, weight)
+        added = functional.cross_entropy(logits, where, reduction="sum")
+    assert added.placements == (sw.Partial(), sw.Replicate())
     wanted = functional.cross_entropy(logits.full_tensor(), labels, weight)
     torch.testing.assert_close(loss.full_tensor(), wanted)
 

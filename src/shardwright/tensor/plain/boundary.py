@@ -168,10 +168,26 @@ def _is_parallel_loss(func: Any, args: tuple[Any, ...]) -> bool:
     """
     if func is not cross_entropy or not in_loss_parallel() or not isinstance(args[0], TorchDTensor):
         return False
-    logits, labels = args[:2]
+    cuts = zip(args[0].placements, _cut_classes(args[0]), strict=True)
+    return isinstance(args[1], TorchDTensor) or all(cut or p.is_replicate() for p, cut in cuts)
+
+
+def _cut_classes(logits: TorchDTensor) -> list[bool]:
+    """Per axis, does it cut the classes?"""
     classes = min(1, logits.dim() - 1)
-    whole = (p.is_replicate() or getattr(p, "dim", None) == classes for p in logits.placements)
-    return isinstance(labels, TorchDTensor) or all(whole)
+    return [getattr(p, "dim", None) == classes for p in logits.placements]
+
+
+def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Inside `loss_parallel` it is replicated over the axes that cut the classes, as torch promises."""
+    loss = func(*args, **kwargs)
+    if not in_loss_parallel() or not isinstance(args[0], TorchDTensor):
+        return loss
+    cuts = zip(loss.placements, _cut_classes(args[0]), strict=True)
+    return loss.redistribute(placements=[Replicate() if cut else p for p, cut in cuts])
+
+
+OWN[cross_entropy] = _loss
 
 
 # Functions whose result is plain because the user asks for it.
