@@ -1,6 +1,7 @@
 """Into, out of and between layouts: values, gradients with torch's conventions, and what is refused."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -240,6 +241,10 @@ def _factories():
     assert d.dtype == torch.int64
     assert torch.equal(d.full_tensor(), torch.full((3, 2), 7))
     assert sw.empty(4, 3, device_mesh=grid, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert sw.empty(4, 3, device_mesh=grid, layout=torch.strided).layout is torch.strided
+    for make in (sw.zeros, sw.ones, sw.empty, sw.rand, sw.randn, partial(sw.full, fill_value=1)):
+        with pytest.raises(LayoutError, match="sparse_coo: a factory"):
+            make((4, 3), device_mesh=grid, layout=torch.sparse_coo)
     for make, reference in ((sw.rand, torch.rand), (sw.randn, torch.randn)):
         for placements in layouts_of(2, pending=False):
             torch.manual_seed(3)
