@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import DisableTorchFunctionSubclass, TensorClass
 from shardwright.layout.layout import Layout
+from shardwright.layout.of_tensor import layout_of_spec
 from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
 from shardwright.tensor.flattened import spec_again
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
@@ -20,6 +21,7 @@ from shardwright.tensor.wrap import REMEMBERED, hand_out, up_to_date, wrap
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from shardwright.compat import DTensorSpec
     from shardwright.placement.base import Placement
 
 
@@ -72,6 +74,13 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     __slots__: list[str] = []
     # `tensor.install` sets this and `__torch_dispatch__`: what they are needs this class.
     __torch_function__: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Of a local tensor and a spec, torch's too, as programs on its DTensor call it: checks nothing."""
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        given: DTensorSpec = self._spec
+        if not isinstance(given, Spec):
+            self._spec = spec_of(layout_of_spec(given), given.mesh)
 
     # -- what it is -----------------------------------------------------------------------------------
 
