@@ -118,7 +118,7 @@ def call(
     kwargs = {} if kwargs is None else kwargs
     if torch.compiler.is_compiling():
         with DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            return _loss(func, args, kwargs) if func is cross_entropy else func(*args, **kwargs)
     depth = state.functions
     given = (*args, *kwargs.values()) if kwargs else args
     if state.rank_local:
