@@ -32,12 +32,20 @@ def _from_local():
         "one wrong part": _refused(
             lambda: from_local(uneven, tp, shard, run_check=True, shape=(8, 3), stride=(3, 1))
         ),
+        "gradients": _refused(
+            lambda: from_local(torch.ones(4, 3, requires_grad=rank == 0), tp, shard, run_check=True)
+        ),
+        "memory": _refused(
+            lambda: from_local(torch.ones(3, 3).t() if rank else torch.ones(3, 3), tp, shard, run_check=True)
+        ),
         "two shapes": _refused(
             lambda: from_local(uneven, tp, shard, run_check=True, shape=(7 + rank, 3), stride=(3, 1))
         ),
     }
     x = from_local(uneven, tp, shard, run_check=True, shape=(7, 3), stride=(3, 1))
     assert torch.equal(x.full_tensor(), torch.ones(7, 3))
+    turned = from_local(torch.ones(3, 4 - rank).t(), tp, shard, run_check=True, shape=(7, 3), stride=(1, 7))
+    assert torch.equal(turned.full_tensor(), torch.ones(7, 3))
     replicated = from_local(torch.full((2,), float(rank)), tp, whole, run_check=True)
     assert torch.equal(replicated.to_local(), torch.zeros(2))
     with sw.trace() as trace:
@@ -61,7 +69,8 @@ def test_run_check_refuses_what_differs_on_all_ranks_alike(ranks):
     assert "different numbers of dims" in first["dims"]
     assert "other placements" in first["placements"]
     assert "rank 1  float32 (3, 3)   should be (4, 3)" in first["one wrong part"]
-    assert "another shape=" in first["two shapes"]
+    for words in ("two shapes", "gradients", "memory"):
+        assert "other placements, shape=, requires_grad or order of dims in memory" in first[words]
 
 
 def _mapped():

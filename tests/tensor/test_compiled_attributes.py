@@ -1,6 +1,9 @@
-"""What a compiled program reads of a tensor inside `spmd`, after its graph broke."""
+"""What a compiled program reads: attributes inside `spmd` after its graph broke, elements of a cut dim."""
 
+import pytest
 import torch
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional
 
 import shardwright as sw
 from shardwright.testing.meshes import rank_mesh
@@ -25,3 +28,50 @@ def _compiled():
 def test_a_compiled_program_reads_the_attributes_that_it_names(ranks):
     """The dtype was the device: a frame compiled for one getter ran for the other."""
     ranks(2, _compiled)
+
+
+LOOKED_UP = {
+    "gather": lambda x, i: x.gather(0, i[:, None].expand(4, 5)),
+    "embedding": lambda x, i: functional.embedding(i, x),
+    "index": lambda x, i: x[i],
+    "scatter": lambda x, i: x.scatter(0, i[:, None].expand(4, 5), 1.5),
+    "index_add": lambda x, i: x.index_add(0, i, x[:4] * 2),
+    "cross_entropy": lambda x, i: functional.cross_entropy(x[:, :4].t(), i),
+}
+
+
+def _looked_up(name):
+    """Law: a look-up along a cut dim is one graph, and an index that is out of range raises when it runs."""
+    mesh, function = rank_mesh((2,), ("tp",)), LOOKED_UP[name]
+    x, i = torch.randn(7, 5, generator=torch.Generator().manual_seed(1)), torch.tensor([3, 0, 6, 1])
+    plain, cut = x.clone().requires_grad_(), sw.distribute_tensor(x, mesh, [sw.Shard(0)]).requires_grad_()
+    indices = sw.distribute_tensor(i, mesh)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    out, wanted = compiled(cut, indices), function(plain, i)
+    torch.testing.assert_close(out.full_tensor(), wanted)
+    out.sum().backward()
+    wanted.sum().backward()
+    torch.testing.assert_close(cut.grad.full_tensor(), plain.grad)
+    if name == "embedding":  # the kernel itself looks up nothing there
+        with pytest.raises(RuntimeError, match="out of bounds for dimension with size 7"):
+            compiled(cut, indices + 4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_a_compiled_program_looks_up_along_a_cut_dim(ranks, name):
+    ranks(2, _looked_up, name)
+
+
+def _compiled_loss():
+    mesh = rank_mesh((2,), ("tp",))
+    x, labels = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([3, 0, 5, 1])
+    logits, where = sw.distribute_tensor(x, mesh, [sw.Shard(1)]), sw.distribute_tensor(labels, mesh)
+    with loss_parallel():
+        loss = torch.compile(functional.cross_entropy, backend="aot_eager", fullgraph=True)(logits, where)
+    torch._dynamo.reset()
+    torch.testing.assert_close(loss.to_local(), functional.cross_entropy(x, labels))
+
+
+def test_a_compiled_loss_is_replicated_in_loss_parallel(ranks):
+    ranks(2, _compiled_loss)

@@ -193,6 +193,13 @@ def _local_map():
     close(decorated(place(x, [sw.Replicate()]), factor=3), 3 * x)
     with pytest.raises(LayoutError, match="2 out_placements for 1 outputs"):
         sw.local_map(torch.neg, out_placements=([sw.Shard(0)], None))(dx)
+    with pytest.raises(LayoutError, match="2 in_placements for 1 flattened arguments"):
+        multiply(dx)
+    with pytest.raises(LayoutError, match="1 in_grad_placements for 2 flattened arguments"):
+        sw.local_map(torch.mm, out_placements=[sw.Partial()], in_grad_placements=([sw.Shard(0)],))(dx, dw)
+    plain = multiply(x, w)
+    assert type(plain) is torch.Tensor
+    assert torch.equal(plain, x @ w)
 
 
 def test_local_map_runs_a_function_on_local_tensors(ranks):

@@ -1,6 +1,7 @@
 """Into, out of and between layouts: values, gradients with torch's conventions, and what is refused."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -228,6 +229,25 @@ def test_torchs_own_tensors_mix_with_ours(ranks):
     ranks(2, _beside_torchs)
 
 
+def _constructed():
+    """Law: the class takes a spec, one of torch's own too, orders of application included."""
+    grid, x = rank_mesh((2, 2), ("dp", "tp")), full(8, 3)
+    strided = theirs.placement_types._StridedShard(0, split_factor=2)
+    for placements in ([theirs.Shard(0), theirs.Shard(1)], [strided, theirs.Shard(0)]):
+        torchs = theirs.distribute_tensor(x, grid, placements)
+        leaf = sw.DTensor(torchs.to_local().clone(), torchs._spec, requires_grad=True)
+        assert leaf.is_leaf
+        assert sw.layout_of(leaf) == sw.layout_of(torchs)
+        again = sw.DTensor(leaf.detach().to_local(), leaf._spec, requires_grad=False)
+        close(again, x)
+        (leaf * 3).square().sum().backward()
+        close(leaf.grad, 18 * x)
+
+
+def test_the_class_takes_a_local_tensor_and_a_spec(ranks):
+    ranks(4, _constructed)
+
+
 def _factories():
     grid = mesh()
     for make, reference in ((sw.zeros, torch.zeros), (sw.ones, torch.ones)):
@@ -240,6 +260,10 @@ def _factories():
     assert d.dtype == torch.int64
     assert torch.equal(d.full_tensor(), torch.full((3, 2), 7))
     assert sw.empty(4, 3, device_mesh=grid, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert sw.empty(4, 3, device_mesh=grid, layout=torch.strided).layout is torch.strided
+    for make in (sw.zeros, sw.ones, sw.empty, sw.rand, sw.randn, partial(sw.full, fill_value=1)):
+        with pytest.raises(LayoutError, match="sparse_coo: a factory"):
+            make((4, 3), device_mesh=grid, layout=torch.sparse_coo)
     for make, reference in ((sw.rand, torch.rand), (sw.randn, torch.randn)):
         for placements in layouts_of(2, pending=False):
             torch.manual_seed(3)

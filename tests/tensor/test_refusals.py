@@ -145,6 +145,7 @@ def _others():
             lambda: sw.DTensor.from_local(full(3, 4), grid, [R, sw.Shard(0)], shape=(8, 4), stride=(4, 1)),
             LayoutError,
         ),
+        "nested": _text(lambda: sw.DTensor.from_local(x, grid, [R, R]), LayoutError),
         "average": _text(lambda: whole.redistribute({"tp": sw.Partial("avg")}), PlanError),
     }
 
@@ -172,6 +173,10 @@ def test_the_texts_of_other_refusals(ranks):
         "fix (checked): sw.distribute_tensor(local, mesh, placements): this is the whole tensor"
     )
     assert texts["part"].endswith("fix (checked here): shape=(6, 4), if every rank has a part of this shape")
+    assert texts["nested"] == (
+        "from_local takes the plain tensor of this rank, and was given a DTensor\n"
+        "  fix: redistribute moves a DTensor; to_local() is this rank's part of it"
+    )
     assert texts["average"] == (
         "Partial(avg) on axis 'tp' cannot be a target: it has no meaning for torch.int64; "
         'fix (checked): Replicate() or Partial("sum") or Partial("max") or Partial("bor")'

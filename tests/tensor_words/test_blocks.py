@@ -1,11 +1,13 @@
 """Where the stream between blocks is gathered and cut; torch's own block for a loss of cut logits."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 
 import shardwright as sw
+from shardwright.errors import RuleError
 from shardwright.parallel.tensor.borders import Border
 from shardwright.parallel.tensor.said import spoken
 from shardwright.parallel.tensor.sequence import read_blocks
@@ -95,3 +97,50 @@ def _loss():
 
 def test_torchs_loss_parallel_works_on_our_logits(ranks):
     ranks(2, _loss)
+
+
+def _plain_labels():
+    """Law: inside `loss_parallel` plain labels and weights beside whole rows are the same everywhere."""
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    source = torch.Generator().manual_seed(1)
+    weight = torch.rand(7, generator=source)
+    for shape in ((6, 7), (3, 7, 5), (7,)):
+        full, classes = torch.randn(shape, generator=source), min(1, len(shape) - 1)
+        labels = torch.randint(7, (*shape[:classes], *shape[classes + 1 :]), generator=source)
+        plain = full.clone().requires_grad_()
+        wanted = functional.cross_entropy(plain, labels, weight)
+        wanted.backward()
+        logits = sw.distribute_tensor(full, mesh, {"tp": sw.Shard(classes)}).requires_grad_()
+        with loss_parallel():
+            loss = functional.cross_entropy(logits, labels, weight)
+            loss.backward()
+            each = functional.cross_entropy(logits, labels, reduction="none")
+        assert loss.placements == each.placements == (sw.Replicate(), sw.Replicate())
+        torch.testing.assert_close(loss.to_local(), wanted)
+        torch.testing.assert_close(each.to_local(), functional.cross_entropy(full, labels, reduction="none"))
+        torch.testing.assert_close(logits.grad.full_tensor(), plain.grad)
+        with pytest.raises(RuleError, match="beside a DTensor"):
+            functional.cross_entropy(logits, labels, weight)
+
+
+def _plain_beside_cut_rows():
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    full, labels, weight = torch.randn(6, 7, generator=torch.Generator()), torch.arange(6), torch.rand(7)
+    logits = sw.distribute_tensor(full, mesh, {"dp": sw.Shard(0), "tp": sw.Shard(1)})
+    where = sw.distribute_tensor(labels, mesh, {"dp": sw.Shard(0)})
+    with loss_parallel():
+        with pytest.raises(RuleError, match="or this rank's part of one"):
+            functional.cross_entropy(logits, labels)
+        with pytest.raises(RuleError, match="beside a DTensor"):
+            logits + full
+        weight = sw.distribute_tensor(weight, mesh).to_local()
+        loss = functional.cross_entropy(logits, where, weight)
+        added = functional.cross_entropy(logits, where, reduction="sum")
+    assert added.placements == (sw.Partial(), sw.Replicate())
+    wanted = functional.cross_entropy(logits.full_tensor(), labels, weight)
+    torch.testing.assert_close(loss.full_tensor(), wanted)
+
+
+def test_plain_labels_in_torchs_loss_parallel(ranks):
+    ranks(4, _plain_labels)
+    ranks(4, _plain_beside_cut_rows)

@@ -183,6 +183,11 @@ def implicitly_replicated() -> bool:
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
+def in_loss_parallel() -> bool:
+    """Is torch's `loss_parallel` on?"""
+    return torch.ops.aten.nll_loss_forward.default in DTensor._op_dispatcher._custom_op_handlers
+
+
 def asked_by_context_parallel() -> bool:
     """Is the caller of this library torch's own `context_parallel`, which was handed a DTensor?"""
     frame = sys._getframe(1)

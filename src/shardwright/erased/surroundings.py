@@ -8,7 +8,13 @@ import torch
 
 from shardwright.comm import guard
 from shardwright.comm.record import recording
-from shardwright.compat import function_modes_on, implicitly_replicated, modes_on, under_transforms
+from shardwright.compat import (
+    function_modes_on,
+    implicitly_replicated,
+    in_loss_parallel,
+    modes_on,
+    under_transforms,
+)
 from shardwright.rules import registry
 from shardwright.tensor.explicit_mode import is_explicit
 from shardwright.tensor.random import mode as random_mode
@@ -45,6 +51,7 @@ FLAGS: dict[str, Callable[[], Any]] = {
     "random mode": random_mode.is_counter,
     "rules": lambda: registry.registry.generation,
     "implicit replication": implicitly_replicated,
+    "loss parallel": in_loss_parallel,
 }
 
 

@@ -60,8 +60,8 @@ class Held:
     def wrapped(self, index: Tensor) -> Tensor:
         """Indices counted from the front. Raises: IndexError: one is outside the label."""
         outside = (index < -self.size) | (index >= self.size)
-        if index.device.type != "cpu":
-            assert_async(~outside.any())
+        if index.device.type != "cpu" or torch.compiler.is_compiling():  # a graph reads no values
+            assert_async(~outside.any(), f"an index is out of bounds for dimension with size {self.size}")
         elif bool(outside.any()):
             wrong = int(index[outside].reshape(-1)[0])
             raise IndexError(f"index {wrong} is out of bounds for dimension with size {self.size}")

@@ -65,7 +65,7 @@ def check_alike(told: Sequence[Held], what: str) -> None:
     for words, facts in (
         ("different dtypes", {held.dtype for held in told}),
         ("different numbers of dims", {len(held.shape) for held in told}),
-        ("other placements, or another shape=", {held.said for held in told}),
+        ("other placements, shape=, requires_grad or order of dims in memory", {held.said for held in told}),
     ):
         if len(facts) > 1:
             raise LayoutError(f"{what}: the ranks pass {words}\n{listed(told)}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.dtype import bits
 from shardwright.comm.record import because
@@ -95,6 +96,11 @@ def from_local_in_graph(
     stride: Sequence[int] | None,
 ) -> DTensor:
     """`DTensor.from_local` with arguments that a graph can write down."""
+    if isinstance(local, TorchDTensor):
+        raise LayoutError(
+            "from_local takes the plain tensor of this rank, and was given a DTensor\n"
+            "  fix: redistribute moves a DTensor; to_local() is this rank's part of it"
+        )
     placements, grad_placements = _together(names, values), _together(grad_names, grad_values)
     mesh = current_mesh(mesh)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
@@ -132,7 +138,9 @@ def _agree(
     """Refuse, on all ranks alike and before anything is sent, what is not one tensor's parts."""
     what = "DTensor.from_local(run_check=True)"
     whole = None if shape is None else tuple(shape)
-    told = told_by_all(local, mesh, (placements, whole, stride and tuple(stride), order), what)
+    # Logical strides that nobody states are those of the part: where they differ, ranks view differently.
+    lies = tuple(stride or sorted(range(local.dim()), key=local.stride().__getitem__, reverse=True))
+    told = told_by_all(local, mesh, (placements, whole, lies, order, local.requires_grad), what)
     check_alike(told, what)
     if whole is not None:
         layout = Layout(mesh, placements, whole, dtype=local.dtype, stride=stride, order=order)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import DisableTorchFunctionSubclass, TensorClass
 from shardwright.layout.layout import Layout
+from shardwright.layout.of_tensor import layout_of_spec
 from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
 from shardwright.tensor.flattened import spec_again
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
@@ -20,6 +21,7 @@ from shardwright.tensor.wrap import REMEMBERED, hand_out, up_to_date, wrap
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from shardwright.compat import DTensorSpec
     from shardwright.placement.base import Placement
 
 
@@ -72,6 +74,13 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     __slots__: list[str] = []
     # `tensor.install` sets this and `__torch_dispatch__`: what they are needs this class.
     __torch_function__: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Of a local tensor and a spec, torch's too, as programs on its DTensor call it: checks nothing."""
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        given: DTensorSpec = self._spec
+        if not isinstance(given, Spec):
+            self._spec = spec_of(layout_of_spec(given), given.mesh)
 
     # -- what it is -----------------------------------------------------------------------------------
 
@@ -138,8 +147,9 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         Args:
             local_tensor: this rank's part, in the shape that the layout gives it.
             placements: one per mesh axis, or `{axis name: placement}` naming all of them; Replicate if None.
-            run_check: the ranks tell each other their shapes, dtypes and placements and refuse what does not
-                fit, all alike and before anything else; then replicated parts are broadcast from the first.
+            run_check: the ranks tell each other shapes, dtypes, placements, `requires_grad` and the order of
+                dims in memory, and refuse what does not fit, all alike and before anything else; then
+                replicated parts are broadcast from the first.
             shape, stride: the logical ones; without them every rank is taken to hold a part of equal shape.
                 Where parts are not equal (5 rows over 2) they must be given: a rank cannot see it alone.
             grad_placements: where the gradient is brought before it is handed to `local_tensor`.

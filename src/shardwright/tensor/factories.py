@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
 from shardwright.tensor.conversions import current_mesh
@@ -18,8 +19,14 @@ from shardwright.tensor.wrap import wrap
 
 
 def _layout(
-    size: tuple[Any, ...], dtype: torch.dtype | None, mesh: DeviceMesh, placements: PlacementsArgument | None
+    size: tuple[Any, ...],
+    memory: torch.layout,
+    dtype: torch.dtype | None,
+    mesh: DeviceMesh,
+    placements: PlacementsArgument | None,
 ) -> Layout:
+    if memory is not torch.strided:
+        raise LayoutError(f"layout={memory}: a factory of DTensors makes strided ones")
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, order = resolve_placements(mesh, given, default="replicate")
@@ -29,6 +36,7 @@ def _layout(
 def _filled(
     size: tuple[Any, ...],
     value: Any,
+    memory: torch.layout,
     dtype: torch.dtype | None,
     device_mesh: DeviceMesh | None,
     placements: PlacementsArgument | None,
@@ -36,7 +44,7 @@ def _filled(
     requires_grad: bool,
 ) -> DTensor:
     mesh = current_mesh(device_mesh)
-    layout = _layout(size, dtype, mesh, placements)
+    layout = _layout(size, memory, dtype, mesh, placements)
     coords = coords_of(mesh)
     if coords is None:
         local = torch.empty(0, dtype=layout.dtype, device=mesh.device_type)
@@ -53,37 +61,37 @@ def _filled(
 def zeros(
     *size: Any,
     dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,  # noqa: ARG001 - torch's signature
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: PlacementsArgument | None = None,
 ) -> DTensor:
     """Zeros of logical shape `size`; each rank makes its own part. Cost: none."""
-    return _filled(size, 0, dtype, device_mesh, placements, requires_grad=requires_grad)
+    return _filled(size, 0, layout, dtype, device_mesh, placements, requires_grad=requires_grad)
 
 
 def ones(
     *size: Any,
     dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,  # noqa: ARG001 - torch's signature
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: PlacementsArgument | None = None,
 ) -> DTensor:
     """Ones of logical shape `size`; each rank makes its own part. Cost: none."""
-    return _filled(size, 1, dtype, device_mesh, placements, requires_grad=requires_grad)
+    return _filled(size, 1, layout, dtype, device_mesh, placements, requires_grad=requires_grad)
 
 
 def empty(
     *size: Any,
     dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,  # noqa: ARG001 - torch's signature
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: PlacementsArgument | None = None,
 ) -> DTensor:
     """Uninitialised memory of logical shape `size`; each rank makes its own part. Cost: none."""
-    return _filled(size, None, dtype, device_mesh, placements, requires_grad=requires_grad)
+    return _filled(size, None, layout, dtype, device_mesh, placements, requires_grad=requires_grad)
 
 
 def full(
@@ -91,19 +99,20 @@ def full(
     fill_value: Any,
     *,
     dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,  # noqa: ARG001 - torch's signature
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: PlacementsArgument | None = None,
 ) -> DTensor:
     """`fill_value` everywhere; each rank makes its own part. Cost: none."""
     dtype = dtype or torch.full((), fill_value).dtype
-    return _filled((size,), fill_value, dtype, device_mesh, placements, requires_grad=requires_grad)
+    return _filled((size,), fill_value, layout, dtype, device_mesh, placements, requires_grad=requires_grad)
 
 
 def _drawn(
-    size: tuple[Any, ...],
     draw: Any,
+    size: tuple[Any, ...],
+    memory: torch.layout,
     dtype: torch.dtype | None,
     device_mesh: DeviceMesh | None,
     placements: PlacementsArgument | None,
@@ -111,7 +120,7 @@ def _drawn(
     requires_grad: bool,
 ) -> DTensor:
     mesh = current_mesh(device_mesh)
-    layout = _layout(size, dtype, mesh, placements)
+    layout = _layout(size, memory, dtype, mesh, placements)
     if mode.is_counter() and layout.dtype.is_floating_point:
         made = counter.standard(layout, mesh, normal=draw is torch.randn)
         return cast(DTensor, made.requires_grad_(requires_grad))
@@ -125,7 +134,7 @@ def rand(
     *size: Any,
     requires_grad: bool = False,
     dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,  # noqa: ARG001 - torch's signature
+    layout: torch.layout = torch.strided,
     device_mesh: DeviceMesh | None = None,
     placements: PlacementsArgument | None = None,
 ) -> DTensor:
@@ -134,16 +143,16 @@ def rand(
     Every rank draws the whole tensor and keeps its part: time and transient memory of the full tensor.
     Cost: none, as long as the ranks' generators agree.
     """
-    return _drawn(size, torch.rand, dtype, device_mesh, placements, requires_grad=requires_grad)
+    return _drawn(torch.rand, size, layout, dtype, device_mesh, placements, requires_grad=requires_grad)
 
 
 def randn(
     *size: Any,
     requires_grad: bool = False,
     dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,  # noqa: ARG001 - torch's signature
+    layout: torch.layout = torch.strided,
     device_mesh: DeviceMesh | None = None,
     placements: PlacementsArgument | None = None,
 ) -> DTensor:
     """Normal numbers, equal to one device's with the same seed whatever the placements; see `rand`."""
-    return _drawn(size, torch.randn, dtype, device_mesh, placements, requires_grad=requires_grad)
+    return _drawn(torch.randn, size, layout, dtype, device_mesh, placements, requires_grad=requires_grad)

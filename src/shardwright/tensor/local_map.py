@@ -39,7 +39,7 @@ def local_map(
     """Run `func` on local tensors; DTensors go in and come out.
 
     Args:
-        func: takes and returns local tensors.
+        func: takes and returns local tensors; called without any DTensor, what it returns stays as it is.
         out_placements: per output its placements (None: a plain value); one entry serves all outputs.
         in_placements: per flattened argument the placements that it must have; None: any.
         in_grad_placements: per flattened argument the placements of its gradient.
@@ -67,18 +67,26 @@ def local_map(
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         flat, tree = tree_flatten(args)
-        mesh = device_mesh or next((a.device_mesh for a in flat if isinstance(a, TorchDTensor)), None)
+        _check_counts(len(flat), in_placements=in_placements, in_grad_placements=in_grad_placements)
+        meshes = [a.device_mesh for a in flat if isinstance(a, TorchDTensor)]
         local = [
             _enter(a, i, in_placements, in_grad_placements, redistribute=redistribute_inputs)
             for i, a in enumerate(flat)
         ]
         out = func(*tree_unflatten(local, tree), **kwargs)
-        if mesh is None:
+        if not meshes:
             return out
+        mesh = device_mesh or meshes[0]
         shapes_told.asked = (mesh, *map(_seen, flat), repr(kwargs) if kwargs else "")
         return _leave(out, out_placements, mesh, out_shapes, shapes_told)
 
     return mapped
+
+
+def _check_counts(flat: int, **stated: Sequence[Any] | None) -> None:
+    for name, given in stated.items():
+        if given is not None and len(given) != flat:
+            raise LayoutError(f"local_map: {len(given)} {name} for {flat} flattened arguments")
 
 
 def _enter(

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.nn.functional import cross_entropy
 
 from shardwright.compat import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
     get_unwrapped,
     implicitly_replicated,
+    in_loss_parallel,
     is_functorch_wrapped_tensor,
 )
 from shardwright.compat.dynamo import never_compiled_alone
@@ -116,14 +118,15 @@ def call(
     kwargs = {} if kwargs is None else kwargs
     if torch.compiler.is_compiling():
         with DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            return _loss(func, args, kwargs) if func is cross_entropy else func(*args, **kwargs)
     depth = state.functions
     given = (*args, *kwargs.values()) if kwargs else args
     if state.rank_local:
         pass
     elif not _harmless.issuperset(map(type, given)) and (not depth or _recomputes()) and _has_foreign(given):
         args, kwargs = _adopted(func, args, kwargs)
-        if (_recomputes() or implicitly_replicated()) and not leaves_alone(func):
+        alike = _recomputes() or implicitly_replicated() or _is_parallel_loss(func, args)
+        if alike and not leaves_alone(func):
             args, kwargs = _taken_as_replicated(func, args, kwargs)
         elif not state.blocks:
             _refuse_plain(func, args, kwargs)
@@ -156,6 +159,35 @@ def _recomputes() -> bool:
     recomputed stands inside a function of torch where the backward begins at a DTensor.
     """
     return current_graph_task_id() != -1 and torch.is_grad_enabled()
+
+
+def _is_parallel_loss(func: Any, args: tuple[Any, ...]) -> bool:
+    """Is it a loss inside torch's `loss_parallel`, where plain labels and weights are the same on every rank?
+
+    Not beside rows that are cut: labels of those may as well be this rank's own.
+    """
+    if func is not cross_entropy or not in_loss_parallel() or not isinstance(args[0], TorchDTensor):
+        return False
+    cuts = zip(args[0].placements, _cut_classes(args[0]), strict=True)
+    return isinstance(args[1], TorchDTensor) or all(cut or p.is_replicate() for p, cut in cuts)
+
+
+def _cut_classes(logits: TorchDTensor) -> list[bool]:
+    """Per axis, does it cut the classes?"""
+    classes = min(1, logits.dim() - 1)
+    return [getattr(p, "dim", None) == classes for p in logits.placements]
+
+
+def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Inside `loss_parallel` it is replicated over the axes that cut the classes, as torch promises."""
+    loss = func(*args, **kwargs)
+    if not in_loss_parallel() or not isinstance(args[0], TorchDTensor):
+        return loss
+    cuts = zip(loss.placements, _cut_classes(args[0]), strict=True)
+    return loss.redistribute(placements=[Replicate() if cut else p for p, cut in cuts])
+
+
+OWN[cross_entropy] = _loss
 
 
 # Functions whose result is plain because the user asks for it.
