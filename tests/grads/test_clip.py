@@ -178,6 +178,21 @@ def test_what_is_no_norm_is_refused(norm_type):
         clip_grad_norm_([], 1.0, norm_type)
 
 
+def _of_pending_parameters():
+    mesh, (gradient, *_) = rank_mesh((2,), ("tp",)), _full_gradients()
+    parameter = nn.Parameter(distribute_tensor(torch.ones_like(gradient), mesh, [Partial()]))
+    parameter.grad = DTensor.from_local(gradient / 2, mesh, [Partial()])
+    with pytest.raises(ConfigError, match=r"has no norm by parts; use torch.nn.utils.clip_grad_norm_"):
+        clip_grad_norm_([parameter], 1.0)
+    torch.testing.assert_close(torch_clip([parameter], 0.5).full_tensor(), gradient.norm())
+    torch.testing.assert_close(parameter.grad.full_tensor(), gradient / gradient.norm() / 2)
+
+
+def test_gradients_of_pending_parameters_are_refused(ranks):
+    """Each rank has a term of the gradient, and the norm of a sum is no sum over its terms."""
+    ranks(2, _of_pending_parameters)
+
+
 def _events():
     parameters = _parameters(_context())
     with Recorder() as recorder:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
@@ -111,3 +112,85 @@ def _copies() -> None:
 def test_copies_of_a_unit_may_use_other_parameters(ranks):
     """Their gradients are summed one by one."""
     ranks(4, _copies)
+
+
+def _overlap(model):
+    with GradientSynchronizer(model).overlapped():
+        pass
+
+
+def _sharded(copies):
+    """The model on two ranks, or twice on two, and which rows this rank reads."""
+    model, one, rows = _made([0, 1])
+    if copies:
+        mesh = rank_mesh((2, 2), ("replicate", "shard"))
+        parallelize_hsdp(model, mesh, shard_dim="shard")
+    else:
+        mesh = rank_mesh((2,), ("shard",))
+        parallelize_fsdp(model, mesh)
+    return model, one, rows, mesh.get_local_rank("shard")
+
+
+def _refused_together(settle, copies) -> None:
+    model, _, rows, at = _sharded(copies)
+    for kind in (at, 1 - at):
+        model(rows[at], kind).square().sum().backward()
+    with pytest.raises(ParallelError, match=r"(?s)branches.0.weight.*set_reduce_scatter_unused_params"):
+        settle(model)
+    model.zero_grad()
+    _right_together(model, rows[at])
+
+
+def _right_together(model, x):
+    """After an error, and with branches that all ranks take together, gradients are one device's."""
+    one = Branches()
+    one.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    everybody = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(everybody, x, group=model.head.weight.device_mesh.get_group("shard"))
+    copies = dist.get_world_size() // 2
+    for kind in (0, 1):
+        model(x, kind).square().sum().backward()
+        for each in everybody:
+            (copies * one(each, kind).square().sum()).backward()
+        GradientSynchronizer(model).synchronize()
+    _same(model, one)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("settle", [_synchronize, _clip, _overlap])
+def test_several_backwards_that_together_reach_all_are_refused(ranks, settle, copies):
+    """Every rank has every gradient then, and none of them is right."""
+    ranks(4 if copies else 2, _refused_together, settle, copies)
+
+
+def _refused_while_it_goes_on() -> None:
+    model, _, rows, at = _sharded(copies=True)
+    with (
+        pytest.raises(ParallelError, match=r"(?s)branches.0.weight.*set_reduce_scatter_unused_params"),
+        GradientSynchronizer(model).overlapped(),
+    ):
+        model(rows[at], at).square().sum().backward()
+
+
+def test_sums_that_travel_during_the_backward_are_refused(ranks):
+    """What no rank of a copy reached has no term that could be seen."""
+    ranks(4, _refused_while_it_goes_on)
+
+
+def _kept() -> None:
+    model, one, rows, at = _sharded(copies=False)
+    model.set_requires_gradient_sync(False)
+    model(rows[at], at).square().sum().backward()
+    model.set_requires_gradient_sync(True)
+    model(rows[at], 1 - at).square().sum().backward()
+    for x, kind in zip(rows, (1, 0), strict=True):
+        one(x, kind).square().sum().backward()
+    with sw.trace() as seen:
+        GradientSynchronizer(model).synchronize()
+    assert len(seen.collectives) == 1
+    _same(model, one)
+
+
+def test_backwards_that_are_sent_together_may_reach_parameters_in_any_order(ranks):
+    """What is sent is what counts; nothing more is asked for it."""
+    ranks(2, _kept)

@@ -1,9 +1,11 @@
 """Models whose forwards leave something behind that later code reads, from some step on."""
 
 import random
+from collections import OrderedDict
 
 import numpy as np
 import torch
+from torch import nn
 
 from tests.pipeline.own_code import Base, Block, H, Part
 
@@ -332,6 +334,38 @@ class InAGlobal(Base):
         AUX.clear()
         x = super().forward(x)
         return x + sum(AUX)
+
+
+class Makes(OrderedDict):
+    """Makes a module of a class when it is asked, as the table of activations of `transformers` does."""
+
+    def __getitem__(self, name):
+        return super().__getitem__(name)()
+
+
+class MakesEach(list):
+    def __iter__(self):
+        return (each() for each in super().__iter__())
+
+
+ACTIVATIONS, EACH = Makes(silu=nn.SiLU, softplus=nn.Softplus), MakesEach([nn.SiLU, nn.Tanh])
+
+
+class MakesWhatItReads(Base):
+    """Layers and own code ask containers that make something else of what they hold."""
+
+    class Asks(Part):
+        def forward(self, x):
+            x = ACTIVATIONS["silu"](super().forward(x))
+            for part in EACH:
+                x = part(x)
+            return x
+
+    def __init__(self):
+        super().__init__(self.Asks)
+
+    def forward(self, x):
+        return ACTIVATIONS["softplus"](super().forward(x)) * len(EACH)
 
 
 def _note(y):

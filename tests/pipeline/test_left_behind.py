@@ -108,6 +108,7 @@ def _right(name, given, cuts, *, late):
     [
         ("ReadsNothingLate", []),
         ("KeepsForTheUser", []),
+        ("MakesWhatItReads", []),
         ("SameMemory", []),
         ("Transposes", []),
         *(("LayerNoise", [kind]) for kind in GENERATORS),

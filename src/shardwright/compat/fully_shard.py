@@ -6,6 +6,7 @@ Nothing of it is imported here: tensors ask who manages them, in programs withou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -22,6 +23,7 @@ class FsdpParameter:
     """One parameter that `fully_shard` manages, through the few private names that relabelling needs."""
 
     inner: Any
+    group: Any = None
 
     @property
     def owner(self) -> nn.Module:
@@ -83,27 +85,40 @@ class FsdpParameter:
         return self.owner._parameters[self.name] is not self.inner.sharded_param
 
     @property
-    def was_left_out(self) -> bool:
-        """Had this rank no gradient of it at the end of its last backward?"""
-        return bool(getattr(self.inner, "was_left_out", False))
+    def reached(self) -> int:
+        """A number for the backwards of this rank that its gradient, or its last one, is the sum of."""
+        return int(self.inner.reached)
+
+    @property
+    def partial(self) -> int:
+        """The same, above 0, where a backward of this rank has left it out since `settle`; else 0."""
+        return 1 + self.reached if self.inner.was_left_out else 0
+
+    def settle(self) -> None:
+        """The ranks have compared what reached it."""
+        self.inner.was_left_out = False
 
     def follow_local(self) -> None:
         """Gather from the local tensor that the sharded parameter has now."""
         self.inner.reset_sharded_param()
 
     def _before_adding(self, as_term: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        fsdp = self.inner
+        fsdp, group = self.inner, self.group
+        fsdp.reached, fsdp.was_left_out = 0, False
         original = fsdp.accumulate_unsharded_grad_if_needed
+        backwards = count(1)
 
         def accumulate_unsharded_grad_if_needed() -> None:  # torch calls it after each backward
             original()
-            whole = getattr(fsdp, "_unsharded_param", None)
-            held = fsdp.unsharded_accumulated_grad is not None or (
-                whole is not None and whole.grad is not None
-            )
-            fsdp.was_left_out = not held
-            if fsdp.sharded_param.grad is not None:
-                fsdp.sharded_param.grad = as_term(fsdp.sharded_param.grad)
+            if not group.reduce_grads:  # what is there then stays, and is sent with the next that are
+                return
+            number, gradient = next(backwards), fsdp.sharded_param.grad
+            if not _is_sent(fsdp, group):
+                fsdp.was_left_out = True
+            else:
+                fsdp.reached = ((0 if gradient is None else fsdp.reached) * _MORE + number) % _PRIME
+            if gradient is not None:
+                fsdp.sharded_param.grad = as_term(gradient)
 
         fsdp.accumulate_unsharded_grad_if_needed = accumulate_unsharded_grad_if_needed
 
@@ -131,6 +146,18 @@ class FsdpParameter:
                 fsdp._unsharded_dtensor_spec = wrapped._spec  # type: ignore[attr-defined]
 
         fsdp.init_unsharded_param = init_unsharded_param
+
+
+_MORE, _PRIME = 1_000_003, 2**61 - 1
+
+
+def _is_sent(fsdp: Any, group: Any) -> bool:
+    """Has torch a gradient of it to send, at the end of a backward?"""
+    whole = getattr(fsdp, "_unsharded_param", None)
+    if whole is None:
+        return False
+    unused = getattr(group, "reduce_scatter_unused_params", False) and whole.requires_grad
+    return unused or whole.grad is not None or fsdp.unsharded_accumulated_grad is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +204,7 @@ def managing_unit(parameter: torch.Tensor) -> FsdpParameter | None:
 
 def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:
     """The parameters that the `fully_shard` of this very module manages."""
-    return [FsdpParameter(p) for group in _fsdp_groups(module) for p in group.fsdp_params]
+    return [FsdpParameter(p, group) for group in _fsdp_groups(module) for p in group.fsdp_params]
 
 
 def replaced_parameters(module: nn.Module) -> list[str]:

@@ -96,7 +96,8 @@ def _codes(
             yield _MISSING
             continue
         state = GradientState.of(name, gradient, as_ours(parameter))
-        yield _FINISHED if state.finished else _code(as_ours(cast("TorchDTensor", gradient))._spec.token)
+        lies = as_ours(cast("TorchDTensor", gradient))._spec.token
+        yield _FINISHED if state.finished and not state.partial else (_code(lies) ^ state.partial) | 2
 
 
 @remembered(4096)

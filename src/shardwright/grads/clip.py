@@ -58,7 +58,8 @@ def clip_grad_norm_(
 
     Raises:
         NonFiniteNormError: see `error_if_nonfinite`.
-        ConfigError: `norm_type` is not above 0; no parameters, beside pipelines on several axes.
+        ConfigError: `norm_type` is not above 0; a parameter is pending (`Partial`) where its gradient is too;
+            no parameters, beside pipelines on several axes.
 
     Cost: per mesh axis one all-reduce of about a kilobyte, which adds up norms and tells whether all ranks
         have the same gradients; a few bytes per parameter more where they have not, and what
@@ -145,6 +146,8 @@ def _key(parameter: Tensor) -> _Key:
     if not isinstance(parameter, TorchDTensor):
         return None, (), stages
     layout = as_ours(parameter)._spec.layout
+    if layout.pending_axes:
+        raise ConfigError(f"a gradient in {layout} has no norm by parts; use torch.nn.utils.clip_grad_norm_")
     cut = tuple(a for a, p in zip(layout.axes, layout.placements, strict=True) if p.is_partition)
     return parameter.device_mesh, cut, stages
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import all_reduce_bucketed
 from shardwright.compat import DisableTorchFunctionSubclass, axis_names
-from shardwright.compat.fully_shard import managing_unit
+from shardwright.compat.fully_shard import FsdpParameter, managing_unit
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.grads.entry import Entry, spec_like
 from shardwright.grads.other_layouts import can_come_home, come_home, home_on_shared_axes
 from shardwright.grads.parameters import name_list
-from shardwright.grads.state import GradientState, agree, told_by_any
+from shardwright.grads.state import GradientState, agree, differ_along, told_by_any
 from shardwright.layout.layout import Layout
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import Spec, spec_of
@@ -175,20 +175,19 @@ def _refuse_mixed_sums(found: _OnMesh, states: Sequence[GradientState]) -> None:
     parameters. Only copies of a unit, on the other axes, may have different ones.
     """
     device = found.parameters[0].device
-    by_axis: defaultdict[str, dict[int, GradientState]] = defaultdict(dict)
-    for i, (state, own) in enumerate(zip(states, found.own, strict=True)):
-        parameter = found.parameters[i]
-        if state.missing and state.exists and parameter.ndim:  # without dims it is replicated beside the unit
-            unit = managing_unit(parameter)
-            left_out = own.missing and unit is not None and unit.was_left_out  # not taken away by the user
-            by_axis[getattr(parameter, "_fully_sharded", "")][i] = replace(own, missing=left_out)
-    by_axis.pop("", None)
+    by_axis: defaultdict[str, dict[int, FsdpParameter]] = defaultdict(dict)
+    for i, (state, parameter) in enumerate(zip(states, found.parameters, strict=True)):
+        unit = managing_unit(parameter)
+        if state.missing and state.exists and unit is not None:
+            by_axis[getattr(parameter, "_fully_sharded", "")][i] = unit
     for axis, asked in by_axis.items():
-        inside = agree(found.mesh, list(asked.values()), device, only=axis)
-        mixed = [GradientState(missing=state.missing and state.exists) for state in inside]
-        wrong = [i for i, told in zip(asked, agree(found.mesh, mixed, device), strict=True) if told.missing]
+        mixed = differ_along(axis, found.mesh, [unit.reached for unit in asked.values()], device)
+        told = agree(found.mesh, [GradientState(missing=each) for each in mixed], device)
+        wrong = [i for i, each in zip(asked, told, strict=True) if each.missing]
         if wrong:
             raise ParallelError(_MIXED_SUMS.format(axis, found.named(wrong)))
+        for unit in asked.values():
+            unit.settle()
 
 
 _MIXED_SUMS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.comm.functional import reduce_over
 from shardwright.comm.record import because
 from shardwright.comm.told import told
+from shardwright.compat.fully_shard import managing_unit
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
@@ -33,12 +34,14 @@ class GradientState:
 
     missing: there is none.   finished: it has the parameter's layout.   other: it has yet another layout.
     pending: per mesh axis, whether it is a term of a sum where the parameter is replicated.
+    partial: a number for the backwards that reached it, if one of its unit did not: to others it is missing.
     """
 
     missing: bool = False
     finished: bool = False
     other: bool = False
     pending: tuple[bool, ...] = ()
+    partial: int = 0
 
     @staticmethod
     def of(name: str, gradient: Tensor | None, parameter: DTensor) -> GradientState:
@@ -47,9 +50,12 @@ class GradientState:
         Raises:
             ParallelError: the gradient is no DTensor on its parameter's mesh.
         """
+        unit = managing_unit(parameter)
+        partial = unit.partial if unit is not None else 0
         if gradient is None:
-            return GradientState(missing=True, pending=(False,) * parameter.device_mesh.ndim)
-        return between(_on_its_mesh(name, gradient, parameter)._spec.token, parameter._spec.token)
+            return GradientState(True, pending=(False,) * parameter.device_mesh.ndim, partial=partial)
+        state = between(_on_its_mesh(name, gradient, parameter)._spec.token, parameter._spec.token)
+        return replace(state, partial=partial) if partial else state
 
     @property
     def exists(self) -> bool:
@@ -73,20 +79,24 @@ def between(gradient: Token, parameter: Token) -> GradientState:
     return GradientState(finished=not any(pending), pending=pending)
 
 
-def agree(
-    mesh: DeviceMesh, states: Sequence[GradientState], device: torch.device, only: str = ""
-) -> list[GradientState]:
-    """Return, for each gradient, what is true of it on some rank of `mesh`, or along its axis `only`.
+def agree(mesh: DeviceMesh, states: Sequence[GradientState], device: torch.device) -> list[GradientState]:
+    """Return, for each gradient, what is true of it on some rank of `mesh`.
 
     Cost: one all-reduce per axis, of 3 bytes plus one per axis for each gradient.
     """
-    rows = [(state.missing, state.finished, state.other, *state.pending) for state in states]
+    rows = [(each.missing or each.partial > 0, each.finished, each.other, *each.pending) for each in states]
     flags = torch.tensor(rows, dtype=torch.uint8, device=device)
     for axis, group in groups_above_one(mesh):
-        if only and axis != only:
-            continue
         flags = reduce_over(flags, "max", group, axis=axis, reason="which ranks have which gradients")
     return [_from_row(row) for row in told(flags)]
+
+
+def differ_along(axis: str, mesh: DeviceMesh, numbers: Sequence[int], device: torch.device) -> list[bool]:
+    """Whether ranks along this axis have other numbers. Cost: an all-reduce of 16 bytes for each of them."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    both, group = torch.stack((own, -own)), mesh.get_group(axis)
+    high, low = told(reduce_over(both, "max", group, axis=axis, reason="which backwards reached gradients"))
+    return [one != -other for one, other in zip(high, low, strict=True)]
 
 
 def told_by_any(mesh: DeviceMesh, own: Mapping[int, Layout | None]) -> dict[int, Layout]:

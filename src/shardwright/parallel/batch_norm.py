@@ -13,6 +13,7 @@ from shardwright.comm.collectives import all_reduce
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.pipeline.mark import is_cut
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,7 +45,7 @@ def parallelize_batch_norm(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """
     named_axes(mesh, "parallelize_batch_norm")
     found = [(child, path or "the module") for path, child in module.named_modules() if is_batch_norm(child)]
-    if not found:
+    if not found and not is_cut(module):
         raise ParallelError(f"parallelize_batch_norm: no batch norm of torch inside {type(module).__name__}")
     norms = [_checked(norm, path) for norm, path in found]
     over = _Ranks(tuple(groups_above_one(mesh)))

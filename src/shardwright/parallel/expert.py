@@ -11,6 +11,7 @@ from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
 from shardwright.moe.layer import MoELayer
 from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.pipeline.mark import is_cut
 from shardwright.parallel.place import place_parameters
 from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Replicate
@@ -107,7 +108,7 @@ def parallelize_expert_parallel(
     Cost: see `ShardMoESparseExpertsParallel`.
     """
     layers = [child for child in module.modules() if isinstance(child, MoELayer)]
-    if not layers:
+    if not layers and not is_cut(module):
         raise ParallelError(f"parallelize_expert_parallel: no MoELayer inside {type(module).__name__}")
     for layer in layers:
         check_layer(layer, mesh_experts, expert_shard_dim)

@@ -161,8 +161,8 @@ def _told(parameter: nn.Parameter) -> object:
 
 def _by_name(given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by position under the names that `fully_shard`, which takes none, gives them."""
-    names = list(inspect.signature(fully_shard).parameters)
-    after = names[names.index("mesh") + 1 :]
+    known = inspect.signature(fully_shard).parameters
+    after = list(known)[list(known).index("mesh") + 1 :]
     if len(given) > len(after):
         raise TypeError(
             f"parallelize_fsdp takes at most {len(after)} positional arguments after the mesh: {after}"
@@ -170,7 +170,14 @@ def _by_name(given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     twice = set(after[: len(given)]) & set(named)
     if twice:
         raise TypeError(f"parallelize_fsdp got {sorted(twice)} by position and by name")
-    return {**dict(zip(after, given, strict=False)), **named}
+    found = {**dict(zip(after, given, strict=False)), **named}
+    for name in ("mp_policy", "offload_policy"):
+        wanted = type(known[name].default)  # torch takes others, and ignores them or fails in a forward
+        if not isinstance(found.get(name, known[name].default), wanted):
+            raise ParallelError(
+                f"parallelize_fsdp: {name}={found[name]!r} is no {wanted.__name__} (torch.distributed.fsdp)"
+            )
+    return found
 
 
 def _is_free(slot: Slot, axis: str) -> bool:

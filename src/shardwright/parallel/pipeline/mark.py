@@ -9,12 +9,17 @@ from shardwright.errors import ParallelError
 ATTRIBUTE = "pipeline_stages"
 
 
+def is_cut(module: nn.Module) -> bool:
+    """Has `parallelize_pipeline` cut it? What a strategy is about may then all be on other ranks."""
+    return ATTRIBUTE in module.__dict__
+
+
 def refuse_cut(module: nn.Module, verb: str) -> None:
     """Raise ParallelError for a module that `parallelize_pipeline` has cut.
 
     A plan names modules of the whole model, and each rank would find other ones missing.
     """
-    if ATTRIBUTE in module.__dict__:
+    if is_cut(module):
         raise ParallelError(
             f"{verb}: {type(module).__name__} is cut into stages already, and a rank has a part of what the "
             "plan names; apply it before parallelize_pipeline"

@@ -10,6 +10,7 @@ from torch import nn
 from shardwright.moe.layer import MoELayer
 from shardwright.parallel.batch_norm import is_batch_norm
 from shardwright.parallel.names import matches
+from shardwright.parallel.pipeline.mark import is_cut
 from shardwright.parallel.table.contradictions import contradictions
 from shardwright.parallel.table.rows import Row, refuse
 from shardwright.parallel.table.words import BATCH_NORM, EXPERT, TENSOR
@@ -85,6 +86,8 @@ def _idle(module: nn.Module, named: Named) -> str:
             )
         if row.strategy != TENSOR:
             return f"{row}: a parameter is named so, and {row.strategy!r} places modules: name its owner"
+    if is_cut(module):
+        return ""
     if row.strategy == EXPERT and not any(isinstance(child, MoELayer) for child in inside):
         return f"{row}: no MoELayer (shardwright.moe) is there whose experts could be spread"
     if row.strategy == BATCH_NORM and not any(map(is_batch_norm, inside)):

@@ -58,9 +58,11 @@ def refuse(problems: list[str]) -> None:
         raise ParallelError(f"parallelize: the table cannot be applied, and nothing was changed{listed}")
 
 
-def _mapping(plan: Plan) -> Mapping[str, Any]:
+def _mapping(plan: Any) -> Mapping[str, Any]:
     if isinstance(plan, Mapping):
         return plan
+    if not isinstance(plan, str | os.PathLike):
+        refuse([f"{plan!r} is no table: give {{pattern: strategies}}, a word for the model, or a path"])
     path = Path(plan)
     if isinstance(plan, str) and path.suffix not in _READERS:
         return {"": plan}

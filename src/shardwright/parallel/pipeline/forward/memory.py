@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -170,6 +170,13 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
 
 
+def _stored(it: Any) -> Any:
+    """What a container holds. Its class may hand out other things, each time new ones (`ACT2FN`: modules)."""
+    base = next(each for each in (OrderedDict, dict, list, deque) if isinstance(it, each))
+    inside = base.__iter__(it)
+    return {key: dict.__getitem__(it, key) for key in inside} if issubclass(base, dict) else list(inside)
+
+
 def _same_list(now: Any, before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(_is_same, now, before))
 
@@ -274,9 +281,9 @@ def _write_array(it: Any, inside: Any) -> None:
 
 _TENSOR = _Kind(_kept, lambda x, before: before.is_in(x), lambda x, before: before.write_to(x))
 _TENSOR_SEEN = _Kind(_looked_at, _TENSOR.same, _TENSOR.write)
-_LIST = _Kind(list, _same_list, _refill, lambda inside: inside)
+_LIST = _Kind(_stored, lambda it, was: _same_list(_stored(it), was), _refill, lambda inside: inside)
 _SET = _Kind(set, lambda now, before: bool(now == before), _refill)
-_DICT = _Kind(dict, _same_dict, _refill, lambda inside: inside.values())
+_DICT = _Kind(_stored, lambda it, was: _same_dict(_stored(it), was), _refill, lambda inside: inside.values())
 _TUPLE = _Kind(tuple, lambda *_: True, lambda *_: None, lambda inside: inside)
 _ARRAY = _Kind(lambda it: it.copy(), lambda now, before: now.tobytes() == before.tobytes(), _write_array)
 _OBJECT = _Kind(
