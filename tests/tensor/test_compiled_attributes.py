@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import shardwright as sw
+from shardwright.comm.pack import new_tensor
+from shardwright.plan.work import Memory
 from shardwright.testing.meshes import rank_mesh
 
 
@@ -75,3 +78,30 @@ def _compiled_loss():
 
 def test_a_compiled_loss_is_replicated_in_loss_parallel(ranks):
     ranks(2, _compiled_loss)
+
+
+def _halves():
+    """Law: ranks that hold nothing of a part part forward and backward as the others do, and nobody waits."""
+    mesh, x = rank_mesh((2,), ("tp",)), torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+
+    def first_rows(x):
+        return [half.redistribute(mesh, [sw.Replicate()]).to_local()[0] for half in torch.tensor_split(x, 2)]
+
+    plain, cut = x.clone().requires_grad_(), sw.distribute_tensor(x, mesh, [sw.Shard(0)]).requires_grad_()
+    made = torch.compile(first_rows, backend="aot_eager", fullgraph=True)(cut)
+    torch._dynamo.reset()
+    wanted = [half[0] for half in torch.tensor_split(plain, 2)]
+    torch.testing.assert_close(made, wanted)
+    sum(made).sum().backward()
+    sum(wanted).sum().backward()
+    torch.testing.assert_close(cut.grad.full_tensor(), plain.grad)
+
+
+def test_a_compiled_gradient_of_a_part_that_one_rank_holds(ranks):
+    ranks(2, _halves, timeout=30)
+
+
+def test_memory_in_a_graph_depends_on_what_it_is_like():
+    """Law: else torch takes it for part of the forward, on ranks that hold nothing of a gradient alone."""
+    graph = make_fx(lambda x: new_tensor(x, Memory((0, 4), (4, 1))))(torch.ones(3)).graph
+    assert next(iter(graph.nodes)).users

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-import torch
 from torch import Tensor
 
 from shardwright.index.overlap import Strided
@@ -24,7 +23,7 @@ def in_memory(x: Tensor, memory: Memory) -> Tensor:
 
 def new_tensor(like: Tensor, memory: Memory) -> Tensor:
     """An uninitialised tensor that lies as `memory` says."""
-    return torch.empty_strided(memory.shape, memory.stride, dtype=like.dtype, device=like.device)
+    return like.new_empty_strided(memory.shape, memory.stride)
 
 
 def _lies_so(x: Tensor, memory: Memory) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.compat import tree_flatten, tree_unflatten
+from shardwright.compat import records_a_graph, tree_flatten, tree_unflatten
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.rules.identity import identity_of, reduction_of_cuts
@@ -267,7 +267,7 @@ def _nothing(prepared: Prepared, func: torch._ops.OpOverload, tensors: list[DTen
     layouts = [x._spec.layout for x in tensors]
     for move in prepared.moves:
         layouts[move.operand] = move.target
-    made = [_identity(spec, layouts, tensors[0]) for spec in prepared.results]
+    made = [_identity(spec, layouts, tensors) for spec in prepared.results]
     if not made:
         return None
     if _returns_a_list(func):
@@ -289,13 +289,17 @@ def _fill_outs(prepared: Prepared, made: Any, locals_: list[torch.Tensor]) -> No
             locals_[operand].copy_(result)
 
 
-def _identity(spec: Spec | None, inputs: list[Layout], like: DTensor) -> torch.Tensor | None:
+def _identity(spec: Spec | None, inputs: list[Layout], operands: list[DTensor]) -> torch.Tensor | None:
     if spec is None:
         return None
     coords = spec.coords
     layout: Layout = spec.layout
     shape = layout.local_shape(coords) if coords is not None else (0,)
-    local = torch.empty(tuple(shape), dtype=layout.dtype, device=like._local_tensor.device)
+    device = operands[0]._local_tensor.device
+    local = torch.empty(tuple(shape), dtype=layout.dtype, device=device)
+    if records_a_graph():  # of the operands, as on other ranks: torch parts forward and backward by that
+        none = [x._local_tensor.new_empty(0, dtype=layout.dtype, device=device) for x in operands]
+        local = torch.cat(none).new_empty(tuple(shape))
     if local.numel():
         pending = reduction_of_cuts(layout, inputs)
         local.fill_(identity_of(pending, layout.dtype) if pending else 0)
