@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwright.compat import tree_map_only
 from shardwright.tensor import finished_forms
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import CLASSES
@@ -37,7 +36,7 @@ class KeptForm:
         asking = [(x, x._spec) for x in tensors if x._spec.plain is not x._spec]
         if write_back.is_view(func):
             return self._view(func, args, kwargs, asking)
-        own = set(map(id, write_back.written_by(func, args, kwargs)))
+        own = set(map(id, write_back.written_by(func, args, kwargs))) if func._schema.is_mutable else ()
         forms: dict[int, DTensor] = {}
         for x, spec in asking:
             form = None if id(x) in own else finished_forms.known(x)
@@ -46,8 +45,8 @@ class KeptForm:
             else:
                 forms[id(x)] = form
                 finished_forms.taken(func.name(), x, form)
-        args, kwargs = tree_map_only(CLASSES[0], lambda x: forms.get(id(x), x), (args, dict(kwargs)))
-        return self.again(func, args, kwargs)
+        named = {name: _with_forms(value, forms) for name, value in kwargs.items()}
+        return self.again(func, tuple([_with_forms(value, forms) for value in args]), named)
 
     def _view(
         self,
@@ -75,6 +74,13 @@ def asks(tensors: Sequence[DTensor]) -> bool:
         if x._spec.plain is not x._spec:
             return True
     return False
+
+
+def _with_forms(value: Any, forms: Mapping[int, DTensor]) -> Any:
+    """The finished form of an operand, also in lists: a residual stream is read so at every layer."""
+    if isinstance(value, list):
+        return [_with_forms(each, forms) for each in value]
+    return forms.get(id(value), value)
 
 
 def _results(out: Any) -> Sequence[Any]:
