@@ -8,12 +8,7 @@ from math import prod
 
 import typer
 
-_KINDS = {
-    "R": ("Replicate", ()),
-    "S0": ("Shard", (0,)),
-    "S1": ("Shard", (1,)),
-    "P": ("Partial", ()),
-}
+_KINDS = {"R": ("Replicate", ()), "S0": ("Shard", (0,)), "S1": ("Shard", (1,)), "P": ("Partial", ())}
 # One of each kind of plan: local, gather, all-reduce, exchange, terms, two rounds.
 QUICK = {
     (4,): ("R -> S1", "S0 -> R", "P -> R", "S0 -> S1", "S1 -> S0", "P -> S0"),

@@ -24,9 +24,7 @@ def summary(found: Numbers, peer: Numbers, ceilings: Numbers) -> Table:
         goal = walk.goal if walk else source.GOAL
         sides = (numbers, peer.get(name, {}), goal, ceilings.get(name, {}))
         table.add_row(
-            walk.title if walk else name,
-            " / ".join(numbers),
-            *(_side(side, numbers) for side in sides),
+            walk.title if walk else name, " / ".join(numbers), *(_side(side, numbers) for side in sides)
         )
     return table
 

@@ -83,11 +83,7 @@ WALKS = {
     "backward": Walk("backward of (x @ w).sum(), known", _backward, {"calls": 100, "files": 12}, known=True),
     "matmul_in_c": Walk("x @ w, known, in C", _matmul, {"calls": 0, "files": 0}, known=True, in_c=True),
     "backward_in_c": Walk(
-        "backward of (x @ w).sum(), known, in C",
-        _backward,
-        {"calls": 40, "files": 12},
-        known=True,
-        in_c=True,
+        "backward of (x @ w).sum(), known, in C", _backward, {"calls": 40, "files": 12}, known=True, in_c=True
     ),
     "redistribute": Walk("redistribute, known", _redistribute, {"calls": 40, "files": 10}, known=True),
     "redistribute_first": Walk(

@@ -58,12 +58,7 @@ MAPS = {
         stack(EXPERTS + "down_proj", r"\1.{index}.down_proj.weight"),
     )
 }
-PLACES = {
-    "fsdp": (2,),
-    "replicate": (2,),
-    "cut by columns": (2,),
-    "fsdp beside replicate": (2, 2),
-}
+PLACES = {"fsdp": (2,), "replicate": (2,), "cut by columns": (2,), "fsdp beside replicate": (2, 2)}
 
 
 def place(model: nn.Module, how: str) -> None:

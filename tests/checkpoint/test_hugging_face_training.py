@@ -18,11 +18,7 @@ import shardwright as sw
 from shardwright.checkpoint import load_hf, rename, save_hf, stack, transpose
 from shardwright.grads import GradientSynchronizer
 from shardwright.moe import MoELayer
-from shardwright.parallel import (
-    parallelize_expert_parallel,
-    parallelize_fsdp,
-    parallelize_tensor,
-)
+from shardwright.parallel import parallelize_expert_parallel, parallelize_fsdp, parallelize_tensor
 from shardwright.testing import rank_mesh
 from tests.checkpoint.test_hugging_face import MAPS, families
 from tests.tiers import only

@@ -9,22 +9,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwright.checkpoint import (
-    choose,
-    list_checkpoints,
-    prune,
-    read_manifest,
-    save,
-    step_path,
-)
+from shardwright.checkpoint import choose, list_checkpoints, prune, read_manifest, save, step_path
 from shardwright.errors import CheckpointError
-from tests.checkpoint.programs import (
-    Setup,
-    refused,
-    save_it,
-    save_unreduced,
-    save_where_one_rank_fails,
-)
+from tests.checkpoint.programs import Setup, refused, save_it, save_unreduced, save_where_one_rank_fails
 
 Ranks = Callable[..., list[Any]]
 TWO = Setup({"dp": 2}, {})

@@ -81,8 +81,7 @@ def read_by_torch(path: Path, world: int) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("how", "world", "readers"),
-    [("placements", 4, 1), pytest.param("fsdp", 2, 2, marks=pytest.mark.slow)],
+    ("how", "world", "readers"), [("placements", 4, 1), pytest.param("fsdp", 2, 2, marks=pytest.mark.slow)]
 )
 def test_torch_reads_what_was_written_for_it_without_this_library(
     ranks: Ranks, tmp_path: Path, how: str, world: int, readers: int

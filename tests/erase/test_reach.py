@@ -45,10 +45,7 @@ def _set_environment(v):
 # By name: how a program reads a number, and how it is set.
 HOLDERS = {
     "a class": (lambda x: x * _Settings.scale, lambda v: setattr(_Settings, "scale", v)),
-    "the class of an object": (
-        lambda x: x * _OF_SETTINGS.scale,
-        lambda v: setattr(_Settings, "scale", v),
-    ),
+    "the class of an object": (lambda x: x * _OF_SETTINGS.scale, lambda v: setattr(_Settings, "scale", v)),
     "the class of a module": (_SCALED, lambda v: setattr(_Scaled, "factor", v)),
     "a function": (lambda x: x * (_helper() + _helper.scale), lambda v: setattr(_helper, "scale", v)),
     "a context variable": (lambda x: x * _CONTEXT.get(), _set_context),

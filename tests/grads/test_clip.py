@@ -202,7 +202,4 @@ def _events():
 
 def test_one_sum_per_axis_is_norm_and_agreement(ranks):
     """Three kinds of cut and 128 numbers over all four ranks, on the mesh that has them in one axis."""
-    assert ranks(4, _events)[0] == [
-        ("ep_shard", 8 * (3 + 128) * 2 * 3 // 4),
-        ("dp_replicate", 8 * 128),
-    ]
+    assert ranks(4, _events)[0] == [("ep_shard", 8 * (3 + 128) * 2 * 3 // 4), ("dp_replicate", 8 * 128)]

@@ -11,12 +11,7 @@ import shardwright as sw
 from shardwright.comm.record import Recorder
 from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer
-from shardwright.parallel import (
-    parallelize_fsdp,
-    parallelize_hsdp,
-    parallelize_replicate,
-    parallelize_tensor,
-)
+from shardwright.parallel import parallelize_fsdp, parallelize_hsdp, parallelize_replicate, parallelize_tensor
 from shardwright.placement import Shard
 from shardwright.testing import rank_mesh
 

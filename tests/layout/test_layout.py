@@ -9,16 +9,7 @@ import torch
 
 from shardwright.errors import LayoutError, MeshError, PlacementError
 from shardwright.layout import Layout, MeshShape
-from shardwright.placement import (
-    BlockCyclic,
-    Interleaved,
-    Owner,
-    Partial,
-    Ragged,
-    Replicate,
-    Shard,
-    ZigZag,
-)
+from shardwright.placement import BlockCyclic, Interleaved, Owner, Partial, Ragged, Replicate, Shard, ZigZag
 from tests.generators import distributed, numbered
 from tests.placement.user_placements import LogSumExp
 

@@ -79,11 +79,7 @@ def observe(
 def memory(x: torch.Tensor) -> tuple[Any, ...]:
     """What torch's own code asks of a tensor's memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        return (
-            tuple(x.stride()),
-            x.storage_offset() if x.numel() else 0,
-            x.is_contiguous(),
-        )
+        return (tuple(x.stride()), x.storage_offset() if x.numel() else 0, x.is_contiguous())
 
 
 def _written(seen: Seen, results: list[torch.Tensor], bases: list[torch.Tensor]) -> None:

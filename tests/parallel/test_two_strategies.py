@@ -14,12 +14,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright.parallel import (
-    parallelize_fsdp,
-    parallelize_hsdp,
-    parallelize_replicate,
-    parallelize_tensor,
-)
+from shardwright.parallel import parallelize_fsdp, parallelize_hsdp, parallelize_replicate, parallelize_tensor
 from shardwright.testing.meshes import rank_mesh
 from tests.tiers import all_but, only
 

@@ -53,10 +53,7 @@ def _assert_same(results, want):
             torch.testing.assert_close(value, want[name], atol=2e-5, rtol=1e-4)
 
 
-OTHERS = [
-    Case("", {"pp": 2}, stages=4, micro=2),
-    Case("", {"pp": 2, "dp": 2}, ("pipeline", "fsdp"), micro=2),
-]
+OTHERS = [Case("", {"pp": 2}, stages=4, micro=2), Case("", {"pp": 2, "dp": 2}, ("pipeline", "fsdp"), micro=2)]
 
 
 @pytest.mark.parametrize("name", ["decoder", "tied"])

@@ -18,13 +18,7 @@ from shardwright.plan.carry import Carry
 from shardwright.plan.rank_map import Part
 from tests.plan.kinds import all_kinds, small_integers
 from tests.plan.lockstep import Lockstep, held_by_all
-from tests.plan.two_meshes import (
-    fewest_messages,
-    least_elements,
-    least_for_terms,
-    random_pairs,
-    spread_terms,
-)
+from tests.plan.two_meshes import fewest_messages, least_elements, least_for_terms, random_pairs, spread_terms
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 TRAINER = MeshShape(("dp",), (4,))

@@ -97,10 +97,7 @@ def least_for_terms(source: Layout, target: Layout) -> int:
     total, known = 0, {}
     for has, wants in zip(holders(source), holders(target), strict=True):
         terms = sorted({key[0] for key in has.values()})
-        key = (
-            tuple(sorted((rank, terms.index(of[0])) for rank, of in has.items())),
-            tuple(sorted(wants)),
-        )
+        key = (tuple(sorted((rank, terms.index(of[0])) for rank, of in has.items())), tuple(sorted(wants)))
         if key not in known:
             known[key] = fewest_messages(dict(key[0]), [(rank,) for rank in key[1]], len(terms))
         total += known[key]

@@ -9,12 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import shardwright as sw
 from shardwright.errors import ImplicitRedistributionError, ParallelError, RuleError
 from shardwright.grads import GradientSynchronizer
-from shardwright.parallel import (
-    cut_sequence,
-    parallelize_context,
-    parallelize_fsdp,
-    parallelize_replicate,
-)
+from shardwright.parallel import cut_sequence, parallelize_context, parallelize_fsdp, parallelize_replicate
 from shardwright.tensor.attention.asked import asked_here, attention_by
 from shardwright.testing import rank_mesh
 

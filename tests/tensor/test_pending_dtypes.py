@@ -98,10 +98,7 @@ def _differs(read, x, value, mesh):
 
 @pytest.mark.parametrize(
     "names",
-    [
-        ("sum", "max"),
-        pytest.param(("avg", "product", "min", "norm2", "bor", "band"), marks=pytest.mark.slow),
-    ],
+    [("sum", "max"), pytest.param(("avg", "product", "min", "norm2", "bor", "band"), marks=pytest.mark.slow)],
 )
 def test_every_reader_sees_the_value_that_one_device_has(ranks, names):
     found = ranks(2, _read, names)

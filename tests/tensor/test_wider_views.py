@@ -14,10 +14,7 @@ VIEWS = (
     (torch.float16, torch.int32), (torch.int32, torch.uint8), (torch.float32, torch.int32),
     (torch.complex64, torch.float64),
 )  # fmt: skip
-WRITES = {
-    "a part": lambda v: v[:, :1].fill_(2),
-    "an index": lambda v: v.__setitem__((0, 1), 5),
-}
+WRITES = {"a part": lambda v: v[:, :1].fill_(2), "an index": lambda v: v.__setitem__((0, 1), 5)}
 
 
 def _written():

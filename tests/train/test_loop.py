@@ -127,14 +127,7 @@ def test_a_stop_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint(ranks
             {"world": 4, "dp_replicate": 1, "ep": 2, "tp": 2, "sp": True, "cp": 2}, marks=pytest.mark.slow
         ),
     ],
-    ids=[
-        "the same mesh",
-        "two ranks, fsdp",
-        "two ranks, experts",
-        "one rank",
-        "two stages",
-        "cut sequences",
-    ],
+    ids=["the same mesh", "two ranks, fsdp", "two ranks, experts", "one rank", "two stages", "cut sequences"],
 )
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks, settings, tmp_path, other):
     """Bit for bit on the same mesh; within rounding on another."""

@@ -54,12 +54,7 @@ def union(parts: Sequence[Held_by_key], digests: Sequence[Digests]) -> Held_by_k
 
 
 def _compare(
-    key: str,
-    first: Held,
-    held: Held,
-    rank: int,
-    parts: Sequence[Held_by_key],
-    digests: Sequence[Digests],
+    key: str, first: Held, held: Held, rank: int, parts: Sequence[Held_by_key], digests: Sequence[Digests]
 ) -> None:
     other = next(number for number, part in enumerate(parts) if part.get(key) == first)
     if held[:2] != first[:2]:

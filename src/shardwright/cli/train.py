@@ -66,8 +66,7 @@ def train(  # noqa: PLR0913  one parameter for each flag
     device: Annotated[str | None, _help("cpu or cuda.")] = None,
     seed: Annotated[Number, _help("Decides the first values and every batch.")] = None,
     data: Annotated[
-        str | None,
-        _help("A file or a folder of text.", "the sources of Python's standard library"),
+        str | None, _help("A file or a folder of text.", "the sources of Python's standard library")
     ] = None,
     out: Annotated[
         str | None,

@@ -134,11 +134,6 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     return decomposition_table
 
 
-def under_transforms() -> bool:
-    """Is a function of `torch.func` running?"""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def is_composite(op: torch._ops.OpOverload) -> bool:
     """Does torch compose it of other ops, gradients and all?"""
     return bool(op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))

@@ -2,13 +2,7 @@
 
 from shardwright.context.context import DistributedContext
 from shardwright.context.degrees import Degrees
-from shardwright.context.domains import (
-    BATCH_DOMAIN,
-    DENSE_DOMAIN,
-    EXPERT_DOMAIN,
-    FLAT_DOMAIN,
-    REGULAR_DOMAIN,
-)
+from shardwright.context.domains import BATCH_DOMAIN, DENSE_DOMAIN, EXPERT_DOMAIN, FLAT_DOMAIN, REGULAR_DOMAIN
 from shardwright.context.parameters import DeviceMeshParameters
 from shardwright.context.registry import register_domain
 from shardwright.context.submesh import submesh

@@ -13,7 +13,7 @@ from shardwright.compat import (
     implicitly_replicated,
     in_loss_parallel,
     modes_on,
-    under_transforms,
+    transforms_on,
 )
 from shardwright.rules import registry
 from shardwright.tensor.explicit_mode import is_explicit
@@ -73,7 +73,7 @@ def why_unerased() -> str:
         return "sw.trace() looks at it, with the program's own lines"
     if guard.on:
         return "sw.guarded() compares what it sends, line by line"
-    if under_transforms():
+    if transforms_on():
         return "a transform of torch.func follows it"
     if modes_on():
         return "a dispatch mode of torch looks at each operator"

@@ -28,15 +28,7 @@ class Kind:
     One object per kind: compared and hashed by identity.
     """
 
-    __slots__ = (
-        "arrangement",
-        "base_hash",
-        "classes",
-        "dtype",
-        "mesh_shape",
-        "rows",
-        "stride_order",
-    )
+    __slots__ = ("arrangement", "base_hash", "classes", "dtype", "mesh_shape", "rows", "stride_order")
 
     def __init__(
         self,

@@ -15,12 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names, union_mesh
-from shardwright.compat.fully_shard import (
-    FsdpParameter,
-    follow_dtype,
-    fsdp_parameters,
-    replaced_parameters,
-)
+from shardwright.compat.fully_shard import FsdpParameter, follow_dtype, fsdp_parameters, replaced_parameters
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.parallel.direct_calls import serve_direct_calls
@@ -264,11 +259,7 @@ def replicate_unsharded(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Par
 
 
 def _shard(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    slots: list[Slot],
-    ignored: set[nn.Parameter],
-    kwargs: dict[str, Any],
+    module: nn.Module, mesh: DeviceMesh, slots: list[Slot], ignored: set[nn.Parameter], kwargs: dict[str, Any]
 ) -> None:
     """Hand the local tensors to `fully_shard`, then label what it made by what each parameter was before."""
     plain: dict[nn.Parameter, nn.Parameter] = {}

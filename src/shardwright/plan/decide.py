@@ -126,10 +126,7 @@ def _planned_in_pieces(source: Layout, target: Layout, max_extra_bytes: int, ver
 
 
 def _check(source: Layout, target: Layout) -> None:
-    for name, mine, theirs in (
-        ("shape", source.shape, target.shape),
-        ("dtype", source.dtype, target.dtype),
-    ):
+    for name, mine, theirs in (("shape", source.shape, target.shape), ("dtype", source.dtype, target.dtype)):
         if mine != theirs:
             raise PlanError(
                 f"cannot redistribute {source} to {target}: {name} is {mine} here and {theirs} there"

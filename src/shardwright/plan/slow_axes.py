@@ -83,10 +83,7 @@ def _reduced_by_level(
         return []
     source, target = step.source, step.target
     middle = MixedMap(source, target, source.cut & slow, (), target.cut - slow)
-    halves = [
-        make(source, middle, [of.axis for of in near]),
-        make(middle, target, [of.axis for of in far]),
-    ]
+    halves = [make(source, middle, [of.axis for of in near]), make(middle, target, [of.axis for of in far])]
     if not _better(halves, step, slow):
         return []
     return [halves[0], Combine(near), halves[1], Combine(far)]

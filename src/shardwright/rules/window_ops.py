@@ -126,12 +126,7 @@ def _of_pool(call: Call) -> tuple[Sliding, ...] | None:
     stride = _each(call.arg("stride") or kernel, count)
     dilation = call.arg("dilation") if "dilation" in call.bound else [1]
     return _slides(
-        info.shape,
-        made.shape,
-        kernel,
-        stride=stride,
-        padding=call.arg("padding"),
-        dilation=dilation,
+        info.shape, made.shape, kernel, stride=stride, padding=call.arg("padding"), dilation=dilation
     )
 
 

@@ -45,11 +45,7 @@ def chunk_list(spec: Spec) -> list[ChunkStorageMetadata]:
 def write_items(spec: Spec, local: torch.Tensor, fqn: str) -> list[WriteItem]:
     """One item to write per box."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415
-    from torch.distributed.checkpoint.planner import (  # noqa: PLC0415
-        TensorWriteData,
-        WriteItem,
-        WriteItemType,
-    )
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType  # noqa: PLC0415
 
     return [
         WriteItem(

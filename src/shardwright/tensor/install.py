@@ -19,14 +19,7 @@ from shardwright.tensor.dtensor import DTensor, above
 from shardwright.tensor.localized import LocalizedDTensor, compute_view
 from shardwright.tensor.modules.replaced import refuse_replaced
 from shardwright.tensor.optimizer_gradients import bring_gradients, give_back
-from shardwright.tensor.plain import (
-    backward,
-    boundary,
-    made_gradients,
-    own_terms,
-    packed_sequences,
-    set_data,
-)
+from shardwright.tensor.plain import backward, boundary, made_gradients, own_terms, packed_sequences, set_data
 from shardwright.tensor.safe_globals import allow_safe_loading
 from shardwright.tensor.under_way import start_redistribution
 from shardwright.tensor.views import strided, write_back

@@ -90,12 +90,7 @@ def _check_counts(flat: int, **stated: Sequence[Any] | None) -> None:
 
 
 def _enter(
-    value: Any,
-    index: int,
-    wanted: Sequence[Any] | None,
-    grads: Sequence[Any] | None,
-    *,
-    redistribute: bool,
+    value: Any, index: int, wanted: Sequence[Any] | None, grads: Sequence[Any] | None, *, redistribute: bool
 ) -> Any:
     if not isinstance(value, TorchDTensor):
         return value

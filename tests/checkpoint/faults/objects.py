@@ -228,10 +228,7 @@ def others() -> Verdicts:
     yield "of a process that has ended", _beside(Journal(OTHER, (), ended), "removed")
     yield "of this process, which saves no more", _beside(Journal(OTHER, (), here), "removed")
     yield "of another machine", _beside(Journal(OTHER, (), far), "kept")
-    yield (
-        "of a process that lives",
-        _refused(Journal(OTHER, (), parent)),
-    )
+    yield ("of a process that lives", _refused(Journal(OTHER, (), parent)))
     yield "without a journal", _beside(None, "removed")
     damage.saved(empty())
     put("thesis.txt", b"years of work")

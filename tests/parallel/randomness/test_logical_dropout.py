@@ -24,14 +24,8 @@ from .philox_in_numpy import Dropout, kept, words
 WORLDS = {
     "replicate": ({"data_parallel_replicate": 2}, {"": "replicate"}),
     "fsdp": ({"data_parallel_shard": 2}, {"": "fsdp", "layers.*": "fsdp"}),
-    "hsdp": (
-        {"data_parallel_replicate": 2, "data_parallel_shard": 2},
-        {"": "hsdp", "layers.*": "hsdp"},
-    ),
-    "context": (
-        {"data_parallel_replicate": 2, "context_parallel_shard": 2},
-        {"": ["context", "replicate"]},
-    ),
+    "hsdp": ({"data_parallel_replicate": 2, "data_parallel_shard": 2}, {"": "hsdp", "layers.*": "hsdp"}),
+    "context": ({"data_parallel_replicate": 2, "context_parallel_shard": 2}, {"": ["context", "replicate"]}),
     "context, fsdp": ({"data_parallel_shard": 2, "context_parallel_shard": 2}, {"": ["context", "fsdp"]}),
     "tensor": (
         {"data_parallel_shard": 2, "tensor_parallel": 2},

@@ -74,11 +74,7 @@ BAD = {
     "axis tp": (DP, {"": ["fsdp"], **TENSOR}, "tensor_parallel is 1 in this context"),
     "axis cp": (DP, {"": ["fsdp", "context"]}, "context_parallel_shard is 1 in this context"),
     "no row for tp": (TP, {"": "fsdp"}, "tensor_parallel is 2, and no row uses it"),
-    "fsdp for hsdp": (
-        {"data_parallel_replicate": 2, "data_parallel_shard": 2},
-        {"": "fsdp"},
-        "fix: 'hsdp'",
-    ),
+    "fsdp for hsdp": ({"data_parallel_replicate": 2, "data_parallel_shard": 2}, {"": "fsdp"}, "fix: 'hsdp'"),
     "fsdp over nobody": ({"data_parallel_replicate": 2}, {"": "fsdp"}, "fix: 'hsdp'"),
     "contradiction": (
         DP,

@@ -14,14 +14,7 @@ import secrets
 import warnings
 from collections.abc import Sequence
 
-from shardwright.checkpoint.storage.folder_names import (
-    DATA,
-    REMOVING,
-    Content,
-    Journal,
-    leftovers,
-    look,
-)
+from shardwright.checkpoint.storage.folder_names import DATA, REMOVING, Content, Journal, leftovers, look
 from shardwright.checkpoint.storage.manifest import NAME, Head
 from shardwright.checkpoint.storage.owner import saves_here, this_process
 from shardwright.checkpoint.storage.place import Place

@@ -21,11 +21,7 @@ from shardwright.parallel.pipeline.forward.learn import learn
 from shardwright.parallel.pipeline.forward.recording import refuse_recording
 from shardwright.parallel.pipeline.homes import Homes
 from shardwright.parallel.pipeline.running import as_it_is, autocast, device_of, numbers, own_errors, running
-from shardwright.parallel.pipeline.schedules import (
-    check_schedule,
-    make_schedule,
-    refuse_taken_apart,
-)
+from shardwright.parallel.pipeline.schedules import check_schedule, make_schedule, refuse_taken_apart
 from shardwright.parallel.pipeline.split import find_split
 from shardwright.parallel.pipeline.stage import Stage, StageModule
 from shardwright.parallel.pipeline.ties import Ties

@@ -60,10 +60,7 @@ def place_by_words(
 
 
 def _placements(
-    module: nn.Module,
-    said: Spoken,
-    placed: Mapping[str, PlacementsArgument],
-    n: int,
+    module: nn.Module, said: Spoken, placed: Mapping[str, PlacementsArgument], n: int
 ) -> dict[str, Placement]:
     """`{name of a parameter: placement}` of those that a word reaches, under all names of a tied one."""
     chosen: dict[nn.Parameter, tuple[Said, Placement]] = {}

@@ -21,10 +21,7 @@ rule("aten::mv", "m k, k -> m", reduce="sum", hom=("self: sum->sum", "vec: sum->
 rule("aten::dot", "k, k -> ()", reduce="sum", hom=("self: sum->sum", "tensor: sum->sum"))
 rule("aten::vdot", "k, k -> ()", reduce="sum", hom=("self: sum->sum", "other: sum->sum"))
 rule(
-    "aten::addmm",
-    "m? n?, m k, k n -> m n",
-    reduce="sum",
-    hom=("self+mat1: sum->sum", "self+mat2: sum->sum"),
+    "aten::addmm", "m? n?, m k, k n -> m n", reduce="sum", hom=("self+mat1: sum->sum", "self+mat2: sum->sum")
 )
 rule(
     "aten::baddbmm",

@@ -102,11 +102,7 @@ def _hashable(dim: int | Sequence[int] | None) -> object:
 
 
 def _moments(
-    x: Tensor,
-    dim: int | Sequence[int] | None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
+    x: Tensor, dim: int | Sequence[int] | None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Variance and mean over some dims, in two passes."""
     dims = dims_of(_hashable(dim), x.dim())

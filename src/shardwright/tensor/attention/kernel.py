@@ -59,12 +59,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Part:
 
 
 def attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    done: tuple[Tensor, Tensor],
-    seen: Seen,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, done: tuple[Tensor, Tensor], seen: Seen
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The terms of the gradients of queries, keys and values that these keys make.
 

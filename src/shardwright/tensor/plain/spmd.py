@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from shardwright.comm.record import source_line
-from shardwright.compat import is_functorch_wrapped_tensor, outside_transforms, under_transforms
+from shardwright.compat import is_functorch_wrapped_tensor, outside_transforms, transforms_on
 from shardwright.compat.dynamo import never_compiled_alone, never_traced
 from shardwright.errors import SpmdError
 from shardwright.placement.base import Replicate
@@ -82,7 +82,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
 
     def _replicate(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and not _is_distributed(value):
-            if torch.compiler.is_compiling() or not under_transforms():
+            if torch.compiler.is_compiling() or not transforms_on():
                 return self._replicated(value)
             if is_functorch_wrapped_tensor(value):
                 raise SpmdError(_TRANSFORMED.format(source_line(), tuple(value.shape)))

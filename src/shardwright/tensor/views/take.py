@@ -175,11 +175,7 @@ def anew(
 
 
 def copied_reshape(
-    spec: Spec,
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    source: DTensor,
+    spec: Spec, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], source: DTensor
 ) -> DTensor | None:
     """A reshape to this spec, the elements of the local tensor in their order; None for other ops."""
     if func._schema.name not in _RESHAPES:
