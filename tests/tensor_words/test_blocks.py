@@ -114,7 +114,7 @@ def _plain_labels():
         with loss_parallel():
             loss = functional.cross_entropy(logits, labels, weight)
             loss.backward()
-            each = functional.cross_entropy(logits, labels, reduction="none")
+            each = functional.cross_entropy(input=logits, target=labels, reduction="none")
         assert loss.placements == each.placements == (sw.Replicate(), sw.Replicate())
         torch.testing.assert_close(loss.to_local(), wanted)
         torch.testing.assert_close(each.to_local(), functional.cross_entropy(full, labels, reduction="none"))

@@ -57,10 +57,40 @@ def _same_size(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return bool(first.shape == second.shape)
 
 
+def _cut_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, bool]]:
+    """Of a loss inside torch's `loss_parallel`: the placements of its logits, and which cut the classes."""
+    logits = args[0] if args else kwargs.get("input")
+    if not in_loss_parallel() or not isinstance(logits, TorchDTensor):
+        return []
+    classes = min(1, logits.dim() - 1)
+    return [(p, getattr(p, "dim", None) == classes) for p in logits.placements]
+
+
+def _is_parallel_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Is it a loss inside torch's `loss_parallel`, where plain labels and weights are the same on every rank?
+
+    Not beside rows that are cut: labels of those may as well be this rank's own.
+    """
+    cuts = _cut_classes(args, kwargs) if func in LOSSES else []
+    labels = args[1] if len(args) > 1 else kwargs.get("target")
+    has_rows = isinstance(labels, TorchDTensor) or all(cut or p.is_replicate() for p, cut in cuts)
+    return bool(cuts) and has_rows
+
+
+def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Inside `loss_parallel` it is replicated over the axes that cut the classes, as torch promises."""
+    loss, cuts = func(*args, **kwargs), _cut_classes(args, kwargs)
+    if not cuts:
+        return loss
+    pairs = zip(loss.placements, cuts, strict=True)
+    return loss.redistribute(placements=[Replicate() if cut else p for p, (_, cut) in pairs])
+
+
+LOSSES = frozenset({cross_entropy})
 Own = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 # Functions that the library does in its own way above autograd: `(func, args, kwargs) -> result`. Those that
 # need what stands above this module are put in by `tensor.install`.
-OWN: dict[Any, Own] = dict.fromkeys(OF_SIZES, _same_size)
+OWN: dict[Any, Own] = dict.fromkeys(OF_SIZES, _same_size) | dict.fromkeys(LOSSES, _loss)
 
 
 def helpers_allowed(within: int = 0) -> bool:
@@ -118,14 +148,14 @@ def call(
     kwargs = {} if kwargs is None else kwargs
     if torch.compiler.is_compiling():
         with DisableTorchFunctionSubclass():
-            return _loss(func, args, kwargs) if func is cross_entropy else func(*args, **kwargs)
+            return _loss(func, args, kwargs) if func in LOSSES else func(*args, **kwargs)
     depth = state.functions
     given = (*args, *kwargs.values()) if kwargs else args
     if state.rank_local:
         pass
     elif not _harmless.issuperset(map(type, given)) and (not depth or _recomputes()) and _has_foreign(given):
         args, kwargs = _adopted(func, args, kwargs)
-        alike = _recomputes() or implicitly_replicated() or _is_parallel_loss(func, args)
+        alike = _recomputes() or implicitly_replicated() or _is_parallel_loss(func, args, kwargs)
         if alike and not leaves_alone(func):
             args, kwargs = _taken_as_replicated(func, args, kwargs)
         elif not state.blocks:
@@ -159,35 +189,6 @@ def _recomputes() -> bool:
     recomputed stands inside a function of torch where the backward begins at a DTensor.
     """
     return current_graph_task_id() != -1 and torch.is_grad_enabled()
-
-
-def _is_parallel_loss(func: Any, args: tuple[Any, ...]) -> bool:
-    """Is it a loss inside torch's `loss_parallel`, where plain labels and weights are the same on every rank?
-
-    Not beside rows that are cut: labels of those may as well be this rank's own.
-    """
-    if func is not cross_entropy or not in_loss_parallel() or not isinstance(args[0], TorchDTensor):
-        return False
-    cuts = zip(args[0].placements, _cut_classes(args[0]), strict=True)
-    return isinstance(args[1], TorchDTensor) or all(cut or p.is_replicate() for p, cut in cuts)
-
-
-def _cut_classes(logits: TorchDTensor) -> list[bool]:
-    """Per axis, does it cut the classes?"""
-    classes = min(1, logits.dim() - 1)
-    return [getattr(p, "dim", None) == classes for p in logits.placements]
-
-
-def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Inside `loss_parallel` it is replicated over the axes that cut the classes, as torch promises."""
-    loss = func(*args, **kwargs)
-    if not in_loss_parallel() or not isinstance(args[0], TorchDTensor):
-        return loss
-    cuts = zip(loss.placements, _cut_classes(args[0]), strict=True)
-    return loss.redistribute(placements=[Replicate() if cut else p for p, cut in cuts])
-
-
-OWN[cross_entropy] = _loss
 
 
 # Functions whose result is plain because the user asks for it.
