@@ -569,3 +569,18 @@ def _once():
 def test_a_call_is_learned_when_it_comes_again(ranks):
     (found,) = ranks(1, _once)
     assert found == ((0, 1), 1, 2)
+
+
+def _by_keyword():
+    x, _, w, _ = _operands()
+    for _ in range(3):
+        F.linear(x, weight=w)  # learned
+    w.requires_grad_()
+    F.linear(x, weight=w).sum().backward()
+    full, _, weight, _ = _full()
+    F.linear(full, weight.requires_grad_()).sum().backward()
+    torch.testing.assert_close(w.grad.full_tensor(), weight.grad)
+
+
+def test_an_operand_by_keyword_gets_its_gradient(ranks):
+    ranks(2, _by_keyword)
