@@ -90,7 +90,7 @@ def _moved(
 def redistributed_together(
     xs: Sequence[DTensor], targets: Sequence[Layout], mesh: DeviceMesh
 ) -> Sequence[DTensor]:
-    """DTensors of one mesh in these layouts on a mesh: as `autograd.redistributed` of each, but together."""
+    """DTensors of one mesh in these layouts on a mesh, differentiable. Cost: that of `redistribute_many`."""
     if torch.compiler.is_compiling():
         return [redistributed(x, target, mesh) for x, target in zip(xs, targets, strict=True)]
     return cast("tuple[DTensor, ...]", _Together.apply(mesh, targets, *xs))  # type: ignore[no-untyped-call]
