@@ -8,12 +8,9 @@ what an object keeps for itself, which goes with the object.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from functools import _lru_cache_wrapper
+from collections.abc import Callable
+from functools import _lru_cache_wrapper, lru_cache
+from typing import Any, Protocol, TypeVar
 
 
 class Table(Protocol):

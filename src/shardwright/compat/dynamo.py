@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import (
@@ -15,10 +17,6 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch.utils import _python_dispatch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
 _DYNAMO = "torch._dynamo"

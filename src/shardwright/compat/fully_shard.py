@@ -5,17 +5,15 @@ Nothing of it is imported here: tensors ask who manages them, in programs withou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.distributed import _composable_state
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @dataclass(frozen=True)

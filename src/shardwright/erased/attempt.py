@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -24,9 +25,6 @@ from shardwright.erased.walk import SCALARS, World, local_of
 from shardwright.erased.watch import Watch
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dtensor import DTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 class Attempt:

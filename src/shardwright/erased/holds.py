@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -10,9 +11,6 @@ from shardwright.erased.given import of_tensor
 from shardwright.erased.program import compiled
 from shardwright.erased.walk import FLOAT, SCALARS, Fact, content
 from shardwright.tensor.dtensor import DTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _GONE = (KeyError, IndexError, AttributeError, ValueError)
 _READ = {

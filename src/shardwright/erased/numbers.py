@@ -8,14 +8,12 @@ followed so: a program that asks for a number may print it, compare it, keep it,
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from shardwright.erased.tape import Number
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class HostNumber:

@@ -7,8 +7,9 @@ go after its last use, so that a replay holds what the call held.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +17,6 @@ from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.erased.record import DATA, FUNCTIONAL
 from shardwright.erased.sources import Held
 from shardwright.erased.tape import Line, Number, Ref, Tape
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift", "aten::detach_"})
 _LITERALS = frozenset({type(None), bool, int, str})

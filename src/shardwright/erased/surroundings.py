@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,9 +19,6 @@ from shardwright.compat import (
 from shardwright.rules import registry
 from shardwright.tensor.explicit_mode import is_explicit
 from shardwright.tensor.random import mode as random_mode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _DEVICES = ("cpu", "cuda")
 

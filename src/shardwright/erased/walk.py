@@ -14,10 +14,10 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwright.comm.record import of_library
 from shardwright.erased.refuse import Refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OF_MODULES = frozenset(nn.Module().__dict__)

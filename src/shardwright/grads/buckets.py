@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.grads.alike import Crowd, crowds_of
 from shardwright.grads.entry import Entry
 from shardwright.grads.grid import GridOfRanks, grid_of
 from shardwright.tensor.wrap import as_ours
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor as TorchDTensor
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ sent at the end of the backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.functional import reduce_over, start_sum
 from shardwright.compat import axis_names
@@ -27,9 +27,6 @@ from shardwright.grads.other_layouts import home_on_shared_axes
 from shardwright.grads.parameters import name_list
 from shardwright.grads.state import GradientState
 from shardwright.tensor.autograd import GradientIsTaken
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor as TorchDTensor
 
 _REASON = "sum gradients"
 

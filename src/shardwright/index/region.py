@@ -5,16 +5,13 @@ Not a slice (a region may have many pieces), not data.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
 from shardwright.index.runs import Runs, interval, intervals, total
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 Shape = tuple[int, ...]
 

@@ -6,10 +6,8 @@ index of that dim: local index i is the i-th index that the list names. Not a se
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 
 class Run(NamedTuple):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from shardwright.errors import MeshError
 from shardwright.remember import memo
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 Coords = tuple[int, ...]
 

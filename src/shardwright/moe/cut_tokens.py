@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import ConfigError
@@ -13,9 +12,6 @@ from shardwright.placement.shard import Shard
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local_use import kept_spec
 from shardwright.tensor.wrap import as_ours
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def computes_locally(parameter: TorchDTensor) -> bool:

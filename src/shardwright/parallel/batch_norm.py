@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from types import MappingProxyType, MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.collectives import all_reduce
@@ -14,10 +16,6 @@ from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.pipeline.mark import is_cut
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 _REASON = "statistics of batch norm"
 _OVER = "_statistics_over"

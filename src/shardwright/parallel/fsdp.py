@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,9 +35,6 @@ from shardwright.tensor.modules.slots import Slot, slots_of
 from shardwright.tensor.modules.ties import refuse_placed_elsewhere, ties_kept
 from shardwright.tensor.spec import Spec, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours, wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.functional import gather_rows
 from shardwright.comm.record import because
@@ -22,9 +23,6 @@ from shardwright.parallel.meshes import named_axes
 from shardwright.tensor.random.logical_mode import LogicalMode
 from shardwright.tensor.random.mode import random_mode
 from shardwright.tensor.random.rows import BatchRows, enter, leave
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _MANY = 1 << 16  # draws whose rows are known until their backward has run
 _NO_MODULE = (

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
 from shardwright.tensor.modules.more_axes import shared_ranks
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def named_axes(mesh: DeviceMesh, verb: str) -> tuple[str, ...]:

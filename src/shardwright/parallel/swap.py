@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from shardwright.tensor.modules.slots import Slot, slots_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 
 def replace_parameters(

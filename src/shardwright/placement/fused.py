@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
 from shardwright.index.runs import Run, Runs, interval, merged
 from shardwright.placement.along_dim import AlongDim
 from shardwright.placement.shard import chunk_bounds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 @dataclass(frozen=True, repr=False, init=False)

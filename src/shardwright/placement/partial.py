@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial as TorchPartial
 
 from shardwright.errors import PlacementError
 from shardwright.placement.base import Pending
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 
 @dataclass(frozen=True)

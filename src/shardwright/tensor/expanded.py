@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+import torch
 
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Placement, Replicate
 from shardwright.remember import remembered
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
 
 
 def expanded_dims(layout: Layout) -> tuple[int, ...]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
 from shardwright.layout.layout import Layout
 from shardwright.remember import memo
 from shardwright.tensor.spec import Extra, Spec, spec_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _MANY = 16384
 # By identity of what the program keeps of a tensor, which the entry holds, so that nothing else has its id.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -14,9 +15,6 @@ from shardwright.placement.partial import Partial
 from shardwright.remember import remembered
 from shardwright.tensor.spec import LocalUse, Spec, Token, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours
-
-if TYPE_CHECKING:
-    import torch
 
 
 def kept_spec(spec: Spec) -> Spec | None:

@@ -13,7 +13,8 @@ state_dict keys), wrapping every input (a rank-local batch is no logical tensor 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,9 +26,6 @@ from shardwright.tensor.autograd import Localize, apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import announce
 from shardwright.tensor.plain import boundary
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class LocalizedDTensor(DTensor):

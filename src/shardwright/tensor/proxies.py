@@ -8,10 +8,12 @@ in what `torch.compile` traces, is another case: there the local calls are the g
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -24,11 +26,6 @@ from torch.fx.experimental.proxy_tensor import (
 from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.tensor.plain.replicated import replicate_plain
 from shardwright.tensor.wrap import as_replicated
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def record(

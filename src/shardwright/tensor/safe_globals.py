@@ -6,7 +6,7 @@ this package is. A placement class of the user's own is for the user to allow.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 
@@ -17,9 +17,6 @@ from shardwright.placement.base import Placement
 from shardwright.placement.base import _rebuild as _placement_again
 from shardwright.tensor.dtensor import _rebuild as _tensor_again
 from shardwright.tensor.spec import LocalUse, Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def _shipped(cls: type[Placement]) -> Iterator[type[Placement]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names, root_mesh
@@ -12,12 +14,6 @@ from shardwright.errors import MeshError, ParallelError
 from shardwright.parallel.sequence_scope import find_scope
 from shardwright.tensor.local_use import kept_spec
 from shardwright.tensor.wrap import as_ours
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Homes:

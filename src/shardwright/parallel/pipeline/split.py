@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import intercept_calls
 from shardwright.errors import ParallelError
@@ -23,10 +24,6 @@ from shardwright.parallel.pipeline.places import VERB, Place, Places
 from shardwright.parallel.pipeline.serving import Units
 from shardwright.tensor.modules.replaced import taken_away
 from shardwright.tensor.modules.slots import slots_of
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from shardwright.context.context import DistributedContext
 from shardwright.context.domains import BATCH_DOMAIN
@@ -19,9 +20,6 @@ from shardwright.parallel.table.report import Report, print_report, report_of
 from shardwright.parallel.table.resolve import resolve
 from shardwright.parallel.table.rows import Plan, read_rows
 from shardwright.tensor.modules.ties import ties_kept
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Print = Callable[[Report], object]
 

@@ -9,16 +9,15 @@ queries than ranks, a plain cut tears them: no rank is left without a part, whic
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.fused import Fused
 from shardwright.placement.interleaved import Interleaved
 from shardwright.placement.ragged import Ragged
 from shardwright.placement.shard import Shard
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _QUERIES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")

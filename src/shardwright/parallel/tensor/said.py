@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from shardwright.errors import ParallelError
 from shardwright.parallel.names import matches
 from shardwright.parallel.tensor.words import Along, Word, word
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import nn
 
 
 @dataclass(frozen=True, slots=True)

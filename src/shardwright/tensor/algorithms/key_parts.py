@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.functional import reduce_over
 from shardwright.compat import axis_names
@@ -22,9 +23,6 @@ from shardwright.tensor.explicit_mode import refuse_exchange
 from shardwright.tensor.move import move_operands
 from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import wrap
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _WHY = "attention to parts of the keys"
 

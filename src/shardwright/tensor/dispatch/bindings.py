@@ -7,16 +7,14 @@ it must call exactly what the overload calls, once, with the very arguments.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, MethodDescriptorType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from shardwright.compat import TorchDispatchMode, nn_functions, tree_leaves, tree_map_only
 from shardwright.remember import memo
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Op = torch._ops.OpOverload
 _known: dict[tuple[Any, ...], Callable[..., Any] | None] = memo("bindings of ops", {})

@@ -6,9 +6,10 @@ answers (`ways.table`), and cached: the same call with the same layouts costs on
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -32,9 +33,6 @@ from shardwright.tensor.plain.replicated import distributed, replicate_plain
 from shardwright.tensor.spec import Spec
 from shardwright.tensor.views import offsets, take, write_back
 from shardwright.tensor.wrap import as_ours
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 _CACHE_SIZE = 65536

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,10 +22,6 @@ from shardwright.tensor.dispatch.grouped_products import grouped_product
 from shardwright.tensor.dispatch.kernel_orders import as_kernels_put_them
 from shardwright.tensor.dispatch.ways.out import fits, functional_form, is_pointwise, out_names
 from shardwright.tensor.dtensor import DTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
 
 # Ops without a kernel for tensors without data: results that are like `self`, each with its dtype if another.
 _LIKE_SELF: dict[str, tuple[torch.dtype | None, ...]] = {

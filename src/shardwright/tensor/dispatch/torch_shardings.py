@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+
+import torch
 
 from shardwright.compat import sharding_of_users
 from shardwright.rules.registry import rules_of
-
-if TYPE_CHECKING:
-    import torch
 
 _told: set[torch._ops.OpOverload] = set()
 

@@ -8,9 +8,9 @@ both if not.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -19,9 +19,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwright.errors import ParallelError
 from shardwright.tensor.modules.slots import Slot, slots_of, unchanged_on_error
 from shardwright.tensor.wrap import as_ours
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 @dataclass

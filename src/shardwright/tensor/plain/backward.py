@@ -8,7 +8,8 @@ mesh. The engine takes edges of the graph in place of tensors, and edges are nob
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -20,9 +21,6 @@ from shardwright.compat.fully_shard import managing_unit
 from shardwright.errors import RuleError
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.made_gradients import laid_out
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def _method(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from shardwright.compat import FakeTensor, FakeTensorMode, tree_leaves
 from shardwright.parallel.pipeline.border import Leaf, in_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 class Call(NamedTuple):

@@ -8,11 +8,12 @@ from where it is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from shardwright.comm.record import because
 from shardwright.compat import tree_leaves
@@ -27,9 +28,6 @@ from shardwright.parallel.pipeline.forward.returned import described
 from shardwright.parallel.pipeline.forward.run import NeededError, Run
 from shardwright.parallel.pipeline.forward.streams import Streams
 from shardwright.parallel.pipeline.split import Split
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Forward = Callable[[Run], Any]  # the model called on one micro-batch, what a stage returns to nobody
 
