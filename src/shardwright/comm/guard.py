@@ -23,20 +23,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from shardwright.comm.record import asker, source_line
 from shardwright.comm.tap import GroupCall, listen, stop_listening
 from shardwright.comm.traced import is_traced
 from shardwright.compat import default_store
 from shardwright.errors import PlanError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from shardwright.plan.plan import Plan
+from shardwright.plan.plan import Plan
 
 _PATIENCE = 1800.0
 _LONGEST_NAP = 0.02

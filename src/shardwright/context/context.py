@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
+from shardwright.context.degrees import Degrees
 from shardwright.context.domains import BATCH_DOMAIN, DomainSpec, check_axes
 from shardwright.context.groups import GroupCache
 from shardwright.context.process import ProcessWorld
@@ -22,9 +23,6 @@ from shardwright.context.randomness import (
     stream_of,
 )
 from shardwright.errors import ConfigError, MeshError
-
-if TYPE_CHECKING:
-    from shardwright.context.degrees import Degrees
 
 
 class DistributedContext:

@@ -8,15 +8,12 @@ together and a first use may happen on some ranks only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from shardwright.context.context import DistributedContext
+from shardwright.context.degrees import Degrees
 from shardwright.context.domains import BUILT_IN_DOMAINS, DomainSpec
 from shardwright.context.process import ProcessWorld
 from shardwright.errors import MeshError
-
-if TYPE_CHECKING:
-    from shardwright.context.degrees import Degrees
 
 _specs: dict[str, DomainSpec] = dict(BUILT_IN_DOMAINS)
 _newest: list[DistributedContext] = []

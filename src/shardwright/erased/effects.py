@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -11,11 +12,7 @@ from torch.autograd.graph import increment_version
 from shardwright.erased.holds import gradient_of
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.results import Result, made_again
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shardwright.erased.tape import Tape
+from shardwright.erased.tape import Tape
 
 
 @dataclass(frozen=True, slots=True)

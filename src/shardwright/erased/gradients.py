@@ -6,17 +6,15 @@ call's own graph, run here so that what it sends is what a replay sends.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardwright.compat import DisableTorchFunctionSubclass, tree_map_only
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    Backward = Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]
+Backward = Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]
 
 
 class Edge(torch.autograd.Function):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.erased.tape import Tape
 from shardwright.erased.walk import local_of
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.spec import Spec
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import offset_of, wrap
-
-if TYPE_CHECKING:
-    from shardwright.erased.tape import Tape
-    from shardwright.tensor.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)

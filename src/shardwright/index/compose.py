@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import accumulate, product
 from math import prod
 from operator import add
-from typing import TYPE_CHECKING
 
 from shardwright.index.flat_region import FlatRegion
-from shardwright.index.region import Box, Region, flat_boxes, joined
+from shardwright.index.region import Box, Region, Shape, flat_boxes, joined
 from shardwright.index.runs import compose
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from shardwright.index.region import Shape
 
 
 def compose_regions(outer: Region, inner: Region) -> Region:

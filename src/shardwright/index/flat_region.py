@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from itertools import chain, product
 from math import prod
-from typing import TYPE_CHECKING
 
 from shardwright.index.assemble import unravel
-from shardwright.index.region import Box, Region, flat_cells, joined
+from shardwright.index.region import Box, Region, Shape, flat_cells, joined
 from shardwright.index.runs import Runs, compose, interval, intervals, total
 
-if TYPE_CHECKING:
-    from shardwright.index.region import Shape
-
-    Cell = tuple[Shape, Shape]
+Cell = tuple[Shape, Shape]
 
 
 class FlatRegion(Region):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Self
 
 from shardwright.errors import LayoutError
-from shardwright.layout.applied import applied_placements, by_own_names, complete
+from shardwright.index.region import Shape
+from shardwright.layout.applied import Applied, applied_placements, by_own_names, complete
+from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.along_dim import states_runs
-from shardwright.placement.base import Partition, Pending
+from shardwright.placement.base import Partition, Pending, Placement
 from shardwright.remember import remembered
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from shardwright.index.region import Shape
-    from shardwright.layout.applied import Applied
-    from shardwright.layout.mesh_shape import MeshShape
-    from shardwright.placement.base import Placement
 
 Order = tuple[int, ...]
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.compat import shard_order_axes
+from shardwright.compat import DTensorSpec, shard_order_axes
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
-
-if TYPE_CHECKING:
-    import torch
-
-    from shardwright.compat import DTensorSpec
 
 
 def layout_of(x: torch.Tensor) -> Layout:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import is_other_view
 from shardwright.parallel.swap import replace_parameters
+from shardwright.placement.base import Placement
 from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.modules.distribute import carry_over
@@ -21,9 +21,6 @@ from shardwright.tensor.modules.more_axes import on_more_axes
 from shardwright.tensor.modules.ties import ties_kept
 from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import as_ours, wrap
-
-if TYPE_CHECKING:
-    from shardwright.placement.base import Placement
 
 Source = int | None
 

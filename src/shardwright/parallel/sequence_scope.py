@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.nn import functional
 
 from shardwright.compat import tree_map_only
 from shardwright.compat.dynamo import compiles_what_is_called
 from shardwright.errors import ParallelError
+from shardwright.placement.base import Partition
 from shardwright.tensor.attention.asked import Asked, begin, end
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain.spmd import spmd
 from shardwright.tensor.wrap import as_ours
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.placement.base import Partition
 
 _ATTENTION = functional.scaled_dot_product_attention
 _REPLACED = (

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from shardwright.errors import PlacementError
 from shardwright.index.assemble import check_dim
 from shardwright.index.flat_region import FlatRegion
-from shardwright.index.region import Region
+from shardwright.index.region import Region, Shape
 from shardwright.index.runs import Runs, compose, interval, total
 from shardwright.placement.base import Partition, check_counts
-
-if TYPE_CHECKING:
-    from shardwright.index.region import Shape
 
 
 class AlongDim(Partition):

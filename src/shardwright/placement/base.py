@@ -6,25 +6,21 @@ not a layout (one axis only, no mesh) and not an operation (it moves nothing).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
+from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 
 from shardwright.errors import PlacementError
 from shardwright.index.assemble import derived_cut_dims, join_regions, take_region
 from shardwright.index.compose import compose_regions
+from shardwright.index.region import Region, Shape
+from shardwright.index.runs import Runs
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torch import Tensor
-
-    from shardwright.index.region import Region, Shape
-    from shardwright.index.runs import Runs
-
-    # The indices that each coord holds of a 1-d tensor, in local order.
-    HeldBy = Callable[[int], Runs]
+# The indices that each coord holds of a 1-d tensor, in local order.
+HeldBy = Callable[[int], Runs]
 
 
 class Placement(TorchPlacement):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from shardwright.index.region import Shape
 from shardwright.index.runs import Run, Runs, merged
 from shardwright.placement.along_dim import AlongDim
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from shardwright.index.region import Shape
-    from shardwright.placement.base import HeldBy
+from shardwright.placement.base import HeldBy
 
 
 @dataclass(frozen=True, repr=False)

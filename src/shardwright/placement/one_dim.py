@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
+from shardwright.index.region import Region
 from shardwright.index.runs import Run, Runs, intervals, merged
 from shardwright.placement.along_dim import states_runs
+from shardwright.placement.base import Partition
 from shardwright.remember import remembered
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from shardwright.index.region import Region
-    from shardwright.placement.base import Partition
 
 # Runs that are not equal as they stand are compared interval by interval, as long as there are so few.
 _FEW = 4096

@@ -6,23 +6,19 @@ the region is believed; where its `on_dim` says something else, that is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwright.errors import PlacementError
 from shardwright.index.assemble import derived_cut_dims
-from shardwright.index.runs import total
+from shardwright.index.region import Shape
+from shardwright.index.runs import Runs, total
 from shardwright.placement.base import Partition
 from shardwright.placement.made_by_views.moved import Moved
 from shardwright.placement.made_by_views.nested import Nested
 from shardwright.placement.one_dim import held_along, same_runs
 from shardwright.remember import remembered
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from shardwright.index.region import Shape
-    from shardwright.index.runs import Runs
 
 _HOME = __name__.rpartition(".")[0]
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
-from shardwright.index.region import Region
+from shardwright.index.region import Region, Shape
 from shardwright.index.runs import total
-from shardwright.placement.base import Partition, check_counts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from shardwright.index.region import Shape
-    from shardwright.placement.base import HeldBy
+from shardwright.placement.base import HeldBy, Partition, check_counts
 
 # On longer axes nobody looks for a coord that holds everything.
 _FEW_COORDS = 4096

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd, prod
-from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
 from shardwright.index.assemble import check_dim, unravel
 from shardwright.index.flat_region import FlatRegion
-from shardwright.index.region import Box, Region, flat_boxes
+from shardwright.index.region import Box, Region, Shape, flat_boxes
 from shardwright.index.runs import interval, total
-from shardwright.placement.base import Partition
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from shardwright.index.region import Shape
-    from shardwright.placement.base import HeldBy
+from shardwright.placement.base import HeldBy, Partition
 
 # A list of every coord's length is a name only on axes that are no longer than this.
 _SHORT_AXIS = 64

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from shardwright.index.assemble import check_dim
+from shardwright.index.region import Shape
 from shardwright.index.runs import Runs, interval
 from shardwright.placement.along_dim import AlongDim
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-
-    from shardwright.index.region import Shape
-    from shardwright.placement.base import HeldBy
+from shardwright.placement.base import HeldBy
 
 
 def chunk_bounds(length: int, n: int, coord: int) -> tuple[int, int]:

@@ -6,17 +6,12 @@ where messages between pairs of ranks cannot stand.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from shardwright.placement.base import Replicate
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Partition, Placement, Replicate
 from shardwright.placement.made_by_views.joint import Joint, joint_groups
 from shardwright.placement.made_by_views.together import Together
 from shardwright.plan.decide import plan_redistribution
-
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-    from shardwright.placement.base import Partition, Placement
-    from shardwright.plan.plan import Plan
+from shardwright.plan.plan import Plan
 
 
 def plans_by_axis(plan: Plan) -> tuple[Plan, ...]:

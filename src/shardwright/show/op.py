@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,20 +12,14 @@ from shardwright.compat import tree_flatten
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.plan.decide import plan_redistribution
-from shardwright.rules.algorithms.algorithm import algorithm_for
-from shardwright.rules.alternatives import alternatives
+from shardwright.rules.algorithms.algorithm import Chosen, algorithm_for
+from shardwright.rules.alternatives import Way, alternatives
 from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.decision import Decision
 from shardwright.rules.fix import operand_names
 from shardwright.rules.propagate import propagate
 from shardwright.rules.registry import registry, rules_of
 from shardwright.show.rehearsal import Rehearsal, rehearse
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from shardwright.rules.algorithms.algorithm import Chosen
-    from shardwright.rules.alternatives import Way
-    from shardwright.rules.decision import Decision
 
 
 @dataclass(frozen=True)

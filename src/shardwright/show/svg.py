@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
-from shardwright.show.holders import Holders, ranks_text
+from shardwright.show.holders import Holders, Span, ranks_text
 from shardwright.show.palette import color_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shardwright.show.holders import Span
 
 _WIDTH, _HEIGHT, _ROW = 480.0, 320.0, 44.0
 _LEAST = 18.0  # a block stays visible beside one that is a thousand times longer

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import DisableTorchFunctionSubclass, TensorClass
+from shardwright.compat import DisableTorchFunctionSubclass, DTensorSpec, TensorClass
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of_spec
+from shardwright.placement.base import Placement
 from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
 from shardwright.tensor.flattened import spec_again
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.spec import Spec, finished, spec_of
 from shardwright.tensor.wrap import REMEMBERED, hand_out, up_to_date, wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from shardwright.compat import DTensorSpec
-    from shardwright.placement.base import Placement
 
 
 class _Above:

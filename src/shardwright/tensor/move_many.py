@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, cast, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,21 +12,18 @@ from torch.distributed.tensor import Placement as TorchPlacement
 
 from shardwright.comm.execute import execute_many
 from shardwright.errors import LayoutError
+from shardwright.layout.layout import Layout
 from shardwright.plan.decide import plan_together
 from shardwright.tensor.autograd import acceptable_gradient, differentiated, redistributed
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import announce
-from shardwright.tensor.placements import mesh_and_placements
+from shardwright.tensor.placements import PlacementsArgument, mesh_and_placements
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import as_ours, wrap
 
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-    from shardwright.tensor.placements import PlacementsArgument
-
-    # For all tensors alike, or an entry for each: in order, or by name.
-    PlacementsForMany = PlacementsArgument | Sequence[PlacementsArgument] | Mapping[str, PlacementsArgument]
+# For all tensors alike, or an entry for each: in order, or by name.
+PlacementsForMany = PlacementsArgument | Sequence[PlacementsArgument] | Mapping[str, PlacementsArgument]
 
 
 @overload

@@ -7,22 +7,20 @@ ops would move it again, for itself and one tensor at a time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardwright.compat import DisableTorchFunctionSubclass
+from shardwright.layout.layout import Layout
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move_many import move_operands_together
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import up_to_date, wrap
 
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-
-    Gradient = tuple[DTensor, DTensor, Layout]
-    _Lent = tuple[DTensor, DTensor, DTensor, int]
+Gradient = tuple[DTensor, DTensor, Layout]
+_Lent = tuple[DTensor, DTensor, DTensor, int]
 
 _LENT = "_gradients_of_the_backward"
 

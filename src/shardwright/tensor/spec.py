@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,14 +18,10 @@ from shardwright.compat import (
     torch_shard_order,
 )
 from shardwright.errors import ParallelError
+from shardwright.index.region import Shape
+from shardwright.layout.kind import Kind
 from shardwright.layout.layout import Layout
 from shardwright.remember import memo
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from shardwright.index.region import Shape
-    from shardwright.layout.kind import Kind
 
 
 @dataclass(frozen=True, slots=True)

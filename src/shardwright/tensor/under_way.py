@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.async_result import Later
 from shardwright.comm.execute import execute_later
+from shardwright.layout.layout import Layout
 from shardwright.plan.decide import plan_redistribution
 from shardwright.tensor.autograd import Redistribute, apply
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.spec import spec_of
+from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.wrap import CLASSES, wrap
-
-if TYPE_CHECKING:
-    import torch
-
-    from shardwright.layout.layout import Layout
-    from shardwright.tensor.spec import Spec
 
 _slot = TorchDTensor.__dict__["_local_tensor"]
 

@@ -5,13 +5,15 @@ For those who add a placement: one call in a test, or a subclass of `PlacementLa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
 from shardwright.errors import PlacementError
+from shardwright.index.region import Shape
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.base import Partition, Pending, Placement
@@ -19,11 +21,6 @@ from shardwright.placement.convert import as_placement
 from shardwright.placement.shard import Shard
 from shardwright.testing.hook_laws import PARTITION_HOOKS, PENDING_HOOKS, resolved_means_the_same
 from shardwright.testing.placement_laws import PARTITION_LAWS, PENDING_LAWS, is_a_value, samples
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from shardwright.index.region import Shape
 
 AXIS_SIZES = (1, 2, 3, 5)
 _LARGEST_AXIS = 32

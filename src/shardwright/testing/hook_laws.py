@@ -6,16 +6,18 @@ relies on, so each is tried here. `HOOKS` lists them all, with the law that spea
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import permutations
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.errors import PlacementError
 from shardwright.index.assemble import derived_cut_dims, take_region
 from shardwright.index.compose import compose_regions
-from shardwright.index.region import Region
+from shardwright.index.region import Region, Shape
 from shardwright.index.runs import total
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.along_dim import AlongDim
@@ -25,13 +27,6 @@ from shardwright.placement.one_dim_form import one_dim_form, placed_on
 from shardwright.placement.owner import Owner
 from shardwright.placement.ragged import Ragged
 from shardwright.placement.shard import Shard
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from shardwright.index.region import Shape
 
 HOOKS: dict[str, str] = {
     "region": "regions_fit, each_element_once",

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable, Iterator
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shardwright.index.assemble import derived_cut_dims, take_region
-from shardwright.index.region import Region
+from shardwright.index.region import Region, Shape
 from shardwright.placement.base import Partition, Pending, Placement
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from shardwright.index.region import Shape
 
 # ------------------------------------------------------------------------------------------ partitions
 

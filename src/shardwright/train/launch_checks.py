@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
 from shardwright.checkpoint import choose, list_checkpoints, read_manifest
 from shardwright.checkpoint.storage.place import Place
 from shardwright.errors import CheckpointError, ConfigError
+from shardwright.train.config import TrainConfig
 from shardwright.train.model import ModelShape
 from shardwright.train.run_folder import choose_folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from shardwright.train.config import TrainConfig
 
 
 def check_start(config: TrainConfig) -> Path:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from shardwright.checkpoint.folder import NEWEST, choose, step_path
 from shardwright.checkpoint.load import load
 from shardwright.checkpoint.save import save
+from shardwright.context.context import DistributedContext
 from shardwright.launch import supervise
 from shardwright.show.table import LayoutTable, layout_table
 from shardwright.train.agreement import from_first_rank
+from shardwright.train.config import TrainConfig
 from shardwright.train.data import Corpus, load_corpus
 from shardwright.train.gather import full_parameters, of_all_stages
 from shardwright.train.metrics import StepRecord, load_entropy
@@ -25,12 +27,6 @@ from shardwright.train.progress import Display
 from shardwright.train.run_folder import LAYOUTS, SAMPLE, RunFolder, choose_folder, set_aside
 from shardwright.train.sample import write_text
 from shardwright.train.step import Observer, StepResult, Trainer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from shardwright.context.context import DistributedContext
-    from shardwright.train.config import TrainConfig
 
 
 def run(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from shardwright.train.config import TrainConfig
 from shardwright.train.data import share
-
-if TYPE_CHECKING:
-    from shardwright.train.config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
+from shardwright.context.context import DistributedContext
 from shardwright.context.parameters import DeviceMeshParameters
 from shardwright.context.process import world_size_of_launch
 from shardwright.launch import supervise
@@ -17,9 +17,6 @@ from shardwright.train.parallelize import build_model
 from shardwright.train.reference_run import ReferenceRun
 from shardwright.train.step import Trainer
 from shardwright.train.verify import Findings, Verifier
-
-if TYPE_CHECKING:
-    from shardwright.context.context import DistributedContext
 
 SHOWN = 20  # facts of one kind
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names
 from shardwright.layout.layout import Layout
+from shardwright.placement.base import Placement
 from shardwright.tensor.autograd import FromLocal, to_local
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import finished, spec_of
 from shardwright.tensor.wrap import as_ours
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.placement.base import Placement
 
 FindMesh = Callable[[tuple[str, ...]], "DeviceMesh"]
 

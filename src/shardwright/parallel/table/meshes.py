@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
+from shardwright.context.context import DistributedContext
+from shardwright.context.degrees import Degrees
 from shardwright.context.domains import BATCH_DOMAIN, DENSE_DOMAIN, EXPERT_DOMAIN, REGULAR_DOMAIN
 from shardwright.context.submesh import submesh
 from shardwright.parallel.table.words import (
@@ -18,12 +21,6 @@ from shardwright.parallel.table.words import (
     SEQUENCE,
     TENSOR,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.context.context import DistributedContext
-    from shardwright.context.degrees import Degrees
 
 _DEGREE = {
     TENSOR: "tensor_parallel",

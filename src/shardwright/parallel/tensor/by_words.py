@@ -5,9 +5,10 @@ from __future__ import annotations
 import fnmatch
 import glob
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names
@@ -17,15 +18,9 @@ from shardwright.parallel.tensor.borders import hang, of_embeddings
 from shardwright.parallel.tensor.cuts import placement_of
 from shardwright.parallel.tensor.said import Said, Spoken, spoken
 from shardwright.parallel.tensor.sequence import read_blocks
+from shardwright.placement.base import Placement
 from shardwright.tensor.modules.distribute import place_by_pattern
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.placement.base import Placement
-    from shardwright.tensor.placements import PlacementsArgument
+from shardwright.tensor.placements import PlacementsArgument
 
 
 def place_by_words(

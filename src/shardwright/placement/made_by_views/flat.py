@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
 from shardwright.index.assemble import check_dim, unravel
 from shardwright.index.flat_region import FlatRegion
-from shardwright.index.region import Box, Region
-from shardwright.index.runs import interval, intervals, total
+from shardwright.index.region import Box, Region, Shape
+from shardwright.index.runs import Runs, interval, intervals, total
 from shardwright.placement.base import Partition, check_source
 from shardwright.placement.one_dim import held
 from shardwright.placement.one_dim_form import along
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from shardwright.index.region import Shape
-    from shardwright.index.runs import Runs
 
 
 @dataclass(frozen=True, repr=False)

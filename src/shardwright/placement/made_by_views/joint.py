@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
-from shardwright.placement.base import Partition, check_counts, check_source
+from shardwright.index.region import Region, Shape
+from shardwright.placement.base import Partition, Placement, check_counts, check_source
 from shardwright.placement.shard import Shard
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shardwright.index.region import Region, Shape
-    from shardwright.placement.base import Placement
 
 
 @dataclass(frozen=True, repr=False)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
+from shardwright.index.region import Region, Shape
 from shardwright.placement.base import Partition, check_counts, check_source
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from shardwright.index.region import Region, Shape
 
 
 @dataclass(frozen=True, repr=False)

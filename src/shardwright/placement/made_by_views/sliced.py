@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardwright.errors import PlacementError
+from shardwright.index.region import Shape
+from shardwright.index.runs import Runs
 from shardwright.placement.along_dim import AlongDim
-from shardwright.placement.base import check_counts, check_source
+from shardwright.placement.base import Partition, check_counts, check_source
 from shardwright.placement.one_dim import held, sliced_runs
-
-if TYPE_CHECKING:
-    from shardwright.index.region import Shape
-    from shardwright.index.runs import Runs
-    from shardwright.placement.base import Partition
 
 
 @dataclass(frozen=True, repr=False)

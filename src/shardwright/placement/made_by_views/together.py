@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
-from shardwright.index.region import Region
+from shardwright.index.region import Region, Shape
 from shardwright.placement.base import Partition, check_counts, check_source
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shardwright.index.region import Shape
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from shardwright.layout.applied import cut_form
-from shardwright.placement.base import Replicate
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
 from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import remembered
 from shardwright.tensor.algorithms.cut_dim import CutDim, find_cut
-
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-    from shardwright.placement.base import Placement
 
 AUTO, RING, EXCHANGE = "auto", "ring", "all_to_all"
 WAYS = (AUTO, RING, EXCHANGE)

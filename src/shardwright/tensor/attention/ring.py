@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from shardwright.comm.ring import Passing, Ring
 from shardwright.errors import PlanError
+from shardwright.rules.held_label import Held
 from shardwright.tensor.attention.blocks import Block, Sees, Span, blocks, causal_blocks, spans
 from shardwright.tensor.attention.kernel import Seen, attend, attend_backward
 from shardwright.tensor.attention.partial_results import Merged
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from shardwright.comm.ring import Passing, Ring
-    from shardwright.rules.held_label import Held
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,15 @@ and divides again.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardwright.compat import current_graph_task_id, tree_map_only
 from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.propagate import Decision
 from shardwright.rules.search import is_expanded
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch.ways.out import is_pointwise
@@ -22,11 +24,6 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_operands
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from shardwright.rules.propagate import Decision
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,8 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import TorchDispatchMode
 from shardwright.errors import RuleError
 from shardwright.tensor.random.philox import blocks, split_key
+from shardwright.tensor.random.rows import Scope
 from shardwright.tensor.random.source import draw_key
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from shardwright.tensor.random.rows import Scope
 
 aten = torch.ops.aten
 _PER_BLOCK = 4

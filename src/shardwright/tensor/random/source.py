@@ -10,17 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from shardwright.layout.layout import Layout
 from shardwright.tensor.random.logical_index import indices_of, interval_of
 from shardwright.tensor.random.philox import Words, blocks, split_key
-
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-    from shardwright.tensor.random.rows import BatchRows
+from shardwright.tensor.random.rows import BatchRows
 
 # Blocks per step: on a CPU what one step touches stays in its cache.
 _STEP = {"cpu": 1 << 15}

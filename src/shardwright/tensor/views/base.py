@@ -6,15 +6,13 @@ it in the graph made the base, and notes here how it lies; a leaf is known itsel
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardwright.compat import current_autograd_node, current_graph_task_id
+from shardwright.layout.layout import Layout
 from shardwright.tensor.dtensor import DTensor
-
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
 
 _KEY = "shardwright: layouts of the results"
 

@@ -6,23 +6,18 @@ back as elements of the base.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardwright.compat import neg_view
-from shardwright.index.view import selected
-from shardwright.views.local import local_view
+from shardwright.index.view import View, selected
+from shardwright.layout.layout import Layout
+from shardwright.layout.mesh_shape import Coords
+from shardwright.views.local import LocalView, local_view
 from shardwright.views.through import through
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from shardwright.index.view import View
-    from shardwright.layout.layout import Layout
-    from shardwright.layout.mesh_shape import Coords
-    from shardwright.views.local import LocalView
 
 # Each of them undoes itself or another one.
 _UNDO: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

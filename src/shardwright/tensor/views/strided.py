@@ -9,11 +9,14 @@ one by one: torch's own gradient of `as_strided` scatters into a storage, and wo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from shardwright.errors import RuleError
+from shardwright.index.region import Shape
+from shardwright.index.view import View
 from shardwright.remember import remembered
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.catalog.view_maps import copies, strided_views, views_of
@@ -26,12 +29,6 @@ from shardwright.tensor.spec import Token, spec_of
 from shardwright.tensor.views import write_back
 from shardwright.tensor.views.take import ViewCall, view_call
 from shardwright.tensor.wrap import offset_of, wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from shardwright.index.region import Shape
-    from shardwright.index.view import View
 
 aten = torch.ops.aten
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from shardwright.parallel.pipeline.forward.unknown import Unknown
-
-if TYPE_CHECKING:
-    from shardwright.parallel.pipeline.places import Place
-
+from shardwright.parallel.pipeline.places import Place
 
 Shown = tuple[dict[str, Any], str, Any, Unknown]  # where, the name, what was there, what stands there
 

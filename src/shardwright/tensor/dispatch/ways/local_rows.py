@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import tree_leaves, tree_map_only
+from shardwright.index.region import Shape
 from shardwright.index.stride import stride_order
 from shardwright.layout.layout import Layout
+from shardwright.placement.base import Placement
 from shardwright.placement.partial import Partial
 from shardwright.remember import remembered
 from shardwright.rules.algorithms.rows import Dims, Program
@@ -24,12 +27,6 @@ from shardwright.rules.identity import identity_of
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import wrap
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.index.region import Shape
-    from shardwright.placement.base import Placement
 
 
 @dataclass(frozen=True, slots=True)
