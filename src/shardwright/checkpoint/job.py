@@ -11,14 +11,13 @@ import torch
 from shardwright.checkpoint.agree import Group, agreed, rank, world
 from shardwright.checkpoint.collect import Collected, Part, collect, optimizers_of, values_of
 from shardwright.checkpoint.collector import no_collection
-from shardwright.checkpoint.library import library_version
 from shardwright.checkpoint.pieces import local_of, views
 from shardwright.checkpoint.plan import Plan, Told, planned, tell
 from shardwright.checkpoint.spread import Held_by_key, Share
 from shardwright.checkpoint.state import nodes_of
 from shardwright.checkpoint.storage.commit import Saving
 from shardwright.checkpoint.storage.folder_names import is_committed, metadata
-from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump
+from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump, library_version
 from shardwright.checkpoint.storage.place import Place
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.stores.of import store_of

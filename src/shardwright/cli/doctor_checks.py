@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint.library import library_version
+from shardwright.checkpoint.storage.manifest import library_version
 from shardwright.cli.doctor_ping import check_ping
 from shardwright.plan.network import Network
 from shardwright.tensor.doors import why_python

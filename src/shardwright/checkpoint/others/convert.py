@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint.library import library_version
 from shardwright.checkpoint.others import first_format
 from shardwright.checkpoint.others.converted import Converted, Key
 from shardwright.checkpoint.others.foreign import Steps, read_file, read_folder
 from shardwright.checkpoint.others.foreign_optimizers import take_optimizers
 from shardwright.checkpoint.storage.commit import Saving
 from shardwright.checkpoint.storage.folder_names import metadata
-from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump
+from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump, library_version
 from shardwright.checkpoint.storage.place import Place, folder_of, place_of
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.stores.of import store_of

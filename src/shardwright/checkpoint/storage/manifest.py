@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import xxhash
@@ -32,6 +33,11 @@ T = TypeVar("T", bound=BaseModel)
 Natural = Annotated[int, Field(ge=0, lt=1 << 62)]
 Sizes = tuple[Natural, ...]
 Id = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+def library_version() -> str:
+    """The version that the running source says of itself (what is installed may be another)."""
+    return str(sys.modules["shardwright"].__version__)
 
 
 class _Entry(BaseModel):
