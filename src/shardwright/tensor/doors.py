@@ -29,6 +29,7 @@ from shardwright.compat import (
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch import any_number, short, whole_functions
 from shardwright.tensor.dispatch.call import dispatch
+from shardwright.tensor.dispatch.ways import kept_form
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.localized import LOOKUPS, MIXING, LocalizedDTensor, call_localized, compute_view
 from shardwright.tensor.plain import boundary
@@ -38,7 +39,7 @@ from shardwright.tensor.wrap import wrap
 
 _VARIABLE = "SHARDWRIGHT_EXTENSION"
 _MODULE = "shardwright.tensor.extension.known_call"
-_BUILT = 10  # `VERSION` of the C file
+_BUILT = 11  # `VERSION` of the C file
 # Classes whose values `call._collect` tells apart by class and value.
 _SCALARS = frozenset(
     {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -178,4 +179,6 @@ def _dispatch(made: ModuleType) -> Any:
         watching=finished_forms.watching,
         function_modes=function_modes_on,
         ops_of_any_number=any_number.ops,
+        on_forms=short.on_forms,
+        with_forms=kept_form.with_forms,
     )

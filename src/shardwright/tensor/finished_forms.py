@@ -99,6 +99,7 @@ def finishes(have: Layout, want: Layout) -> bool:
     )
 
 
+@remembered(4096)
 def finished_layout(layout: Layout) -> Layout:
     """Whole where it is pending."""
     placements = [Replicate() if p.is_pending else p for p in layout.placements]
@@ -127,7 +128,9 @@ def subject(x: DTensor) -> DTensor:
 def _base(x: DTensor) -> DTensor | None:
     """The value that `x` is a view of, unless its local tensor is a copy."""
     base: Any = x._base if x._is_view() else None
-    if not isinstance(base, CLASSES[0]) or x in write_back.origins or is_reshaped(base):
+    if not isinstance(base, CLASSES[0]) or (write_back.origins.data and x in write_back.origins):
+        return None
+    if is_reshaped(base):
         return None
     same = base._local_tensor.untyped_storage()._cdata == x._local_tensor.untyped_storage()._cdata
     return base if same else None  # else its memory was exchanged since

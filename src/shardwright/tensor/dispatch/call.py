@@ -21,7 +21,7 @@ from shardwright.tensor import proxies
 from shardwright.tensor.dispatch import memory_order, other_sizes, short, torch_shardings, written_memory
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.prepared import Prepared
-from shardwright.tensor.dispatch.run import check_simple, is_simple, run, run_simple
+from shardwright.tensor.dispatch.run import check_simple, is_simple, only_finishes, run, run_simple
 from shardwright.tensor.dispatch.ways import kept_form, local_reshape
 from shardwright.tensor.dispatch.ways.local_reshape import RESHAPES, LocalReshape
 from shardwright.tensor.dispatch.ways.plain_target import write_into_plain
@@ -136,6 +136,8 @@ def _first(
     torch_shardings.warn_of(func)
     if kept_form.asks(tensors):
         _store(key, _KEPT_FORM)
+        if short.reader.there and (func not in own_terms.SUMS or own_terms.on_one_mesh(*args)):
+            short.learn_on_forms(key, func, args)
         return _KEPT_FORM.run(func, args, kwargs, tensors)
     if func in RESHAPES and len(args) == 2 and not kwargs:
         reshape = local_reshape.adapt(func, args)
@@ -204,6 +206,8 @@ def _settle(
             _store(key, prepared.results[0])
     if short.reader.there:
         short.learn(key, func, args, kwargs, tensors, reshape or prepared, out)
+        if prepared.moves and only_finishes(prepared, tensors):
+            short.learn_on_forms(key, func, args)
     other_sizes.remember(func, key, args, kwargs, prepared)
 
 
@@ -272,6 +276,7 @@ def _store(key: tuple[Any, ...], prepared: Any) -> None:
     if len(_cache) >= _CACHE_SIZE:
         _cache.clear()
         short.recipes.clear()  # a call that is decided, and has no recipe, gets none any more
+        short.on_forms.clear()
     _cache[key] = prepared
 
 

@@ -25,7 +25,7 @@ from shardwright.tensor.views.write_back import is_view
 from shardwright.tensor.wrap import as_replicated, common_use, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from shardwright.tensor.dispatch.prepared import Move, Prepared
 
@@ -103,6 +103,12 @@ def is_simple(
         and prepared.results[0] is not None
         and sum(isinstance(value, DTensor) for value in args) == tensors
     )
+
+
+def only_finishes(prepared: Prepared, tensors: Sequence[DTensor]) -> bool:
+    """Do its moves finish what is pending, each of the operands that are, and no more?"""
+    finished = {m.operand for m in prepared.moves if finishes(tensors[m.operand]._spec.layout, m.target)}
+    return len(finished) == len(prepared.moves) == sum(x._spec.pending for x in tensors)
 
 
 def _move(

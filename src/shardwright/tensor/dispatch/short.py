@@ -14,19 +14,24 @@ Where the answer is another one, Python runs the call, as it does without the ex
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from shardwright.comm.record import recording
 from shardwright.compat import tree_map_only
+from shardwright.layout.layout import Layout
+from shardwright.placement.partial import Partial
 from shardwright.remember import memo
 from shardwright.tensor.dispatch import any_number, bindings, memory_order, written_memory
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.ways.local_reshape import LocalReshape
+from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain import made_gradients
 from shardwright.tensor.spec import Spec
-from shardwright.tensor.views import offsets
+from shardwright.tensor.views import offsets, take
 
 Op = torch._ops.OpOverload
 
@@ -42,6 +47,7 @@ class Short(NamedTuple):
     placed:    where the results begin in memory follows from where the first operand does, as for views.
     begins:    where they begin on one device if the operand begins at 0; None: where it does.
     binding:   the same as `call`, in less time, but seen by modes of functions; None: there is none.
+    holds:     asked at each call; where it says False, Python runs it. None: the recipe always holds.
     """
 
     call: Callable[..., Any]
@@ -52,11 +58,14 @@ class Short(NamedTuple):
     placed: bool
     begins: tuple[int, ...] | None
     binding: Callable[..., Any] | None = None
+    holds: Callable[[], bool] | None = None
 
 
 # Bounded by who fills it: each of these calls is also one of those that `call._store` keeps.
 # None: one for each choice of numbers, under the key with these at its end.
 recipes: dict[tuple[Any, ...], Short | None] = memo("recipes of known calls", {})
+# Keys of calls on pending values that may have been finished: what is read is exchanged, and no more.
+on_forms: set[tuple[Any, ...]] = memo("known calls on finished forms", set())
 
 
 class ShortList(NamedTuple):
@@ -127,6 +136,17 @@ def learn(
         recipes[found_by] = found
 
 
+def learn_on_forms(key: tuple[Any, ...], func: Op, args: tuple[Any, ...]) -> None:
+    """Write down that a call, which only reads, is the same call on what was finished before."""
+    if func._schema.is_mutable or offsets.begins_there(func) is not None or _something_around(func, args):
+        return
+    found_by = func._op, *key[1:]
+    if any_number.only_computes(func):
+        any_number.ops.add(func._op)
+        found_by, _ = any_number.split(found_by)
+    on_forms.add(found_by)
+
+
 def recipe_of(op: Op, key: Sequence[Any]) -> Short | None:
     """The recipe of a call of the op, if there is one. Args: key: of its arguments."""
     found_by = op._op, *key
@@ -165,9 +185,18 @@ def _of_prepared(
     prepared: Prepared, func: Op, args: tuple[Any, ...], tensors: Sequence[DTensor], out: Any
 ) -> Short | None:
     """The local call that was prepared; None where more belongs to it."""
-    if not prepared.checked or prepared.moves or prepared.skip or prepared.gather_all:
+    if not prepared.checked or prepared.skip or prepared.gather_all:
         return None
-    if prepared.brought_back or prepared.outs or prepared.call or prepared.written_out is not None:
+    if prepared.brought_back or prepared.outs or prepared.written_out is not None:
+        return None
+    call: Callable[..., Any] | None = prepared.local or func._op
+    holds: Callable[[], bool] | None = None
+    if prepared.call:
+        holds = take.gives(prepared.call, prepared.results)
+        call = None if holds is None or prepared.moves else call
+    elif prepared.moves:
+        call, holds = _on_terms(prepared, func, args, tensors), _nobody_records
+    if call is None:
         return None
     overrides = _by_place(prepared, func, len(args))
     written = prepared.written
@@ -176,8 +205,52 @@ def _of_prepared(
     results, several = prepared.results, type(out) in {list, tuple}
     if len(results) != (len(out) if several else 1) or not (several or isinstance(out, DTensor)):
         return None
-    call = prepared.local or func._op
-    return Short(call, results, several, written[0] if prepared.mutated else None, overrides, False, None)
+    target = written[0] if prepared.mutated else None
+    return Short(call, results, several, target, overrides, False, None, None, holds)
+
+
+def _on_terms(
+    prepared: Prepared, func: Op, args: tuple[Any, ...], tensors: Sequence[DTensor]
+) -> Callable[..., Any] | None:
+    """What an op by element calls where all that moves are finished operands that become terms of a sum.
+
+    One rank has such an operand as it is; for the others it is zero, and not written out. None: other moves.
+    """
+    places = [i for i, value in enumerate(args) if isinstance(value, DTensor)]
+    lying = {(x._spec.layout.shape, x._spec.layout.stride) for x in tensors}
+    if prepared.local or not is_pointwise(func) or len(places) != len(tensors) or len(lying) != 1:
+        return None
+    zeros = [places[m.operand] for m in prepared.moves if not _is_own_term(tensors[m.operand], m.target)]
+    becomes = {_becomes(tensors[m.operand]._spec.layout, m.target) for m in prepared.moves}
+    if becomes != {True}:
+        return None
+    return partial(_with_zeros, func._op, zeros) if zeros else func._op
+
+
+def _becomes(layout: Layout, target: Layout) -> bool:
+    """Do axes on which a tensor is whole make a sum of it, and the others nothing?"""
+    pairs = zip(layout.placements, target.placements, strict=True)
+    return all(old == new or (old.is_replicated and new == Partial("sum")) for old, new in pairs)
+
+
+def _is_own_term(x: DTensor, target: Layout) -> bool:
+    """Is it this rank that has the only term that is not zero?"""
+    coords = x._spec.coords
+    places = zip(
+        x._spec.layout.placements, target.placements, coords or (1,) * len(target.sizes), strict=True
+    )
+    return all(old == new or coord == 0 for old, new, coord in places)
+
+
+def _with_zeros(op: Callable[..., Any], zeros: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    given = list(args)
+    for place in zeros:
+        given[place] = args[place].new_zeros(()).expand(args[place].shape)
+    return op(*given, **kwargs)
+
+
+def _nobody_records() -> bool:
+    return not recording()
 
 
 def _by_place(prepared: Prepared, func: Op, given: int) -> tuple[tuple[int, Any], ...] | None:

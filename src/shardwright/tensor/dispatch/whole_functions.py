@@ -212,7 +212,8 @@ def _found(
 
 
 def _recipe_of(each: Heard) -> short.Short | None:
-    return short.recipe_of(each.op, _key_of(each.op, each.args, each.kwargs)[0][1:])
+    found = short.recipe_of(each.op, _key_of(each.op, each.args, each.kwargs)[0][1:])
+    return None if found is None or found.holds is not None else found
 
 
 def _tensors(each: Heard) -> list[Any]:

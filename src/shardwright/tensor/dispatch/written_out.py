@@ -67,10 +67,14 @@ def remember(
     in_backward = current_graph_task_id() != -1
     if in_backward and finished_forms.may_keep(out) and finished_forms.may_keep(small):
         versions = finished_forms.Versions(out, small)
-        args, kwargs = tree_map_only(  # numbers, as they are now
-            torch.Tensor, lambda x: x if x is small else x.clone(), (args, dict(kwargs))
-        )
+        # numbers, as they are now: what goes element by element takes no lists
+        args = tuple([_as_it_is(value, small) for value in args])
+        kwargs = {name: _as_it_is(value, small) for name, value in kwargs.items()}
         out._written_out = _Written(func, args, kwargs, small, out._local_tensor, versions)  # type: ignore[attr-defined]
+
+
+def _as_it_is(value: Any, small: DTensor) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and value is not small else value
 
 
 def finished(x: DTensor, reason: str, refuse: Callable[[], None]) -> DTensor | None:

@@ -19,7 +19,7 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 10 };
+enum { VERSION = 11 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
 enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 28 };
@@ -45,6 +45,8 @@ enum {
     WATCHING,              /* who remembers how often storages were written: with nobody, they do not count */
     FUNCTION_MODES,        /* how many modes see each function of torch */
     OPS_OF_ANY_NUMBER,     /* ops whose numbers are told apart by their class */
+    ON_FORMS,              /* keys of calls that read finished forms, if such are kept, and nothing else */
+    WITH_FORMS,            /* gives what such a call is given then */
     END_OF_DISPATCH
 };
 enum {
@@ -82,14 +84,14 @@ _Static_assert(
 
 static const char *const held_by_dispatch[] = {"recipes", "recipe", "copies", "modes", "inference", "scalars",
     "ordinary", "localized", "new", "wrap", "local", "spec", "made_by", "lists", "list_ops", "tensor", "helpers",
-    "raise_versions", "watching", "function_modes", "ops_of_any_number", NULL};
+    "raise_versions", "watching", "function_modes", "ops_of_any_number", "on_forms", "with_forms", NULL};
 static const char *const held_by_boundary[] = {
     "compiler", "harmless", "reading", "own", "state", "below", "plain", "made",
     "of_one_mesh", "spec_of", "of_lists", "lookups", "looks", "ours", "below_it", "functions", "meet",
     "whole", "whole_lists", "first", "quiet", "forward", "gradients", "of_any_number", "mixing", "localize", NULL};
 
 /* The fields of a recipe, in the order of `short.Short`. */
-enum { CALL, RESULTS, SEVERAL, WRITTEN, OVERRIDES, PLACED, BEGINS, BINDING, FIELDS };
+enum { CALL, RESULTS, SEVERAL, WRITTEN, OVERRIDES, PLACED, BEGINS, BINDING, HOLDS, FIELDS };
 /* Those of a recipe of lists, in the order of `short.ShortList`; the first two are as above. */
 enum { WRITES = RESULTS + 1, NO_VIEWS, VERSIONS, DENSE, FIELDS_OF_LISTS };
 
@@ -435,18 +437,14 @@ static PyObject *recipe_of_numbers(PyObject *table, Call *call, PyObject *key) {
     return recipe;
 }
 
-/* The recipe of the call in a table, a new reference; NULL with an error, or without: there is none. */
-static PyObject *recipe_of(PyObject *table, Call *call) {
-    PyObject *key = tuple_of(&call->part);
-    if (key == NULL) {
-        return NULL;
-    }
-    PyObject *recipe = PyDict_GetItemWithError(table, key);
+/* The recipe of the call with this key in a table, a new reference; NULL with an error, or without: there is
+ * none. */
+static PyObject *recipe_of(PyObject *table, Call *call, PyObject *key) {
+    PyObject *recipe = key == NULL ? NULL : PyDict_GetItemWithError(table, key);
     Py_XINCREF(recipe);
     if (recipe == Py_None) {
         Py_SETREF(recipe, recipe_of_numbers(table, call, key));
     }
-    Py_DECREF(key);
     return recipe;
 }
 
@@ -665,6 +663,10 @@ static enum Found begin_of_operand(Door *door, Call *call, PyObject *recipe, Py_
 /* The call as its recipe says. FOUND: `result` is set; UNKNOWN: this one is for Python after all. */
 static enum Found run(Door *door, Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
     int off = is_off(door->held[MODES]);
+    if (off > 0 && PyTuple_GET_ITEM(recipe, HOLDS) != Py_None) {
+        off = 1 - is_off(PyTuple_GET_ITEM(recipe, HOLDS));
+        off = off > 1 ? -1 : off;
+    }
     if (off <= 0) {
         return off < 0 ? FAILED : UNKNOWN;
     }
@@ -804,9 +806,46 @@ static int is_on_lists(PyObject *ops, PyObject *op, PyObject *args) {
     return PyList_Check(first) || PyTuple_Check(first) ? PySet_Contains(ops, op) : 0;
 }
 
+static enum Found run_known(Door *door, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **result);
+
+/* A call on pending values that may have been finished: on what `with_forms` gives in their place. UNKNOWN:
+ * nothing was. */
+static enum Found run_on_forms(
+    Door *door, Call *call, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **result) {
+    int off = is_off(door->held[MODES]);
+    if (off <= 0) {
+        return off < 0 ? FAILED : UNKNOWN;
+    }
+    PyObject *named = kwargs == NULL ? PyDict_New() : Py_NewRef(kwargs), *operands = tuple_of(&call->operand);
+    PyObject *given = named == NULL || operands == NULL
+        ? NULL
+        : PyObject_CallFunctionObjArgs(door->held[WITH_FORMS], func, args, named, operands, NULL);
+    Py_XDECREF(named);
+    Py_XDECREF(operands);
+    if (given == NULL || given == Py_None) {
+        Py_XDECREF(given);
+        return given == NULL ? FAILED : UNKNOWN;
+    }
+    if (!PyTuple_CheckExact(given) || PyTuple_GET_SIZE(given) != 2 ||
+        !PyTuple_CheckExact(PyTuple_GET_ITEM(given, 0)) || !PyDict_CheckExact(PyTuple_GET_ITEM(given, 1))) {
+        PyErr_SetString(PyExc_SystemError, "a call on finished forms is given no arguments");
+        Py_DECREF(given);
+        return FAILED;
+    }
+    PyObject *all[] = {func, no_arguments, PyTuple_GET_ITEM(given, 0), PyTuple_GET_ITEM(given, 1)};
+    enum Found found = run_known(door, func, all[2], all[3], result);
+    if (found == UNKNOWN) {
+        *result = python(door, door->held[ORDINARY], all, 4, NULL);
+        found = *result == NULL ? FAILED : FOUND;
+    }
+    Py_DECREF(given);
+    return found;
+}
+
 static enum Found run_known(Door *door, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **result) {
     Call call;
-    PyObject *op, *local_args, *local_kwargs = NULL, *recipe = NULL;
+    PyObject *op, *local_args, *local_kwargs = NULL, *recipe = NULL, *key = NULL;
+    int on_forms = 0;
     int is_op = PyObject_GetOptionalAttr(func, str_op, &op);
     if (is_op <= 0) {
         return is_op < 0 ? FAILED : UNKNOWN;
@@ -828,13 +867,18 @@ static enum Found run_known(Door *door, PyObject *func, PyObject *args, PyObject
         found = append(&call, PyObject_CallNoArgs(door->held[HELPERS]));
     }
     if (found == FOUND) {
-        recipe = recipe_of(door->held[call.on_lists ? LISTS : RECIPES], &call);
+        key = tuple_of(&call.part);
+        recipe = recipe_of(door->held[call.on_lists ? LISTS : RECIPES], &call, key);
         found = recipe != NULL ? FOUND : PyErr_Occurred() ? FAILED : UNKNOWN;
+        on_forms = found == UNKNOWN && !call.on_lists ? PySet_Contains(door->held[ON_FORMS], key) : 0;
     }
-    if (found == FOUND) {
+    if (on_forms) {
+        found = on_forms < 0 ? FAILED : run_on_forms(door, &call, func, args, kwargs, result);
+    } else if (found == FOUND) {
         found = call.on_lists ? run_on_lists(door, &call, recipe, local_args, local_kwargs, result)
                               : run(door, &call, recipe, local_args, local_kwargs, result);
     }
+    Py_XDECREF(key);
     Py_XDECREF(recipe);
     Py_XDECREF(local_args);
     Py_XDECREF(local_kwargs);
@@ -1136,7 +1180,9 @@ static enum Found find_whole(Door *door, Call *call, PyObject *given, PyObject *
     if (quiet <= 0) {
         return quiet < 0 ? FAILED : UNKNOWN;
     }
-    PyObject *recipe = recipe_of(door->held[call->on_lists ? WHOLE_LISTS : WHOLE], call);
+    PyObject *key = tuple_of(&call->part);
+    PyObject *recipe = recipe_of(door->held[call->on_lists ? WHOLE_LISTS : WHOLE], call, key);
+    Py_XDECREF(key);
     if (recipe == NULL || recipe == Py_False) {
         *missing = recipe == NULL;
         Py_XDECREF(recipe);

@@ -36,7 +36,7 @@ def labelled(
 
     Raises: RuleError: the parameter's gradient was summed over the ranks already.
     """
-    if current_graph_task_id() != -1 and len(args) == 2 and not _on_one_mesh(*args):
+    if current_graph_task_id() != -1 and len(args) == 2 and not on_one_mesh(*args):
         args = _labelled(func, *args)
     return route(func, args, kwargs)
 
@@ -52,7 +52,8 @@ def term_of(parameter: DTensor, gradient: torch.Tensor) -> DTensor | None:
     return wrap(*restored(spec, gradient)) if fits else None
 
 
-def _on_one_mesh(one: Any, other: Any) -> bool:
+def on_one_mesh(one: Any, other: Any) -> bool:
+    """Is there no tensor of the two that the other's mesh does not have?"""
     if isinstance(one, TorchDTensor) and isinstance(other, TorchDTensor):
         return one._spec.mesh is other._spec.mesh
     return not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor)

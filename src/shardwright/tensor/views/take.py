@@ -34,7 +34,7 @@ from shardwright.views.local import ChainedView, LocalView, local_view
 from shardwright.views.through import kept_dims, parts_of, through
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -235,6 +235,14 @@ def put_back(
         return None
     shaped = base.with_shape(info.shape, info.stride, dtype=info.dtype)
     return _embedded(func, spec_of(shaped, mesh, use), views, tensors)
+
+
+def gives(call: Call, results: Sequence[Spec | None]) -> Callable[[], bool] | None:
+    """Does `put_back` leave a call to the rules, which move nothing? Asked each time; None: never known."""
+    info, spec = call.results[0], results[0]
+    if info is None or spec is None or 0 in info.shape:
+        return None
+    return lambda: graph_bases.base_layout() in {None, spec.layout}
 
 
 def _base_in_graph(

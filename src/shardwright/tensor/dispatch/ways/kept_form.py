@@ -33,29 +33,19 @@ class KeptForm:
         tensors: Sequence[DTensor],
     ) -> Any:
         """The same call on finished forms; what it writes, and what it is a view of, is the value itself."""
-        asking = [(x, x._spec) for x in tensors if x._spec.plain is not x._spec]
         if write_back.is_view(func):
-            return self._view(func, args, kwargs, asking)
-        own = set(map(id, write_back.written_by(func, args, kwargs))) if func._schema.is_mutable else ()
-        forms: dict[int, DTensor] = {}
-        for x, spec in asking:
-            form = None if id(x) in own else finished_forms.known(x)
-            if form is None:
-                x._spec = spec.plain
-            else:
-                forms[id(x)] = form
-                finished_forms.taken(func.name(), x, form)
-        named = {name: _with_forms(value, forms) for name, value in kwargs.items()}
-        return self.again(func, tuple([_with_forms(value, forms) for value in args]), named)
+            return self._view(func, args, kwargs, tensors)
+        return self.again(func, *_exchanged(_forms_of(_asking(tensors), func, args, kwargs), args, kwargs))
 
     def _view(
         self,
         func: torch._ops.OpOverload,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        asking: Sequence[tuple[DTensor, Spec]],
+        tensors: Sequence[DTensor],
     ) -> Any:
         """A view of the value itself; calls on it ask for the finished form too."""
+        asking = _asking(tensors)
         held = [(x, spec) for x, spec in asking if finished_forms.holds(x)]
         for x, spec in asking:
             x._spec = spec.plain
@@ -68,6 +58,47 @@ class KeptForm:
         return out
 
 
+def with_forms(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]] | None:
+    """What a call of `short.on_forms` is given for what it reads; None: nothing was finished before."""
+    asked = asks(tensors)
+    asking = _asking(tensors) if asked else [(x, x._spec) for x in tensors if x._spec.pending]
+    forms = _forms_of(asking, func, args, kwargs)
+    return _exchanged(forms, args, kwargs) if forms or asked else None
+
+
+def _forms_of(
+    asking: Sequence[tuple[DTensor, Spec]],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> dict[int, DTensor]:
+    """The finished forms of those of these values that the call only reads; one without asks no more."""
+    own = set(map(id, write_back.written_by(func, args, kwargs))) if func._schema.is_mutable else ()
+    forms: dict[int, DTensor] = {}
+    for x, spec in asking:
+        form = None if id(x) in own else finished_forms.known(x)
+        if form is None:
+            x._spec = spec.plain
+        else:
+            forms[id(x)] = form
+            finished_forms.taken(func.name(), x, form)
+    return forms
+
+
+def _exchanged(
+    forms: Mapping[int, DTensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    named = {name: _with_form(value, forms) for name, value in kwargs.items()}
+    return tuple([_with_form(value, forms) for value in args]), named
+
+
+def _asking(tensors: Sequence[DTensor]) -> list[tuple[DTensor, Spec]]:
+    """The operands of which a finished form is known, perhaps, with the specs that say so."""
+    return [(x, x._spec) for x in tensors if x._spec.plain is not x._spec]
+
+
 def asks(tensors: Sequence[DTensor]) -> bool:
     """Is a finished form of an operand known, perhaps?"""
     for x in tensors:  # noqa: SIM110  a generator is a call for each
@@ -76,10 +107,10 @@ def asks(tensors: Sequence[DTensor]) -> bool:
     return False
 
 
-def _with_forms(value: Any, forms: Mapping[int, DTensor]) -> Any:
+def _with_form(value: Any, forms: Mapping[int, DTensor]) -> Any:
     """The finished form of an operand, also in lists: a residual stream is read so at every layer."""
-    if isinstance(value, list):
-        return [_with_forms(each, forms) for each in value]
+    if isinstance(value, list | tuple):
+        return [_with_form(each, forms) for each in value]
     return forms.get(id(value), value)
 
 
