@@ -22,6 +22,7 @@ from shardwright.comm.dtype import NATIVE
 from shardwright.comm.mailbox import Mailing
 from shardwright.comm.pack import copy_in, flat_memory, in_memory, joined, move, new_tensor, shaped
 from shardwright.comm.task import Task, tensor
+from shardwright.compat.graph_order import made_of, part_ways
 from shardwright.index.overlap import Strided, covers_in_order
 from shardwright.plan.plan import Plan
 from shardwright.plan.work import Held, Memory, Reduction, Share, Transfer
@@ -138,6 +139,8 @@ class Exchanging(Task):
             sizes = [buffer.numel()] * self.group.size()
             return functional.gather_rows(buffer, sizes, self.group, axis=self.axis, reason=why)
         packing = self.packing
+        if torch.compiler.is_compiling() and not (self.plan.source.is_even and self.plan.target.is_even):
+            part_ways()  # what is one exchange to a rank may be two to its peers
         return functional.exchange_rows(
             buffer, packing.fill_counts, packing.send_counts, self.group, axis=self.axis, reason=why
         )
@@ -150,7 +153,7 @@ class Exchanging(Task):
         if self.keep:
             move(x, out, self.keep)
         copy_in(received, out, self.packing.to_fill)
-        return out
+        return out if self.packing.to_fill else in_memory(made_of(out, received), self.result)
 
     def _gathered(self, buffers: Sequence[Tensor], why: str) -> list[Tensor]:
         received = self._arrived(torch.cat(list(buffers)), why).view(self.group.size(), -1)

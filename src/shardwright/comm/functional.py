@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from shardwright.comm.dtype import NATIVE, as_bytes, carrier
 from shardwright.comm.record import Sending, recording
 from shardwright.compat import below_autograd
+from shardwright.compat.graph_order import kept
 
 _ops = torch.ops._c10d_functional
 
@@ -76,9 +77,11 @@ def _all_to_all(x: Tensor, out_splits: list[int], in_splits: list[int], told: To
 
 
 def _exchanged(x: Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> Tensor:
-    with nullcontext() if torch.compiler.is_compiling() else below_autograd():
-        sent = _ops.all_to_all_single(x, out_splits, in_splits, group.group_name)
-        return cast("Tensor", _ops.wait_tensor(sent))
+    name = group.group_name
+    if torch.compiler.is_compiling():
+        return kept(lambda given: _ops.all_to_all_single(given, out_splits, in_splits, name), x)
+    with below_autograd():
+        return cast("Tensor", _ops.wait_tensor(_ops.all_to_all_single(x, out_splits, in_splits, name)))
 
 
 def reduce_over(x: Tensor, op: str, group: ProcessGroup, *, axis: str = "", reason: str = "") -> Tensor:
@@ -114,10 +117,9 @@ def start_sum(x: Tensor, group: ProcessGroup, *, axis: str = "", reason: str = "
         return start_reduction(x, "sum", group, axis=axis, reason=reason)
     told = (group, axis, reason)
     sent = 2 * (group.size() - 1) * x.nbytes // group.size()
-    with (
-        _sending(told, "all_reduce", x, sent) if recording() else nullcontext(),
-        nullcontext() if torch.compiler.is_compiling() else below_autograd(),
-    ):
+    if torch.compiler.is_compiling():
+        return start_reduction(x, "sum", group, axis=axis, reason=reason)
+    with _sending(told, "all_reduce", x, sent) if recording() else nullcontext(), below_autograd():
         summed = _ops.all_reduce_(x, "sum", group.group_name)
     return lambda: _reduced(summed, "sum", group.size())
 
@@ -129,16 +131,18 @@ def _start_reduction(x: Tensor, op: str, told: Told) -> Callable[[], Tensor]:
     n = told[0].size()
     native = "sum" if op == "avg" else op
     sent = 2 * (n - 1) * x.nbytes // n
-    with (
-        _sending(told, "all_reduce", x, sent) if recording() else nullcontext(),
-        nullcontext() if torch.compiler.is_compiling() else below_autograd(),
-    ):
-        reduced = _ops.all_reduce(x.contiguous(), native, told[0].group_name)
+    name = told[0].group_name
+    with _sending(told, "all_reduce", x, sent) if recording() else nullcontext():
+        if torch.compiler.is_compiling():
+            whole = kept(lambda given: _ops.all_reduce(given, native, name), x.contiguous())
+            return lambda: whole.div(n) if op == "avg" else whole
+        with below_autograd():
+            reduced = _ops.all_reduce(x.contiguous(), native, name)
     return lambda: _reduced(reduced, op, n)
 
 
 def _reduced(pending: Tensor, op: str, n: int) -> Tensor:
-    with nullcontext() if torch.compiler.is_compiling() else below_autograd():
+    with below_autograd():
         reduced: Tensor = _ops.wait_tensor(pending)
     return reduced.div_(n) if op == "avg" else reduced
 
@@ -187,12 +191,12 @@ def gather_equal(x: Tensor, told: Told) -> Tensor:
     """`gather_rows` of contiguous rows, as many on each of several members, whose dtype moves natively."""
     group = told[0]
     n = group.size()
-    with (
-        _sending(told, "all_gather", x, (n - 1) * x.nbytes) if recording() else nullcontext(),
-        nullcontext() if torch.compiler.is_compiling() else below_autograd(),
-    ):
-        gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(x, n, group.group_name))
-    return cast("Tensor", gathered)
+    name = group.group_name
+    with _sending(told, "all_gather", x, (n - 1) * x.nbytes) if recording() else nullcontext():
+        if torch.compiler.is_compiling():
+            return kept(lambda given: _ops.all_gather_into_tensor(given, n, name), x)
+        with below_autograd():
+            return cast("Tensor", _ops.wait_tensor(_ops.all_gather_into_tensor(x, n, name)))
 
 
 def reduce_scatter_rows_raw(

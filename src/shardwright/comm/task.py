@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwright.comm.pack import in_memory, move, new_tensor
 from shardwright.comm.traced import is_traced
+from shardwright.compat.graph_order import made_of
 from shardwright.errors import PlacementError, PlanError
 from shardwright.plan.work import Apply, Filling, Held, Memory, Move, Terms
 
@@ -49,7 +50,8 @@ class Moving(Task):
             return x
         out = room(x, self.work.target, self.work.filling)
         move(x, out, self.work.views)
-        return filled(out, self.work.filling)
+        out = filled(out, self.work.filling)
+        return out if self.work.views else in_memory(made_of(out, x), self.work.target)
 
 
 class Applying(Task):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwright.compat.graph_order import made_of
 from shardwright.index.overlap import overlaps, paired_views
 from shardwright.layout.dtypes import HALF
 from shardwright.plan.cost import over_all_ranks, without
@@ -126,7 +127,8 @@ class Embed(Step):
 
     def _embedded(self, x: Tensor, coords: tuple[int, ...]) -> Tensor:
         for axis, pending, n in self.pendings if coords else ():
-            x = pending.embed(x, n, coords[axis])
+            term = pending.embed(x, n, coords[axis])
+            x = made_of(term, x) if coords[axis] and torch.compiler.is_compiling() else term
         return x
 
     def holds(self, term: Ints, dtype: torch.dtype) -> Holds:  # noqa: ARG002 - tensors of the target only

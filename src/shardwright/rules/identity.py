@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from shardwright.compat import without_modes
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Placement
@@ -18,10 +19,11 @@ def identity_of(placement: Placement, dtype: torch.dtype) -> float | int | bool:
     """
     if not isinstance(placement, Pending):
         raise RuleError(f"{placement} reduces nothing, so it has no identity")
-    filled = placement.identity(torch.zeros((), dtype=dtype))
-    if filled is None:
+    with without_modes():  # a number, also where tensors without data are traced
+        filled = placement.identity(torch.zeros((), dtype=dtype))
+        value: float | int | bool | None = None if filled is None else filled.item()
+    if value is None:
         raise RuleError(f"{placement} has no identity for {dtype}")
-    value: float | int | bool = filled.item()
     return value
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import xxhash
 
 from shardwright.compat import decompositions, is_composite
 from shardwright.errors import RuleError
@@ -54,10 +56,12 @@ class Registry:
         self._found: dict[torch._ops.OpOverload, tuple[Rule, ...]] = memo("rules of ops", {})
         # The catalog is checked by a test, over all releases of torch that are served, not at each import.
         self.open = False
+        self.is_changed = False  # since the package was imported: decisions hold for this process only
 
     def changed(self) -> None:
         """What was decided before is not valid any more."""
         self.generation += 1
+        self.is_changed = self.open
         if self._asked:  # else nothing was decided by what stands here, as while the package is imported
             self._asked = False
             forget()
@@ -130,6 +134,16 @@ class Registry:
 
 
 registry = Registry()
+
+
+@remembered(1)
+def sources() -> str:
+    """Which state of this package decides: its files by name, size and time of change."""
+    root = Path(__file__).parent.parent
+    files = ((path.relative_to(root), path.stat()) for path in sorted(root.rglob("*.py")))
+    return xxhash.xxh3_64_hexdigest(
+        str([(str(name), s.st_size, s.st_mtime_ns) for name, s in files]).encode()
+    )
 
 
 def compare_with_schemas() -> None:

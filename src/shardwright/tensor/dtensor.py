@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -14,6 +16,8 @@ from shardwright.compat import DisableTorchFunctionSubclass, DTensorSpec, Tensor
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of_spec
 from shardwright.placement.base import Placement
+from shardwright.plan import network
+from shardwright.rules.registry import registry, sources
 from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
 from shardwright.tensor.flattened import spec_again
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
@@ -38,6 +42,8 @@ class _Above:
 
 
 above = _Above()
+_KNOWN = ("shardwright.", "torch.")
+_PROCESS = uuid.uuid4().hex
 _read_gradient, _put_gradient, _drop_gradient = (
     getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")
 )
@@ -242,8 +248,16 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         return wrap(local, spec, requires_grad=flatten_spec[3])
 
     def _stable_hash_for_caching(self) -> str:
-        """What a compiled program is found by: a traced program is that of one rank's coordinates."""
-        return f"{super()._stable_hash_for_caching()} at {self._spec.coords}"
+        """What a compiled program is found by: whose it is, the groups that it names, and what decided.
+
+        With rules or placements of a program's own it holds for this process: they may be changed.
+        """
+        mesh, placements = self.device_mesh, self._spec.layout.placements
+        own = any(not type(p).__module__.startswith(_KNOWN) for p in placements)
+        decided = _PROCESS if own or registry.is_changed else sources()
+        groups = [mesh.get_group(axis).group_name for axis in range(mesh.ndim)] if self._spec.coords else []
+        of = f"{dist.get_rank()} at {self._spec.coords} of {mesh.mesh.tolist()}, groups {groups}"
+        return f"{super()._stable_hash_for_caching()} on {of} by {decided}, {network.current}"
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """A compiled backward expects finished gradients of finished values."""

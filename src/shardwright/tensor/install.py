@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwright.compat.dynamo import call_in_graphs
+from shardwright.rules.registry import registry
 from shardwright.tensor import autograd, conversions
 from shardwright.tensor.algorithms import key_parts, orders, scans, windows
 from shardwright.tensor.attention import function as attention
@@ -54,3 +55,4 @@ def install() -> None:
     register_optimizer_step_pre_hook(bring_gradients)
     register_optimizer_step_post_hook(give_back)
     allow_safe_loading()
+    registry.is_changed = False  # what comes now is the program's own

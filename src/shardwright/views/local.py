@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from shardwright.compat import neg_view
+from shardwright.compat.graph_order import nothing_of
 from shardwright.index.runs import intervals
 from shardwright.placement.one_dim import held, picked_positions
 from shardwright.views.through import Part, flat_group, imaged, kept_dims, parts_of, told_form
@@ -59,7 +60,7 @@ class LocalView:
     def take(self, local: Tensor) -> tuple[Tensor, bool]:
         """The local result, and whether it is a copy."""
         if self.nothing:
-            return noted_as(local, local.new_empty(self.shape)), False
+            return noted_as(local, nothing_of(local, self.shape)), False
         if self.steps is not None:
             return self._strided(local), False
         if self.index is not None:
@@ -73,8 +74,8 @@ class LocalView:
     def put(self, local: Tensor, values: Tensor) -> None:
         """Write the elements of the result to where they are in a local source, in place."""
         if self.nothing:
-            return
-        if self.steps is not None:
+            nothing_of(local, (0,)).copy_(nothing_of(values, (0,)))
+        elif self.steps is not None:
             self._strided(local).copy_(values)
         elif self.index is not None:
             flat = carried_out(local).reshape(-1)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.compat import records_a_graph, tree_flatten, tree_unflatten
+from shardwright.compat import tree_flatten, tree_unflatten
+from shardwright.compat.graph_order import made_of
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.rules.identity import identity_of, reduction_of_cuts
@@ -48,7 +49,7 @@ def run(
     if prepared.mutated and len(locals_) > 1:
         keep_apart(locals_, prepared.mutated)
     if prepared.skip:
-        out = _nothing(prepared, func, tensors)
+        out = _nothing(prepared, func, tensors, locals_)
         _fill_outs(prepared, out, locals_)
     else:
         local_args, local_kwargs = _local_call(prepared, func, args, kwargs, locals_)
@@ -268,12 +269,14 @@ def _check_shape(spec: Spec, func: torch._ops.OpOverload, local: torch.Tensor, r
         )
 
 
-def _nothing(prepared: Prepared, func: torch._ops.OpOverload, tensors: list[DTensor]) -> Any:
+def _nothing(
+    prepared: Prepared, func: torch._ops.OpOverload, tensors: list[DTensor], locals_: list[torch.Tensor]
+) -> Any:
     """What a rank contributes that holds nothing: an empty part, or the identity of the reduction."""
     layouts = [x._spec.layout for x in tensors]
     for move in prepared.moves:
         layouts[move.operand] = move.target
-    made = [_identity(spec, layouts, tensors) for spec in prepared.results]
+    made = [_identity(spec, layouts, locals_) for spec in prepared.results]
     if not made:
         return None
     if _returns_a_list(func):
@@ -295,21 +298,17 @@ def _fill_outs(prepared: Prepared, made: Any, locals_: list[torch.Tensor]) -> No
             locals_[operand].copy_(result)
 
 
-def _identity(spec: Spec | None, inputs: list[Layout], operands: list[DTensor]) -> torch.Tensor | None:
+def _identity(spec: Spec | None, inputs: list[Layout], locals_: list[torch.Tensor]) -> torch.Tensor | None:
     if spec is None:
         return None
     coords = spec.coords
     layout: Layout = spec.layout
     shape = layout.local_shape(coords) if coords is not None else (0,)
-    device = operands[0]._local_tensor.device
-    local = torch.empty(tuple(shape), dtype=layout.dtype, device=device)
-    if records_a_graph():  # of the operands, as on other ranks: torch parts forward and backward by that
-        none = [x._local_tensor.new_empty(0, dtype=layout.dtype, device=device) for x in operands]
-        local = torch.cat(none).new_empty(tuple(shape))
+    local = torch.empty(tuple(shape), dtype=layout.dtype, device=locals_[0].device)
     if local.numel():
         pending = reduction_of_cuts(layout, inputs)
         local.fill_(identity_of(pending, layout.dtype) if pending else 0)
-    return local
+    return made_of(local, *locals_)  # as on other ranks: torch parts forward and backward by that
 
 
 def _wrap_replicated(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
