@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 class LocalizedDTensor(DTensor):
     """A DTensor whose use beside other tensors is its local tensor (see the module's text)."""
 
-    __slots__: list[str] = []
-
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
