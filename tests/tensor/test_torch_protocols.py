@@ -12,8 +12,10 @@ from torch.distributed.tensor.experimental import implicit_replication, register
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardwright as sw
-from shardwright.errors import PlacementError, RuleError
+from shardwright.errors import ParallelError, PlacementError, RuleError
+from shardwright.grads import GradientSynchronizer, global_mean
 from shardwright.layout import MeshShape
+from shardwright.parallel import parallelize_replicate
 from shardwright.placement.base import _rebuild as rebuild_placement
 from tests.placement.test_shipped_laws import SHIPPED
 
@@ -151,6 +153,12 @@ def _met_first_among_fake_tensors():
         weight.softmax(0).square().sum().backward()
         assert weight.grad.to_local().shape == (4, 4)
         assert program(first, mode.from_tensor(mine)).shape == (8, 4)
+        logits = sw.distribute_tensor(torch.empty(64, 64), first, [sw.Shard(1)])
+        loss = torch.nn.functional.cross_entropy(logits, logits.argmax(1))
+        assert loss.full_tensor().shape == ()
+        with pytest.raises(ParallelError, match="is global over these ranks already"):
+            global_mean(loss, 64, first)
+        GradientSynchronizer(parallelize_replicate(torch.nn.Linear(4, 4), first))
     traced = make_fx(lambda part: program(second, part), tracing_mode="fake")(mine)
     torch.testing.assert_close(traced(mine), x.softmax(0))
 
