@@ -1,5 +1,7 @@
 """Tensors in the places of sharded parameters are refused: `fully_shard` would compute with its own."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -60,6 +62,32 @@ def _used_as_ever():
 
 def test_other_uses_are_taken(ranks):
     ranks(2, _used_as_ever)
+
+
+def _cut_over_a_few_between():
+    """A forward after a forward, where torch holds the parameters cut over 2 of the 4 ranks in between."""
+    mesh = rank_mesh((4,), ("dp",))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = copy.deepcopy(plain)
+    for part in (model[0], model):
+        parallelize_fsdp(part, mesh, reshard_after_forward=2)
+    x = torch.randn(8, 4)
+    for quiet in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for _ in range(2):
+            with quiet():
+                torch.testing.assert_close(model(x), plain(x))
+        (model(x.chunk(4)[mesh.get_local_rank()]).square().sum()).backward()
+        plain(x).square().sum().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+    model(x)
+    with pytest.raises(ParallelError, match="functional_call"):
+        torch.func.functional_call(model, {"2.bias": plain[2].bias}, (x,))
+
+
+def test_a_forward_follows_one_that_cut_over_a_few_ranks(ranks):
+    ranks(4, _cut_over_a_few_between)
 
 
 def _assigned():

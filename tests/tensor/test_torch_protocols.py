@@ -6,11 +6,16 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardwright as sw
-from shardwright.errors import PlacementError, RuleError
+from shardwright.errors import ParallelError, PlacementError, RuleError
+from shardwright.grads import GradientSynchronizer, global_mean
 from shardwright.layout import MeshShape
+from shardwright.parallel import parallelize_replicate
 from shardwright.placement.base import _rebuild as rebuild_placement
 from tests.placement.test_shipped_laws import SHIPPED
 
@@ -131,3 +136,32 @@ def _registered_with_torch():
 
 def test_a_sharding_registered_with_torch_is_warned_of(ranks):
     ranks(2, _registered_with_torch)
+
+
+def _met_first_among_fake_tensors():
+    """A program without memory, and one that is traced, may be the first that sees its mesh."""
+    x = full(8, 4)
+
+    def program(mesh, part):
+        d = sw.DTensor.from_local(part, mesh, [sw.Shard(0)])
+        return d.softmax(0).redistribute(mesh, [sw.Replicate()]).to_local()
+
+    first, second = (init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("first", "second"))
+    mine = x.chunk(2)[first.get_local_rank()].clone()
+    with FakeTensorMode() as mode:
+        weight = sw.distribute_tensor(mode.from_tensor(x), first, [sw.Shard(0)]).requires_grad_()
+        weight.softmax(0).square().sum().backward()
+        assert weight.grad.to_local().shape == (4, 4)
+        assert program(first, mode.from_tensor(mine)).shape == (8, 4)
+        logits = sw.distribute_tensor(torch.empty(64, 64), first, [sw.Shard(1)])
+        loss = torch.nn.functional.cross_entropy(logits, logits.argmax(1))
+        assert loss.full_tensor().shape == ()
+        with pytest.raises(ParallelError, match="is global over these ranks already"):
+            global_mean(loss, 64, first)
+        GradientSynchronizer(parallelize_replicate(torch.nn.Linear(4, 4), first))
+    traced = make_fx(lambda part: program(second, part), tracing_mode="fake")(mine)
+    torch.testing.assert_close(traced(mine), x.softmax(0))
+
+
+def test_a_mesh_may_be_met_first_among_fake_tensors(ranks):
+    ranks(2, _met_first_among_fake_tensors, fresh=True)

@@ -6,6 +6,7 @@ Supported: torch 2.11 to 2.13. Nothing else in the package asks for a version.
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -185,10 +186,15 @@ def in_loss_parallel() -> bool:
 
 def asked_by_context_parallel() -> bool:
     """Is the caller of this library torch's own `context_parallel`, which was handed a DTensor?"""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardwright."):
-        frame = frame.f_back
-    return "._context_parallel." in str(frame.f_globals["__name__"])
+    names = (frame.f_globals["__name__"] for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return "._context_parallel." in next((n for n in names if not n.startswith("shardwright.")), "")
+
+
+def saves_for_hugging_face() -> bool:
+    """Does torch's `distributed.checkpoint` ask, for files in which a tensor has one piece for each rank?"""
+    seen = (frame.f_locals.get("storage_writer") for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    kinds = type(next((writer for writer in seen if writer is not None), None)).__mro__
+    return any(kind.__module__ == "torch.distributed.checkpoint.hf_storage" for kind in kinds)
 
 
 def sharding_of_users(op: torch._ops.OpOverload) -> bool:

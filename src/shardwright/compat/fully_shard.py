@@ -214,7 +214,8 @@ def replaced_parameters(module: nn.Module) -> list[str]:
     found = []
     for managed in fsdp_parameters(module):
         held, inner = managed.owner._parameters.get(managed.name), managed.inner
-        own = (None, inner.sharded_param, getattr(inner, "_unsharded_param", None))
+        between = getattr(inner, "_sharded_post_forward_param", None)  # `reshard_after_forward=2`
+        own = (None, inner.sharded_param, getattr(inner, "_unsharded_param", None), between)
         if not any(held is each for each in own) and (started or not isinstance(held, nn.Parameter)):
             found.append(str(inner._param_fqn or managed.name))
     return found

@@ -12,6 +12,7 @@ from shardwright.compat import axis_names
 from shardwright.context.submesh import submesh
 from shardwright.errors import ParallelError
 from shardwright.grads.parameters import name_list
+from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.tensor.wrap import as_ours
 
 
@@ -53,4 +54,4 @@ def _summed(parameter: TorchDTensor) -> Iterator[tuple[tuple[DeviceMesh, tuple[s
 
 def _ranks(mesh: DeviceMesh) -> set[int]:
     """The ranks of a mesh; those of other slices are not among them."""
-    return set(mesh.mesh.flatten().tolist()) | {dist.get_rank()}
+    return {dist.get_rank(), *as_mesh_shape(mesh).ranks}

@@ -14,6 +14,7 @@ from shardwright.comm.functional import reduce_over
 from shardwright.compat import axis_names
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
+from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Replicate
 from shardwright.tensor.wrap import as_ours
 
@@ -67,7 +68,7 @@ def _check(loss_sum: Tensor, mesh: DeviceMesh) -> None:
 
 def _peers(mesh: DeviceMesh) -> set[int]:
     """The other ranks of a mesh."""
-    return set(mesh.mesh.flatten().tolist()) - {dist.get_rank()}
+    return set(as_mesh_shape(mesh).ranks) - {dist.get_rank()}
 
 
 def _whole(value: Any) -> Any:

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from shardwright.compat import without_modes
 from shardwright.errors import MeshError
 from shardwright.remember import memo
 
@@ -118,6 +119,7 @@ def as_mesh_shape(mesh: Any) -> MeshShape:
 
 
 def _from_device_mesh(mesh: Any) -> MeshShape:
-    ranks = mesh.mesh
+    with without_modes():  # a mesh may be met first where tensors are fake
+        ranks = mesh.mesh
     names = mesh.mesh_dim_names or [f"axis{i}" for i in range(ranks.ndim)]
     return MeshShape(names, ranks.shape, ranks.flatten().tolist())

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import ConfigError
+from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Partition, Placement, Replicate
 from shardwright.placement.shard import Shard
 from shardwright.tensor.dtensor import DTensor
@@ -50,7 +51,7 @@ def _wanted(placement: Placement, x: DTensor, axis: str, *, is_shared: bool) -> 
 
 
 def _ranks(mesh: DeviceMesh) -> set[int]:
-    return set(mesh.mesh.flatten().tolist())
+    return set(as_mesh_shape(mesh).ranks)
 
 
 def rows_of(tokens: DTensor, part: Tensor) -> Tensor:

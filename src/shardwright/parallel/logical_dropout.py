@@ -19,6 +19,7 @@ from shardwright.compat import current_graph_task_id, saved_tensors_hooks_on
 from shardwright.compat.dynamo import compiles_what_is_called
 from shardwright.context.randomness import LOGICAL
 from shardwright.errors import ParallelError, RuleError
+from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.parallel.meshes import named_axes
 from shardwright.tensor.random.logical_mode import LogicalMode
 from shardwright.tensor.random.mode import random_mode
@@ -106,7 +107,7 @@ class _RowsOfModule:
     """The scope of one module: opened by its calls, and by what a backward runs again of it."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.ranks = frozenset(mesh.mesh.flatten().tolist())
+        self.ranks = frozenset(as_mesh_shape(mesh).ranks)
         self._group, self._device = mesh.get_group(), mesh.device_type
         self._here = _Here()
         self._known: OrderedDict[int, BatchRows] = OrderedDict()

@@ -74,10 +74,6 @@ def _is_float(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _is_real(x: Tensor) -> bool:
-    return x.is_floating_point()
-
-
 def _is_integral(x: Tensor) -> bool:
     return not _is_float(x)
 
@@ -102,7 +98,7 @@ _REDUCTIONS: dict[str, Reduction] = {
     "max": Reduction(_Fold(torch.maximum), _constant(None), _is_ordered),
     "min": Reduction(_Fold(torch.minimum), _constant(None), _is_ordered),
     "product": Reduction(_Fold(torch.mul), _constant(1), _is_number),
-    "norm2": Reduction(_Fold(_length), _constant(0), _is_real),
+    "norm2": Reduction(_Fold(_length), _constant(0), torch.is_floating_point),
     "band": Reduction(_Fold(torch.bitwise_and), _constant(None), _is_integral),
     "bor": Reduction(_Fold(torch.bitwise_or), _constant(0), _is_integral),
     "bxor": Reduction(_Fold(torch.bitwise_xor), _constant(0), _is_integral),

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shardwright.compat import assert_async
+from shardwright.compat import FakeTensor, assert_async
 from shardwright.index.runs import Runs, intervals, total
 from shardwright.remember import remembered
 
@@ -58,9 +58,9 @@ class Held:
         return order[at].masked_fill(~here, 0), here
 
     def wrapped(self, index: Tensor) -> Tensor:
-        """Indices counted from the front. Raises: IndexError: one is outside the label."""
+        """Indices counted from the front. Raises: IndexError: one is outside, where values are read."""
         outside = (index < -self.size) | (index >= self.size)
-        if index.device.type != "cpu" or torch.compiler.is_compiling():  # a graph reads no values
+        if torch.compiler.is_compiling() or index.device.type != "cpu" or isinstance(index, FakeTensor):
             assert_async(~outside.any(), f"an index is out of bounds for dimension with size {self.size}")
         elif bool(outside.any()):
             wrong = int(index[outside].reshape(-1)[0])

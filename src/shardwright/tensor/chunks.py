@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwright.compat import saves_for_hugging_face
 from shardwright.errors import LayoutError
 from shardwright.index.boxes import Chunk, chunks_of
 
@@ -43,21 +44,27 @@ def chunk_list(spec: Spec) -> list[ChunkStorageMetadata]:
 
 
 def write_items(spec: Spec, local: torch.Tensor, fqn: str) -> list[WriteItem]:
-    """One item to write per box."""
+    """One item to write per box.
+
+    Raises: LayoutError: the tensor is not finished; or several boxes, for a writer that would keep one.
+    """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType  # noqa: PLC0415
 
+    chunks = chunk_list(spec)
+    if len(chunks) > 1 and saves_for_hugging_face():
+        raise LayoutError(
+            f"{fqn}: {spec.layout} holds {len(chunks)} boxes on this rank, of which torch's "
+            "HuggingFaceStorageWriter would keep the last\n  fix: shardwright.checkpoint.save_hf"
+        )
+    properties, size = TensorProperties.create_from_tensor(local), torch.Size(spec.layout.shape)
     return [
         WriteItem(
             index=MetadataIndex(fqn, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=chunk,
-                properties=TensorProperties.create_from_tensor(local),
-                size=torch.Size(spec.layout.shape),
-            ),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
         )
-        for chunk in chunk_list(spec)
+        for chunk in chunks
     ]
 
 
@@ -66,14 +73,8 @@ def shard_of(spec: Spec, local: torch.Tensor, index: MetadataIndex) -> torch.Ten
 
     Raises: LayoutError: this rank holds no such box, or several and no offset says which.
     """
-    chunks = _chunks(spec)
-    if index.offset is None:
-        if len(chunks) != 1:
-            raise LayoutError(
-                f"{index.fqn}: {spec.layout} holds {len(chunks)} boxes on this rank; an offset must say which"
-            )
-        return chunks[0].view(local)
-    for chunk in chunks:
-        if tuple(chunk.box.offset) == tuple(index.offset):
-            return chunk.view(local)
-    raise LayoutError(f"{index.fqn}: no box at offset {tuple(index.offset)} on this rank of {spec.layout}")
+    found = [c for c in _chunks(spec) if index.offset in (None, c.box.offset)]
+    if len(found) != 1:
+        at = "" if index.offset is None else f" at offset {tuple(index.offset)}"
+        raise LayoutError(f"{index.fqn}: {spec.layout} holds {len(found)} boxes on this rank{at}, not one")
+    return found[0].view(local)

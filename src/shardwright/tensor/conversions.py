@@ -109,9 +109,8 @@ def from_local_in_graph(
         raise LayoutError("pass shape and stride together, or neither")
     if run_check and coords_of(mesh) is not None:
         _agree(local, mesh, resolved, shape, stride, order)
-    layout = _stated(mesh, resolved, local, shape, stride) if shape is not None else None
-    if layout is None:
-        layout = inferred_layout(local, mesh, resolved)
+    stated = _stated(mesh, resolved, local, shape, stride) if shape is not None else None
+    layout = stated or inferred_layout(local, mesh, resolved)
     if order is not None:
         layout = layout.with_placements(resolved, order=order)
     coords = coords_of(mesh)

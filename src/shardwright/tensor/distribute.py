@@ -63,7 +63,7 @@ def distribute_tensor(
 def own_part(full: torch.Tensor, layout: Layout, coords: tuple[int, ...]) -> torch.Tensor:
     """The part of `full` that belongs on these coords: dense, and not keeping the whole alive."""
     local = layout.split(full, coords)
-    shares = local.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+    shares = local.untyped_storage()._cdata == full.untyped_storage()._cdata
     return local.clone() if shares and local.numel() < full.numel() else local
 
 

@@ -72,8 +72,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     """
 
     _spec: Spec
-    _local_tensor: torch.Tensor
-    __slots__: list[str] = []
+    _local_tensor: torch.Tensor  # no `__slots__` of its own: torch stages for saving what its own class names
     # `tensor.install` sets this and `__torch_dispatch__`: what they are needs this class.
     __torch_function__: Any
 

@@ -31,14 +31,6 @@ from shardwright.tensor.plain import boundary
 class LocalizedDTensor(DTensor):
     """A DTensor whose use beside other tensors is its local tensor (see the module's text)."""
 
-    __slots__: list[str] = []
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
-    ) -> DTensor:
-        return DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-
 
 def call_localized(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -178,8 +178,8 @@ class Spec(DTensorSpec):
             return False
         return self.layout == other.layout and self.use == other.use
 
-    def __copy__(self) -> Spec:
-        return Spec(self.layout, self.mesh, self.use)
+    def __deepcopy__(self, _: Any) -> Spec:
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Spec, (self.layout, self.mesh, self.use)

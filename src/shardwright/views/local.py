@@ -79,7 +79,8 @@ class LocalView:
             self._strided(local).copy_(values)
         elif self.index is not None:
             flat = carried_out(local).reshape(-1)
-            flat = flat.clone() if flat.data_ptr() == local.data_ptr() else flat
+            shares = flat.untyped_storage()._cdata == local.untyped_storage()._cdata
+            flat = flat.clone() if shares else flat
             flat[torch.from_numpy(self.index).to(local.device)] = carried_out(values).reshape(-1)
             local.copy_(flat.view(local.shape))
         else:

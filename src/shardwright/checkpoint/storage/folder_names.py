@@ -16,7 +16,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from shardwright.checkpoint.storage import legacy
 from shardwright.checkpoint.storage.manifest import NAME, NEW, PREFIX, Head, text_that_counts
@@ -46,7 +46,7 @@ class Journal:
     def text(self) -> bytes:
         """As it stands in the file."""
         told: dict[str, object] = {"format": _JOURNAL, "id": self.id, "replaces": self.replaces}
-        return json.dumps(told | ({"owner": self.owner.as_json()} if self.owner else {})).encode()
+        return json.dumps(told | ({"owner": asdict(self.owner)} if self.owner else {})).encode()
 
     @property
     def ended(self) -> bool:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardwright.remember import remembered
 
@@ -39,10 +38,6 @@ class Owner:
             return None
         fits = all(type(one) is (int if name == "pid" else str) for name, one in told.items())
         return cls(**told) if fits else None
-
-    def as_json(self) -> dict[str, Any]:
-        """The same for a journal."""
-        return asdict(self)
 
     @property
     def _is_near(self) -> bool:
