@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.errors import ParallelError
+from shardwright.errors import ParallelError, PlanError
 from shardwright.grads import GradientSynchronizer, clip_grad_norm_
 from shardwright.parallel import parallelize_fsdp, parallelize_hsdp, parallelize_tensor
 from shardwright.testing import rank_mesh
@@ -194,3 +194,17 @@ def _kept() -> None:
 def test_backwards_that_are_sent_together_may_reach_parameters_in_any_order(ranks):
     """What is sent is what counts; nothing more is asked for it."""
     ranks(2, _kept)
+
+
+def _guarded(rank_sees) -> None:
+    model, _, rows = _made([0, 1])
+    mesh = rank_mesh((2,), ("shard",))
+    parallelize_fsdp(model, mesh)
+    at = mesh.get_local_rank()
+    with pytest.raises(PlanError, match=rank_sees), sw.guarded():
+        sum(model(rows[at], kind).square().sum() for kind in range(at + 1)).backward()
+
+
+def test_a_guard_names_gradients_of_other_sizes(ranks):
+    """Without it the process ends inside of gloo."""
+    ranks(2, _guarded, r"(?s)reduce_scatter torch.float32 .*reduce_scatter torch.float32 ")

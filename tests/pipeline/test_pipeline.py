@@ -1,5 +1,6 @@
 """A pipeline gives what one device gives: loss, every gradient, clipped norm, parameters after 5 steps."""
 
+import contextlib
 import copy
 import gc
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.errors import ConfigError
-from shardwright.grads import clip_grad_norm_
+from shardwright.grads import GradientSynchronizer, clip_grad_norm_
 from shardwright.parallel import Pipeline, parallelize_pipeline
 from shardwright.testing import rank_mesh
 from tests.pipeline.models import make
@@ -127,3 +128,62 @@ def _clips_nothing_beside_two():
 
 def test_no_parameters_beside_two_pipelines_is_an_error(ranks):
     ranks(2, _clips_nothing_beside_two, fresh=True)
+
+
+class _Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+def _summed(out, wanted):
+    return (out - wanted).square().sum()
+
+
+def _blocks():
+    torch.manual_seed(0)
+    model, x = _Blocks(), torch.randn(6, 4)
+    alone = copy.deepcopy(model)
+    _summed(alone(x), x).backward()
+    parallelize_pipeline(model, rank_mesh((2,), ("pp",)), ["blocks.2"])
+    return model, x, alone
+
+
+def _sums_where_each_rank_is_a_stage(overlapped):
+    model, x, alone = _blocks()
+    synchronizer = GradientSynchronizer(model)
+    with synchronizer.overlapped() if overlapped else contextlib.nullcontext():
+        Pipeline(model, _summed, micro_batches=2).step(x, target=x)
+    synchronizer.synchronize()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["", "overlapped"])
+def test_the_gradients_of_stages_alone_need_no_sum(ranks, overlapped):
+    """A loop that is written for any mesh runs where the stages are all ranks."""
+    ranks(2, _sums_where_each_rank_is_a_stage, overlapped)
+
+
+def _evaluates_in_inference_mode(first):
+    model, x, alone = _blocks()
+    pipeline = Pipeline(model, _summed, micro_batches=2)
+    wanted = _summed(alone(x), x).detach()
+    for inference in (first, not first):
+        with torch.inference_mode(mode=inference):
+            rows = x.clone()
+            torch.testing.assert_close(pipeline.evaluate(rows, target=rows), wanted)
+            outputs = pipeline.outputs(rows)
+        if outputs is not None:
+            torch.testing.assert_close(torch.cat(outputs), alone(x).detach())
+        torch.testing.assert_close(pipeline.step(x, target=x), wanted)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["", "after a training step"])
+def test_a_pipeline_is_evaluated_in_inference_mode(ranks, first):
+    ranks(2, _evaluates_in_inference_mode, first)

@@ -241,3 +241,29 @@ def _traced():
 
 def test_trace_shows_each_move_with_its_op_and_line(ranks):
     ranks(2, _traced)
+
+
+def _made_in_inference_mode():
+    torch.manual_seed(0)
+    plain, tokens = Attention(), torch.randint(11, (4, 5))
+    wanted = plain(tokens).detach()
+    model = sw.distribute_module(copy.deepcopy(plain), mesh(), {"qkv.weight": (sw.Shard(0),)})
+    with torch.inference_mode(), sw.spmd(model.qkv.weight.device_mesh, check=True):
+        close(model(tokens.clone()).full_tensor(), wanted)
+        scale = torch.ones(())
+        for _ in range(2):
+            close((model.norm.weight * scale).full_tensor(), plain.norm.weight.detach() * float(scale))
+            scale.mul_(2)
+    with torch.inference_mode():
+        noise = torch.zeros(8)
+    with sw.spmd(model.qkv.weight.device_mesh, check=True):
+        model.norm.weight + noise
+        with torch.inference_mode():
+            noise += dist.get_rank()
+        with pytest.raises(SpmdError, match="differs between the ranks"):
+            model.norm.weight + noise
+
+
+def test_tensors_of_inference_are_compared_each_time(ranks):
+    """Nothing counts how often they are written."""
+    ranks(2, _made_in_inference_mode)

@@ -86,14 +86,14 @@ def _start(patience: float) -> None:
     on += 1
     if on == 1:
         _book.open(patience)
-        listen(_check_call)
+        listen(check_call)
 
 
 def _stop() -> None:
     global on  # noqa: PLW0603
     on -= 1
     if on == 0:
-        stop_listening(_check_call)
+        stop_listening(check_call)
 
 
 def must_compare(*local_tensors: Tensor) -> bool:
@@ -135,16 +135,15 @@ def _text(plan: Plan) -> str:
 _ALIKE = ("allreduce_", "_allgather_base_", "_reduce_scatter_base_", "broadcast_")
 
 
-def _check_call(call: GroupCall) -> None:
+def check_call(call: GroupCall) -> None:
     """Compare a call that is no plan. Messages between two ranks are never the same on both."""
     if _thread.compared or call.op in ("send", "recv"):
         return
     ranks = tuple(dist.get_process_group_ranks(call.group))
     given = ", ".join(f"{x.dtype} {list(x.shape)}" for x in call.tensors) + " " if call.name in _ALIKE else ""
-    who = asker()
     line = source_line()
     # Only what our operations send comes from one line: the program may write its own calls rank by rank.
-    told = line if who.startswith("shardwright") else ""
+    told = line if asker().startswith("shardwright") else ""
     _book.compare(_Doing("calls", (f"- {call.op} {given}over ranks {ranks}",), told, ranks, shown=line))
 
 
@@ -262,8 +261,7 @@ class _Book:
         with self._lock:
             if self._store is None:
                 return
-            doing = _Doing("calls", (f"- {how}",), "", tuple(range(self._world)), shown=source_line())
-            doing = self._tell(doing)
+            doing = self._tell(_Doing("calls", (f"- {how}",), "", tuple(range(self._world)), source_line()))
             for peer in doing.ranks if waits else ():
                 if peer != self._rank:
                     self._hear(peer, doing)

@@ -315,6 +315,11 @@ def saved_tensors_hooks_on() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def version_of(x: torch.Tensor) -> int | None:
+    """torch's count of writes, shared by a base and its views; None for inference tensors."""
+    return None if x.is_inference() else x._version
+
+
 def intercept_calls(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Let `around(what a call of this one module did)` answer its calls from now on, before any hook.
 

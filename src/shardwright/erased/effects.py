@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from shardwright.compat import version_of
 from shardwright.erased.holds import gradient_of
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.results import Result, made_again
@@ -23,7 +24,7 @@ class Before:
     x: torch.Tensor
     gradient: torch.Tensor | None
     gradient_kind: Any
-    version: int
+    version: int | None
     node: Any
 
     @staticmethod
@@ -31,11 +32,6 @@ class Before:
         """Now."""
         gradient = x.grad if x.is_leaf and x.requires_grad else None
         return Before(path, x, gradient, gradient_of(x), version_of(x), x.grad_fn)
-
-
-def version_of(x: torch.Tensor) -> int:
-    """How often it was written; tensors of inference do not count."""
-    return -1 if x.is_inference() else x._version
 
 
 @dataclass(frozen=True, slots=True)

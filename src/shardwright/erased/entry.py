@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.comm.traced import in_groups
-from shardwright.compat import DisableTorchFunctionSubclass
+from shardwright.compat import DisableTorchFunctionSubclass, version_of
 from shardwright.erased import given, text
-from shardwright.erased.effects import Effects, carry_out, version_of
+from shardwright.erased.effects import Effects, carry_out
 from shardwright.erased.gradients import hang
 from shardwright.erased.results import Result, made_again
 from shardwright.erased.sources import Given, Gradient
@@ -131,7 +131,7 @@ class Entry:
         self,
         saved: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
-        watched: Sequence[tuple[torch.Tensor, int]],
+        watched: Sequence[tuple[torch.Tensor, int | None]],
     ) -> list[torch.Tensor | None]:
         backward = self.backward
         if backward is None or torch.is_grad_enabled():

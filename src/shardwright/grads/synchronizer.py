@@ -17,6 +17,7 @@ from shardwright.grads.coverage import refuse_uncovered
 from shardwright.grads.overlapped import OverlappedSum
 from shardwright.grads.parameters import Parameters, name_list, named_parameters, trainable
 from shardwright.grads.pending import finish_gradients
+from shardwright.grads.stages import stages_of
 
 
 class GradientSynchronizer:
@@ -33,17 +34,15 @@ class GradientSynchronizer:
         static: promise that every rank has the same gradients in every step, so that they need not agree.
 
     Raises:
-        ParallelError: a trainable parameter is a plain tensor although there are several ranks, or is placed
-            on fewer ranks than those that the gradients of others are summed over.
+        ParallelError: a trainable parameter is a plain tensor although there are several ranks (that are not
+            the stages of its model), or is placed on fewer ranks than those that the others are summed over.
     """
 
     def __init__(
         self, parameters: Parameters, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, static: bool = False
     ) -> None:
         if bucket_bytes < 1:
-            raise ParallelError(
-                f"bucket_bytes={bucket_bytes} holds no gradient; give a positive number of bytes"
-            )
+            raise ParallelError(f"bucket_bytes={bucket_bytes} holds no gradient; give a positive number")
         self._source = (
             parameters if isinstance(parameters, nn.Module) else named_parameters(parameters).items()
         )
@@ -117,11 +116,14 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 def _refuse_plain(wanted: dict[str, Tensor]) -> None:
     """Raise ParallelError if a rank could not know whether a gradient must be summed."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    plain = [name for name, parameter in wanted.items() if not isinstance(parameter, TorchDTensor)]
-    if plain:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    plain = [
+        name
+        for name, p in wanted.items()
+        if not isinstance(p, TorchDTensor) and ((held := stages_of(p)) is None or held.mesh.size() != world)
+    ]
+    if plain and world > 1:
         raise ParallelError(
-            f"{name_list(plain)}: plain trainable tensors in a world of {dist.get_world_size()} ranks, whose "
-            "gradients nobody would sum; place them with parallelize_replicate(module, mesh), or freeze them"
+            f"{name_list(plain)}: plain trainable tensors in a world of {world} ranks, whose gradients "
+            "nobody would sum; place them with parallelize_replicate(module, mesh), or freeze them"
         )

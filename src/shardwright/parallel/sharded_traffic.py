@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwright.comm import guard
 from shardwright.comm.functional import reduce_scatter_rows_raw
 from shardwright.comm.record import Sending, recording
+from shardwright.comm.tap import GroupCall
 from shardwright.compat.fully_shard_traffic import DefaultAllGather, DefaultReduceScatter
 
 _PARAMETERS, _GRADIENTS = "parameters of a sharded unit", "gradients of a sharded unit"
@@ -29,8 +31,7 @@ class RecordedAllGather(DefaultAllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather `input_tensor` into `output_tensor`. Cost: each rank sends its part to n-1 peers."""
-        sent = (group.size() - 1) * input_tensor.nbytes
-        with _sending("all_gather", self.axis, input_tensor, group, sent):
+        with _sending("all_gather", self.axis, input_tensor, group, (group.size() - 1) * input_tensor.nbytes):
             return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
@@ -54,10 +55,11 @@ class ExchangedReduceScatter(DefaultReduceScatter):
         """Sum `input_tensor` into `output_tensor`. Cost: each rank sends (n-1)/n of the input."""
         n = group.size()
         if op == dist.ReduceOp.SUM and input_tensor.device.type == "cpu" and not async_op and n > 1:
+            if guard.on:  # messages between pairs may be of any size; the terms of a sum are alike
+                guard.check_call(GroupCall("_reduce_scatter_base_", (output_tensor, input_tensor), group))
             parts = [output_tensor.numel()] * n
-            output_tensor.copy_(
-                reduce_scatter_rows_raw(input_tensor, parts, group, axis=self.axis, reason=_GRADIENTS)
-            )
+            mine = reduce_scatter_rows_raw(input_tensor, parts, group, axis=self.axis, reason=_GRADIENTS)
+            output_tensor.copy_(mine)
             return None
         sent = input_tensor.nbytes * (n - 1) // n
         with _sending("reduce_scatter", self.axis, input_tensor, group, sent):

@@ -172,6 +172,7 @@ class Localize(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:
         ctx.spec = x._spec
         ctx.of_leaf = x.is_leaf
+        ctx.version = x._version if ctx.needs_input_grad[0] else None
         ctx.set_materialize_grads(False)
         local = x._local_tensor.view_as(x._local_tensor)
         inner = kept_spec(x._spec)
@@ -181,9 +182,15 @@ class Localize(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None:
             return None
+        leaf = _leaf(ctx) if ctx.of_leaf else None
+        if leaf is not None and leaf._version != ctx.version:  # the local tensor does not count its writes
+            raise RuntimeError(
+                f"a parameter {tuple(leaf.shape)} of this graph has been modified by an inplace operation"
+            )
         inner = kept_spec(ctx.spec)
-        if inner is None and isinstance(grad, TorchDTensor):
-            grad = _complete(as_ours(grad))
+        if inner is None and isinstance(grad, TorchDTensor):  # of what counted as replicated on other axes
+            whole = as_ours(grad)._spec.layout.replicated()
+            grad = to_local(redistributed(as_ours(grad), whole, grad.device_mesh), whole)
         if differentiated(grad):
             if inner is not None:
                 target = with_dtype(finished(inner.layout), grad.dtype)
@@ -192,7 +199,6 @@ class Localize(torch.autograd.Function):
         if inner is not None:
             grad = _brought_to(inner, cast("DTensor", grad))
         local, spec = restored(ctx.spec, grad)
-        leaf = _leaf(ctx) if ctx.of_leaf else None
         if leaf is not None and (before := leaf.grad) is not None:
             leaf.grad = as_term(before, spec.layout)
         elif leaf is None or not hasattr(leaf, _TAKEN):
@@ -222,12 +228,6 @@ class GradientIsTaken:
     def remove(self) -> None:
         """As that of a hook."""
         delattr(self._leaf, _TAKEN)
-
-
-def _complete(grad: DTensor) -> torch.Tensor:
-    """The gradient of a local tensor that counted as replicated on axes that the parameter does not know."""
-    whole = grad._spec.layout.replicated()
-    return to_local(redistributed(grad, whole, grad.device_mesh), whole)
 
 
 def _brought_to(inner: Spec, grad: DTensor) -> DTensor:

@@ -121,6 +121,7 @@ class Pipeline:
                 reduce_gradients(self.module)
         return self._ended(losses, stages, scaled=scale is not None)
 
+    @torch.inference_mode(mode=False)  # it knows values by how often they are written
     @torch.no_grad()
     def evaluate(
         self,
@@ -137,6 +138,7 @@ class Pipeline:
         scale = self._scale(count)
         return self._forward(begun, self._scaled(scale), None, scaled=scale is not None)
 
+    @torch.inference_mode(mode=False)  # it knows values by how often they are written
     @torch.no_grad()
     def outputs(
         self, *args: Any, batch_dims: Mapping[str, int | None] | None = None, **kwargs: Any

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from shardwright.comm.record import source_line
-from shardwright.compat import is_functorch_wrapped_tensor, outside_transforms, transforms_on
+from shardwright.compat import is_functorch_wrapped_tensor, outside_transforms, transforms_on, version_of
 from shardwright.compat.dynamo import never_compiled_alone, never_traced
 from shardwright.errors import SpmdError
 from shardwright.placement.base import Replicate
@@ -51,7 +51,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         site = (frame.f_code.co_filename, frame.f_lineno)
         self._check = check is True or (check == "first" and site not in _checked_sites)
         self._site = site
-        self._seen: dict[int, tuple[torch.Tensor, int]] = {}
+        self._seen: dict[int, tuple[torch.Tensor, int | None]] = {}
 
     def __enter__(self) -> Self:
         state.blocks += 1
@@ -100,10 +100,10 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
     @never_traced  # it ends on the host: a graph breaks here
     def _compare(self, value: torch.Tensor) -> None:
         """Raise if the ranks of the mesh hold different bytes here."""
-        known = self._seen.get(id(value))
-        if known is not None and known[0] is value and known[1] == value._version:
+        version = version_of(value)  # of inference tensors, None: nothing counts how often they are written
+        if version is not None and self._seen.get(id(value)) == (value, version):
             return
-        self._seen[id(value)] = (value, value._version)
+        self._seen[id(value)] = (value, version)
         digest = _digest(value)
         pair = torch.tensor([digest, -digest], dtype=torch.int64, device=self._mesh.device_type)
         for axis in range(self._mesh.ndim):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwright.compat import neg_view, tree_leaves
+from shardwright.compat import neg_view, tree_leaves, version_of
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.remember import remembered
@@ -78,7 +78,7 @@ def remember(
     for index, view in enumerate(out if several else (out,)):
         if isinstance(view, DTensor) and view not in origins:
             where = index if several else None
-            origins[view] = _Origin(base, func, tuple(rest), kwargs, where, copied, _version(base))
+            origins[view] = _Origin(base, func, tuple(rest), kwargs, where, copied, version_of(base))
 
 
 def remember_local(
@@ -91,7 +91,7 @@ def remember_local(
 ) -> None:
     """Note that `out` is a copy of elements of `args[0]` that this rank holds."""
     base, *rest = args
-    origins[out] = _Origin(base, func, tuple(rest), kwargs, index, True, _version(base), local)
+    origins[out] = _Origin(base, func, tuple(rest), kwargs, index, True, version_of(base), local)
 
 
 def replace(known: DTensor, by: DTensor) -> None:
@@ -120,18 +120,13 @@ def around(route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwar
     return out
 
 
-def _version(x: torch.Tensor) -> int | None:
-    """torch's count of writes, shared by a base and its views; None where torch keeps none."""
-    return None if x.is_inference() else x._version
-
-
 def refresh(view: DTensor) -> None:
     """Derive the view again if it had to copy and its base was written since."""
     origin = origins.get(view)
     if origin is None:
         return
     refresh(origin.base)
-    version = _version(origin.base)
+    version = version_of(origin.base)
     if not origin.copied or (version is not None and version == origin.version):
         return
     with torch.no_grad():  # below autograd, which is about to note the write that made the base another
@@ -195,7 +190,7 @@ def _write_back(view: torch.Tensor, before: Snapshots) -> None:
     elif origin.copied:
         _overlay(view, origin)
     _write_back(origin.base, before)
-    if origin.local is not None and _version(origin.base) == origin.version:
+    if origin.local is not None and version_of(origin.base) == origin.version:
         _derive_again(origin.base)
 
 
