@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import traceback
 
 from shardwright.compat import current_graph_task_id, get_proxy_mode, records_a_graph
+from shardwright.remember import memo
 
 _TAG = "partitioner_tag"  # read by torch._functorch.partitioners
 _library = torch.library.Library("shardwright", "FRAGMENT")
@@ -51,7 +52,8 @@ class _Phase:
         self.last: list[Tensor] = []
 
 
-_phases: WeakKeyDictionary[Any, list[_Phase]] = WeakKeyDictionary()  # by graph: of the forward, the backward
+# By graph: of the forward, of the backward.
+_phases: WeakKeyDictionary[Any, list[_Phase]] = memo("phases of graphs", WeakKeyDictionary())
 
 
 def _traced() -> _Phase | None:
