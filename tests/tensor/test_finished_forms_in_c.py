@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwright as sw
 from shardwright.tensor import doors
+from shardwright.tensor.dispatch import short
 from shardwright.testing.meshes import rank_mesh
 
 from .test_known_call_in_c import InPython
@@ -114,6 +118,42 @@ def _writes_between():
 
 def test_a_write_ends_what_was_finished(ranks):
     ranks(2, _writes_between)
+
+
+def _what_stays():
+    """Counts of references and objects after reads of finished forms, of values without one, and sums."""
+    mesh = rank_mesh((dist.get_world_size(),))
+    whole = _whole(4, 6)
+    r = sw.distribute_tensor(whole, mesh, [sw.Replicate()])
+
+    def every_call():
+        with sw.spmd(mesh):
+            for read in READS.values():
+                x = _pending(mesh, whole)
+                read(x), read(x), r + x, x.view(24).exp()
+
+    def held():
+        gc.collect()
+        touched = [r, r._spec, r._spec.token, r._local_tensor, sw.DTensor, None, short.on_forms, ()]
+        touched += [part for key in short.on_forms for part in (key, *key)]
+        return [sys.getrefcount(value) for value in touched], len(gc.get_objects())
+
+    for _ in range(5):
+        every_call()
+    seen = [held()]
+    for _ in range(2):
+        for _ in range(100):
+            every_call()
+        seen.append(held())
+    counts = zip(*(references for references, _ in seen), strict=True)
+    both = [(second - first, third - second) for first, second, third in counts]
+    return [each for each in both if min(map(abs, each)) > 50], seen[2][1] - seen[1][1]
+
+
+def test_no_reference_is_lost_or_kept(ranks):
+    for grown, objects in ranks(2, _what_stays):
+        assert grown == []
+        assert objects < 100
 
 
 # ------------------------------------------------------------------------ finished operands as terms of a sum
