@@ -19,10 +19,19 @@ def plans_by_axis(plan: Plan) -> tuple[Plan, ...]:
     plans: list[Plan] = []
     left = plan
     while left.crosses_several_axes:
-        gathered = _without(left.source, _innermost(left))
-        plans.append(plan_redistribution(left.source, gathered))
-        left = plan_redistribution(gathered, plan.target)
+        plans.append(_first_gather(left))
+        left = plan_redistribution(plans[-1].target, plan.target)
     return (*plans, left)
+
+
+def _first_gather(plan: Plan) -> Plan:
+    """Gather the innermost of the axes that are crossed, or the one that cuts what it leaves."""
+    source = plan.source
+    gather = plan_redistribution(source, _without(source, _innermost(plan)))
+    if not gather.crosses_several_axes:
+        return gather
+    last = [axis for step in source.applied if step.partition is not None for axis in step.axes][-1]
+    return plan_redistribution(source, _without(source, last))
 
 
 def _innermost(plan: Plan) -> int:
