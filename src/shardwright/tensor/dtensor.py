@@ -43,7 +43,7 @@ class _Above:
 
 above = _Above()
 _KNOWN = ("shardwright.", "torch.")
-_PROCESS = uuid.uuid4().hex
+_PROCESS = uuid.uuid4().hex  # and of those that are forked from it: they began with the same rules
 _read_gradient, _put_gradient, _drop_gradient = (
     getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")
 )

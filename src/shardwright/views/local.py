@@ -74,7 +74,7 @@ class LocalView:
     def put(self, local: Tensor, values: Tensor) -> None:
         """Write the elements of the result to where they are in a local source, in place."""
         if self.nothing:
-            nothing_of(local, (0,)).copy_(nothing_of(values, (0,)))
+            nothing_of(local, (0,)).copy_(nothing_of(values, (0,)))  # a graph has the values as read
         elif self.steps is not None:
             self._strided(local).copy_(values)
         elif self.index is not None:

@@ -235,10 +235,7 @@ def _becomes(layout: Layout, target: Layout) -> bool:
 
 def _is_own_term(x: DTensor, target: Layout) -> bool:
     """Is it this rank that has the only term that is not zero?"""
-    coords = x._spec.coords
-    places = zip(
-        x._spec.layout.placements, target.placements, coords or (1,) * len(target.sizes), strict=True
-    )
+    places = zip(x._spec.layout.placements, target.placements, x._spec.coords or (), strict=True)
     return all(old == new or coord == 0 for old, new, coord in places)
 
 

@@ -62,10 +62,10 @@ def with_forms(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]] | None:
     """What a call of `short.on_forms` is given for what it reads; None: nothing was finished before."""
-    asked = asks(tensors)
-    asking = _asking(tensors) if asked else [(x, x._spec) for x in tensors if x._spec.pending]
-    forms = _forms_of(asking, func, args, kwargs)
-    return _exchanged(forms, args, kwargs) if forms or asked else None
+    asking = _asking(tensors)
+    values = asking or [(x, x._spec) for x in tensors if x._spec.pending]
+    forms = _forms_of(values, func, args, kwargs)
+    return _exchanged(forms, args, kwargs) if forms or asking else None
 
 
 def _forms_of(
