@@ -152,3 +152,8 @@ def fill(call: Call) -> Formula:
     if call.bound.get("value") == 0:
         facts.append("self: *")
     return formula(_TEXT, hom=facts, elementwise=True)
+
+
+# Steps of optimizers: parameter, gradient and state; counters and rates are scalars.
+for _name in ("adam", "adamw", "sgd", "adagrad"):
+    rule(f"aten::_fused_{_name}_", "*... ->", elementwise=True)
