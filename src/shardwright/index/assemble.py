@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from shardwright.errors import PlacementError
-from shardwright.index.runs import intervals
+from shardwright.index.region import Box, Region, Shape
+from shardwright.index.runs import Runs, intervals
 from shardwright.remember import remembered
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from shardwright.index.region import Box, Region, Shape
-    from shardwright.index.runs import Runs
 
 
 class HasRegion(Protocol):

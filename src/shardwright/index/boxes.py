@@ -7,16 +7,12 @@ are one chunk each, not one box per row.
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from shardwright.index.region import Box
-from shardwright.index.runs import intervals
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from shardwright.index.region import Region
-    from shardwright.index.runs import Runs
+from shardwright.index.region import Box, Region
+from shardwright.index.runs import Runs, intervals
 
 
 class Chunk(NamedTuple):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from shardwright.index.region import Shape
+from shardwright.index.region import Shape
 
 
 def contiguous_stride(shape: Shape) -> Shape:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from torch import Tensor
+
+from shardwright.index.region import Region, Shape
+from shardwright.layout.mesh_shape import Coords
 from shardwright.placement.base import Partition, Pending, Placement
 from shardwright.placement.made_by_views.joint import Joint, joint_groups
 from shardwright.placement.made_by_views.moved import Moved
 from shardwright.placement.one_dim_form import is_shipped, one_dim_form, placed_on
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from shardwright.index.region import Region, Shape
-    from shardwright.layout.mesh_shape import Coords
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from io import StringIO
-from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from rich.console import Console, RenderableType
 
 
 def render(item: RenderableType, *, width: int = 110) -> str:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import TYPE_CHECKING
 
+from shardwright.index.region import Region
 from shardwright.index.runs import intervals
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from shardwright.index.region import Region
-    from shardwright.layout.layout import Layout
+from shardwright.layout.layout import Layout
 
 Span = tuple[int, int]  # first index, one past the last
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from shardwright.errors import LayoutError
+from shardwright.layout.layout import Layout
 from shardwright.show.console import render
 from shardwright.show.holders import Holders, holders_of, ranks_text
 from shardwright.show.palette import color_of
 from shardwright.show.subject import layout_if_any
 from shardwright.show.svg import draw, draw_lines
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from shardwright.layout.layout import Layout
 
 _SPANS = 32  # per dim: more do not fit a terminal, and are counted instead
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement as TorchPlacement
 
 from shardwright.compat import axis_names
 from shardwright.errors import LayoutError
-from shardwright.placement.base import Replicate
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.convert import as_placement
-
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-    from shardwright.placement.base import Placement
 
 PlacementsArgument = Sequence[Any] | Mapping[str, Any]
 Unnamed = Literal["replicate", "layout", "error"]

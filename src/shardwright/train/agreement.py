@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
+from shardwright.context.context import DistributedContext
 from shardwright.errors import ShardwrightError
-
-if TYPE_CHECKING:
-    from shardwright.context.context import DistributedContext
 
 T = TypeVar("T")
 

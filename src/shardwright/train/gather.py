@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,7 @@ from shardwright.comm.record import because
 from shardwright.context.domains import FLAT_DOMAIN
 from shardwright.parallel.pipeline.split import find_split
 from shardwright.train.places import Place
-
-if TYPE_CHECKING:
-    from shardwright.train.step import Trainer
+from shardwright.train.step import Trainer
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -11,16 +11,13 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.moe.layer import MoELayer
-
-if TYPE_CHECKING:
-    from shardwright.train.config import TrainConfig
+from shardwright.train.config import TrainConfig
 
 VOCABULARY = 256
 ROTARY_BASE = 10_000.0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-if TYPE_CHECKING:
-    from shardwright.train.config import TrainConfig
+from shardwright.train.config import TrainConfig
 
 Kind = Literal["adamw", "sgd"]
 

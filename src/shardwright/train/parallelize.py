@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
+from shardwright.context.context import DistributedContext
 from shardwright.context.domains import DENSE_DOMAIN, EXPERT_DOMAIN, REGULAR_DOMAIN
 from shardwright.context.submesh import submesh
 from shardwright.parallel.context_parallel import parallelize_context
@@ -21,13 +22,8 @@ from shardwright.placement.shard import Shard
 from shardwright.placement.zigzag import ZigZag
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.modules.distribute import distribute_module
+from shardwright.train.config import TrainConfig
 from shardwright.train.model import Attention, AttentionCore, Block, Decoder, ModelShape, init_weights
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from shardwright.context.context import DistributedContext
-    from shardwright.train.config import TrainConfig
 
 ATTENTION_PLAN = {"wq.weight": Shard(0), "wk.weight": Shard(0), "wv.weight": Shard(0), "wo.weight": Shard(1)}
 

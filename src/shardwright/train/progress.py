@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-if TYPE_CHECKING:
-    from shardwright.train.metrics import StepRecord
+from shardwright.train.metrics import StepRecord
 
 LINES_OF_A_RUN = 20
 REFRESHES_PER_SECOND = 2

@@ -6,20 +6,17 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
+from shardwright.train.config import TrainConfig
+from shardwright.train.data import Corpus
 from shardwright.train.model import Decoder, ModelShape, init_weights
 from shardwright.train.optim import Kind, make_optimizer, set_learning_rate
 from shardwright.train.reference import ReferenceMoE, reference_model
-
-if TYPE_CHECKING:
-    from shardwright.train.config import TrainConfig
-    from shardwright.train.data import Corpus
 
 
 @dataclass(frozen=True)

@@ -5,31 +5,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.optim import Optimizer
 
 from shardwright.comm.collectives import all_reduce
 from shardwright.comm.record import Recorder
+from shardwright.context.context import DistributedContext
 from shardwright.context.domains import BATCH_DOMAIN, FLAT_DOMAIN
 from shardwright.context.submesh import submesh
 from shardwright.grads.clip import clip_grad_norm_
 from shardwright.grads.loss import global_mean
 from shardwright.grads.synchronizer import GradientSynchronizer
 from shardwright.parallel.pipeline.pipeline import Pipeline
+from shardwright.train.config import TrainConfig
 from shardwright.train.data import Corpus
+from shardwright.train.model import Decoder
 from shardwright.train.optim import Kind, set_learning_rate
 from shardwright.train.places import Place, readers
 from shardwright.train.routes import Routes
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from shardwright.context.context import DistributedContext
-    from shardwright.train.config import TrainConfig
-    from shardwright.train.model import Decoder
 
 _IGNORED = -100
 

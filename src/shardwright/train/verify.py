@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +18,7 @@ from torch import Tensor
 from shardwright.train.gather import full_gradients, full_parameters, gather_choices
 from shardwright.train.reference_run import Gradients, ReferenceRun
 from shardwright.train.routing import RoutingDifferences, largest_gap, routing_differences
-
-if TYPE_CHECKING:
-    from shardwright.train.step import StepResult, Trainer
+from shardwright.train.step import StepResult, Trainer
 
 LOSS_BOUND = 1e-4
 PARAMETER_BOUND = 1e-4

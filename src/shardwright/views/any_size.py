@@ -8,19 +8,15 @@ there are is found for one shape; that they fit another is a product per block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
+from shardwright.index.region import Shape
+from shardwright.layout.kind import Kind
+from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition
 from shardwright.placement.shard import Shard
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shardwright.index.region import Shape
-    from shardwright.layout.kind import Kind
-    from shardwright.layout.layout import Layout
 
 _SAME = -1  # one dim that may be cut in any way
 _WHOLE = 0  # dims that nothing cuts; else into how many chunks the first dim is cut

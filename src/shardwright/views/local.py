@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shardwright.compat import neg_view
 from shardwright.compat.graph_order import nothing_of
+from shardwright.index.region import Shape
 from shardwright.index.runs import intervals
+from shardwright.index.view import View
+from shardwright.layout.layout import Layout
+from shardwright.layout.mesh_shape import Coords
+from shardwright.placement.base import Partition
+from shardwright.placement.made_by_views.imaged import Indices
 from shardwright.placement.one_dim import held, picked_positions
 from shardwright.views.through import Part, flat_group, imaged, kept_dims, parts_of, told_form
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from shardwright.index.region import Shape
-    from shardwright.index.view import View
-    from shardwright.layout.layout import Layout
-    from shardwright.layout.mesh_shape import Coords
-    from shardwright.placement.base import Partition
-    from shardwright.placement.made_by_views.imaged import Indices
-
-    Walk = range | Indices
+Walk = range | Indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)

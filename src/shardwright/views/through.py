@@ -6,12 +6,16 @@ where each of them can say alone what it holds. Everything is decided once, for 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
 
-from shardwright.layout.applied import cut_form
+import torch
+
+from shardwright.index.region import Shape
+from shardwright.index.view import View
+from shardwright.layout.applied import Applied, cut_form
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Placement
 from shardwright.placement.made_by_views.flat import Flat
@@ -24,15 +28,6 @@ from shardwright.placement.one_dim_form import along, is_shipped, one_dim_form
 from shardwright.placement.owner import Owner
 from shardwright.remember import remembered
 from shardwright.views.names import coord_of, distributed, on_dims, owners, simplest
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-
-    from shardwright.index.region import Shape
-    from shardwright.index.view import View
-    from shardwright.layout.applied import Applied
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from shardwright.parallel.pipeline.forward.journal import Journal
+from shardwright.parallel.pipeline.forward.journal import Journal
 
 
 class Failures:

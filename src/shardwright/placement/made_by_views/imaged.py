@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.errors import PlacementError
+from shardwright.index.region import Region, Shape
+from shardwright.index.runs import Runs
 from shardwright.placement.along_dim import AlongDim
-from shardwright.placement.base import check_source
+from shardwright.placement.base import Partition, check_source
 from shardwright.placement.one_dim import held, runs_of_indices
 from shardwright.placement.shard import Shard
 from shardwright.remember import remembered
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from shardwright.index.region import Region, Shape
-    from shardwright.index.runs import Runs
-    from shardwright.placement.base import Partition
-
-    Indices = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
 # Elements of the dims that a view mixes; more would cost gigabytes of index tables.
 MANY = 1 << 27

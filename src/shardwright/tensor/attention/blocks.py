@@ -5,17 +5,14 @@ A kernel call per pair of pieces would be many small ones; neighbouring pieces t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby, pairwise, product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from shardwright.remember import remembered
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from shardwright.rules.held_label import Held
+from shardwright.rules.held_label import Held
 
 # Where two parts have more pairs of pieces than this, one call with a mask is cheaper than one for each.
 _FEW_PAIRS = 64

@@ -6,14 +6,10 @@ Transformers", arXiv 2310.01889, section 3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from shardwright.tensor.attention.kernel import Part
+from shardwright.tensor.attention.kernel import Part
 
 
 class Merged:

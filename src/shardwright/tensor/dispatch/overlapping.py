@@ -12,16 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import combinations
 from math import lcm
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from shardwright.errors import RuleError
+from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition
 from shardwright.remember import remembered
-
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
 
 # Write one value wherever they write: nothing, or a number, is given.
 _ONE_VALUE = {"fill": "value", "zero": None, "masked_fill": "value", "index_fill": "value"}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.errors import ParallelError
 from shardwright.tensor.modules.ties import names_of_replaced
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 # Parameters that a strategy took from a module of this rank for good -> their names.
 _taken = WeakTensorKeyDictionary()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from shardwright.index.region import Box, Region
+from shardwright.index.runs import Runs
 from shardwright.index.stride import contiguous_stride
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shardwright.index.region import Box, Region
-    from shardwright.index.runs import Runs
-    from shardwright.layout.layout import Layout
+from shardwright.layout.layout import Layout
 
 
 def interval_of(layout: Layout, coords: tuple[int, ...]) -> tuple[int, int] | None:
