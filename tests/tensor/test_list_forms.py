@@ -269,3 +269,34 @@ def _beside_a_dtensor_of_torch():
 
 def test_lists_take_dtensors_of_torch(ranks):
     ranks(2, _beside_a_dtensor_of_torch)
+
+
+# The others read whole matrices, or more than each element's own.
+_ELEMENTWISE = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD"
+_WAYS = {"foreach": {"foreach": True}, "one by one": {"foreach": False}, "fused": {"fused": True}}
+
+
+def _steps_send_nothing(name):
+    make = getattr(torch.optim, name)
+    takes = make.__init__.__code__.co_varnames
+    for way, options in _WAYS.items():
+        if next(iter(options)) not in takes:
+            continue
+        plain = [torch.nn.Parameter(_X.clone()), torch.nn.Parameter(_X[0].clone())]
+        ours = [torch.nn.Parameter(_put(p.detach(), S0)) for p in plain]
+        pairs = [make(parameters, lr=0.1, **options) for parameters in (plain, ours)]
+        for step in range(3):
+            for p, q in zip(plain, ours, strict=True):
+                p.grad = (step + 1) * torch.sin(p.detach())
+                q.grad = _put(p.grad, S0)
+            pairs[0].step()
+            with sw.trace() as sent:
+                pairs[1].step()
+            assert not sent.collectives and not sent.decisions, (way, sent)
+        for p, q in zip(plain, ours, strict=True):
+            close(q, p)
+
+
+@pytest.mark.parametrize("name", _ELEMENTWISE.split())
+def test_steps_of_cut_parameters_send_nothing(ranks, name):
+    ranks(2, _steps_send_nothing, name)

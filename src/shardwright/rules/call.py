@@ -123,8 +123,11 @@ class Call:
                         yield Operand(parameter.name, info, position, mutated, parameter.out)
 
     def _only_reads(self, name: str) -> bool:
-        """Whether what the schema calls written is not: a fused step writes gradients that it unscales."""
-        return name == "grads" and self.bound.get("grad_scale", self) is None
+        """Whether what the schema calls written is not: a fused step writes gradients that it unscales.
+
+        None writes its counters, whatever Adagrad's schema says.
+        """
+        return name == "state_steps" or (name == "grads" and self.bound.get("grad_scale", self) is None)
 
     @cached_property
     def operands(self) -> tuple[TensorInfo, ...]:
