@@ -21,6 +21,7 @@ from shardwright.tensor.localized import LocalizedDTensor, compute_view
 from shardwright.tensor.modules.replaced import refuse_replaced
 from shardwright.tensor.optimizer_gradients import bring_gradients, give_back
 from shardwright.tensor.plain import backward, boundary, made_gradients, own_terms, packed_sequences, set_data
+from shardwright.tensor.random import full
 from shardwright.tensor.safe_globals import allow_safe_loading
 from shardwright.tensor.under_way import start_redistribution
 from shardwright.tensor.views import strided, write_back
@@ -34,6 +35,7 @@ OWN: tuple[dict[Any, boundary.Own], ...] = (
     backward.OWN,
     packed_sequences.OWN,
     attention.OWN,
+    full.OWN,
 )
 # Their algorithms are in the registry of rules, which is open: it is filled as they are imported.
 ALGORITHMS = (key_parts, orders, scans, windows)

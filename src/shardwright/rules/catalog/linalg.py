@@ -1,4 +1,7 @@
-"""Linear algebra on the last two dims: a matrix is whole, the batch of matrices may be cut."""
+"""Linear algebra on the last two dims: a matrix is whole, the batch of matrices may be cut.
+
+And Fourier transforms, which are linear along whole dims.
+"""
 
 from __future__ import annotations
 
@@ -101,3 +104,6 @@ rule(
     reduce="sum",
     hom="grad: sum->sum",
 )
+
+for _name in ("_fft_r2c", "_fft_c2r", "_fft_c2c"):
+    rule(f"aten::{_name}", "...[dim:_] -> ...[dim:_]", hom="self: sum->sum")

@@ -32,6 +32,20 @@ class Return:
     held: Layout
 
 
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """How a call computes terms.
+
+    operand: of whose terms alone.
+    is_statistic: it is smaller than these.
+    writes_out: it is not: the operand repeats a number.
+    """
+
+    operand: int
+    is_statistic: bool
+    writes_out: bool
+
+
 @dataclass(slots=True)
 class Prepared:
     """A decided call on one rank: nothing in it depends on the data.
@@ -53,6 +67,6 @@ class Prepared:
     outs: tuple[int, ...] = ()  # operands that are only written: `out=`
     call: Call | None = None  # of an op that undoes views: `views.put_back` may do better
     checked: bool = False
-    written_out: int | None = None  # the expanded operand whose terms the result is: `written_out`
+    derived: Derivation | None = None  # the result is terms of one operand's: `derived`
     any_size: AnySize | None = None  # the same call on tensors of other sizes
     simple: bool = False  # found after the first run: see `run.is_simple`

@@ -14,7 +14,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.rules.identity import identity_of, reduction_of_cuts
 from shardwright.tensor import finished_forms
-from shardwright.tensor.dispatch import written_out
+from shardwright.tensor.dispatch import derived
 from shardwright.tensor.dispatch.memory_order import as_made, lies_as_said
 from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.written_memory import keep_apart
@@ -61,8 +61,8 @@ def run(
     if not prepared.checked:
         _check(prepared, func, out, all(map(lies_as_said, locals_, tensors)))
     wrapped = _wrap(prepared, out, tensors)
-    if prepared.written_out is not None:
-        written_out.remember(wrapped, func, args, kwargs, tensors[prepared.written_out])
+    if prepared.derived is not None:
+        derived.remember(wrapped, prepared.derived, func, args, kwargs, tensors)
     return wrapped
 
 
@@ -100,7 +100,7 @@ def is_simple(
         and isinstance(out, DTensor)
         and not (prepared.moves or prepared.overrides or prepared.skip or prepared.local or kwargs)
         and prepared.written == (None,)
-        and prepared.written_out is None
+        and prepared.derived is None
         and prepared.results[0] is not None
         and sum(isinstance(value, DTensor) for value in args) == tensors
     )
@@ -120,7 +120,7 @@ def _move(
     tensors: list[DTensor],
     locals_: list[torch.Tensor],
 ) -> None:
-    wanted = []
+    wanted: dict[tuple[int, Layout], tuple[DTensor, Layout]] = {}  # an operand may stand in two places
     kept: dict[int, DTensor] = {}  # by operand: what is finished for it, and for those that come after it
     moves = []
     refuse = partial(refuse_implicit, func, args, kwargs, prepared, tensors)
@@ -136,14 +136,15 @@ def _move(
             elif finishes(x._spec.layout, move.target):
                 x = kept[move.operand] = finished_forms.subject(x)
         target = finished_forms.finished_layout(x._spec.layout) if move.operand in kept else move.target
-        wanted.append((x, target))
-        moves.append(move)
+        wanted[id(x), target] = x, target
+        moves.append((move, (id(x), target)))
     if not moves:
         return
     kind = "fallback" if prepared.fallback else "redistribute"
-    moved = move_operands(func.name(), wanted, prepared.reason, refuse=refuse, kind=kind)
-    for move, local in zip(moves, moved, strict=True):
-        x, of = tensors[move.operand], kept.get(move.operand)
+    moved = move_operands(func.name(), [*wanted.values()], prepared.reason, refuse=refuse, kind=kind)
+    locals_of = dict(zip(wanted, moved, strict=True))
+    for move, each in moves:
+        x, of, local = tensors[move.operand], kept.get(move.operand), locals_of[each]
         locals_[move.operand] = local if of is None else finished_forms.finished_from(x, of, local)
 
 
@@ -151,7 +152,7 @@ def _form_of(
     prepared: Prepared, func: torch._ops.OpOverload, x: DTensor, move: Move, refuse: Callable[[], None]
 ) -> DTensor | None:
     """The finished form of an operand that moves, if it is kept or costs little."""
-    form = written_out.finished(x, prepared.reason, refuse)
+    form = derived.finished(func.name(), x, prepared.reason, refuse)
     if form is None and finishes(x._spec.layout, move.target):
         form = finished_forms.known(x)
         if form is not None and form._spec.layout.placements == move.target.placements:

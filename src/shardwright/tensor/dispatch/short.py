@@ -25,6 +25,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.partial import Partial
 from shardwright.remember import memo
 from shardwright.tensor.dispatch import any_number, bindings, memory_order, written_memory
+from shardwright.tensor.dispatch.derived import in_a_backward
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.ways.local_reshape import LocalReshape
 from shardwright.tensor.dispatch.ways.out import is_pointwise
@@ -187,7 +188,7 @@ def _of_prepared(
     """The local call that was prepared; None where more belongs to it."""
     if not prepared.checked or prepared.skip or prepared.gather_all:
         return None
-    if prepared.brought_back or prepared.outs or prepared.written_out is not None:
+    if prepared.brought_back or prepared.outs or (prepared.derived and prepared.derived.writes_out):
         return None
     call: Callable[..., Any] | None = prepared.local or func._op
     holds: Callable[[], bool] | None = None
@@ -196,6 +197,8 @@ def _of_prepared(
         call = None if holds is None or prepared.moves else call
     elif prepared.moves:
         call, holds = _on_terms(prepared, func, args, tensors), _nobody_records
+    elif prepared.derived:
+        holds = in_a_backward
     if call is None:
         return None
     overrides = _by_place(prepared, func, len(args))

@@ -10,11 +10,12 @@ Under `random_mode("counter")` an element's numbers follow from its logical inde
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 
 from shardwright.comm.record import record_decision
 from shardwright.compat import is_composite, tree_flatten, tree_unflatten
@@ -191,6 +192,30 @@ def _own(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh, like: Spec) -> D
 
 
 # ---------------------------------------------------------------------------------------------- dropout
+
+
+def of_terms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`F.dropout` and `torch.dropout`: terms stay terms, for what they are multiplied with is none.
+
+    torch draws in `empty_like(x)`, which is memory for terms: both would be finished for the product.
+    """
+    x, p, is_on = _asked(*args, **kwargs)
+    if not is_on or not 0 < p < 1 or not isinstance(x, DTensor) or not x._spec.pending:
+        return func(*args, **kwargs)
+    return x * torch.zeros_like(x).bernoulli_(1 - p).div_(1 - p)
+
+
+def _asked(
+    input: Any,  # noqa: A002  torch's name
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    train: bool = True,
+) -> tuple[Any, float, bool]:
+    return input, p, training and train and not inplace
+
+
+OWN: dict[Any, Callable[..., Any]] = {functional.dropout: of_terms, torch.dropout: of_terms}
 
 
 def _dropout(x: DTensor, p: float, train: bool | None) -> tuple[DTensor, DTensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardwright.tensor import finished_forms
+from shardwright.tensor.dispatch import derived
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import CLASSES
 
@@ -35,6 +36,7 @@ class KeptForm:
         """The same call on finished forms; what it writes, and what it is a view of, is the value itself."""
         if write_back.is_view(func):
             return self._view(func, args, kwargs, tensors)
+        derived.finish_beside(func.name(), tensors)
         return self.again(func, *_exchanged(_forms_of(_asking(tensors), func, args, kwargs), args, kwargs))
 
     def _view(
@@ -46,7 +48,7 @@ class KeptForm:
     ) -> Any:
         """A view of the value itself; calls on it ask for the finished form too."""
         asking = _asking(tensors)
-        held = [(x, spec) for x, spec in asking if finished_forms.holds(x)]
+        held = [(x, spec) for x, spec in asking if finished_forms.holds(x) or derived.remembers(x)]
         for x, spec in asking:
             x._spec = spec.plain
         out = self.again(func, args, kwargs)
@@ -62,6 +64,7 @@ def with_forms(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]] | None:
     """What a call of `short.on_forms` is given for what it reads; None: nothing was finished before."""
+    derived.finish_beside(func.name(), tensors)
     asking = _asking(tensors)
     values = asking or [(x, x._spec) for x in tensors if x._spec.pending]
     forms = _forms_of(values, func, args, kwargs)

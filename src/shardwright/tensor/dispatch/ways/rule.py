@@ -12,7 +12,7 @@ from shardwright.rules.call import aliases_of
 from shardwright.rules.catalog.view_maps import gives_back, undoes
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision
-from shardwright.tensor.dispatch import written_out
+from shardwright.tensor.dispatch import derived
 from shardwright.tensor.dispatch.kernels import kernel_of
 from shardwright.tensor.dispatch.prepared import Move, Prepared, Return
 from shardwright.tensor.dtensor import DTensor
@@ -56,7 +56,7 @@ def by_rule(asked: Asked) -> Prepared:
         if coords is None or overrides or decision.local or undone or brought_back
         else decision.any_size,
         call=undone,
-        written_out=written_out.operand_of(call, decision),
+        derived=derived.derivation_of(call, decision, moves=bool(moves)),
     )
 
 
