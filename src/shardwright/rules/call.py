@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,10 @@ import torch
 
 from shardwright.errors import RuleError
 from shardwright.remember import remembered
+
+Op = torch._ops.OpOverload
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

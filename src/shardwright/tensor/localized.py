@@ -22,6 +22,7 @@ from shardwright.compat import forward_names, transforms_on
 from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
 from shardwright.remember import memo
+from shardwright.rules.call import Args
 from shardwright.tensor.autograd import Localize, apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import announce
@@ -33,7 +34,7 @@ class LocalizedDTensor(DTensor):
 
 
 def call_localized(
-    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    cls: type, func: Any, types: Any, args: Args = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Run a function of torch whose arguments hold a localized parameter: its `__torch_function__`.
 
@@ -118,7 +119,7 @@ def _is_foreign(value: torch.Tensor, parameter: LocalizedDTensor) -> bool:
     return not isinstance(value, DTensor) or value.device_mesh != parameter.device_mesh
 
 
-def _keeps_parameter(func: Any, args: tuple[Any, ...]) -> bool:
+def _keeps_parameter(func: Any, args: Args) -> bool:
     """Functions that act on the parameter itself: autograd's entry points, and what changes it in place."""
     if func in boundary.AUTOGRAD:
         return True

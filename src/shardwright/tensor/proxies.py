@@ -8,7 +8,7 @@ in what `torch.compile` traces, is another case: there the local calls are the g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,12 @@ from torch.fx.experimental.proxy_tensor import (
 )
 
 from shardwright.compat import tree_leaves, tree_map_only
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.plain.replicated import replicate_plain
 from shardwright.tensor.wrap import as_replicated
 
 
-def record(
-    run: Callable[..., Any], func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def record(run: Callable[..., Any], func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The op on DTensors while torch records a graph: in the graph if one of them is in it."""
     mode = get_proxy_mode()
     if mode is None:
@@ -44,7 +43,7 @@ def record(
     return func(*args, **kwargs)
 
 
-def _known(x: torch.Tensor, tracer: Any, mesh: DeviceMesh, func: torch._ops.OpOverload) -> torch.Tensor:
+def _known(x: torch.Tensor, tracer: Any, mesh: DeviceMesh, func: Op) -> torch.Tensor:
     """What stands for `x` in the graph: a constant if it is no input; a plain tensor is distributed there."""
     if not has_proxy_slot(x, tracer):
         track_tensor(x, tracer.proxy(tracer.create_arg(x)), constant=None, tracer=tracer)

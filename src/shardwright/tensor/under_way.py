@@ -11,6 +11,7 @@ from shardwright.comm.async_result import Later
 from shardwright.comm.execute import execute_later
 from shardwright.layout.layout import Layout
 from shardwright.plan.decide import plan_redistribution
+from shardwright.rules.call import Args
 from shardwright.tensor.autograd import Redistribute, apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import Spec, spec_of
@@ -30,7 +31,7 @@ class ArrivingDTensor(DTensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Any, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if CLASSES[True] in types:  # a parameter that computes as its local tensor is asked first
             return NotImplemented

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
 from shardwright.rules.catalog.labels import join
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.held_label import Held
@@ -67,14 +67,14 @@ def takes_mask(call: Call) -> bool:
     return "for_cpu" in call.op._schema.name
 
 
-def at_positions(op: torch._ops.OpOverload, held: Mapping[str, Held], *args: Any, **kwargs: Any) -> Any:
+def at_positions(op: Op, held: Mapping[str, Held], *args: Any, **kwargs: Any) -> Any:
     """A causal call on some of the queries and keys: with the mask that their positions give."""
     given = by_name(op, args, kwargs)
     given["is_causal"], given["attn_mask"] = False, causal_mask(held["l"], held["s"], given["query"])
     return op(**given)
 
 
-def by_name(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def by_name(op: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """The arguments of a call by name."""
     names = [argument.name for argument in op._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -94,7 +94,7 @@ def _local(call: Call) -> dict[str, Any]:
     return {}
 
 
-def with_own_keys(op: torch._ops.OpOverload, held: Mapping[str, Held], *args: Any, **kwargs: Any) -> Any:
+def with_own_keys(op: Op, held: Mapping[str, Held], *args: Any, **kwargs: Any) -> Any:
     """A call on some heads of queries: with the heads of keys and values that they share."""
     given = by_name(op, args, kwargs)
     own = _shared_heads(held["h"], given["key"])
@@ -103,7 +103,7 @@ def with_own_keys(op: torch._ops.OpOverload, held: Mapping[str, Held], *args: An
 
 
 def gradients_of_own_keys(
-    op: torch._ops.OpOverload, held: Mapping[str, Held], *args: Any, **kwargs: Any
+    op: Op, held: Mapping[str, Held], *args: Any, **kwargs: Any
 ) -> tuple[Tensor | None, ...]:
     """The backward of `with_own_keys`: what no query of this rank shares has a gradient of zeros."""
     given = by_name(op, args, kwargs)

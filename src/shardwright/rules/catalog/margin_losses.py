@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwright.layout.layout import Layout
 from shardwright.rules.algorithms.algorithm import cutting_axes, layout_of, pending_bytes, register_algorithm
-from shardwright.rules.call import Call
+from shardwright.rules.call import Args, Call
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.rule import register_rule
 
@@ -76,7 +76,7 @@ def _cost(call: Call, layouts: Sequence[Layout]) -> int | None:
     return 2 * own.itemsize + pending_bytes(layouts)
 
 
-def _summed(op: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
+def _summed(op: Any, args: Args) -> Callable[..., Any]:
     """The call with the sum in place of the mean."""
     names = [argument.name for argument in op._schema.arguments]
     given = {**{a.name: a.default_value for a in op._schema.arguments if a.has_default_value()},

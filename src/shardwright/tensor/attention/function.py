@@ -13,6 +13,7 @@ from shardwright.comm.record import record_decision, recording
 from shardwright.comm.traced import goes_in_groups
 from shardwright.errors import RuleError
 from shardwright.index.stride import stride_like
+from shardwright.rules.call import Args
 from shardwright.tensor.attention.asked import Asked, asked_here
 from shardwright.tensor.attention.choice import AUTO, EXCHANGE, CutCall, cheaper, cut_call, exchange_of
 from shardwright.tensor.attention.ring_function import Facts, RingAttention
@@ -51,7 +52,7 @@ class Given:
         return width**-0.5 if self.scale is None else self.scale
 
 
-def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def attention(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     """`torch.nn.functional.scaled_dot_product_attention` where a DTensor is among the operands.
 
     Where one set of mesh axes cuts queries and keys along the sequence: a ring, or an exchange of heads, as

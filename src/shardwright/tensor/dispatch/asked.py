@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from shardwright.rules.call import Call
+from shardwright.rules.call import Args, Call, Kwargs, Op
 from shardwright.rules.catalog.view_maps import Chains, is_described, views_of
 from shardwright.rules.propagate import propagate
 from shardwright.rules.registry import rules_of
@@ -30,13 +27,7 @@ if TYPE_CHECKING:
 class Asked:
     """A call of an op on DTensors. tensors: those among the arguments, lists flattened, in schema order."""
 
-    def __init__(
-        self,
-        func: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        tensors: list[DTensor],
-    ) -> None:
+    def __init__(self, func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> None:
         self.func, self.args, self.kwargs, self.tensors = func, args, kwargs, tensors
 
     @property

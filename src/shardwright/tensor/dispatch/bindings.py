@@ -7,7 +7,7 @@ it must call exactly what the overload calls, once, with the very arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, NamedTuple
 
@@ -15,13 +15,13 @@ import torch
 
 from shardwright.compat import TorchDispatchMode, nn_functions, tree_leaves, tree_map_only
 from shardwright.remember import memo
+from shardwright.rules.call import Kwargs, Op
 
-Op = torch._ops.OpOverload
 _known: dict[tuple[Any, ...], Callable[..., Any] | None] = memo("bindings of ops", {})
 _MANY = 4096
 
 
-def binding_of(func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+def binding_of(func: Op, args: Sequence[Any], kwargs: Kwargs) -> Callable[..., Any] | None:
     """A function that does with local arguments of these classes what the overload does; None: there is none.
 
     It must not be called where modes of torch change functions: they would see calls that nobody made.
@@ -43,7 +43,7 @@ def _kind(value: Any) -> Any:
     return type(value)
 
 
-def _found(func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+def _found(func: Op, args: Sequence[Any], kwargs: Kwargs) -> Callable[..., Any] | None:
     if not all(
         type(x) is torch.Tensor
         for x in tree_leaves((list(args), dict(kwargs)))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import modes_on, tree_leaves, tree_map_only
 from shardwright.remember import memo
 from shardwright.rules import registry
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor import proxies
 from shardwright.tensor.dispatch import memory_order, other_sizes, short, torch_shardings, written_memory
 from shardwright.tensor.dispatch.asked import Asked
@@ -39,15 +40,15 @@ _CACHE_SIZE = 65536
 # A spec: one local call on the operands as they are gives one tensor of this spec.
 _cache: dict[tuple[Any, ...], Any] = memo("decided calls", {})
 _modes = modes_on
-_routes: dict[torch._ops.OpOverload, Handler] = memo("routes of ops", {})
+_routes: dict[Op, Handler] = memo("routes of ops", {})
 
 
 def dispatch(
     cls: type,  # noqa: ARG001 - of the tensor that was asked; the signature is torch's
-    func: torch._ops.OpOverload,
+    func: Op,
     types: Any,  # noqa: ARG001
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] = _NO_KWARGS,
+    args: Args = (),
+    kwargs: Kwargs = _NO_KWARGS,
 ) -> Any:
     """The value of `func` on the logical tensors, as DTensors: `DTensor.__torch_dispatch__`.
 
@@ -66,7 +67,7 @@ def dispatch(
     return route(func, args, kwargs)
 
 
-def _whole_route_of(func: torch._ops.OpOverload) -> Handler:
+def _whole_route_of(func: Op) -> Handler:
     """The route of an op, and what stands around it for views and for ops that write.
 
     What is added here is judged by `short.learn` as well: known calls of the extension do not come by.
@@ -88,21 +89,19 @@ def _whole_route_of(func: torch._ops.OpOverload) -> Handler:
     return partial(_where_it_may_write, route)
 
 
-def _route_of(func: torch._ops.OpOverload) -> Handler:
+def _route_of(func: Op) -> Handler:
     """The way of the op, or of each of its calls."""
     torch_shardings.warn_of(func)
     return handler_of(func) or dispatch_call
 
 
-def _where_it_may_write(
-    route: Handler, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def _where_it_may_write(route: Handler, func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The op, unless one device refuses it for the memory that it would write."""
     written_memory.refuse(func, args, kwargs)
     return route(func, args, kwargs)
 
 
-def dispatch_call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def dispatch_call(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The common path: what was decided for these layouts, or is now."""
     tensors: list[Any] = []
     key: list[Any] = [func]
@@ -125,13 +124,7 @@ def dispatch_call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Ma
     return _again(known, frozen, func, args, kwargs, tensors)
 
 
-def _first(
-    key: tuple[Any, ...],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    tensors: list[Any],
-) -> Any:
+def _first(key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs, tensors: list[Any]) -> Any:
     """A call on layouts that were not seen before, as what is known of other sizes tells, or decided anew."""
     torch_shardings.warn_of(func)
     if kept_form.asks(tensors):
@@ -163,14 +156,7 @@ def _first(
     return _again(decided, key, func, args, kwargs, tensors)
 
 
-def _again(
-    known: Any,
-    key: tuple[Any, ...],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    tensors: list[Any],
-) -> Any:
+def _again(known: Any, key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs, tensors: list[Any]) -> Any:
     """A call that was decided, in whatever way."""
     if isinstance(known, Steps):
         out = known.run(args, kwargs)
@@ -191,9 +177,9 @@ def _settle(
     prepared: Prepared,
     out: Any,
     key: tuple[Any, ...],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    func: Op,
+    args: Args,
+    kwargs: Kwargs,
     tensors: list[Any],
 ) -> None:
     """Once a call has run: the short way to run it again, and what it tells of other sizes."""
@@ -211,13 +197,7 @@ def _settle(
     other_sizes.remember(func, key, args, kwargs, prepared)
 
 
-def _run_prepared(
-    prepared: Prepared,
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    tensors: list[Any],
-) -> Any:
+def _run_prepared(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tensors: list[Any]) -> Any:
     """A call that the rules decided; what undoes views is put back where the base had it, if known."""
     if prepared.call is not None:
         result = None if prepared.moves else prepared.results[0]
@@ -237,7 +217,7 @@ def _run_prepared(
     return out
 
 
-def _is_reshape(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+def _is_reshape(func: Op, args: Args) -> bool:
     """A view with sizes: whether the local tensor can be viewed so depends on its own strides, each time."""
     return write_back.is_view(func) and any(isinstance(value, list | tuple) for value in args)
 
@@ -280,9 +260,7 @@ def _store(key: tuple[Any, ...], prepared: Any) -> None:
     _cache[key] = prepared
 
 
-def _with_plain_tensors(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Any]
-) -> Any:
+def _with_plain_tensors(func: Op, args: Args, kwargs: Kwargs, tensors: list[Any]) -> Any:
     """torch's DTensors become ours, plain tensors replicated ones where that is allowed; then once more."""
     ours = next(t for t in tensors if isinstance(t, TorchDTensor))
     mesh = ours.device_mesh
@@ -309,7 +287,7 @@ def _with_plain_tensors(
 _KEPT_FORM = kept_form.KeptForm(dispatch_call)
 
 
-def _writes_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _writes_plain(args: Args, kwargs: Kwargs) -> bool:
     """Is a plain tensor left? Then the op writes into it: everything else was converted."""
     leaves = tree_leaves((args, dict(kwargs)))
     return any(isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in leaves)

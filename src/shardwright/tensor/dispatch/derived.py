@@ -15,14 +15,14 @@ to say, which differ between ranks that have to send the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardwright.compat import current_graph_task_id, tree_map, tree_map_only
-from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
 from shardwright.rules.propagate import Decision
 from shardwright.rules.search import is_expanded
 from shardwright.tensor import finished_forms
@@ -46,7 +46,7 @@ class _Made:
     length: how many calls stand in line, this one included.
     """
 
-    func: torch._ops.OpOverload
+    func: Op
     args: Any
     kwargs: Any
     value: DTensor
@@ -110,12 +110,7 @@ def in_a_backward() -> bool:
 
 
 def remember(
-    out: DTensor,
-    derivation: Derivation,
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    tensors: Sequence[DTensor],
+    out: DTensor, derivation: Derivation, func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]
 ) -> None:
     """Keep with the terms how they were made: those that a backward writes out, and all that a forward makes.
 
@@ -159,6 +154,8 @@ def finished(op: str, x: DTensor, reason: str, refuse: Callable[[], None]) -> DT
 
     Raises: what `refuse` raises, inside `explicit()`.
     """
+    if not hasattr(x, "_derived") and not x._is_view():
+        return None
     line = _line(x)
     if line and not any(made.is_statistic for made in line) and not _is_finished(line[-1].value):
         _finish(op, line[-1].value, reason, refuse)

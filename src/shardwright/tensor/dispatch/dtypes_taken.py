@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from shardwright.compat import WithoutTangents, tree_map_only, without_modes
 from shardwright.remember import memo, remembered
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dtensor import DTensor
 
 _ALWAYS_TAKEN = ({torch.float32}, {torch.float64})  # by whatever took them without data, on their own
@@ -32,9 +32,7 @@ _HARMLESS = frozenset({
 _taken: dict[tuple[Any, ...], bool] = memo("dtypes that kernels take", {})
 
 
-def refuse_dtypes(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[DTensor]
-) -> None:
+def refuse_dtypes(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> None:
     """Raise what one device raises for operands of these dtypes, if it does.
 
     Args: tensors: those among the arguments.
@@ -58,7 +56,7 @@ def refuse_dtypes(
 
 
 @remembered(4096)
-def _may_be_asked(func: torch._ops.OpOverload) -> bool:
+def _may_be_asked(func: Op) -> bool:
     """Whether the kernel is torch's own, safe with zeros, and leaves no trace."""
     names = {a.name for a in func._schema.arguments if "Tensor" in str(a.type)}
     computes = func.namespace == "aten" and "backward" not in func._schema.name

@@ -8,7 +8,7 @@ see parts of other sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from shardwright.compat import (
     tree_unflatten,
 )
 from shardwright.remember import remembered
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dispatch.ways.out import is_pointwise
 
 Order = Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
@@ -35,7 +36,7 @@ _BY_DEVICE = frozenset({
 def _in_the_format_of(place: int) -> Order:
     """In the memory format of an operand: contiguous, or with channels last."""
 
-    def order(args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor:
+    def order(args: Args, made: torch.Tensor) -> torch.Tensor:
         return _laid(made, suggest_memory_format(args[place]))
 
     return order
@@ -45,7 +46,7 @@ def _contiguous(_args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor:
     return _laid(made, torch.contiguous_format)
 
 
-def _as_a_product(args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor:
+def _as_a_product(args: Args, made: torch.Tensor) -> torch.Tensor:
     order = torch.mul(args[0], args[1]).stride()
     return torch.empty_strided(made.shape, order, dtype=made.dtype, device="meta")
 
@@ -89,9 +90,7 @@ _ON_CPU: dict[str, Order] = {
 }  # fmt: skip
 
 
-def as_kernels_put_them(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any, device: str
-) -> Any:
+def as_kernels_put_them(func: Op, args: Args, kwargs: Kwargs, made: Any, device: str) -> Any:
     """The results of an op without data, with the strides that its kernel on this device gives.
 
     Args: args, kwargs: with tensors without data.
@@ -107,9 +106,7 @@ def as_kernels_put_them(
     return tree_unflatten([*(order(args, x) for x in leaves[:count]), *leaves[count:]], tree)
 
 
-def _knowing_the_device(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any, device: str
-) -> Any:
+def _knowing_the_device(func: Op, args: Args, kwargs: Kwargs, made: Any, device: str) -> Any:
     """The same with the strides that torch gives tensors without data that know their device."""
     mode = _mode()
 
@@ -127,7 +124,7 @@ def _knowing_the_device(
     )
 
 
-def _as_a_sum(func: torch._ops.OpOverload, args: tuple[Any, ...], made: Any) -> Any:
+def _as_a_sum(func: Op, args: Args, made: Any) -> Any:
     """An op of each element of two operands: torch's functions in Python have an order of their own."""
     if not is_pointwise(func) or not isinstance(made, torch.Tensor):
         return made

@@ -17,26 +17,25 @@ from shardwright.compat import suggest_memory_format, tree_map_only
 from shardwright.errors import RuleError
 from shardwright.index.stride import contiguous_stride, stride_like
 from shardwright.placement.base import Replicate
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.wrap import with_stride, wrap
 
-Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+Call = Callable[[Op, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
-def asks(func: torch._ops.OpOverload) -> bool:
+def asks(func: Op) -> bool:
     """Does the op's derivative look at the strides of its operand, or its kernel trust them?"""
     return func._schema.name in _LAID_FIRST
 
 
-def as_described(
-    route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def as_described(route: Call, func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The op on operands that lie as it needs them."""
     return route(func, _LAID_FIRST[func._schema.name](func, args), kwargs)
 
 
-def _as_the_matrix_says(_func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _as_the_matrix_says(_func: Op, args: Args) -> tuple[Any, ...]:
     """Their kernels factor the matrix or its transpose, whichever lies in columns.
 
     Their derivatives ask `A.is_contiguous()` to know which it was (torch's FunctionsManual,
@@ -51,7 +50,7 @@ def _as_the_matrix_says(_func: torch._ops.OpOverload, args: tuple[Any, ...]) -> 
     return wrap(local.contiguous() if said else local.mT.contiguous().mT, x._spec), *rest
 
 
-def _in_one_format(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _in_one_format(func: Op, args: Args) -> tuple[Any, ...]:
     """Their kernels on the CPU take all operands to lie in the memory format of the input.
 
     Raises: RuleError (a RuntimeError): one device refuses it, so a rank that has nothing does too.
@@ -63,7 +62,7 @@ def _in_one_format(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[
     return laid
 
 
-def _each_in_its_place(_func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _each_in_its_place(_func: Op, args: Args) -> tuple[Any, ...]:
     """Their kernels sort a copy in place that may have elements in one place, as an expanded tensor has."""
     x, *rest = args
     if not isinstance(x, DTensor) or 0 not in (*x.stride(), *x._local_tensor.stride()):
@@ -72,7 +71,7 @@ def _each_in_its_place(_func: torch._ops.OpOverload, args: tuple[Any, ...]) -> t
     return with_stride(dense, contiguous_stride(x._spec.layout.shape)), *rest
 
 
-_LAID_FIRST: dict[str, Callable[[torch._ops.OpOverload, tuple[Any, ...]], tuple[Any, ...]]] = {
+_LAID_FIRST: dict[str, Callable[[Op, tuple[Any, ...]], tuple[Any, ...]]] = {
     **dict.fromkeys(("aten::_linalg_det", "aten::_linalg_slogdet"), _as_the_matrix_says),
     **dict.fromkeys(("aten::native_group_norm", "aten::native_group_norm_backward"), _in_one_format),
     **dict.fromkeys(("aten::median", "aten::nanmedian"), _each_in_its_place),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -17,7 +17,7 @@ from shardwright.compat import (
     without_modes,
 )
 from shardwright.remember import remembered
-from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
 from shardwright.tensor.dispatch.grouped_products import grouped_product
 from shardwright.tensor.dispatch.kernel_orders import as_kernels_put_them
 from shardwright.tensor.dispatch.ways.out import fits, functional_form, is_pointwise, out_names
@@ -72,9 +72,7 @@ class DataDependentError(Exception):
     """The op's result cannot be described without its data."""
 
 
-def result_infos(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[TensorInfo | None, ...]:
+def result_infos(func: Op, args: Args, kwargs: Kwargs) -> tuple[TensorInfo | None, ...]:
     """One entry per flattened result, None where it is no tensor.
 
     Raises: DataDependentError; what the op itself raises for these shapes.
@@ -108,10 +106,7 @@ def result_infos(
 
 
 def _refuse_what_does_not_fit(
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    meta_args: tuple[Any, ...],
-    meta_kwargs: dict[str, Any],
+    func: Op, args: Args, meta_args: tuple[Any, ...], meta_kwargs: dict[str, Any]
 ) -> None:
     """Many in-place forms, without data, take what their kernels refuse, or change their own size."""
     plain = functional_form(func) if is_pointwise(func) and not out_names(func) else None
@@ -120,12 +115,12 @@ def _refuse_what_does_not_fit(
         fits(func, plain(*meta_args, **meta_kwargs), layout.shape, layout.dtype)
 
 
-def _without_data(func: torch._ops.OpOverload) -> Callable[..., Any]:
+def _without_data(func: Op) -> Callable[..., Any]:
     """What makes the results of an op from operands without data."""
     return _OWN.get(func._schema.name, func)
 
 
-def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def _device(args: Args, kwargs: Kwargs) -> str:
     return next((x.device.type for x in tree_flatten((args, kwargs))[0] if _is_ours(x)), "cpu")
 
 
@@ -142,25 +137,23 @@ def _in_the_widest_type(infos: list[TensorInfo | None], operands: list[DTensor])
         infos[index] = None if info is None else TensorInfo(info.shape, info.stride, widest)
 
 
-def _like_self(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+def _like_self(func: Op, args: Args) -> tuple[torch.Tensor, ...]:
     own = args[[argument.name for argument in func._schema.arguments].index("self")]
     like: torch.Tensor = own.contiguous()
     return tuple(torch.empty_like(like, dtype=dtype or like.dtype) for dtype in _LIKE_SELF[func._schema.name])
 
 
-def called(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def called(func: Op, args: Args, kwargs: Kwargs) -> Call:
     """The logical call, remembered by its description."""
     return _called(func, described(args), tuple(zip(kwargs, described(tuple(kwargs.values())), strict=True)))
 
 
 @remembered(4096)
-def _called(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Call:
+def _called(func: Op, args: Args, kwargs: tuple[tuple[str, Any], ...]) -> Call:
     return Call(func, args, kwargs, infos_of(func, args, dict(kwargs)))
 
 
-def infos_of(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[TensorInfo | None, ...]:
+def infos_of(func: Op, args: Args, kwargs: Kwargs) -> tuple[TensorInfo | None, ...]:
     """As `result_infos`, of arguments that are described by `TensorInfo`."""
     with without_modes(), torch.no_grad(), WithoutTangents():
         meta_args, meta_kwargs = tree_map_only(TensorInfo, _meta, (args, dict(kwargs)))
@@ -178,7 +171,7 @@ def described(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(_describe(v) for v in values)
 
 
-def described_call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def described_call(func: Op, args: Args, kwargs: Kwargs) -> Call:
     """The logical call; without results where they cannot be known before it runs."""
     try:
         infos = result_infos(func, args, kwargs)

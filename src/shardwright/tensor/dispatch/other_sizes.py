@@ -11,14 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwright.remember import memo, remembered
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dispatch.prepared import Move, Prepared
 from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.spec import Spec, SpecKind, Token, spec_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
+    from collections.abc import Sequence
 
     from shardwright.index.region import Shape
     from shardwright.rules.any_size import AnySize, ResultForm
@@ -30,7 +29,7 @@ NUMBERS = frozenset({int, float, complex})  # True and False are settings
 _COMPUTED_WITH = frozenset({"number", "float", "Tensor", "Optional[number]", "Optional[float]"})
 _known: dict[tuple[Any, ...], Known] = memo("calls of any size", {})
 # Ops with arguments that are a shape: their positions and names. Their values are no part of a key.
-_shape_arguments: dict[torch._ops.OpOverload, frozenset[int | str]] = memo("arguments that are a shape", {})
+_shape_arguments: dict[Op, frozenset[int | str]] = memo("arguments that are a shape", {})
 
 
 class Known:
@@ -48,13 +47,7 @@ class Known:
         self.simple = prepared.simple and not form.arguments
 
 
-def remember(
-    func: torch._ops.OpOverload,
-    key: Sequence[Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    prepared: Prepared,
-) -> None:
+def remember(func: Op, key: Sequence[Any], args: Args, kwargs: Kwargs, prepared: Prepared) -> None:
     """Keep a prepared call that holds for other sizes; it has run, so that its local shapes are checked."""
     form = prepared.any_size
     if form is None or not prepared.checked:
@@ -72,11 +65,7 @@ def remember(
 
 
 def adapt(
-    func: torch._ops.OpOverload,
-    key: Sequence[Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    tensors: list[DTensor],
+    func: Op, key: Sequence[Any], args: Args, kwargs: Kwargs, tensors: list[DTensor]
 ) -> Spec | Prepared | None:
     """The prepared call of the same kind for these tensors; None if there is none or it does not fit.
 
@@ -101,11 +90,7 @@ def adapt(
 
 
 def _key(
-    func: torch._ops.OpOverload,
-    key: Sequence[Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    arguments: list[Sequence[int]],
+    func: Op, key: Sequence[Any], args: Args, kwargs: Kwargs, arguments: list[Sequence[int]]
 ) -> tuple[Any, ...]:
     """The same with kinds in place of specs; `arguments` gets those that are shapes.
 
@@ -136,7 +121,7 @@ def numbers_decide(key: Sequence[Any]) -> bool:
 
 
 @remembered(4096)
-def computed_with(func: torch._ops.OpOverload) -> frozenset[int | str]:
+def computed_with(func: Op) -> frozenset[int | str]:
     """The arguments, by position and by name, whose number is only computed with, element by element."""
     if not is_pointwise(func):
         return frozenset()

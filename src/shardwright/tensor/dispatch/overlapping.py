@@ -9,7 +9,6 @@ Rejected: doing the op once per element. One device does not, and `mul_` would s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import combinations
 from math import lcm
 from typing import Any, NoReturn
@@ -20,6 +19,7 @@ from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition
 from shardwright.remember import remembered
+from shardwright.rules.call import Args, Kwargs, Op
 
 # Write one value wherever they write: nothing, or a number, is given.
 _ONE_VALUE = {"fill": "value", "zero": None, "masked_fill": "value", "index_fill": "value"}
@@ -65,7 +65,7 @@ def _meeting(shape: tuple[int, ...], stride: tuple[int, ...]) -> frozenset[int]:
     return frozenset(found)
 
 
-def writes_once(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def writes_once(func: Op, args: Args, kwargs: Kwargs) -> bool:
     """Is what the op writes the same at every index of one element?"""
     name = func._schema.name.removeprefix("aten::").removeprefix("_foreach_").rstrip("_")
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
@@ -83,7 +83,7 @@ def _is_many(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() != 1
 
 
-def refuse(func: torch._ops.OpOverload) -> NoReturn:
+def refuse(func: Op) -> NoReturn:
     """Raises: RuleError: what such a write gives depends on the order in which one device would do it."""
     raise RuleError(
         f"{func.name()}: the written tensor has windows that overlap, along a dim that is cut: an element is "

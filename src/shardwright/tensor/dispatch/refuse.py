@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwright.errors import ImplicitRedistributionError
 from shardwright.placement.base import Replicate
 from shardwright.plan.decide import plan_redistribution
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.refusal import implicit_text
 from shardwright.tensor.dispatch.metadata import described_call
 from shardwright.tensor.explicit_mode import is_explicit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-
     from shardwright.layout.layout import Layout
     from shardwright.tensor.dispatch.prepared import Prepared
     from shardwright.tensor.dtensor import DTensor
 
 
-def refuse_implicit(
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    prepared: Prepared,
-    tensors: list[DTensor],
-) -> None:
+def refuse_implicit(func: Op, args: Args, kwargs: Kwargs, prepared: Prepared, tensors: list[DTensor]) -> None:
     """Raise for a call that would communicate implicitly while `explicit()` is active.
 
     A move that costs nothing (taking a slice of what the rank holds, embedding a finished value) is no

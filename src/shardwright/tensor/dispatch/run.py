@@ -12,6 +12,7 @@ from shardwright.compat import tree_flatten, tree_unflatten
 from shardwright.compat.graph_order import made_of
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.identity import identity_of, reduction_of_cuts
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch import derived
@@ -26,7 +27,7 @@ from shardwright.tensor.views.write_back import is_view
 from shardwright.tensor.wrap import as_replicated, common_use, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from shardwright.tensor.dispatch.prepared import Move, Prepared
 
@@ -35,13 +36,7 @@ _local_of = attrgetter("_local_tensor")
 _TAKES_EXPANDED = frozenset({"aten::fill_", "aten::zero_", "aten::threshold_"})
 
 
-def run(
-    prepared: Prepared,
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    tensors: list[DTensor],
-) -> Any:
+def run(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> Any:
     """The op's result as DTensors; operands that are written come back as the objects that were given."""
     locals_ = list(map(_local_of, tensors))
     if prepared.moves or prepared.brought_back:
@@ -66,7 +61,7 @@ def run(
     return wrapped
 
 
-def run_simple(spec: Spec, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> DTensor:
+def run_simple(spec: Spec, func: Op, args: Args) -> DTensor:
     """`run` for a call that `is_simple`: one local call, one new tensor of this spec."""
     # `_op` is what calling the overload calls: without that frame a call costs a tenth less
     given = list(args)
@@ -76,7 +71,7 @@ def run_simple(spec: Spec, func: torch._ops.OpOverload, args: tuple[Any, ...]) -
     return wrap(func._op(*given), spec)
 
 
-def check_simple(spec: Spec, func: torch._ops.OpOverload, out: DTensor, tensors: Iterable[DTensor]) -> None:
+def check_simple(spec: Spec, func: Op, out: DTensor, tensors: Iterable[DTensor]) -> None:
     """That the local result has the shape that its spec gives this rank.
 
     Raises: LayoutError: a rule is wrong. Never a wrong value in silence.
@@ -88,9 +83,7 @@ def check_simple(spec: Spec, func: torch._ops.OpOverload, out: DTensor, tensors:
     _check_shape(spec, func, out._local_tensor, "as for other sizes")
 
 
-def is_simple(
-    prepared: Prepared, out: Any, tensors: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
+def is_simple(prepared: Prepared, out: Any, tensors: int, args: Args, kwargs: Kwargs) -> bool:
     """Whether nothing moves or is overridden, and neither arguments nor result are lists of tensors.
 
     Decided once the call has run in the ordinary way, which checks the local shapes.
@@ -114,13 +107,13 @@ def only_finishes(prepared: Prepared, tensors: Sequence[DTensor]) -> bool:
 
 def _move(
     prepared: Prepared,
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    func: Op,
+    args: Args,
+    kwargs: Kwargs,
     tensors: list[DTensor],
     locals_: list[torch.Tensor],
 ) -> None:
-    wanted: dict[tuple[int, Layout], tuple[DTensor, Layout]] = {}  # an operand may stand in two places
+    wanted: list[tuple[DTensor, Layout]] = []  # each once: an operand may stand in two places
     kept: dict[int, DTensor] = {}  # by operand: what is finished for it, and for those that come after it
     moves = []
     refuse = partial(refuse_implicit, func, args, kwargs, prepared, tensors)
@@ -136,20 +129,20 @@ def _move(
             elif finishes(x._spec.layout, move.target):
                 x = kept[move.operand] = finished_forms.subject(x)
         target = finished_forms.finished_layout(x._spec.layout) if move.operand in kept else move.target
-        wanted[id(x), target] = x, target
-        moves.append((move, (id(x), target)))
+        same = [i for i, (other, to) in enumerate(wanted) if other is x and to == target] if wanted else ()
+        moves.append((move, same[0] if same else len(wanted)))
+        wanted += () if same else ((x, target),)
     if not moves:
         return
     kind = "fallback" if prepared.fallback else "redistribute"
-    moved = move_operands(func.name(), [*wanted.values()], prepared.reason, refuse=refuse, kind=kind)
-    locals_of = dict(zip(wanted, moved, strict=True))
-    for move, each in moves:
-        x, of, local = tensors[move.operand], kept.get(move.operand), locals_of[each]
+    moved = move_operands(func.name(), wanted, prepared.reason, refuse=refuse, kind=kind)
+    for move, place in moves:
+        x, of, local = tensors[move.operand], kept.get(move.operand), moved[place]
         locals_[move.operand] = local if of is None else finished_forms.finished_from(x, of, local)
 
 
 def _form_of(
-    prepared: Prepared, func: torch._ops.OpOverload, x: DTensor, move: Move, refuse: Callable[[], None]
+    prepared: Prepared, func: Op, x: DTensor, move: Move, refuse: Callable[[], None]
 ) -> DTensor | None:
     """The finished form of an operand that moves, if it is kept or costs little."""
     form = derived.finished(func.name(), x, prepared.reason, refuse)
@@ -160,19 +153,19 @@ def _form_of(
     return form
 
 
-def _reads(prepared: Prepared, func: torch._ops.OpOverload, operand: int) -> bool:
+def _reads(prepared: Prepared, func: Op, operand: int) -> bool:
     """Does the call only read the operand, and give tensors of their own?"""
     return operand not in prepared.mutated and not is_view(func)
 
 
-def _bring_back(func: torch._ops.OpOverload, written: DTensor, held: Layout, local: torch.Tensor) -> None:
+def _bring_back(func: Op, written: DTensor, held: Layout, local: torch.Tensor) -> None:
     """The call left what it wrote in another layout: the tensor that was given gets the values."""
     changed = wrap(local, spec_of(held, written.device_mesh))
     back = move_unasked(func.name(), changed, written._spec.layout, "written in place")
     _fill(written._local_tensor, back, func)
 
 
-def _fill(local: torch.Tensor, values: torch.Tensor, func: torch._ops.OpOverload) -> None:
+def _fill(local: torch.Tensor, values: torch.Tensor, func: Op) -> None:
     """The local tensor gets the values; elements that are one place get theirs once."""
     if func._schema.name in _TAKES_EXPANDED:
         for dim, stride in enumerate(local.stride()):
@@ -182,11 +175,7 @@ def _fill(local: torch.Tensor, values: torch.Tensor, func: torch._ops.OpOverload
 
 
 def _local_call(
-    prepared: Prepared,
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    locals_: list[torch.Tensor],
+    prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, locals_: list[torch.Tensor]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of the local call: local tensors for tensors, overridden sizes for sizes."""
     remaining = iter(locals_)
@@ -238,7 +227,7 @@ def _wrap(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
     return tree_unflatten(wrapped, tree)
 
 
-def _check(prepared: Prepared, func: torch._ops.OpOverload, out: Any, as_said: bool) -> None:
+def _check(prepared: Prepared, func: Op, out: Any, as_said: bool) -> None:
     """The law that a rule promised: local results have the shapes that the layouts give this rank.
 
     New results get the strides that the kernel gave them, unless operands lay otherwise than they say: for
@@ -258,7 +247,7 @@ def _check(prepared: Prepared, func: torch._ops.OpOverload, out: Any, as_said: b
     prepared.checked = as_said
 
 
-def _check_shape(spec: Spec, func: torch._ops.OpOverload, local: torch.Tensor, reason: str) -> None:
+def _check_shape(spec: Spec, func: Op, local: torch.Tensor, reason: str) -> None:
     coords = spec.coords
     if coords is None:
         return
@@ -270,9 +259,7 @@ def _check_shape(spec: Spec, func: torch._ops.OpOverload, local: torch.Tensor, r
         )
 
 
-def _nothing(
-    prepared: Prepared, func: torch._ops.OpOverload, tensors: list[DTensor], locals_: list[torch.Tensor]
-) -> Any:
+def _nothing(prepared: Prepared, func: Op, tensors: list[DTensor], locals_: list[torch.Tensor]) -> Any:
     """What a rank contributes that holds nothing: an empty part, or the identity of the reduction."""
     layouts = [x._spec.layout for x in tensors]
     for move in prepared.moves:
@@ -285,7 +272,7 @@ def _nothing(
     return made[0] if len(made) == 1 else tuple(made)
 
 
-def _returns_a_list(func: torch._ops.OpOverload) -> bool:
+def _returns_a_list(func: Op) -> bool:
     """One list of tensors, which may well hold a single one."""
     returns = func._schema.returns
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)

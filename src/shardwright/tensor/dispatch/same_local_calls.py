@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.compat import DisableTorchFunctionSubclass, tree_leaves, tree_map_only
+from shardwright.rules.call import Args, Kwargs
 from shardwright.tensor.dispatch.bindings import Heard, Listening, without_data
 from shardwright.tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from shardwright.tensor.dispatch import short
 
@@ -24,8 +25,8 @@ def place_of(out: Any, returned: Any) -> int | None:
 
 def does_the_same(
     func: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     heard: list[Heard],
     recipes: list[Any],
     operands: list[Any],

@@ -13,17 +13,16 @@ Where the answer is another one, Python runs the call, as it does without the ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-
-import torch
 
 from shardwright.comm.record import recording
 from shardwright.compat import tree_map_only
 from shardwright.layout.layout import Layout
 from shardwright.placement.partial import Partial
 from shardwright.remember import memo
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dispatch import any_number, bindings, memory_order, written_memory
 from shardwright.tensor.dispatch.derived import in_a_backward
 from shardwright.tensor.dispatch.prepared import Prepared
@@ -33,8 +32,6 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain import made_gradients
 from shardwright.tensor.spec import Spec
 from shardwright.tensor.views import offsets, take
-
-Op = torch._ops.OpOverload
 
 
 class Short(NamedTuple):
@@ -106,8 +103,8 @@ reader = _Reader()
 def learn(
     key: tuple[Any, ...],
     func: Op,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     tensors: Sequence[DTensor],
     known: Spec | LocalReshape | Prepared,
     out: Any,
@@ -137,7 +134,7 @@ def learn(
         recipes[found_by] = found
 
 
-def learn_on_forms(key: tuple[Any, ...], func: Op, args: tuple[Any, ...]) -> None:
+def learn_on_forms(key: tuple[Any, ...], func: Op, args: Args) -> None:
     """Write down that a call, which only reads, is the same call on what was finished before."""
     if func._schema.is_mutable or offsets.begins_there(func) is not None or _something_around(func, args):
         return
@@ -157,9 +154,7 @@ def recipe_of(op: Op, key: Sequence[Any]) -> Short | None:
     return found
 
 
-def _binding(
-    func: Op, found: Short, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Callable[..., Any] | None:
+def _binding(func: Op, found: Short, args: Args, kwargs: Kwargs) -> Callable[..., Any] | None:
     """What may be called in place of the overload on such local arguments."""
     local_args, local_kwargs = tree_map_only(DTensor, lambda x: x._local_tensor, (list(args), dict(kwargs)))
     for place, value in found.overrides:
@@ -183,7 +178,7 @@ def learn_list(func: Op, key: Sequence[Any], numbers: Sequence[Any] | None, foun
 
 
 def _of_prepared(
-    prepared: Prepared, func: Op, args: tuple[Any, ...], tensors: Sequence[DTensor], out: Any
+    prepared: Prepared, func: Op, args: Args, tensors: Sequence[DTensor], out: Any
 ) -> Short | None:
     """The local call that was prepared; None where more belongs to it."""
     if not prepared.checked or prepared.skip or prepared.gather_all:
@@ -213,7 +208,7 @@ def _of_prepared(
 
 
 def _on_terms(
-    prepared: Prepared, func: Op, args: tuple[Any, ...], tensors: Sequence[DTensor]
+    prepared: Prepared, func: Op, args: Args, tensors: Sequence[DTensor]
 ) -> Callable[..., Any] | None:
     """What an op by element calls where all that moves are finished operands that become terms of a sum.
 
@@ -270,7 +265,7 @@ def _writes_one(prepared: Prepared, tensors: Sequence[DTensor]) -> bool:
     )
 
 
-def _something_around(func: Op, args: tuple[Any, ...]) -> bool:
+def _something_around(func: Op, args: Args) -> bool:
     """Does more stand around the op (`call._whole_route_of`) than what C asks at each call?"""
     if func._schema.is_mutable and not written_memory.asks(func):
         return True

@@ -16,7 +16,7 @@ Those that a function makes on its way (`F.linear` of three dims) are nobody's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -31,6 +31,7 @@ import torch
 from shardwright.compat import tree_leaves
 from shardwright.remember import memo
 from shardwright.rules import registry
+from shardwright.rules.call import Args, Kwargs
 from shardwright.tensor.dispatch import any_number, call, short
 from shardwright.tensor.dispatch.bindings import Heard, Listening
 from shardwright.tensor.dispatch.same_local_calls import does_the_same, place_of
@@ -79,9 +80,7 @@ def meet(func: Any) -> bool:
     return may
 
 
-def first(
-    way: Callable[..., Any], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> Any:
+def first(way: Callable[..., Any], func: Any, types: Any, args: Args, kwargs: dict[str, Any] | None) -> Any:
     """Run a call of which nothing is known; met again, learn whether it may be run as a whole from now on.
 
     Args: way: what runs it: the boundary of the operands' class.
@@ -103,7 +102,7 @@ def first(
     return out
 
 
-def _key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Key, _Key]:
+def _key_of(func: Any, args: Args, kwargs: Kwargs) -> tuple[_Key, _Key]:
     """The key of a call, as the extension makes it, and the numbers in it."""
     key: list[Any] = [func]
     call._collect(args, [], key)
@@ -113,7 +112,7 @@ def _key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
     return tuple(key), tuple(part for part in key if part.__class__ in {int, float, complex})
 
 
-def _key_of_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Key, _Key]:
+def _key_of_lists(func: Any, args: Args, kwargs: Kwargs) -> tuple[_Key, _Key]:
     taken = Taken((func,), args, kwargs)
     return tuple(taken.key), tuple(taken.numbers)
 
@@ -153,9 +152,7 @@ def _bound(table: dict[_Key, Any]) -> None:
         table.clear()
 
 
-def _learn(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: _Key, heard: list[Heard], out: Any
-) -> None:
+def _learn(func: Any, args: Args, kwargs: Kwargs, key: _Key, heard: list[Heard], out: Any) -> None:
     if all(write_back.is_view(each.op) for each in heard):  # or no op at all
         functions[func] = None if heard and isinstance(func, _IN_C) else False
         return
@@ -187,9 +184,7 @@ def _never(func: Any) -> bool:
     return _in_vain[func] > _FEW and not any(found for key, found in whole.items() if key[0] is func)
 
 
-def _found(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], heard: list[Heard], out: Any
-) -> short.Short | None:
+def _found(func: Any, args: Args, kwargs: Kwargs, heard: list[Heard], out: Any) -> short.Short | None:
     """The recipe of a call that ran these ops and gave `out`; None: it is not to be run as a whole."""
     recipes = [_recipe_of(each) for each in heard]
     last = recipes[-1] if recipes else None
@@ -226,13 +221,7 @@ def _are_plain(operands: list[Any]) -> bool:
 
 
 def _learn_list(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    key: _Key,
-    numbers: _Key,
-    heard: list[Heard],
-    out: Any,
+    func: Any, args: Args, kwargs: Kwargs, key: _Key, numbers: _Key, heard: list[Heard], out: Any
 ) -> None:
     """One op on the very lists, by the name of the function, that has a recipe."""
     found: short.ShortList | None = None
@@ -253,7 +242,7 @@ def _learn_list(
     _keep(whole_lists, key, False if found is None else found._replace(call=func))
 
 
-def _are_one_element(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _are_one_element(args: Args, kwargs: Kwargs) -> bool:
     """Have plain tensors beside lists one element? Others are let through by some blocks only."""
     leaves = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
     return all(
@@ -261,7 +250,7 @@ def _are_one_element(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-def _same_members(args: tuple[Any, ...], kwargs: Mapping[str, Any], heard: Heard) -> bool:
+def _same_members(args: Args, kwargs: Kwargs, heard: Heard) -> bool:
     """Did the op get the tensors that the function got, in this order?"""
     mine, theirs = (
         [x for x in tree_leaves(given) if isinstance(x, DTensor)]

@@ -9,13 +9,13 @@ Which ops ask what is torch's habit, not a law: the tables below are checked aga
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from shardwright.errors import RuleError
 from shardwright.remember import remembered
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dispatch import overlapping
 from shardwright.tensor.dispatch.overlapping import is_cut_there, writes_once
 from shardwright.tensor.dispatch.ways.out import is_pointwise
@@ -51,13 +51,13 @@ _FEW = "more than one element of the written-to tensor refers to a single memory
 _READ = "some elements of the input tensor and the written-to tensor refer to a single memory location"
 
 
-def asks(func: torch._ops.OpOverload) -> bool:
+def asks(func: Op) -> bool:
     """Does the op write, so that one device asks about memory, or windows that overlap do?"""
     return bool(func._schema.is_mutable) and torch.Tag.inplace_view not in func.tags
 
 
 @remembered(4096)
-def _questions(func: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
+def _questions(func: Op) -> tuple[bool, bool, bool]:
     """Whether it refuses: places written twice, operands that lie partly in them, and wholly.
 
     A form that torch generates makes its result before it writes.
@@ -70,14 +70,14 @@ def _questions(func: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
     return pointwise or name in _ONCE, partly, name in _ALONE
 
 
-def asks_of(func: torch._ops.OpOverload, written: Sequence[DTensor]) -> bool:
+def asks_of(func: Op, written: Sequence[DTensor]) -> bool:
     """Does `refuse` ask more of a call that writes these than what their specs say?"""
     if not written:
         return False
     return any(_questions(func)) or any(is_cut_there(x._spec.layout) for x in written)
 
 
-def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def refuse(func: Op, args: Args, kwargs: Kwargs) -> None:
     """Raise what one device raises. Raises: RuleError (a RuntimeError): with the words of torch."""
     once, partly, wholly = questions = _questions(func)
     if not any(questions) and not func._schema.name.startswith("aten::index_put"):  # lists of parameters, say
@@ -105,13 +105,13 @@ def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
                 _raise(func, _READ)
 
 
-def _refuse_windows(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _refuse_windows(func: Op, args: Args, kwargs: Kwargs) -> None:
     if not writes_once(func, args, kwargs):
         overlapping.refuse(func)
 
 
 @remembered(4096)
-def _copies_self(func: torch._ops.OpOverload) -> bool:
+def _copies_self(func: Op) -> bool:
     """Is `self` read, and copied into what is written?"""
     name, first = func._schema.name.removeprefix("aten::"), func._schema.arguments[0]
     return name in _COPY_SELF and first.alias_info is None
@@ -138,9 +138,7 @@ def _meet(one: torch.Tensor, two: torch.Tensor) -> bool:
     return not apart and _without_gaps(one) and _without_gaps(two)
 
 
-def _sides(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[list[DTensor], list[DTensor]]:
+def _sides(func: Op, args: Args, kwargs: Kwargs) -> tuple[list[DTensor], list[DTensor]]:
     """The operands that are read, lists included, and those that are written."""
     read: list[DTensor] = []
     written: list[DTensor] = []
@@ -197,7 +195,7 @@ def _without_gaps(x: torch.Tensor) -> bool:
     return True
 
 
-def _raise(func: torch._ops.OpOverload, why: str) -> None:
+def _raise(func: Op, why: str) -> None:
     raise RuleError(
         f"{func.name()}: unsupported operation: {why}, on one device too\n  fix: clone() the tensor before"
     )

@@ -19,6 +19,7 @@ from shardwright.comm.traced import is_traced
 from shardwright.compat import EnableTorchFunction
 from shardwright.compat.fully_shard import managing_unit
 from shardwright.errors import RuleError
+from shardwright.rules.call import Args
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.made_gradients import laid_out
 
@@ -69,7 +70,7 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
         return laid_out(torch.autograd.grad(begin, end, seeds, *args, **kwargs), ends)
 
 
-def _hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _hook(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     """`Tensor.register_hook`."""
     _refuse_managed("Tensor.register_hook", args[:1])
     return func(*args, **kwargs)

@@ -29,6 +29,7 @@ from shardwright.compat.dynamo import never_compiled_alone
 from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
 from shardwright.remember import memo
+from shardwright.rules.call import Args
 from shardwright.tensor.autograd import Adopt, apply
 from shardwright.tensor.dispatch.ways.out import call_with_out, fills_itself
 from shardwright.tensor.plain.host_reads import READING, WITH_LENGTHS, is_lengths, with_host_values
@@ -52,12 +53,12 @@ AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor
 OF_SIZES = frozenset({torch.is_same_size, torch.Tensor.is_same_size})
 
 
-def _same_size(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _same_size(_func: Any, args: Args, kwargs: dict[str, Any]) -> bool:
     first, second = (*args, *kwargs.values())
     return bool(first.shape == second.shape)
 
 
-def _cut_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, bool]]:
+def _cut_classes(args: Args, kwargs: dict[str, Any]) -> list[tuple[Any, bool]]:
     """Of a loss inside torch's `loss_parallel`: the placements of its logits, and which cut the classes."""
     logits = args[0] if args else kwargs.get("input")
     if not in_loss_parallel() or not isinstance(logits, TorchDTensor):
@@ -66,7 +67,7 @@ def _cut_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[An
     return [(p, getattr(p, "dim", None) == classes) for p in logits.placements]
 
 
-def _is_parallel_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_parallel_loss(func: Any, args: Args, kwargs: dict[str, Any]) -> bool:
     """Is it a loss inside torch's `loss_parallel`, where plain labels and weights are the same on every rank?
 
     Not beside rows that are cut: labels of those may as well be this rank's own.
@@ -77,7 +78,7 @@ def _is_parallel_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return bool(cuts) and has_rows
 
 
-def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _loss(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     """Inside `loss_parallel` it is replicated over the axes that cut the classes, as torch promises."""
     loss, cuts = func(*args, **kwargs), _cut_classes(args, kwargs)
     if not cuts:
@@ -138,7 +139,7 @@ def call(
     cls: type,  # noqa: ARG001 - the signature is torch's
     func: Any,
     types: Any,  # noqa: ARG001
-    args: tuple[Any, ...] = (),
+    args: Args = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Run a function of torch whose arguments hold a DTensor: it is `DTensor.__torch_function__`.
@@ -177,7 +178,7 @@ def call(
 never_compiled_alone(call)
 
 
-def judged(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: torch.Tensor) -> Any:
+def judged(func: Any, args: Args, kwargs: dict[str, Any] | None, out: torch.Tensor) -> Any:
     """A plain tensor that a function of torch gave: as it is where a transform of `torch.func` wraps it."""
     return out if is_functorch_wrapped_tensor(out) else _made_by_torch(func, args, kwargs or {}, out)
 
@@ -195,9 +196,7 @@ def _recomputes() -> bool:
 _ASK_FOR_PLAIN = frozenset({"__get__", "as_subclass"})
 
 
-def _made_by_torch(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor
-) -> torch.Tensor:
+def _made_by_torch(func: Any, args: Args, kwargs: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
     """A plain tensor that torch made of none of its operands' data (the rank of a matrix without elements).
 
     The same on every rank, so the result is a DTensor as it is for other operands. One that was given and
@@ -248,9 +247,7 @@ def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-def _adopted(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _adopted(func: Any, args: Args, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """torch's own DTensors among the arguments as ours: their gradients reach torch in layouts it knows."""
     kept = args[0] if args and writes_first(func) else None
 
@@ -273,7 +270,7 @@ _harmless: set[type] = memo("classes that are no tensors", set())
 
 
 def _taken_as_replicated(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any, args: Args, kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments inside torch's `implicit_replication`."""
     ours = next((v for v in tensors_in((*args, *kwargs.values())) if isinstance(v, TorchDTensor)), None)
@@ -294,7 +291,7 @@ def _taken_as_replicated(
 
 
 def with_replicated(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], replicate: Callable[[Any], Any]
+    func: Any, args: Args, kwargs: dict[str, Any], replicate: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with plain tensors replaced by `replicate`, but for those that the function writes."""
     keep = args[0] if args and writes_first(func) else None
@@ -328,7 +325,7 @@ def _has_foreign(values: Iterable[Any]) -> bool:
     return False
 
 
-def _refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_plain(func: Any, args: Args, kwargs: dict[str, Any]) -> None:
     if current_graph_task_id() != -1:
         return  # what a backward recomputes was judged in its forward
     for value in tensors_in((*args, *kwargs.values())):
@@ -341,7 +338,7 @@ def _refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         raise RuleError(plain_among(func, args, kwargs, value, _again))
 
 
-def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _again(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     """The call once more, with other arguments."""
     return call(torch.Tensor, func, (), args, kwargs)
 
@@ -357,7 +354,7 @@ def _made_of_lengths() -> bool:
     return bool(frame.f_globals["__name__"] == "torch.nn.utils.rnn")
 
 
-def _is_written(func: Any, value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_written(func: Any, value: torch.Tensor, args: Args, kwargs: dict[str, Any]) -> bool:
     """A plain tensor that the function writes into gets the full value."""
     if any(value is out for out in tensors_in((kwargs.get("out"),))):
         return True

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import pack_padded_rows, pad_packed_rows
+from shardwright.rules.call import Args
 from shardwright.tensor.move import announce
 from shardwright.tensor.wrap import as_ours
 
@@ -26,9 +27,7 @@ READING = _WHOLE | _POINTS | WITH_LENGTHS
 _READ = torch.ops.aten._local_scalar_dense.default
 
 
-def with_host_values(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_host_values(func: Any, args: Args, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments for a function in `READING`: what it reads at an address is plain.
 
     Raises: ImplicitRedistributionError: inside `explicit()`, a value that is not whole on every rank.

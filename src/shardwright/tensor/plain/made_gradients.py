@@ -30,6 +30,7 @@ from shardwright.compat import (
     tree_map_only,
 )
 from shardwright.layout.layout import Layout
+from shardwright.rules.call import Args, Kwargs
 from shardwright.tensor.autograd import apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_asked
@@ -64,15 +65,13 @@ def asks(func: torch._ops.OpOverload) -> bool:
     return func._schema.name in _WATCHED
 
 
-def passes_over(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+def passes_over(func: torch._ops.OpOverload, args: Args) -> bool:
     """May this call of such an op have an operand that gets zeros of a size?"""
     only = _ONLY.get(func._schema.name)
     return only is None or only(*args)
 
 
-def awaited(
-    route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def awaited(route: Call, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """The op; plain gradients of its operands will be laid out as these are."""
     if torch.is_grad_enabled() and passes_over(func, args):
         for x in tree_leaves((args, dict(kwargs))):
@@ -166,7 +165,7 @@ class _LaidOut(torch.autograd.Function):
     backward = _LaidOutBefore.backward
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _written(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     """In place, and the gradient of the value that is overwritten is made of a size too."""
     x = args[0]
     if isinstance(x, DTensor) and x.requires_grad and not x.is_leaf and torch.is_grad_enabled():

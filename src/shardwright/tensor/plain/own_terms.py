@@ -17,21 +17,20 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import current_autograd_node, current_graph_task_id
 from shardwright.errors import RuleError
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.local_use import kept_spec, restored
 from shardwright.tensor.wrap import wrap
 
 if TYPE_CHECKING:
     from shardwright.tensor.dtensor import DTensor
 
-Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+Call = Callable[[Op, tuple[Any, ...], Mapping[str, Any]], Any]
 
 _SUM, _IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 SUMS = frozenset({_SUM, _IN_PLACE})  # the ops by which autograd adds gradients
 
 
-def labelled(
-    route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def labelled(route: Call, func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The sum; of gradients of one parameter those without its layout get it first.
 
     Raises: RuleError: the parameter's gradient was summed over the ranks already.
@@ -59,7 +58,7 @@ def on_one_mesh(one: Any, other: Any) -> bool:
     return not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor)
 
 
-def _labelled(func: torch._ops.OpOverload, one: torch.Tensor, other: torch.Tensor) -> tuple[Any, ...]:
+def _labelled(func: Op, one: torch.Tensor, other: torch.Tensor) -> tuple[Any, ...]:
     for leaf in _leaves():
         if isinstance(one, TorchDTensor) and one._spec.mesh == leaf._spec.mesh:
             term = term_of(leaf, other)

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardwright.compat import pack_padded_rows, pad_packed_rows, pad_sequences
+from shardwright.rules.call import Args
 from shardwright.tensor.plain.boundary import Own
 
 
-def _pack(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _pack(_func: Any, args: Args, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return _packed(*args, **kwargs)
 
 
@@ -31,7 +32,7 @@ def _packed(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, 
     return input.flatten(0, 1).index_select(0, rows), sizes
 
 
-def _pad(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _pad(_func: Any, args: Args, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return _padded(*args, **kwargs)
 
 
@@ -46,7 +47,7 @@ def _padded(
     return found.masked_fill(absent, padding_value).unflatten(0, rows.shape), lengths
 
 
-def _pad_all(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _pad_all(_func: Any, args: Args, kwargs: dict[str, Any]) -> Tensor:
     return _padded_alike(*args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of
 from shardwright.placement.base import Placement, Replicate
+from shardwright.rules.call import Args
 from shardwright.rules.fix import mapping_code
 from shardwright.rules.refusal import scene
 from shardwright.tensor.explicit_mode import explicit
@@ -31,7 +32,7 @@ def plain_beside(name: str, x: torch.Tensor) -> str:
     return "\n".join([_headline(name, x), *_ways_out("x", "placements", checked=False)])
 
 
-def plain_among(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: torch.Tensor, run: Run) -> str:
+def plain_among(func: Any, args: Args, kwargs: dict[str, Any], x: torch.Tensor, run: Run) -> str:
     """The refusal of `x` among the arguments of a function of torch.
 
     Args: run: how the function is called on DTensors; used to try what the text proposes.
@@ -96,9 +97,7 @@ def _proposals(x: torch.Tensor, ours: list[Any]) -> Iterator[tuple[Placement, ..
     yield (Replicate(),) * ours[0].device_mesh.ndim
 
 
-def _runs(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placements: tuple[Placement, ...], run: Run
-) -> bool:
+def _runs(func: Any, args: Args, kwargs: dict[str, Any], placements: tuple[Placement, ...], run: Run) -> bool:
     """Whether the call needs no communication with its plain tensors placed so."""
     mesh = next(t for t in _tensors((*args, *kwargs.values())) if isinstance(t, TorchDTensor)).device_mesh
 

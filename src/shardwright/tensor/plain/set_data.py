@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat.fully_shard import FsdpParameter, managing_unit
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
+from shardwright.rules.call import Args
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_unasked
 from shardwright.tensor.plain import boundary
@@ -23,7 +24,7 @@ from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import as_ours, as_replicated, wrap
 
 
-def set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def set_data(func: Any, args: Args, kwargs: dict[str, Any]) -> None:
     """Let `x` be the value from here on; a parameter keeps its placements where the number of dims stays.
 
     Where the value lies as `x` does, `x` shares its memory, as on one device.

@@ -17,6 +17,7 @@ from shardwright.compat import is_functorch_wrapped_tensor, outside_transforms, 
 from shardwright.compat.dynamo import never_compiled_alone, never_traced
 from shardwright.errors import SpmdError
 from shardwright.placement.base import Replicate
+from shardwright.rules.call import Args
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain.boundary import leaves_alone, state, with_replicated, wraps_distributed
 
@@ -68,7 +69,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if not state.rank_local and _mixed(args, kwargs) and not leaves_alone(func):
@@ -136,7 +137,7 @@ def _is_distributed(x: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and wraps_distributed(x)
 
 
-def _mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _mixed(args: Args, kwargs: dict[str, Any]) -> bool:
     """Are there DTensors and plain tensors of more than one element side by side?"""
     distributed = plain = False
     stack: list[Any] = [*args, *kwargs.values()]

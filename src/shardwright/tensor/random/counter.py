@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.random.rows import rows_of
 from shardwright.tensor.random.source import CounterSource, draw_key
@@ -86,7 +87,7 @@ _FILLING: dict[str, Draw] = {
 _ANY_DTYPE = ("bernoulli", "geometric", "random", "randint_like")
 
 
-def draw(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def draw(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The op's result, or NotImplemented for ops that are drawn in full.
 
     Raises: RuleError: inside a compiled graph; what torch raises for the op's arguments.
@@ -115,7 +116,7 @@ def draw(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
     return made_like(x, make, given, dtype)
 
 
-def _bound(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _bound(func: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Arguments by name, with their defaults."""
     arguments = func._schema.arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
@@ -123,9 +124,7 @@ def _bound(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
     return {"generator": None, **given, **dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _refuse_arguments(
-    func: torch._ops.OpOverload, x: DTensor, rest: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
+def _refuse_arguments(func: Op, x: DTensor, rest: tuple[Any, ...], kwargs: Kwargs) -> None:
     """torch judges a negative deviation, a probability above 1, ...: on a tensor without elements."""
     func(torch.empty(0, dtype=x.dtype, device=x._local_tensor.device), *rest, **kwargs)
 

@@ -22,6 +22,7 @@ from shardwright.compat import is_composite, tree_flatten, tree_unflatten
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.distribute import own_part
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import whole_unasked
@@ -63,7 +64,7 @@ _FILLS = frozenset(
 _NOT_DRAWN_HERE = ("attention", "sdp_choice", "rnn", "lstm", "dropout_mask", "dropout_state", "nested")
 
 
-def is_random(func: torch._ops.OpOverload) -> bool:
+def is_random(func: Op) -> bool:
     """Does the op draw numbers here (and is none that consists of others which do)?"""
     if torch.Tag.nondeterministic_seeded not in func.tags or func.namespace != "aten":
         return False
@@ -72,7 +73,7 @@ def is_random(func: torch._ops.OpOverload) -> bool:
     return not any(word in func._schema.name for word in _NOT_DRAWN_HERE)
 
 
-def draw(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def draw(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """One random op on DTensors; results take the layout of the first operand of their shape.
 
     Raises: RuleError: a plain tensor beside a DTensor, as for any op; an `out=` of another shape.
@@ -87,7 +88,7 @@ def draw(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
     return _full(func, args, kwargs)
 
 
-def fills(func: torch._ops.OpOverload) -> bool:
+def fills(func: Op) -> bool:
     """Is the first operand only a shape to fill?"""
     name = func._schema.name.removeprefix("aten::")
     return name in _FILLS or f"{name}.{func._schema.overload_name}" in _FILLS
@@ -96,7 +97,7 @@ def fills(func: torch._ops.OpOverload) -> bool:
 # ------------------------------------------------------------------------------------------- full draws
 
 
-def _full(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _full(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The op on whole tensors, of which every rank keeps its part."""
     named = _by_name(func, args, kwargs)
     ours = [value for _, value in _tensors(named) if isinstance(value, DTensor)]
@@ -115,7 +116,7 @@ def _full(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
     return tree_unflatten(kept, tree)
 
 
-def _by_name(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(func: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -124,7 +125,7 @@ def _tensors(named: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, value) for name, value in named.items() if isinstance(value, torch.Tensor))
 
 
-def _whole(func: torch._ops.OpOverload, name: str, value: Any, mesh: DeviceMesh) -> Any:
+def _whole(func: Op, name: str, value: Any, mesh: DeviceMesh) -> Any:
     """The whole value of an argument; memory of its shape where the op only fills it."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -142,13 +143,13 @@ def _whole(func: torch._ops.OpOverload, name: str, value: Any, mesh: DeviceMesh)
     return _gathered(func, value, copy=is_written)
 
 
-def _gathered(func: torch._ops.OpOverload, x: DTensor, *, copy: bool) -> torch.Tensor:
+def _gathered(func: Op, x: DTensor, *, copy: bool) -> torch.Tensor:
     whole = whole_unasked(func.name(), x, "its numbers depend on the values of the whole tensor")
     return whole.clone() if copy else whole
 
 
 def _written(
-    func: torch._ops.OpOverload, named: Mapping[str, Any], whole: Mapping[str, Any]
+    func: Op, named: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of a tensor that the user gave to be written, and the whole one that was."""
     infos = {a.name: a.alias_info for a in func._schema.arguments}
@@ -156,7 +157,7 @@ def _written(
     return [(given, made) for given, made, info in pairs if info is not None and info.is_write]
 
 
-def _write_back(func: torch._ops.OpOverload, given: torch.Tensor, whole: torch.Tensor) -> None:
+def _write_back(func: Op, given: torch.Tensor, whole: torch.Tensor) -> None:
     if not isinstance(given, DTensor):
         return
     layout = given._spec.layout
@@ -194,7 +195,7 @@ def _own(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh, like: Spec) -> D
 # ---------------------------------------------------------------------------------------------- dropout
 
 
-def of_terms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def of_terms(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
     """`F.dropout` and `torch.dropout`: terms stay terms, for what they are multiplied with is none.
 
     torch draws in `empty_like(x)`, which is memory for terms: both would be finished for the product.

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import TorchDispatchMode
 from shardwright.errors import RuleError
+from shardwright.rules.call import Args
 from shardwright.tensor.random.philox import blocks, split_key
 from shardwright.tensor.random.rows import Scope
 from shardwright.tensor.random.source import draw_key
@@ -42,7 +43,7 @@ class LogicalMode(TorchDispatchMode):
         self._scope = scope
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         draw = _DRAWN.get(func)
@@ -86,7 +87,7 @@ _DRAWN: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _refuse_inside(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_inside(func: Any, name: str, args: Args, kwargs: dict[str, Any]) -> None:
     """Raise RuleError for a kernel that drops by itself."""
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}

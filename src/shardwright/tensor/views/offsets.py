@@ -19,11 +19,12 @@ from shardwright.compat import (
     without_modes,
 )
 from shardwright.remember import remembered
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import offset_of, wrap
 
-Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+Call = Callable[[Op, tuple[Any, ...], Mapping[str, Any]], Any]
 
 # Views that begin where what they view begins: nothing has to be asked.
 _BEGIN_THERE = frozenset(
@@ -40,7 +41,7 @@ _OF_ALL_MEMORY = frozenset({"aten::diagonal_scatter", "aten::select_scatter", "a
 _WHERE_IT_IS = _BEGIN_THERE | _OF_ALL_MEMORY
 
 
-def begins_there(func: torch._ops.OpOverload) -> bool | None:
+def begins_there(func: Op) -> bool | None:
     """Do the op's results begin in memory exactly where its first argument does?
 
     None: where they begin does not follow from where that does.
@@ -51,9 +52,7 @@ def begins_there(func: torch._ops.OpOverload) -> bool | None:
     return name in _WHERE_IT_IS and func._schema.overload_name != "dtype"
 
 
-def as_on_one_device(
-    route: Call, there: bool, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def as_on_one_device(route: Call, there: bool, func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The views, each at the storage offset that it has on one device; `there`: `begins_there`.
 
     Ordinary tensors where their base is one: torch asks that in inference mode too.
@@ -73,9 +72,7 @@ def as_on_one_device(
     return _placed(out, begins[0], base)
 
 
-def from_the_start(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[int, ...] | None:
+def from_the_start(func: Op, args: Args, kwargs: Kwargs) -> tuple[int, ...] | None:
     """The offsets of the results where the operand has none; None: always those of the operand."""
     if begins_there(func):
         return None
@@ -96,9 +93,7 @@ def _placed(out: Any, offset: int, base: torch.Tensor) -> Any:
 
 
 @remembered(16384)
-def _offsets(
-    func: torch._ops.OpOverload, base: TensorMeta, offset: int, rest: tuple[Any, ...], named: Any
-) -> tuple[int, ...]:
+def _offsets(func: Op, base: TensorMeta, offset: int, rest: tuple[Any, ...], named: Any) -> tuple[int, ...]:
     """The offsets of the views of a tensor like this, at this offset, as torch has it."""
     with without_modes(), torch.no_grad():
         held = torch.empty(0, dtype=base.dtype, device="meta").as_strided(base.shape, base.stride, offset)

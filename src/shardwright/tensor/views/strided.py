@@ -9,7 +9,6 @@ one by one: torch's own gradient of `as_strided` scatters into a storage, and wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from shardwright.errors import RuleError
 from shardwright.index.region import Shape
 from shardwright.index.view import View
 from shardwright.remember import remembered
-from shardwright.rules.call import Call, TensorInfo
+from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
 from shardwright.rules.catalog.view_maps import copies, strided_views, views_of
 from shardwright.tensor.dispatch.metadata import infos_of
 from shardwright.tensor.dispatch.ways.algorithm import finished
@@ -79,7 +78,7 @@ def _leaves(x: DTensor, size: Shape, stride: Shape, offset: int | None) -> str:
 # ------------------------------------------------------------------------------------------- the op
 
 
-def as_strided(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def as_strided(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The view, or its copy: every rank takes what it holds of it.
 
     Raises: RuleError: it leaves the memory of the tensor and of its base.
@@ -101,7 +100,7 @@ def as_strided(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mappi
     return out
 
 
-def as_strided_scatter(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def as_strided_scatter(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A copy of a tensor, with other values where the view sees it.
 
     Raises: RuleError: the view leaves the memory of the tensor.
@@ -123,7 +122,7 @@ def as_strided_scatter(func: torch._ops.OpOverload, args: tuple[Any, ...], kwarg
     return wrap(local, x._spec)
 
 
-def _bound(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+def _bound(func: Op, args: Args, kwargs: Kwargs) -> list[Any]:
     """All arguments, sizes and strides as tuples."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
     values = [given.get(argument.name) for argument in func._schema.arguments]
@@ -131,9 +130,7 @@ def _bound(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 @remembered(8192)
-def _decided(
-    func: torch._ops.OpOverload, token: Token, size: Shape, stride: Shape, place: int
-) -> ViewCall | None:
+def _decided(func: Op, token: Token, size: Shape, stride: Shape, place: int) -> ViewCall | None:
     spec = token.spec
     layout = spec.layout
     info = TensorInfo(tuple(layout.shape), tuple(layout.stride), layout.dtype)
@@ -149,7 +146,7 @@ def _known(decided: ViewCall | None) -> ViewCall:
     return decided
 
 
-def _gathered(func: torch._ops.OpOverload, x: DTensor) -> DTensor:
+def _gathered(func: Op, x: DTensor) -> DTensor:
     target = x._spec.layout.replicated()
     whole = move_unasked(func.name(), x, target, "too many elements to list where each is")
     return wrap(whole, spec_of(target, x.device_mesh, x._spec.use))
@@ -158,7 +155,7 @@ def _gathered(func: torch._ops.OpOverload, x: DTensor) -> DTensor:
 # ----------------------------------------------------------------------------------------- autograd
 
 
-def taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def taken_apart(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     """`as_strided` and `as_strided_copy` as the user calls them: other views, where a gradient is wanted."""
     x, size, stride, offset = _bound(aten.as_strided.default, args, _renamed(kwargs))
     if not isinstance(x, DTensor) or not x.requires_grad or not torch.is_grad_enabled():

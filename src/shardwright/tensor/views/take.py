@@ -23,6 +23,7 @@ from shardwright.placement.base import Partition, Pending, Replicate
 from shardwright.placement.interleaved import Interleaved
 from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import remembered
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.catalog.view_maps import Chains, copies, joined_views, on_elements, undone_by
 from shardwright.tensor.move import move_unasked
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
@@ -34,7 +35,7 @@ from shardwright.views.local import ChainedView, LocalView, local_view
 from shardwright.views.through import kept_dims, parts_of, through
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -56,13 +57,7 @@ class ViewCall:
     several: bool
     copies: bool
 
-    def run(
-        self,
-        func: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        tensors: Sequence[DTensor],
-    ) -> Any:
+    def run(self, func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """The results: aliases of the local tensor, or copies that remember where they came from."""
         source = tensors[0]._local_tensor
         graph_bases.note(tensors[0])
@@ -87,12 +82,7 @@ def cuts_through(view: View, layout: Layout) -> bool:
 
 
 def view_call(
-    func: torch._ops.OpOverload,
-    call: Call,
-    chains: Chains,
-    layout: Layout,
-    mesh: DeviceMesh,
-    use: LocalUse | None,
+    func: Op, call: Call, chains: Chains, layout: Layout, mesh: DeviceMesh, use: LocalUse | None
 ) -> ViewCall | None:
     """The views that a call is, for an operand of this layout; None where one tears elements."""
     specs: list[Spec] = []
@@ -132,7 +122,7 @@ def _chained(
 
 
 def _on_elements(
-    func: torch._ops.OpOverload, layout: Layout, view: View, target: Layout, coords: tuple[int, ...] | None
+    func: Op, layout: Layout, view: View, target: Layout, coords: tuple[int, ...] | None
 ) -> Taken | None:
     """What a view that changes what an element is, is of a local tensor; None where a cut tears elements."""
     paired = len(view.target) < len(layout.shape)
@@ -157,11 +147,7 @@ def _in_order(layout: Layout, view: View) -> bool:
 
 
 def anew(
-    prepared: Prepared,
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    tensors: Sequence[DTensor],
+    prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]
 ) -> DTensor | None:
     """A reshape whose local strides do not merge although the logical ones do; None: not that.
 
@@ -174,9 +160,7 @@ def anew(
     return copied_reshape(spec, func, args, kwargs, tensors[0])
 
 
-def copied_reshape(
-    spec: Spec, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], source: DTensor
-) -> DTensor | None:
+def copied_reshape(spec: Spec, func: Op, args: Args, kwargs: Kwargs, source: DTensor) -> DTensor | None:
     """A reshape to this spec, the elements of the local tensor in their order; None for other ops."""
     if func._schema.name not in _RESHAPES:
         return None
@@ -198,11 +182,7 @@ _RESHAPES = frozenset({"aten::view", "aten::_unsafe_view"})
 
 
 def put_back(
-    func: torch._ops.OpOverload,
-    call: Call,
-    tensors: Sequence[DTensor],
-    mesh: DeviceMesh,
-    given: Layout | None,
+    func: Op, call: Call, tensors: Sequence[DTensor], mesh: DeviceMesh, given: Layout | None
 ) -> DTensor | None:
     """The result of an op that undoes views: gradients, `slice_scatter`, `cat`, `stack` of a split's parts.
 
@@ -330,9 +310,7 @@ def _seen(base: Layout, view: View, part: DTensor) -> Layout:
     return through(base, view, part._spec.layout.dtype, part._spec.layout.stride)
 
 
-def _embedded(
-    func: torch._ops.OpOverload, spec: Spec, views: Sequence[View], parts: Sequence[DTensor]
-) -> DTensor:
+def _embedded(func: Op, spec: Spec, views: Sequence[View], parts: Sequence[DTensor]) -> DTensor:
     base, coords = spec.layout, spec.coords
     made: torch.Tensor | None = None
     for view, part in zip(views, parts, strict=True):
@@ -349,9 +327,7 @@ def _embedded(
     return wrap(made, spec)
 
 
-def _scattered(
-    func: torch._ops.OpOverload, view: View, base: DTensor, values: DTensor, stride: Shape
-) -> DTensor | None:
+def _scattered(func: Op, view: View, base: DTensor, values: DTensor, stride: Shape) -> DTensor | None:
     """A copy of the base with the values where the view sees them; of an expanded one, each element alone."""
     layout = base._spec.layout
     if layout.pending_axes:
@@ -365,9 +341,7 @@ def _scattered(
     return wrap(local, spec_of(copied, base.device_mesh, base._spec.use))
 
 
-def _there(
-    func: torch._ops.OpOverload, base: Layout, view: View, part: DTensor
-) -> tuple[torch.Tensor, Layout]:
+def _there(func: Op, base: Layout, view: View, part: DTensor) -> tuple[torch.Tensor, Layout]:
     """The local values of a part where the view of the base has them, and that layout."""
     target = _seen(base, view, part)
     if part._spec.layout == target:

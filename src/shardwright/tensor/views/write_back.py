@@ -21,13 +21,14 @@ from shardwright.compat import neg_view, tree_leaves, version_of
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.remember import remembered
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.catalog.view_maps import copies
 from shardwright.tensor.dispatch.overlapping import overlaps, refuse
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import announce, move_asked
 from shardwright.views.local import carried_out
 
-Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+Call = Callable[[Op, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class LocalCopy(Protocol):
@@ -49,7 +50,7 @@ class _Origin:
     """How a view came about; `copied`: its local tensor does not alias the base's."""
 
     base: DTensor
-    func: torch._ops.OpOverload
+    func: Op
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     index: int | None  # which of several results
@@ -63,15 +64,13 @@ origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of views that ar
 
 
 @remembered(4096)
-def is_view(func: torch._ops.OpOverload) -> bool:
+def is_view(func: Op) -> bool:
     """Do the op's results alias its first argument, which it does not write?"""
     infos = [result.alias_info for result in func._schema.returns]
     return not copies(func) and not any(info is not None and info.is_write for info in infos)
 
 
-def remember(
-    out: Any, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, copied: bool
-) -> None:
+def remember(out: Any, func: Op, args: Args, kwargs: Kwargs, *, copied: bool) -> None:
     """Note that `out` is a view of `args[0]`."""
     base, *rest = args
     several = isinstance(out, list | tuple)
@@ -82,12 +81,7 @@ def remember(
 
 
 def remember_local(
-    out: DTensor,
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    index: int | None,
-    local: LocalCopy,
+    out: DTensor, func: Op, args: Args, kwargs: Kwargs, index: int | None, local: LocalCopy
 ) -> None:
     """Note that `out` is a copy of elements of `args[0]` that this rank holds."""
     base, *rest = args
@@ -100,7 +94,7 @@ def replace(known: DTensor, by: DTensor) -> None:
         origins[by] = origins.pop(known)
 
 
-def around(route: Call, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def around(route: Call, func: Op, args: Args, kwargs: Kwargs) -> Any:
     """One op while such views are alive: stale ones are derived again first, written ones go back after."""
     for value in tree_leaves((args, dict(kwargs))):
         if isinstance(value, DTensor):
@@ -136,9 +130,7 @@ def refresh(view: DTensor) -> None:
     origin.version = version
 
 
-def written_by(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[DTensor]:
+def written_by(func: Op, args: Args, kwargs: Kwargs) -> list[DTensor]:
     """The DTensors that the op writes, those in lists included."""
     found: list[DTensor] = []
     for place, name in written_places(func):
@@ -149,7 +141,7 @@ def written_by(
 
 
 @remembered(4096)
-def written_places(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+def written_places(func: Op) -> tuple[tuple[int, str], ...]:
     """The positions and names of the arguments that the op writes."""
     arguments = enumerate(func._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)

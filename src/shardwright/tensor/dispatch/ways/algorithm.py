@@ -12,6 +12,7 @@ from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.errors import ImplicitRedistributionError, LayoutError
 from shardwright.placement.base import Replicate
 from shardwright.rules.algorithms.algorithm import algorithm_for
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.propagate import propagate
 from shardwright.rules.refusal import implicit_text
 from shardwright.rules.registry import functional_form
@@ -22,7 +23,7 @@ from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import common_use, used_as, with_stride, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from shardwright.rules.algorithms.algorithm import Chosen
     from shardwright.rules.call import Call, TensorInfo
@@ -43,13 +44,7 @@ class ByAlgorithm:
     chosen: Chosen
     instead: str
 
-    def run(
-        self,
-        _func: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        tensors: Sequence[DTensor],
-    ) -> Any:
+    def run(self, _func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """The op's results, as DTensors; operands that are written come back as the objects that were given.
 
         Raises: ImplicitRedistributionError: inside `explicit()`, if a step has to communicate.
@@ -69,12 +64,12 @@ class ByAlgorithm:
             flat = [used_as(x, use) if isinstance(x, DTensor) else x for x in flat]
         return flat[0] if len(flat) == 1 and not isinstance(out, list | tuple) else tuple(flat)
 
-    def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    def _refusal(self, args: Args, kwargs: Kwargs) -> str:
         """Why it may not run, in terms of the op that the user called."""
         layouts = tuple(x._spec.layout for x in tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor))
         return implicit_text(self.call, layouts, propagate(self.call, layouts).inputs, self.chosen.reason)
 
-    def _compute(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _compute(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
         args, kwargs = tree_map_only(DTensor, lambda x: finished(x, op.name()), (args, dict(kwargs)))
         algorithm = self.chosen.algorithm
         if algorithm.rows is not None:
@@ -103,10 +98,10 @@ class ByAlgorithm:
         value = value if value.dtype == info.dtype else value.to(info.dtype)
         return with_stride(value, info.stride) if isinstance(value, DTensor) else value
 
-    def _into_operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _into_operands(self, args: Args, kwargs: Kwargs) -> Any:
         """An in-place or `out=` form: the values of the functional form, copied into what is written."""
         op = self.call.op
-        plain = cast("torch._ops.OpOverload", functional_form(op))
+        plain = cast("Op", functional_form(op))
         names = [argument.name for argument in op._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         outs = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -127,11 +122,11 @@ def by_algorithm(asked: Asked) -> ByAlgorithm | None:
     return None if chosen is None else ByAlgorithm(asked.call, chosen, asked.decision.reason)
 
 
-def _is_out(op: torch._ops.OpOverload, name: str) -> bool:
+def _is_out(op: Op, name: str) -> bool:
     return any(argument.name == name and argument.is_out for argument in op._schema.arguments)
 
 
-def may_write(op: torch._ops.OpOverload) -> bool:
+def may_write(op: Op) -> bool:
     """Whether an op is functional, or a form of one whose results can be copied into what it writes."""
     return not op._schema.is_mutable or functional_form(op) is not None
 
@@ -150,7 +145,7 @@ def finished(x: DTensor, why: str) -> DTensor:
     )
 
 
-def finish(_: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DTensor:
+def finish(_: Op, args: Args, kwargs: Kwargs) -> DTensor:
     """The handler of `shardwright::finish`."""
     x, why = (*args, *kwargs.values())
     return finished(x, why)

@@ -8,19 +8,20 @@ from typing import Any
 import torch
 
 from shardwright.errors import RuleError
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.move import whole_unasked
 from shardwright.tensor.wrap import offset_of
 
 aten = torch.ops.aten
 
 
-def item(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def item(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """`.item()` and friends read the finished logical value, never the local part."""
     whole = whole_unasked(func.name(), args[0], "the host reads the finished value")
     return func(whole, *args[1:], **kwargs)
 
 
-def equal(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, Any]) -> bool:
+def equal(_: Op, args: Args, __: Mapping[str, Any]) -> bool:
     """`torch.equal` of logical tensors: every rank of the mesh compares its part, then all agree.
 
     Rejected: an all-reduce over the world, as torch does it: a program of one mesh's ranks alone would hang.
@@ -38,7 +39,7 @@ def equal(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, Any]
     return bool((left == right).all().item())
 
 
-def is_set_to(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, Any]) -> bool:
+def is_set_to(_: Op, args: Args, __: Mapping[str, Any]) -> bool:
     """Are two tensors the same places of one storage? As far as autograd knows their bases."""
     one, two = args
     bases = [x if x._base is None else x._base for x in args]
@@ -47,7 +48,7 @@ def is_set_to(_: torch._ops.OpOverload, args: tuple[Any, ...], __: Mapping[str, 
     )
 
 
-READS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+READS: dict[Op, Callable[..., Any]] = {
     aten._local_scalar_dense.default: item,
     aten.is_nonzero.default: item,
     aten.equal.default: equal,

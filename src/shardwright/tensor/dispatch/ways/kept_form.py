@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch import derived
 from shardwright.tensor.views import write_back
@@ -11,8 +12,6 @@ from shardwright.tensor.wrap import CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    import torch
 
     from shardwright.tensor.dtensor import DTensor
     from shardwright.tensor.spec import Spec
@@ -26,26 +25,14 @@ class KeptForm:
     def __init__(self, again: Callable[..., Any]) -> None:
         self.again = again
 
-    def run(
-        self,
-        func: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        tensors: Sequence[DTensor],
-    ) -> Any:
+    def run(self, func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """The same call on finished forms; what it writes, and what it is a view of, is the value itself."""
         if write_back.is_view(func):
             return self._view(func, args, kwargs, tensors)
         derived.finish_beside(func.name(), tensors)
         return self.again(func, *_exchanged(_forms_of(_asking(tensors), func, args, kwargs), args, kwargs))
 
-    def _view(
-        self,
-        func: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        tensors: Sequence[DTensor],
-    ) -> Any:
+    def _view(self, func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """A view of the value itself; calls on it ask for the finished form too."""
         asking = _asking(tensors)
         held = [(x, spec) for x, spec in asking if finished_forms.holds(x) or derived.remembers(x)]
@@ -61,7 +48,7 @@ class KeptForm:
 
 
 def with_forms(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
+    func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]] | None:
     """What a call of `short.on_forms` is given for what it reads; None: nothing was finished before."""
     derived.finish_beside(func.name(), tensors)
@@ -72,10 +59,7 @@ def with_forms(
 
 
 def _forms_of(
-    asking: Sequence[tuple[DTensor, Spec]],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    asking: Sequence[tuple[DTensor, Spec]], func: Op, args: Args, kwargs: Kwargs
 ) -> dict[int, DTensor]:
     """The finished forms of those of these values that the call only reads; one without asks no more."""
     own = set(map(id, write_back.written_by(func, args, kwargs))) if func._schema.is_mutable else ()
@@ -91,7 +75,7 @@ def _forms_of(
 
 
 def _exchanged(
-    forms: Mapping[int, DTensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    forms: Mapping[int, DTensor], args: Args, kwargs: Kwargs
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     named = {name: _with_form(value, forms) for name, value in kwargs.items()}
     return tuple([_with_form(value, forms) for value in args]), named
@@ -121,9 +105,7 @@ def _results(out: Any) -> Sequence[Any]:
     return out if isinstance(out, list | tuple) else (out,)
 
 
-def counting_writes(
-    route: Callable[..., Any], func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def counting_writes(route: Callable[..., Any], func: Op, args: Args, kwargs: Kwargs) -> Any:
     """An op that writes; forms of what it writes hold no longer."""
     try:
         return route(func, args, kwargs)

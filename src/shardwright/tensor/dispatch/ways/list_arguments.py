@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.rules.call import Args, Kwargs
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.wrap import CLASSES
 
@@ -29,7 +29,7 @@ class Taken:
 
     __slots__ = ("args", "foreign", "key", "kwargs", "numbers", "plain")
 
-    def __init__(self, first: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, first: tuple[Any, ...], args: Args, kwargs: Kwargs) -> None:
         self.key: list[Any] = [*first]
         self.numbers: list[Any] = []
         self.foreign = self.plain = False

@@ -11,6 +11,7 @@ import torch
 from shardwright.compat import overload_for
 from shardwright.errors import RuleError
 from shardwright.remember import memo, remembered
+from shardwright.rules.call import Args, Kwargs
 
 aten = torch.ops.aten
 
@@ -37,9 +38,7 @@ def list_arguments(func: torch._ops.OpOverload) -> tuple[str, ...]:
     return tuple(a.name for a in func._schema.arguments if "List[Tensor]" in str(a.type))
 
 
-def element_calls(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[ElementCall]:
+def element_calls(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> list[ElementCall]:
     """One call per position of the lists.
 
     Raises: RuleError: lists of different lengths, or an op that has no counterpart for one element.
@@ -102,9 +101,7 @@ _overloads: dict[tuple[torch._ops.OpOverload, frozenset[str]], torch._ops.OpOver
 )
 
 
-def _op_of_one(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> torch._ops.OpOverload:
+def _op_of_one(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> torch._ops.OpOverload:
     """`aten::_foreach_add_.List` -> `aten::add_.Tensor`; the kinds of the arguments go with the overload."""
     key = func, frozenset(kwargs)
     known = _overloads.get(key)
@@ -113,7 +110,7 @@ def _op_of_one(
     return known
 
 
-def _packet(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch._ops.OpOverloadPacket:
+def _packet(func: torch._ops.OpOverload, args: Args) -> torch._ops.OpOverloadPacket:
     name = func._schema.name.removeprefix("aten::_foreach_")
     base, mark = (name[:-1], "_") if name.endswith("_") else (name, "")
     if mark or (len(args) > 1 and not isinstance(args[1], torch.Tensor)):

@@ -6,7 +6,7 @@ something, or makes another call than the op on its local tensors, the positions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.remember import memo
 from shardwright.rules import registry
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch import short, written_memory
 from shardwright.tensor.dispatch.asked import Asked
@@ -42,14 +43,12 @@ Decide = Callable[[Asked], Any]
 _known: dict[tuple[Any, ...], _Decided] = memo("calls on lists", {})
 
 
-def takes_lists(func: torch._ops.OpOverload) -> bool:
+def takes_lists(func: Op) -> bool:
     """Is it one of these ops? Not every fused op is: `_fused_rms_norm` takes one tensor, and has a rule."""
     return bool(list_arguments(func))
 
 
-def run_on_lists(
-    decide: Decide, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def run_on_lists(decide: Decide, func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A list op on DTensors.
 
     Args: decide: how the op for one element is run: the table of ways, in which lists are one.
@@ -75,11 +74,7 @@ def run_on_lists(
 
 
 def _known_or_decided(
-    decide: Decide,
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    taken: Taken,
+    decide: Decide, func: Op, args: Args, kwargs: Kwargs, taken: Taken
 ) -> tuple[_Decided, bool]:
     """What was decided for this call, and whether that was now."""
     key = tuple(taken.key)
@@ -104,13 +99,7 @@ def _store(key: tuple[Any, ...], decided: _Decided, taken: Taken) -> None:
     _known[key] = decided
 
 
-def _each_alone(
-    decide: Decide,
-    decided: _Decided,
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> list[Any]:
+def _each_alone(decide: Decide, decided: _Decided, func: Op, args: Args, kwargs: Kwargs) -> list[Any]:
     """Position after position, what they read finished in one list before."""
     calls = element_calls(func, args, kwargs)
     if is_explicit():
@@ -146,9 +135,7 @@ class _Alone:
     prepared: Any
 
 
-def _decided(
-    decide: Decide, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> _Decided:
+def _decided(decide: Decide, func: Op, args: Args, kwargs: Kwargs) -> _Decided:
     calls = element_calls(func, args, kwargs)
     by_numbers = not all(map(_serves_all_numbers, calls))
     decide = _once_for_each(decide, by_numbers=by_numbers)
@@ -201,7 +188,7 @@ def _tensors(call: ElementCall) -> list[DTensor]:
     return [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, DTensor)]
 
 
-def _is_local(func: torch._ops.OpOverload, prepared: Any) -> bool:
+def _is_local(func: Op, prepared: Any) -> bool:
     """Whether the call is the op on the local tensors as they are."""
     if not isinstance(prepared, Prepared):
         return False
@@ -250,7 +237,7 @@ def _run_alone(decide: Decide, call: ElementCall) -> Any:
     return run(alone.prepared, func, alone.call.args, alone.call.kwargs, alone.tensors)
 
 
-def _call(func: torch._ops.OpOverload, taken: Taken, specs: Sequence[Spec | None]) -> Any:
+def _call(func: Op, taken: Taken, specs: Sequence[Spec | None]) -> Any:
     """The list op on the local tensors."""
     out = (kernel_of(func, set()) or func)(*taken.args, **taken.kwargs)
     if not isinstance(out, list | tuple):
@@ -258,20 +245,14 @@ def _call(func: torch._ops.OpOverload, taken: Taken, specs: Sequence[Spec | None
     return [x if spec is None else wrap(x, spec) for x, spec in zip(out, specs, strict=True)]
 
 
-def _check(func: torch._ops.OpOverload, specs: Sequence[Spec | None], out: Any) -> None:
+def _check(func: Op, specs: Sequence[Spec | None], out: Any) -> None:
     """The rules' promise, tested once. Raises: LayoutError: one of them is wrong."""
     for spec, x in zip(specs, out or (), strict=False):
         if spec is not None:
             check_simple(spec, func, x, ())
 
 
-def _learn(
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    taken: Taken,
-    decided: _Decided,
-) -> None:
+def _learn(func: Op, args: Args, kwargs: Kwargs, taken: Taken, decided: _Decided) -> None:
     """Write down for C how this call was run, if nothing else is asked when it is run again."""
     specs = decided.specs
     operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor)]
@@ -292,9 +273,7 @@ def _learn(
     short.learn_list(func, (*taken.key[2:], *helpers), numbers, found)
 
 
-def _stretches(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[int, int]]:
+def _stretches(func: Op, args: Args, kwargs: Kwargs) -> Iterator[tuple[int, int]]:
     """Which operands are written, from one up to another.
 
     Told by the arguments in which they stand, for what is read may be what is written.
@@ -314,7 +293,7 @@ def _stretches(
         yield first, end
 
 
-def _raise_versions(func: torch._ops.OpOverload, written: Sequence[DTensor]) -> None:
+def _raise_versions(func: Op, written: Sequence[DTensor]) -> None:
     """What was written is another value: a backward that saved the old one must notice.
 
     On plain tensors the op of each element does so; on DTensors it runs below where versions are counted. The
@@ -324,7 +303,7 @@ def _raise_versions(func: torch._ops.OpOverload, written: Sequence[DTensor]) -> 
         torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
 
 
-def _may_overlap(func: torch._ops.OpOverload, written: Sequence[DTensor]) -> bool:
+def _may_overlap(func: Op, written: Sequence[DTensor]) -> bool:
     """Is a view written beside another list? One device refuses some, when the position's turn has come.
 
     The local parts tell nothing: they may be copies, or empty.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.remember import memo
+from shardwright.rules.call import Args, Op
 from shardwright.tensor.spec import Spec, SpecKind
 from shardwright.tensor.views.take import copied_reshape
 from shardwright.tensor.wrap import wrap
@@ -32,7 +33,7 @@ class LocalReshape:
         self.spec = spec
         self.size = size
 
-    def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> DTensor:
+    def run(self, func: Op, args: Args) -> DTensor:
         """The view; a copy that remembers its base where the local strides do not merge."""
         try:
             return wrap(func._op(args[0]._local_tensor, self.size), self.spec)
@@ -43,9 +44,7 @@ class LocalReshape:
             return found
 
 
-def of_prepared(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], prepared: Prepared, out: DTensor
-) -> LocalReshape | None:
+def of_prepared(func: Op, args: Args, prepared: Prepared, out: DTensor) -> LocalReshape | None:
     """A prepared call as one local reshape, once it has run; None where it is more than that. Remembered."""
     spec = prepared.results[0] if len(prepared.results) == 1 else None
     if func not in RESHAPES or len(args) != 2 or spec is None or not prepared.checked:
@@ -65,7 +64,7 @@ def of_prepared(
     return LocalReshape(spec, tuple(out._local_tensor.shape))
 
 
-def adapt(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> LocalReshape | None:
+def adapt(func: Op, args: Args) -> LocalReshape | None:
     """The reshape to sizes never seen, from one of the same kind; None if none is known that fits."""
     x, size = args
     source: Spec = x._spec

@@ -7,7 +7,7 @@ element does so on the parts, and what a rank has of a row gives one term of wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from shardwright.placement.base import Placement
 from shardwright.placement.partial import Partial
 from shardwright.remember import remembered
 from shardwright.rules.algorithms.rows import Dims, Program
+from shardwright.rules.call import Args, Kwargs
 from shardwright.rules.described import dims_of
 from shardwright.rules.identity import identity_of
 from shardwright.tensor.dtensor import DTensor
@@ -69,10 +70,7 @@ def _rows(layout: Layout, dims: tuple[int, ...], op: str, dtype: torch.dtype) ->
 
 
 def run_on_parts(
-    program: Program,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    finish: Callable[[DTensor, str], DTensor],
+    program: Program, args: Args, kwargs: Kwargs, finish: Callable[[DTensor, str], DTensor]
 ) -> Any:
     """The program's results as DTensors; NotImplemented where the parts do not tell them.
 

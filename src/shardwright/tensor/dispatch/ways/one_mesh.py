@@ -17,6 +17,7 @@ from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
 from shardwright.placement.base import Replicate
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.refusal import meshes_text
 from shardwright.tensor.dispatch.metadata import described_call
 from shardwright.tensor.dispatch.ways.steps import Steps
@@ -25,7 +26,7 @@ from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import CLASSES, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -65,9 +66,7 @@ def _are_together(tensors: Sequence[DTensor]) -> bool:
     return all(x.device_mesh is first.device_mesh or x._spec.layout.mesh_shape == shape for x in tensors[1:])
 
 
-def _home(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
-) -> DeviceMesh | None:
+def _home(func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> DeviceMesh | None:
     """The mesh of what cannot go along; where all can, the smallest that all are slices of."""
     operands = described_call(func, args, kwargs).flat_operands
     fixed = [x for x, o in zip(tensors, operands, strict=True) if o.mutated or not _is_number(x)]
@@ -116,7 +115,5 @@ def _brought(op: str, x: DTensor, mesh: DeviceMesh) -> DTensor:
     return wrap(local.detach(), spec_of(there, mesh))
 
 
-def _refusal(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
-) -> RuleError:
+def _refusal(func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> RuleError:
     return RuleError(meshes_text(described_call(func, args, kwargs), [x._spec.layout for x in tensors]))

@@ -15,6 +15,7 @@ import torch
 
 from shardwright.compat import is_composite, tree_leaves
 from shardwright.remember import remembered
+from shardwright.rules.call import Args
 
 # Composed of other functions, whose result torch copies into `out`: the copy passes its gradient on. Found by
 # giving `out=` to every operator of torch's database beside operands that require a gradient.
@@ -40,7 +41,7 @@ def fills_itself(func: Callable[..., Any]) -> bool:
     return True
 
 
-def call_with_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_with_out(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
     """`func(*args, out=...)` by its meaning.
 
     Raises: RuntimeError: as torch does, an operand that requires a gradient, a dtype that cannot be cast.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from shardwright.compat import tree_leaves, tree_map
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import announce, move_asked, whole_unasked
 from shardwright.tensor.spec import Spec, spec_of
@@ -21,7 +21,7 @@ _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _WHY = "is a gradient not finite on one of the ranks"
 
 
-def write_into_plain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def write_into_plain(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The op on full values; DTensors that it writes too get their parts, and come back as they were given.
 
     torch's composed functions do so with a plain tensor of their own beside a DTensor of the user.
@@ -46,7 +46,7 @@ def write_into_plain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
     return tree_map(lambda value: owners.get(id(value), value), out)
 
 
-def _whole(func: torch._ops.OpOverload, value: Any) -> Any:
+def _whole(func: Op, value: Any) -> Any:
     if isinstance(value, DTensor):
         return whole_unasked(func.name(), value, "it meets a plain tensor that is written")
     if isinstance(value, list | tuple):

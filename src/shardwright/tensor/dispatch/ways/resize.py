@@ -5,13 +5,13 @@ Cost: a gather where there are elements to keep: they fill the new size in logic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.distribute import own_part
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import whole_unasked
@@ -19,19 +19,17 @@ from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import offset_of, wrap
 
 
-def resize(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DTensor:
+def resize(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
     """`x.resize_(size)`: its placements stay where the number of dims does, else it is replicated."""
     return _resized(func, args[0], args[1], kwargs)
 
 
-def resize_as(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DTensor:
+def resize_as(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
     """`x.resize_as_(other)`: the size of the other."""
     return _resized(func, args[0], tuple(args[1].shape), kwargs)
 
 
-def _resized(
-    func: torch._ops.OpOverload, x: DTensor, size: Sequence[int], kwargs: Mapping[str, Any]
-) -> DTensor:
+def _resized(func: Op, x: DTensor, size: Sequence[int], kwargs: Kwargs) -> DTensor:
     if tuple(x.shape) == tuple(size):
         return x
     whole = whole_unasked(func.name(), x, "the elements of a resized tensor keep their order")

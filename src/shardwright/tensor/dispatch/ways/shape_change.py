@@ -6,25 +6,21 @@ without the underscore gives; what torch knows of its sizes and strides follows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from shardwright.compat import no_dispatch
 from shardwright.errors import RuleError
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.wrap import reshaped
 
 
-def changes_shape_in_place(func: torch._ops.OpOverload) -> bool:
+def changes_shape_in_place(func: Op) -> bool:
     """Does the op change sizes and strides of its first argument and nothing else?"""
     return torch.Tag.inplace_view in func.tags and func is not torch.ops.aten.detach_.default
 
 
-def reshape_in_place(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> DTensor:
+def reshape_in_place(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
     """The first argument, with another shape.
 
     Raises: RuleError: there is no op without the underscore to take the meaning from.
@@ -38,12 +34,12 @@ def reshape_in_place(
     return x
 
 
-def _out_of_place(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
+def _out_of_place(func: Op) -> Op:
     """The overload that returns a view and takes the same arguments; its name may be another (`.int`)."""
     namespace, name = func._schema.name.split("::")
     packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"), None)
     for overload in packet.overloads() if packet is not None else ():
-        found: torch._ops.OpOverload = getattr(packet, overload)
+        found: Op = getattr(packet, overload)
         if _arguments(found) == _arguments(func) and any(r.alias_info for r in found._schema.returns):
             return found
     raise RuleError(
@@ -52,5 +48,5 @@ def _out_of_place(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
     )
 
 
-def _arguments(func: torch._ops.OpOverload) -> list[tuple[str, str]]:
+def _arguments(func: Op) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in func._schema.arguments]

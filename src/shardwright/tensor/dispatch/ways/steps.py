@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from shardwright.compat import TensorType, is_composite, tree_leaves
 from shardwright.rules import registry
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dispatch.ways.fresh_results import fresh, laid
 from shardwright.tensor.dispatch.ways.out import functional_form, out_names, resized_first, written_from
 from shardwright.tensor.plain.boundary import helpers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from shardwright.tensor.dispatch.asked import Asked
 
@@ -26,7 +25,7 @@ class Steps:
 
     function: Callable[..., Any]
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, args: Args, kwargs: Kwargs) -> Any:
         """The same value from other ops, each dispatched on its own; NotImplemented: not for these arguments.
 
         Tensors that the steps make of their own are the same on every rank.
@@ -43,7 +42,7 @@ def of_an_undefined_gradient(asked: Asked) -> Steps | None:
     return Steps(partial(_undefined, asked.func))
 
 
-def _undefined(func: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> Any:
+def _undefined(func: Op, *_args: Any, **_kwargs: Any) -> Any:
     """What the kernels give then, on a rank without elements too."""
     made = (None,) * len(func._schema.returns)
     return made[0] if len(made) == 1 else made
@@ -82,14 +81,14 @@ def by_functional_form(asked: Asked) -> Steps | None:
     return _functional(asked.func) if falls_back else None
 
 
-def _functional(func: torch._ops.OpOverload) -> Steps | None:
+def _functional(func: Op) -> Steps | None:
     functional = functional_form(func)
     if functional is not None and _is_known(functional):
         return Steps(written_from(func, functional))
     return None
 
 
-def _is_known(func: torch._ops.OpOverload) -> bool:
+def _is_known(func: Op) -> bool:
     """Is there something better for the op than to make its operands whole?"""
     return bool(
         registry.rules_of(func)

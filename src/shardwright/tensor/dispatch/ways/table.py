@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from shardwright.compat import tree_leaves
 from shardwright.errors import RuleError
 from shardwright.remember import forget
 from shardwright.rules import registry
 from shardwright.rules.algorithms.ops import FINISH
+from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.dtypes_taken import refuse_dtypes
 from shardwright.tensor.dispatch.ways import steps, view
@@ -34,7 +33,6 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.random.full import draw, is_random
 from shardwright.tensor.views.strided import STRIDED
 
-Op = torch._ops.OpOverload
 Handler = Callable[[Op, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
@@ -61,7 +59,7 @@ def _rewritten(func: Op) -> Handler | None:
         return None
     function = fresh(func, partial(rewrite, func))
 
-    def rewritten(func: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def rewritten(func: Op, args: Args, kwargs: Kwargs) -> Any:
         tensors = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor)]
         refuse_dtypes(func, args, kwargs, tensors)
         return function(*args, **kwargs)
