@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.errors import ImplicitRedistributionError
@@ -53,6 +54,7 @@ def _dropped(h, w):
 
 
 NORMS = {
+    "a layer norm": lambda h, w: functional.layer_norm(h, (WIDTH,), w),
     "by variance": _by_variance,
     "centred twice": _centred_twice,
     "dims put back": _dims_put_back,
@@ -78,41 +80,28 @@ class _Block(nn.Module):
         return x + self.down2(self.up2(self.norm(x, self.scales[1])).relu())
 
 
-def _model(norm):
+class _Again(nn.Sequential):
+    """Blocks of which nothing inside is saved: their forwards run again in the backward."""
+
+    def forward(self, x):
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def _model(norm, kind=nn.Sequential):
     torch.manual_seed(0)
-    return nn.Sequential(_Block(norm), _Block(norm))
+    return kind(_Block(norm), _Block(norm))
 
 
-def _step(model, seed):
-    model.zero_grad()
-    torch.manual_seed(seed)
-    loss = model(torch.randn(3, 5, WIDTH)).square().sum()
-    loss.backward()
-    return loss
-
-
-def _each_stream_is_finished_once(name, recorded):
-    mesh = rank_mesh((2,), ("tp",))
-    plain, ours = _model(NORMS[name]), _model(NORMS[name])
+def _placed(model, mesh):
     cuts = {"up": 0, "up2": 0, "down": 1, "down2": 1}
-    for path, module in ours.named_modules():
+    for path, module in model.named_modules():
+        dim = cuts.get(path.rsplit(".", 1)[-1])
+        placement = sw.Replicate() if dim is None else sw.Shard(dim)
         for n, p in list(module.named_parameters(recurse=False)):
-            placed = sw.distribute_tensor(p.detach(), mesh, [_place(path, cuts)])
-            module.register_parameter(n, nn.Parameter(placed))
-    with torch.set_grad_enabled(recorded):
-        for seed in (1, 2):
-            with sw.spmd(mesh, check=False), Witness() as witness:
-                loss = _step(ours, seed) if recorded else _forward(ours, seed)
-            expected = _step(plain, seed) if recorded else _forward(plain, seed)
-            close(loss, expected)
-            for (n, p), q in (
-                zip(ours.named_parameters(), plain.parameters(), strict=True) if recorded else ()
-            ):
-                error = (p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()
-                assert error < 1e-5, (n, float(error))
-            sent = [call.kind for call in witness.asked]
-            # a norm finishes its stream, the loss its own, and backward each norm but the first
-            assert sent == ["all_to_all"] * (7 if recorded else 4), sent
+            module.register_parameter(n, nn.Parameter(sw.distribute_tensor(p.detach(), mesh, [placement])))
+    return model
 
 
 def _forward(model, seed):
@@ -120,15 +109,95 @@ def _forward(model, seed):
     return model(torch.randn(3, 5, WIDTH)).square().sum()
 
 
-def _place(path, cuts):
-    dim = cuts.get(path.rsplit(".", 1)[-1])
-    return sw.Replicate() if dim is None else sw.Shard(dim)
+def _step(model, seed):
+    model.zero_grad()
+    loss = _forward(model, seed)
+    loss.backward()
+    return loss
+
+
+def _assert_gradients(ours, plain):
+    for (n, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        error = (p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()
+        assert error < 1e-5, (n, float(error))
+
+
+def _each_stream_is_finished_once(name, recorded):
+    mesh = rank_mesh((2,), ("tp",))
+    plain, ours = _model(NORMS[name]), _placed(_model(NORMS[name]), mesh)
+    with torch.set_grad_enabled(recorded):
+        for seed in (1, 2):
+            with sw.spmd(mesh, check=False), Witness() as witness:
+                loss = _step(ours, seed) if recorded else _forward(ours, seed)
+            expected = _step(plain, seed) if recorded else _forward(plain, seed)
+            close(loss, expected)
+            if recorded:
+                _assert_gradients(ours, plain)
+            sent = [call.kind for call in witness.asked]
+            # a norm finishes its stream, the loss its own, and backward each norm but the first
+            assert sent == ["all_to_all"] * (7 if recorded else 4), sent
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("name", NORMS)
 def test_a_norm_written_by_hand_finishes_its_stream_once(ranks, name, recorded):
     ranks(2, _each_stream_is_finished_once, name, recorded)
+
+
+def _what_a_checkpoint_saves_is_known(name):
+    """Forward 4, each block's inner stream once more, backward 3."""
+    mesh = rank_mesh((2,), ("tp",))
+    plain, ours = _model(NORMS[name]), _placed(_model(NORMS[name], _Again), mesh)
+    for seed in (1, 2):
+        with sw.spmd(mesh, check=False), Witness() as witness:
+            close(_step(ours, seed), _step(plain, seed))
+        _assert_gradients(ours, plain)
+        assert len(witness.asked) == 9
+
+
+@pytest.mark.parametrize("name", ["a layer norm", "centred twice", "by squares"])
+def test_streams_of_a_checkpoint_are_finished_once(ranks, name):
+    ranks(2, _what_a_checkpoint_saves_is_known, name)
+
+
+def _other_names():
+    """Of what was finished another name takes the form while nobody writes, through any of the names."""
+    mesh = rank_mesh((2,), ("tp",))
+    with sw.spmd(mesh):
+        for write in (None, lambda h, d: h.mul_(2.0), lambda h, d: d.mul_(2.0), lambda h, d: h[0].mul_(2.0)):
+            h = _terms(mesh)
+            d, part = h.detach(), h.detach()[1:]
+            h.square()
+            if write is not None:
+                write(h, d)
+            expected = h.clone().full_tensor()
+            with sw.trace() as sent:
+                close(d.square(), expected.square())
+                close(d.square(), expected.square())
+            assert len(sent.collectives) == (0 if write is None else 1)
+            close(part.square(), expected[1:].square())
+            d.mul_(d)
+            close(h.exp(), expected.square().exp())
+
+
+def _other_parts():
+    """Of a value in one memory: parts of equal size, and of another that begin at the same place."""
+    mesh = rank_mesh((2,), ("tp",))
+    with sw.spmd(mesh):
+        h = _terms(mesh)
+        first, second, more = h.detach()[:2], h.detach()[1:3], h.detach()[:3]
+        close(first.square(), _X[:2].square())
+        close(second.square(), _X[1:3].square())
+        close(more.square(), _X[:3].square())
+        close(h.square(), _X.square())
+
+
+def test_other_parts_of_one_memory_are_finished_for_themselves(ranks):
+    ranks(2, _other_parts)
+
+
+def test_other_names_of_what_was_finished(ranks):
+    ranks(2, _other_names)
 
 
 _X = torch.arange(24.0).view(4, 6) / 7

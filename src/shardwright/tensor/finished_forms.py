@@ -70,6 +70,16 @@ class _Form:
     versions: Versions
 
 
+@dataclass(frozen=True, slots=True)
+class _OfMemory:
+    """The same, known by the storage, which must not be kept alive by it: for other names of the value."""
+
+    form: DTensor
+    layout: Layout
+    lies: tuple[Any, ...]
+    versions: Versions
+
+
 def may_keep(x: DTensor) -> bool:
     """Is `x` a value whose finished form is kept?"""
     spec = x._spec
@@ -153,8 +163,27 @@ def holds(x: object) -> bool:
 
 def keep(x: DTensor, form: DTensor) -> DTensor:
     """Keep the finished form of `x`; later calls on `x` ask for it."""
-    x._spec = x._spec.asking(_Form(form, x._local_tensor, Versions(x)))
+    versions, storage = Versions(x), x._local_tensor.untyped_storage()
+    x._spec = x._spec.asking(_Form(form, x._local_tensor, versions))
+    if storage._cdata != form._local_tensor.untyped_storage()._cdata:
+        vars(storage)["finished"] = _OfMemory(form, x._spec.layout, _lies(x), versions)
     return form
+
+
+def _lies(x: DTensor) -> tuple[Any, ...]:
+    local = x._local_tensor
+    return local.data_ptr(), local.stride(), local.dtype
+
+
+def takes_over(x: DTensor) -> bool:
+    """Is `x` another name (`detach()`, so a checkpoint saves it) of a value that was finished? It asks."""
+    kept: _OfMemory | None = getattr(x._local_tensor.untyped_storage(), "finished", None)
+    if kept is None or x._spec.form is not None or not may_keep(x) or x._spec.layout != kept.layout:
+        return False
+    if _lies(x) != kept.lies or not kept.versions.hold(x):
+        return False
+    keep(x, kept.form)
+    return True
 
 
 def give_up(x: DTensor) -> None:

@@ -22,7 +22,14 @@ from shardwright.tensor import proxies
 from shardwright.tensor.dispatch import memory_order, other_sizes, short, torch_shardings, written_memory
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.prepared import Prepared
-from shardwright.tensor.dispatch.run import check_simple, is_simple, only_finishes, run, run_simple
+from shardwright.tensor.dispatch.run import (
+    check_simple,
+    is_simple,
+    only_finishes,
+    reads_finished,
+    run,
+    run_simple,
+)
 from shardwright.tensor.dispatch.ways import kept_form, local_reshape
 from shardwright.tensor.dispatch.ways.local_reshape import RESHAPES, LocalReshape
 from shardwright.tensor.dispatch.ways.plain_target import write_into_plain
@@ -199,6 +206,10 @@ def _settle(
 
 def _run_prepared(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tensors: list[Any]) -> Any:
     """A call that the rules decided; what undoes views is put back where the base had it, if known."""
+    for move in prepared.moves:
+        memory = tensors[move.operand]._local_tensor.untyped_storage() if move.of_terms else None
+        if hasattr(memory, "finished") and reads_finished(prepared, func, tensors, move):
+            return dispatch_call(func, args, kwargs)
     if prepared.call is not None:
         result = None if prepared.moves else prepared.results[0]
         given = None if result is None else result.layout

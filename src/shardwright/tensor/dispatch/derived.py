@@ -33,6 +33,7 @@ from shardwright.tensor.explicit_mode import is_explicit
 from shardwright.tensor.move import move_operands
 
 _STATISTICS = frozenset({torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList})
+_COPIES = frozenset({torch.ops.aten.clone.default})  # of terms: as good as they are
 _LONGEST = 8  # how many calls are made again to have one value
 _VALUE = object()  # stands in a call for what its result is of
 
@@ -92,7 +93,7 @@ def derivation_of(call: Call, decision: Decision, *, moves: bool) -> Derivation 
     if call.op in _STATISTICS:
         smaller = _size(result) < _size(operand) and not moves
         return Derivation(pending[0], True, False) if smaller else None
-    if not is_pointwise(call.op) or result.shape != operand.shape:
+    if not is_pointwise(call.op) or call.op in _COPIES or result.shape != operand.shape:
         return None
     others = [info for i, info in enumerate(call.operands) if i != pending[0]]
     if is_expanded(operand):
@@ -105,8 +106,8 @@ def _size(info: TensorInfo) -> int:
 
 
 def in_a_backward() -> bool:
-    """Is one running in this thread?"""
-    return current_graph_task_id() != -1
+    """Is one running in this thread, and no forward inside of it, as that of a checkpoint?"""
+    return current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 def remember(

@@ -153,6 +153,13 @@ def _form_of(
     return form
 
 
+def reads_finished(prepared: Prepared, func: Op, tensors: Sequence[DTensor], move: Move) -> bool:
+    """Was what the call would finish finished under another name, and is it only read? It asks for it now."""
+    x = tensors[move.operand]
+    is_written = any(tensors[operand] is x for operand in prepared.mutated)
+    return not is_written and not is_view(func) and finished_forms.takes_over(x)
+
+
 def _reads(prepared: Prepared, func: Op, operand: int) -> bool:
     """Does the call only read the operand, and give tensors of their own?"""
     return operand not in prepared.mutated and not is_view(func)

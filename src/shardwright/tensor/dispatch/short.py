@@ -23,8 +23,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.partial import Partial
 from shardwright.remember import memo
 from shardwright.rules.call import Args, Kwargs, Op
-from shardwright.tensor.dispatch import any_number, bindings, memory_order, written_memory
-from shardwright.tensor.dispatch.derived import in_a_backward
+from shardwright.tensor.dispatch import any_number, bindings, derived, memory_order, written_memory
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.ways.local_reshape import LocalReshape
 from shardwright.tensor.dispatch.ways.out import is_pointwise
@@ -193,7 +192,7 @@ def _of_prepared(
     elif prepared.moves:
         call, holds = _on_terms(prepared, func, args, tensors), _nobody_records
     elif prepared.derived:
-        holds = in_a_backward
+        holds = derived.in_a_backward
     if call is None:
         return None
     overrides = _by_place(prepared, func, len(args))
