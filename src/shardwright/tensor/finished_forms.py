@@ -172,7 +172,7 @@ def keep(x: DTensor, form: DTensor) -> DTensor:
 
 def _lies(x: DTensor) -> tuple[Any, ...]:
     local = x._local_tensor
-    return local.data_ptr(), local.stride(), local.dtype
+    return local.storage_offset(), local.stride(), local.dtype
 
 
 def takes_over(x: DTensor) -> bool:
