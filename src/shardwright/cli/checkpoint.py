@@ -29,6 +29,7 @@ def list_all(path: Run) -> int:
     """List the checkpoints of a run, newest first; of one that cannot be used, why. Exits 1 if none can."""
     from shardwright.checkpoint import list_checkpoints
     from shardwright.checkpoint.folder import step_of, why_unusable
+    from shardwright.checkpoint.storage.place import place_of
 
     found = list_checkpoints(path)
     usable = False
@@ -37,7 +38,8 @@ def list_all(path: Run) -> int:
         usable = usable or not reason
         typer.echo(f"{one.name}  {f'!! {reason}' if reason else _summary(one)}")
     if not usable:
-        typer.echo(f"{path}: no checkpoint that can be used")
+        alone = "one checkpoint, not the folder of a run (see `shardwright checkpoint show`)"
+        typer.echo(f"{path}: {'no checkpoint that can be used' if why_unusable(place_of(path)) else alone}")
     return int(not usable)
 
 
@@ -140,8 +142,12 @@ def prune(
     ] = False,
 ) -> int:
     """Remove old checkpoints of a run, and what interrupted saves left; nothing that is not ours."""
+    from shardwright.checkpoint import list_checkpoints
     from shardwright.checkpoint import prune as remove_old
 
+    found = list_checkpoints(path)
+    if not (found.committed or found.unfinished):
+        raise CheckpointError(f"{path} holds no checkpoints of a run")
     for gone in remove_old(path, keep=keep, every=every, interrupted=interrupted):
         typer.echo(f"removed {gone.name}")
     return 0
