@@ -15,6 +15,7 @@ from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
 from shardwright.checkpoint.storage.arena import Arena, room_for
+from shardwright.checkpoint.storage.element_types import DTYPES
 from shardwright.checkpoint.storage.manifest import SavedFile, SavedPart, SavedTensor
 from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.reader import Reader, Want, wants
@@ -44,7 +45,8 @@ def load_hf(
     """Read a folder of safetensors files into a model, each rank only its slices.
 
     A collective over the world. The model may be placed by any strategy, and may be on the meta device: what
-    is loaded is then made on `device`. Elements are cast to the model's dtypes. Nothing is executed.
+    is loaded is then made on `device`. Elements are cast to the model's dtypes (floats to floats, integers to
+    integers; quantized ones not at all). Nothing is executed.
 
     Args:
         folder: with `model.safetensors`, or `model.safetensors.index.json` and its files.
@@ -107,11 +109,16 @@ class _Loading:
                 )
         self.reader = Reader(Source(self.folder, files, 1, links=True))
         self._choose()
-        found = [why for name, tensor in self.tensors.items() for why in self._differences(name, tensor)]
+        found = [why for name in self.tensors for why in self._differences(name)]
+        unused = next(iter(sorted(set(self.places) - self.used)), None)
+        maps = (
+            "" if unused is None or not found else f"; nothing here is {unused}, which they hold (see maps=)"
+        )
         found += self._without_data()
         if found:
             more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            raise CheckpointError(f"{self.folder} is not of this model: {'; '.join(found[:_SHOWN])}{more}")
+            shown = "; ".join(found[:_SHOWN])
+            raise CheckpointError(f"{self.folder} is not of this model: {shown}{more}{maps}")
 
     def _choose(self) -> None:
         """Of the names of a tied tensor, the one that the files have."""
@@ -128,29 +135,52 @@ class _Loading:
     def _known(self, name: str) -> bool:
         return all(link.source in self.places for link in self.links[name])
 
-    def _differences(self, name: str, tensor: torch.Tensor) -> list[str]:
-        del tensor
-        found = []
+    def _differences(self, name: str) -> list[str]:
+        found, dtype = [], self.tensors[name].dtype
         for link in self.links[name]:
             there = self.places.get(link.source)
             if there is None:
                 found.append(
                     f"{link.source} is in no file" + ("" if link.source == name else f" (for {name})")
                 )
-            elif there[1].shape != link.shape:
-                shape = list(there[1].shape)
+                continue
+            place = there[1]
+            if place.shape != link.shape:
+                shape = list(place.shape)
                 found.append(
                     f"{link.source} is {shape} in {self.folder.name}, {list(link.shape)} in the model"
                 )
+            elif _kind(DTYPES[place.dtype]) != _kind(dtype):
+                found.append(f"{link.source} is {place.dtype} in {self.folder.name}, {dtype} in the model")
+            elif DTYPES[place.dtype] != dtype and (scale := self._scale(link.source, place.dtype)):
+                found.append(f"{link.source} is {place.dtype} and is multiplied by {scale}: it is quantized")
         return found
 
+    def _scale(self, name: str, dtype: str) -> str | None:
+        """What the elements of a float of 8 bits are to be multiplied by, which nobody here asks for."""
+        beside = (one for one in self.places if one.startswith(f"{name}_scale") and one not in self.used)
+        return next(beside, None) if dtype.startswith("float8") else None
+
     def _without_data(self) -> list[str]:
+        """Buffers on the meta device without a value, and values of `buffers=` that are of none of them."""
         loaded = {id(one) for one in self.tensors.values()}
-        return [
+        here = {name: one for name, one in self.model.named_buffers() if one.is_meta}
+        found = [
             f"{name} is a buffer on the meta device that is in no checkpoint: give its value in buffers="
-            for name, one in self.model.named_buffers()
-            if one.is_meta and id(one) not in loaded and name not in self.buffers
+            for name, one in here.items()
+            if id(one) not in loaded and name not in self.buffers
         ]
+        for name, value in self.buffers.items():
+            if name not in here:
+                found.append(f"buffers= names {name!r}, which is no buffer on the meta device")
+            elif (
+                value.is_meta
+                or _kind(value.dtype) != _kind(here[name].dtype)
+                or value.shape != here[name].shape
+            ):
+                given, one = (f"{x.dtype}{list(x.shape)} on {x.device}" for x in (value, here[name]))
+                found.append(f"buffers= gives {given} for {name}, which is {one}")
+        return found
 
     def read(self) -> None:
         """Read this rank's slices into new memory, which tensors on the meta device will have."""
@@ -209,6 +239,11 @@ class _Loading:
             for name, staged in self.staged.items():
                 one = self.tensors[name]
                 local_of(self.made.get(id(one), one)).copy_(staged)
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    """What a cast may not change: floats, complex numbers and integers stay what they are."""
+    return dtype.is_floating_point, dtype.is_complex
 
 
 def _made(old: torch.Tensor, like: torch.Tensor, device: torch.device) -> torch.Tensor:
