@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -239,3 +240,17 @@ def test_a_place_that_takes_no_checkpoint_is_one_error(tmp_path: Path, target: s
     with pytest.raises(CheckpointError, match=r"Not a directory|link to what is not there"):
         convert(tmp_path / "file", tmp_path / target)
     assert torch.load(tmp_path / "file")["a"] == 1
+
+
+@pytest.mark.parametrize(
+    "thing", [torch.ones(2), torch.ones(70_000), {"a": torch.ones(2)}, {"a": 1}, 5, None]
+)
+def test_what_others_call_rng_and_extra_is_kept(tmp_path: Path, thing: Any) -> None:
+    """A checkpoint with the generators of another program could not be loaded, and tensors were lost."""
+    model = nn.Linear(2, 2)
+    torch.save({"model": model.state_dict(), "rng": thing, "extra": thing}, tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    state = copy.deepcopy(thing)
+    loaded = load(tmp_path / "ours", nn.Linear(2, 2), **{"rng~": state})
+    assert str(loaded.extra) == str(thing)
+    assert not loaded.rng_restored

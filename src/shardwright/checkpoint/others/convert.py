@@ -39,7 +39,8 @@ def convert(
         target: the new checkpoint's folder.
         key: from a name there (levels joined by dots) to a key here. None: what is called `model`,
             `model_state_dict` or `state_dict` there is `model` here and all else keeps its name; where
-            nothing is called so, all is the model. A single optimizer is called `optimizer`.
+            nothing is called so, all is the model. A single optimizer is called `optimizer`, and `rng` is
+            `rng~`, for a checkpoint has one of its own.
         parameters: the names of the parameters in the order in which the optimizer had them, for one that
             knows them by number and not by name (`optimizer.state_dict()`).
     Returns: `target`.
