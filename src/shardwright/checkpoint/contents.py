@@ -129,7 +129,7 @@ def _blocks(reader: Reader, key: str, tensor: SavedTensor) -> Iterator[torch.Ten
     """The elements of a tensor in row-major order, flat, in blocks of whole rows of about 8 MiB."""
     for box in _rows(tensor):
         block = torch.empty(box.size, dtype=DTYPES[tensor.dtype])
-        reader.read(wants(key, tensor, box, block))
+        reader.read(wants(key, tensor, [(box, block)]))
         yield block.reshape(-1)
 
 

@@ -94,8 +94,7 @@ class Loading:
         if len(set(saves)) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints at {self.path}: it was replaced while it was read "
-                "(load it "
-                "again), or it is on a disk of one node"
+                "(load it again), or it is on a disk of one node"
             )
         try:
             identities = agreed("comparing the state", lambda: self._compare(state))
@@ -258,8 +257,7 @@ class Loading:
     def _wants(self, name: str, tensor: torch.Tensor, local: torch.Tensor) -> list[Want]:
         key = self.manifest.ties.get(name, name)
         saved = self.manifest.tensors[key]
-        boxes = views(tensor, local, rank=self.rank)
-        return [want for box, view in boxes for want in wants(key, saved, box, view)]
+        return list(wants(key, saved, views(tensor, local, rank=self.rank)))
 
     def _changes(self) -> Iterator[Change]:
         """What puts that which was read into place: first what cannot fail, then the code of others."""

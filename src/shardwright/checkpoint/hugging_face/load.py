@@ -226,7 +226,7 @@ class _Loading:
         offset = tuple(low[d] - link.offset[d] for d in link.dims)
         whole = SavedPart(file=number, at=place.at, offset=(0,) * len(place.shape), size=place.shape, sums="")
         saved = SavedTensor(dtype=place.dtype, shape=place.shape, parts=(whole,))
-        return list(wants(link.source, saved, Box(offset, tuple(cut.shape)), cut))
+        return list(wants(link.source, saved, [(Box(offset, tuple(cut.shape)), cut)]))
 
     def change(self) -> None:
         """Put what was read into place."""

@@ -138,8 +138,7 @@ def _refuse_strangers(path: Place, content: Content) -> None:
     if content.committed and not content.recognised:
         raise CheckpointError(
             f"{path} is there and is no checkpoint of this library: its {NAME} is somebody else's (or "
-            "damaged "
-            "beyond recognition). Save under another name, or remove it yourself"
+            "damaged beyond recognition). Save under another name, or remove it yourself"
         )
     if not content.committed and content.strangers:
         raise CheckpointError(

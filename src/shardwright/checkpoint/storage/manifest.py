@@ -168,9 +168,8 @@ def _body(text: bytes) -> bytes:
         return body
     if legacy.manifest_of(text) is not None:
         raise CheckpointError(
-            "it is of version 1, which is made of pickles: `shardwright checkpoint convert OLD NEW` "
-            "writes it anew "
-            "without executing anything, then load the new one"
+            "it is of version 1, which is made of pickles: `shardwright checkpoint convert OLD NEW` writes "
+            "it anew without executing anything, then load the new one"
         )
     if text.startswith(PREFIX):
         _refuse_newer(text[:1000])

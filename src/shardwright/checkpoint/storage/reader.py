@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from shardwright.index.region import Box
 
 _SPAN = 8 << 20  # of a read whose elements are then picked out
 _SMALL = 1 << 16
+_FEW = 8  # parts of a tensor that are not worth a search
 _BLOCK = 1 << 20  # of neighbours that are read at once
 
 
@@ -35,20 +37,43 @@ class Want(NamedTuple):
     view: torch.Tensor
 
 
-def wants(key: str, saved: SavedTensor, box: Box, view: torch.Tensor) -> Iterator[Want]:
-    """What to read for a box of a tensor: its meeting with each of the saved boxes."""
-    same = next((part for part in saved.parts if part.offset == box.offset and part.size == box.size), None)
+def wants(key: str, saved: SavedTensor, boxes: Sequence[tuple[Box, torch.Tensor]]) -> Iterator[Want]:
+    """What to read for boxes of a tensor: their meetings with the saved boxes."""
+    near = None if len(boxes) == 1 or len(saved.parts) <= _FEW else _sorted(saved)
+    for box, view in boxes:
+        yield from _meetings(key, saved.dtype, saved.parts if near is None else near(box), box, view)
+
+
+def _sorted(saved: SavedTensor) -> Callable[[Box], Sequence[SavedPart]]:
+    """What gives the parts that a box may meet, by where they are along the dim with the most places."""
+    dim = max(range(len(saved.shape)), key=lambda d: len({part.offset[d] for part in saved.parts}))
+    parts = sorted(saved.parts, key=lambda part: part.offset[dim])
+    starts = [part.offset[dim] for part in parts]
+    longest = max(part.size[dim] for part in parts)
+
+    def near(box: Box) -> Sequence[SavedPart]:
+        start = box.offset[dim]
+        low, high = bisect_right(starts, start - longest), bisect_left(starts, start + box.size[dim])
+        return parts[low:high]
+
+    return near
+
+
+def _meetings(
+    key: str, dtype: str, parts: Sequence[SavedPart], box: Box, view: torch.Tensor
+) -> Iterator[Want]:
+    same = next((part for part in parts if part.offset == box.offset and part.size == box.size), None)
     if same is not None:
-        yield Want(key, same, saved.dtype, (0,) * len(box.size), view)
+        yield Want(key, same, dtype, (0,) * len(box.size), view)
         return
-    for part in saved.parts:
+    for part in parts:
         low = [max(a, b) for a, b in zip(part.offset, box.offset, strict=True)]
         ends = zip(part.offset, part.size, box.offset, box.size, strict=True)
         high = [min(a + n, b + m) for a, n, b, m in ends]
         if all(a < b for a, b in zip(low, high, strict=True)):
             inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))
             start = tuple(a - o for a, o in zip(low, part.offset, strict=True))
-            yield Want(key, part, saved.dtype, start, view[inside])
+            yield Want(key, part, dtype, start, view[inside])
 
 
 Pair = tuple[list[torch.Tensor], list[torch.Tensor]]

@@ -157,11 +157,10 @@ def _encode_other(value: Any, where: str) -> Any:
     if type(value) in _PATHS and _is_text(str(value)):
         return {_TAG: _PATHS[type(value)], "v": str(value)}
     raise CheckpointError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which could only be pickled, "
-        "and a "
-        "checkpoint holds nothing that is executed when it is loaded: give plain values (numbers, text, "
-        "bytes, "
-        "lists, tuples, sets, dicts, tensors, arrays), or an object with state_dict() and load_state_dict()"
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which could only be pickled, and "
+        "a checkpoint holds nothing that is executed when it is loaded: give plain values (numbers, text, "
+        "bytes, lists, tuples, sets, dicts, tensors, arrays), or an object with state_dict() and "
+        "load_state_dict()"
     )
 
 
