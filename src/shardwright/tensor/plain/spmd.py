@@ -46,6 +46,10 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
 
     def __init__(self, mesh: DeviceMesh, *, check: Check = "first") -> None:
         super().__init__()
+        if not isinstance(mesh, DeviceMesh):
+            raise SpmdError(
+                f"spmd takes the mesh on which plain tensors count as replicated, got {mesh!r:.60}"
+            )
         self._mesh = mesh
         frame = sys._getframe(1)
         site = (frame.f_code.co_filename, frame.f_lineno)
