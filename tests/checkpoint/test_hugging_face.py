@@ -188,7 +188,7 @@ def refused(folder: Path, model: nn.Module) -> str:
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
     assert "bias is in no file" in refused(tmp_path, nn.Linear(3, 2))
-    assert "weight is [2, 3] in" in refused(tmp_path, nn.Linear(4, 2, bias=False))
+    assert "weight is float32[2, 3] in" in refused(tmp_path, nn.Linear(4, 2, bias=False))
     (tmp_path / "empty").mkdir()
     assert "holds neither" in refused(tmp_path / "empty", nn.Linear(4, 2))
 

@@ -154,12 +154,9 @@ def prune(
 
 
 def _size(nbytes: int) -> str:
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+    from shardwright.parallel.table.report import size_text
+
+    return size_text(nbytes)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,10 +110,8 @@ class _Loading:
         self.reader = Reader(Source(self.folder, files, 1, links=True))
         self._choose()
         found = [why for name in self.tensors for why in self._differences(name)]
-        unused = next(iter(sorted(set(self.places) - self.used)), None)
-        maps = (
-            "" if unused is None or not found else f"; nothing here is {unused}, which they hold (see maps=)"
-        )
+        unused = sorted(set(self.places) - self.used)
+        maps = f"; nothing here is {unused[0]}, which they hold (see maps=)" if found and unused else ""
         found += self._without_data()
         if found:
             more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -122,65 +120,45 @@ class _Loading:
 
     def _choose(self) -> None:
         """Of the names of a tied tensor, the one that the files have."""
-        by_tensor: dict[int, str] = {}
+        chosen: dict[int, tuple[str, bool]] = {}
         for name, tensor in read_model(self.model).tensors.items():
             links = links_of(name, tuple(tensor.shape), self.maps)
             known = all(link.source in self.places for link in links)
-            if id(tensor) not in by_tensor or (known and not self._known(by_tensor[id(tensor)])):
-                self.tensors.pop(by_tensor.get(id(tensor), ""), None)
-                by_tensor[id(tensor)] = name
+            first, was_known = chosen.get(id(tensor), ("", False))
+            if not first or (known and not was_known):
+                self.tensors.pop(first, None)
+                chosen[id(tensor)] = name, known
                 self.tensors[name], self.links[name] = tensor, links
         self.used = {link.source for name in self.tensors for link in self.links[name]}
 
-    def _known(self, name: str) -> bool:
-        return all(link.source in self.places for link in self.links[name])
-
-    def _differences(self, name: str) -> list[str]:
-        found, dtype = [], self.tensors[name].dtype
+    def _differences(self, name: str) -> Iterator[str]:
+        mine = self.tensors[name].dtype
         for link in self.links[name]:
-            there = self.places.get(link.source)
-            if there is None:
-                found.append(
-                    f"{link.source} is in no file" + ("" if link.source == name else f" (for {name})")
-                )
+            if link.source not in self.places:
+                yield f"{link.source} is in no file" + ("" if link.source == name else f" (for {name})")
                 continue
-            place = there[1]
-            if place.shape != link.shape:
-                shape = list(place.shape)
-                found.append(
-                    f"{link.source} is {shape} in {self.folder.name}, {list(link.shape)} in the model"
-                )
-            elif _kind(DTYPES[place.dtype]) != _kind(dtype):
-                found.append(f"{link.source} is {place.dtype} in {self.folder.name}, {dtype} in the model")
-            elif DTYPES[place.dtype] != dtype and (scale := self._scale(link.source, place.dtype)):
-                found.append(f"{link.source} is {place.dtype} and is multiplied by {scale}: it is quantized")
-        return found
+            dtype, shape, _ = self.places[link.source][1]
+            scale = next((one for one in self.places if one.startswith(f"{link.source}_scale")), None)
+            if shape != link.shape or _kind(DTYPES[dtype]) != _kind(mine):
+                there = f"{link.source} is {dtype}{list(shape)} in {self.folder.name}"
+                yield f"{there}, {mine}{list(link.shape)} in the model"
+            elif dtype.startswith("float8") and DTYPES[dtype] != mine and scale:
+                yield f"{link.source} is quantized: {dtype}, which {scale} is multiplied with"
 
-    def _scale(self, name: str, dtype: str) -> str | None:
-        """What the elements of a float of 8 bits are to be multiplied by, which nobody here asks for."""
-        beside = (one for one in self.places if one.startswith(f"{name}_scale") and one not in self.used)
-        return next(beside, None) if dtype.startswith("float8") else None
-
-    def _without_data(self) -> list[str]:
+    def _without_data(self) -> Iterator[str]:
         """Buffers on the meta device without a value, and values of `buffers=` that are of none of them."""
         loaded = {id(one) for one in self.tensors.values()}
         here = {name: one for name, one in self.model.named_buffers() if one.is_meta}
-        found = [
-            f"{name} is a buffer on the meta device that is in no checkpoint: give its value in buffers="
-            for name, one in here.items()
-            if id(one) not in loaded and name not in self.buffers
-        ]
+        for name, one in here.items():
+            if id(one) not in loaded and name not in self.buffers:
+                yield f"{name} is a buffer on the meta device that is in no checkpoint: give it in buffers="
         for name, value in self.buffers.items():
-            if name not in here:
-                found.append(f"buffers= names {name!r}, which is no buffer on the meta device")
-            elif (
-                value.is_meta
-                or _kind(value.dtype) != _kind(here[name].dtype)
-                or value.shape != here[name].shape
-            ):
-                given, one = (f"{x.dtype}{list(x.shape)} on {x.device}" for x in (value, here[name]))
-                found.append(f"buffers= gives {given} for {name}, which is {one}")
-        return found
+            old = here.get(name)
+            if old is None:
+                yield f"buffers= names {name!r}, which is no buffer on the meta device"
+            elif value.is_meta or value.shape != old.shape or _kind(value.dtype) != _kind(old.dtype):
+                given, wanted = (f"{x.dtype}{list(x.shape)} on {x.device}" for x in (value, old))
+                yield f"buffers= gives {given} for {name}, which is {wanted}"
 
     def read(self) -> None:
         """Read this rank's slices into new memory, which tensors on the meta device will have."""

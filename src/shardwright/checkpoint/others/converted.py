@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwright.checkpoint.collect import EXTRA
-from shardwright.checkpoint.others.foreign import ForeignTensor, Steps, as_thing
+from shardwright.checkpoint.others.foreign import ForeignTensor, Steps, as_thing, whole
 from shardwright.checkpoint.others.foreign_optimizers import ForeignOptimizer, refuse_other_shapes
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.storage.values import encode
@@ -85,7 +85,7 @@ class Converted:
         if isinstance(thing, ForeignTensor) and path != EXTRA:
             self._put(path, thing)
         else:
-            self.values[path] = encode(_whole(thing), path, self._keep)
+            self.values[path] = encode(whole(thing), path, self._keep)
 
     def _put(self, path: str, thing: ForeignTensor) -> None:
         self.tensors[path] = {"dtype": thing.dtype, "shape": thing.shape, "layout": None, "parts": []}
@@ -145,10 +145,6 @@ def _fits(one: ForeignOptimizer, parameters: dict[str, _Parameter]) -> bool:
     return True
 
 
-def _whole(thing: Any) -> Any:
-    return thing.whole() if isinstance(thing, ForeignTensor) else thing
-
-
 def _dotted(steps: Steps) -> str:
     return ".".join(map(str, steps))
 
@@ -160,7 +156,7 @@ def _nested(things: dict[Steps, Any]) -> Any:
         inner = nests
         for step in steps[1:-1]:
             inner = inner.setdefault(step, {})
-        inner[steps[-1]] = _whole(thing)
+        inner[steps[-1]] = whole(thing)
     return _with_lists(nests)
 
 

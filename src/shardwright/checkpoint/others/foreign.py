@@ -92,6 +92,11 @@ def _of_optimizer(steps: Steps, found: Mapping[Any, Any]) -> Iterator[tuple[Step
             yield (*steps, "param_groups", number, str(name)), as_thing(one)
 
 
+def whole(thing: Any) -> Any:
+    """A thing, of a tensor all of it."""
+    return thing.whole() if isinstance(thing, ForeignTensor) else thing
+
+
 def as_thing(one: Any) -> Any:
     """A tensor as one of the source; anything else as it is."""
     if not isinstance(one, torch.Tensor):

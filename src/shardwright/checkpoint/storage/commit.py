@@ -201,17 +201,13 @@ def remove(path: Place, *, interrupted: bool = False) -> None:
             store.rename(NAME, removing)
             _remove_listed(store, removing)
         elif content.committed:
-            _remove_damaged(store, content)
+            for name in (NAME, *content.legacy):
+                store.remove(name)
         if hold.alone or interrupted or not store.renames:
             tidy(store, look(store), alone=hold.alone, interrupted=interrupted)
         store.drop_empty()
     finally:
         hold.let_go()
-
-
-def _remove_damaged(store: Store, content: Content) -> None:
-    for name in (NAME, *content.legacy):
-        store.remove(name)
 
 
 def _remove_listed(store: Store, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from shardwright.checkpoint.storage.sums import first_wrong, sum_of
 from shardwright.compat import foreach_copy_
 from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
+from shardwright.index.stride import contiguous_stride
 
 _SPAN = 8 << 20  # of a read whose elements are then picked out
 _SMALL = 1 << 16
@@ -39,24 +40,18 @@ class Want(NamedTuple):
 
 def wants(key: str, saved: SavedTensor, boxes: Sequence[tuple[Box, torch.Tensor]]) -> Iterator[Want]:
     """What to read for boxes of a tensor: their meetings with the saved boxes."""
-    near = None if len(boxes) == 1 or len(saved.parts) <= _FEW else _sorted(saved)
+    parts, dim, longest = saved.parts, 0, 0
+    if len(boxes) > 1 and len(parts) > _FEW:  # those that a box may meet are found by where they begin
+        dim = max(range(len(saved.shape)), key=lambda d: len({part.offset[d] for part in parts}))
+        parts = tuple(sorted(parts, key=lambda part: part.offset[dim]))
+        longest = max(part.size[dim] for part in parts)
+    starts = [part.offset[dim] for part in parts] if longest else []
     for box, view in boxes:
-        yield from _meetings(key, saved.dtype, saved.parts if near is None else near(box), box, view)
-
-
-def _sorted(saved: SavedTensor) -> Callable[[Box], Sequence[SavedPart]]:
-    """What gives the parts that a box may meet, by where they are along the dim with the most places."""
-    dim = max(range(len(saved.shape)), key=lambda d: len({part.offset[d] for part in saved.parts}))
-    parts = sorted(saved.parts, key=lambda part: part.offset[dim])
-    starts = [part.offset[dim] for part in parts]
-    longest = max(part.size[dim] for part in parts)
-
-    def near(box: Box) -> Sequence[SavedPart]:
-        start = box.offset[dim]
-        low, high = bisect_right(starts, start - longest), bisect_left(starts, start + box.size[dim])
-        return parts[low:high]
-
-    return near
+        near = parts
+        if longest:
+            low = bisect_right(starts, box.offset[dim] - longest)
+            near = parts[low : bisect_left(starts, box.offset[dim] + box.size[dim])]
+        yield from _meetings(key, saved.dtype, near, box, view)
 
 
 def _meetings(
@@ -218,7 +213,7 @@ class Reader:
     def _by_scratch(self, want: Want, start: int, span: int) -> None:
         data = self._aligned(want, start, start + span)
         flat = torch.frombuffer(data, dtype=DTYPES[want.dtype])
-        want.view.copy_(flat.as_strided(tuple(want.view.shape), _strides(want.part.size)))
+        want.view.copy_(flat.as_strided(tuple(want.view.shape), contiguous_stride(want.part.size)))
 
     def _aligned(self, want: Want, start: int, end: int) -> memoryview:
         """Bytes [start, end) of a part, checked with the rest of their chunks; valid until the next call."""
@@ -286,7 +281,7 @@ def _direct(want: Want) -> bool:
 
 def _extent(whole: tuple[int, ...], low: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, int, int]:
     """First element, elements from the first to the last, and elements that lie in one run."""
-    strides = _strides(whole)
+    strides = contiguous_stride(whole)
     start = sum(a * s for a, s in zip(low, strides, strict=True))
     span = sum((n - 1) * s for n, s in zip(size, strides, strict=True)) + 1
     run = 1
@@ -295,14 +290,6 @@ def _extent(whole: tuple[int, ...], low: tuple[int, ...], size: tuple[int, ...])
         if n != m:
             break
     return start, span, run
-
-
-def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(size):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
 
 
 def _bytes_of(want: Want) -> int:
