@@ -6,7 +6,6 @@ from numbers import Number
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -15,8 +14,8 @@ from shardwright.comm.functional import reduce_over
 from shardwright.compat import axis_names
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
-from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Replicate
+from shardwright.tensor.modules.more_axes import shared_ranks
 from shardwright.tensor.wrap import as_ours
 
 
@@ -63,17 +62,12 @@ def _check(loss_sum: Any, count: Any, mesh: DeviceMesh) -> None:
     many = count.numel() != 1 if isinstance(count, Tensor) else not isinstance(count, Number | torch.SymInt)
     if many or (not isinstance(count, Tensor) and count < 0):
         raise ParallelError(f"global_mean takes how many items this rank summed, got {count!r:.60}")
-    if isinstance(loss_sum, TorchDTensor) and _peers(loss_sum.device_mesh) & _peers(mesh):
+    if isinstance(loss_sum, TorchDTensor) and shared_ranks(loss_sum.device_mesh, mesh):
         raise ParallelError(
             f"global_mean over {axis_names(mesh)}: the loss lives on {axis_names(loss_sum.device_mesh)} and "
             "is global over these ranks already; divide it by the global count, or pass the axes whose ranks "
             "have other items"
         )
-
-
-def _peers(mesh: DeviceMesh) -> set[int]:
-    """The other ranks of a mesh."""
-    return set(as_mesh_shape(mesh).ranks) - {dist.get_rank()}
 
 
 def _whole(value: Any) -> Any:
