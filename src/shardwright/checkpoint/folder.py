@@ -134,7 +134,7 @@ def choose(out: Place | str, name: str = NEWEST) -> Choice:
     )
 
 
-def why_unusable(path: Place) -> str:
+def why_unusable(path: Place | str) -> str:
     """Why a checkpoint cannot be used, as far as its manifest, names and sizes tell; empty if it can."""
     try:
         open_checkpoint(path)

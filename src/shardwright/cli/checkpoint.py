@@ -29,7 +29,6 @@ def list_all(path: Run) -> int:
     """List the checkpoints of a run, newest first; of one that cannot be used, why. Exits 1 if none can."""
     from shardwright.checkpoint import list_checkpoints
     from shardwright.checkpoint.folder import step_of, why_unusable
-    from shardwright.checkpoint.storage.place import place_of
 
     found = list_checkpoints(path)
     usable = False
@@ -39,7 +38,7 @@ def list_all(path: Run) -> int:
         typer.echo(f"{one.name}  {f'!! {reason}' if reason else _summary(one)}")
     if not usable:
         alone = "one checkpoint, not the folder of a run (see `shardwright checkpoint show`)"
-        typer.echo(f"{path}: {'no checkpoint that can be used' if why_unusable(place_of(path)) else alone}")
+        typer.echo(f"{path}: {'no checkpoint that can be used' if why_unusable(path) else alone}")
     return int(not usable)
 
 

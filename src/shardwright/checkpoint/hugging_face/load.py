@@ -45,8 +45,7 @@ def load_hf(
     """Read a folder of safetensors files into a model, each rank only its slices.
 
     A collective over the world. The model may be placed by any strategy, and may be on the meta device: what
-    is loaded is then made on `device`. Elements are cast to the model's dtypes (floats to floats, integers to
-    integers; quantized ones not at all). Nothing is executed.
+    is loaded is then made on `device`. Elements are cast, to dtypes of their kind. Nothing is executed.
 
     Args:
         folder: with `model.safetensors`, or `model.safetensors.index.json` and its files.
