@@ -25,6 +25,7 @@ from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
 
 _SHOWN = 3
+_SCALES = ("_scale_inv", "_scale")  # what they call the scales of quantized weights
 
 
 class LoadedHF(NamedTuple):
@@ -137,12 +138,12 @@ class _Loading:
                 yield f"{link.source} is in no file" + ("" if link.source == name else f" (for {name})")
                 continue
             dtype, shape, _ = self.places[link.source][1]
-            scale = next((one for one in self.places if one.startswith(f"{link.source}_scale")), None)
+            scales = [one for end in _SCALES if (one := f"{link.source}{end}") in self.places]
             if shape != link.shape or _kind(DTYPES[dtype]) != _kind(mine):
                 there = f"{link.source} is {dtype}{list(shape)} in {self.folder.name}"
                 yield f"{there}, {mine}{list(link.shape)} in the model"
-            elif dtype.startswith("float8") and DTYPES[dtype] != mine and scale:
-                yield f"{link.source} is quantized: {dtype}, which {scale} is multiplied with"
+            elif dtype.startswith("float8") and DTYPES[dtype] != mine and scales:
+                yield f"{link.source} is quantized: {dtype}, which {scales[0]} is multiplied with"
 
     def _without_data(self) -> Iterator[str]:
         """Buffers on the meta device without a value, and values of `buffers=` that are of none of them."""
