@@ -14,6 +14,7 @@ from shardwright.checkpoint.storage.manifest import SavedPart, SavedTensor
 from shardwright.checkpoint.storage.source import Source, open_file
 from shardwright.checkpoint.storage.stores.store import OpenFile
 from shardwright.checkpoint.storage.sums import first_wrong, sum_of
+from shardwright.comm.dtype import as_bytes
 from shardwright.compat import foreach_copy_
 from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
@@ -298,4 +299,4 @@ def _bytes_of(want: Want) -> int:
 
 def _memory(view: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, to be written."""
-    return view.detach().reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(view.detach()).numpy().data
