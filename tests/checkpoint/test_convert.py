@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -207,3 +208,49 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="is no regular file"):
         convert(tmp_path / "pipe", tmp_path / "ours")
+
+
+def test_two_things_that_read_alike_are_refused(tmp_path: Path) -> None:
+    """One of them had been lost."""
+    torch.save({0: torch.ones(2), "0": torch.zeros(3)}, tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match="two things are called 0, one of them by a number"):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_torchs_first_file_format_is_read(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    torch.save(model.state_dict(), tmp_path / "theirs", _use_new_zipfile_serialization=False)
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    other = nn.Linear(3, 2)
+    load(tmp_path / "ours", other)
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_a_module_in_a_file_is_named(tmp_path: Path) -> None:
+    torch.save(nn.Linear(3, 2), tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match=r"save the state_dict\(\)\): .*torch.nn.modules.linear.Linear"):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("target", ["file", "file/below", "broken"])
+def test_a_place_that_takes_no_checkpoint_is_one_error(tmp_path: Path, target: str) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "file")
+    (tmp_path / "broken").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=r"Not a directory|link to what is not there"):
+        convert(tmp_path / "file", tmp_path / target)
+    assert torch.load(tmp_path / "file")["a"] == 1
+
+
+@pytest.mark.parametrize(
+    "thing", [torch.ones(2), torch.ones(70_000), {"a": torch.ones(2)}, {"a": 1}, 5, None]
+)
+def test_what_others_call_rng_and_extra_is_kept(tmp_path: Path, thing: Any) -> None:
+    """A checkpoint with the generators of another program could not be loaded, and tensors were lost."""
+    model = nn.Linear(2, 2)
+    torch.save({"model": model.state_dict(), "rng": thing, "extra": thing}, tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    state = copy.deepcopy(thing)
+    loaded = load(tmp_path / "ours", nn.Linear(2, 2), **{"rng~": state})
+    assert str(loaded.extra) == str(thing)
+    assert not loaded.rng_restored

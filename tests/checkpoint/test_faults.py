@@ -65,5 +65,5 @@ def test_a_planted_reader_that_checks_no_sum_goes_red(
 
 
 def test_a_planted_manifest_without_a_proof_goes_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["shardwright.checkpoint.loading"], "prove", lambda manifest: None)
+    monkeypatch.setattr(sys.modules["shardwright.checkpoint.storage.proof"], "prove", lambda manifest: None)
     assert any(why for _, why in sweep.hostile_folders(tmp_path))

@@ -188,8 +188,9 @@ def refused(folder: Path, model: nn.Module) -> str:
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
     assert "bias is in no file" in refused(tmp_path, nn.Linear(3, 2))
-    assert "weight is [2, 3] in" in refused(tmp_path, nn.Linear(4, 2, bias=False))
-    assert "holds neither" in refused(tmp_path / "nowhere", nn.Linear(4, 2))
+    assert "weight is float32[2, 3] in" in refused(tmp_path, nn.Linear(4, 2, bias=False))
+    (tmp_path / "empty").mkdir()
+    assert "holds neither" in refused(tmp_path / "empty", nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", 3])
@@ -266,3 +267,47 @@ def test_each_of_four_ranks_reads_its_quarter(ranks: Ranks, tmp_path: Path, matr
     found = ranks(4, load_sparse, tmp_path, matrices, rows, timeout=170)
     assert [read for read, _ in found] == [total // 4] * 4
     assert [sums for _, sums in found] == [float(matrices), 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"tabel": torch.ones(3)}, "names 'tabel', which is no buffer on the meta device"),
+        ({"table": torch.ones(9)}, r"float32\[9\] on cpu for table, which is torch.float32\[3\] on meta"),
+        ({"table": torch.ones(3, dtype=torch.int64)}, r"int64\[3\] on cpu for table"),
+        ({"table": torch.ones(3, device="meta")}, r"float32\[3\] on meta for table"),
+    ],
+)
+def test_values_of_buffers_fit(tmp_path: Path, value: dict[str, torch.Tensor], words: str) -> None:
+    """One of a name that is not there was forgotten, any other put in as it was, or as memory of nobody."""
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(2, 2, bias=False)
+        model.register_buffer("table", torch.ones(3), persistent=False)
+    with pytest.raises(CheckpointError, match=words):
+        load_hf(model, tmp_path, buffers={"table": torch.ones(3), **value})
+    assert model.weight.is_meta
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn])
+def test_what_a_cast_would_lose_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Quantized weights mean something else than their elements, and complex ones have two parts."""
+    scale = {"weight_scale_inv": torch.ones(1)}
+    save_file({"weight": torch.ones(2, 2).to(dtype), **scale}, tmp_path / "model.safetensors")
+    assert "weight is " in refused(tmp_path, nn.Linear(2, 2, bias=False))
+
+
+def test_what_the_files_call_otherwise_is_named_beside_what_is_missing(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    text = refused(tmp_path, nn.Linear(2, 2, bias=False))
+    assert "weight is in no file; nothing here is w, which they hold (see maps=)" in text
+    assert "is no folder (nothing is fetched)" in refused(tmp_path / "name", nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("most", ["5GB", 0, 1.5])
+def test_an_export_that_cannot_be_leaves_no_folder(tmp_path: Path, most: Any) -> None:
+    with pytest.raises(CheckpointError, match="is no number of bytes"):
+        save_hf(nn.Linear(2, 2), tmp_path / "out", max_shard_size=most)
+    with pytest.raises(CheckpointError, match="has no tensors"):
+        save_hf(nn.ReLU(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

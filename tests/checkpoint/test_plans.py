@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +15,10 @@ from torch import nn
 from shardwright import Replicate, Shard, distribute_tensor
 from shardwright.checkpoint import load, plan, save
 from shardwright.checkpoint.collector import no_collection
+from shardwright.checkpoint.storage import reader
+from shardwright.checkpoint.storage.manifest import SavedTensor
 from shardwright.errors import CheckpointError
+from shardwright.index.region import Box
 from shardwright.remember import forget
 from shardwright.testing import rank_mesh
 
@@ -136,3 +139,48 @@ def test_a_plan_is_of_one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert plan.tell({}, {}).known
     monkeypatch.setattr(plan, "rank", lambda: 1)
     assert not plan.tell({}, {}).known
+
+
+class CountedPart(NamedTuple):
+    """A saved part that counts who asks how large it is."""
+
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    asked: list[int]
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        self.asked[0] += 1
+        return self.extent
+
+
+def cut(shape: tuple[int, int], rows: int, columns: int) -> list[Box]:
+    return [
+        Box((row, column), (min(rows, shape[0] - row), min(columns, shape[1] - column)))
+        for row in range(0, shape[0], rows)
+        for column in range(0, shape[1], columns)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [((1, 2), (1, 2)), ((1, 2), (2, 1)), ((3, 2), (1, 1)), ((300, 2), (1, 2))]
+)
+def test_many_small_boxes_look_at_the_parts_beside_them(
+    mine: tuple[int, int], theirs: tuple[int, int]
+) -> None:
+    """Each had looked at every part: of a table whose rows lie cyclically, the square of its rows."""
+    shape, asked = (300, 2), [0]
+    parts = [CountedPart(box.offset, box.size, asked) for box in cut(shape, *theirs)]
+    whole = torch.zeros(shape)
+    views = [
+        (box, whole.narrow(0, box.offset[0], box.size[0]).narrow(1, box.offset[1], box.size[1]))
+        for box in cut(shape, *mine)
+    ]
+    for _, view in views:
+        view.zero_()
+    for want in reader.wants(
+        "x", SavedTensor.model_construct(dtype="float32", shape=shape, parts=parts), views
+    ):
+        want.view.add_(1)
+    assert bool((whole == 1).all())
+    assert asked[0] <= 3 * len(parts) + 20 * len(views)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwright.checkpoint import choose, list_checkpoints, prune, read_manifest, save, step_path
+from shardwright.checkpoint import choose, list_checkpoints, load, prune, read_manifest, save, step_path
 from shardwright.errors import CheckpointError
 from tests.checkpoint.programs import Setup, refused, save_it, save_unreduced, save_where_one_rank_fails
 
@@ -192,3 +192,21 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(here.iterdir())
     with pytest.raises(CheckpointError, match="a user who is not known here"):
         save("~nobody-of-this-name/c", extra=1)
+
+
+@pytest.mark.parametrize(
+    ("below", "words"),
+    [
+        ("checkpoints/step-00000001", "is the folder of a run: name one of its checkpoints"),
+        ("step-00000001", "is the folder of a run: name one of its checkpoints"),
+        ("model.safetensors", "`load_hf` reads those of Hugging Face"),
+        ("", "was never finished"),
+    ],
+)
+def test_a_folder_without_a_manifest_says_what_it_is(tmp_path: Path, below: str, words: str) -> None:
+    (tmp_path / below).mkdir(parents=True, exist_ok=True)
+    if below.startswith("model"):
+        (tmp_path / below).rmdir()
+        (tmp_path / below).touch()
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path, nn.Linear(1, 1))

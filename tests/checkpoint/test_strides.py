@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -68,3 +69,17 @@ def test_new_state_of_a_parameter_with_other_strides_is_loaded(ranks: Ranks, tmp
 
 def test_a_kept_tensor_with_other_strides_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, through_object, tmp_path / "c") == [True] * 2
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64])
+def test_one_element_of_any_stride_is_saved_and_loaded(
+    tmp_path: Path, dtype: torch.dtype, in_place: bool
+) -> None:
+    """A slice such as `x[:1, 2]` counts as contiguous, and torch views no bytes of it."""
+    one = torch.arange(12).reshape(2, 6).to(dtype)[:1, 2]
+    save(tmp_path / "c", one=one, value=(1, {"one": [one.clone().as_strided((1,), (4,))]}))
+    there, inside = torch.zeros(2, 6, dtype=dtype)[:1, 2], torch.zeros(1, dtype=dtype)
+    load(tmp_path / "c", in_place=in_place, one=there, value=(1, {"one": [inside]}))
+    assert torch.equal(there, one)
+    assert torch.equal(inside, one)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 from shardwright import checkpoint
@@ -234,3 +235,23 @@ def test_doctor_finds_two_ranks_that_talk_and_leaves_nothing_running(tmp_path: P
     network = Network.from_json((tmp_path / "network.json").read_text())
     assert 16 * 1024 <= (network.one_round_bytes or 0) <= 256 * 1024
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("sizes", ["99999999999999999999", "9000000000000, 9000000000000", "0, 1e0"])
+def test_sizes_of_no_tensor_are_refused(capsys: pytest.CaptureFixture[str], sizes: str) -> None:
+    """Numbers of 64 bits had overflowed, in a traceback or in what a plan said that it moves."""
+    assert "f32[" in refused(capsys, "plan", "--mesh", "dp=2", f"f32[{sizes}]", f"f32[{sizes}]")
+
+
+def test_the_file_of_doctor_is_refused_before_it_measures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "cannot be written" in refused(capsys, "doctor", "--save", str(tmp_path))
+    assert "cannot be written" in refused(capsys, "doctor", "--save", str(tmp_path / "no" / "file"))
+
+
+def test_a_run_without_checkpoints_is_told_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "holds no checkpoints" in refused(capsys, "checkpoint", "prune", str(tmp_path), "--keep", "1")
+    checkpoint.save(tmp_path / "alone", torch.nn.Linear(1, 1))
+    assert main(("checkpoint", "ls", str(tmp_path / "alone"))) == 1
+    assert "one checkpoint, not the folder of a run" in capsys.readouterr().out

@@ -357,3 +357,19 @@ def _contradiction():
 
 def test_contradictions_are_refused_on_every_rank(ranks):
     ranks(2, _contradiction)
+
+
+def _nested():
+    model = parallelize_replicate(_Net().double(), rank_mesh((2,), ("a",)))
+    synchronizer = GradientSynchronizer(model)
+    outer, inner = synchronizer.overlapped(), synchronizer.overlapped()
+    with pytest.raises(ParallelError, match="stands in another one"), outer, inner:
+        pass
+    with synchronizer.overlapped():  # nothing of the refused one stays
+        model(_batch(0), spare=True).sum().backward()
+    assert model.tied.weight.grad is not None
+
+
+def test_a_block_in_another_one_is_refused_and_no_hook_stays(ranks):
+    """The inner one had ended what the outer one listens to, in an AttributeError at its end."""
+    ranks(2, _nested)

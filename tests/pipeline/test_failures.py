@@ -1,6 +1,7 @@
 """What goes wrong in one stage is raised on every rank within the step, and says what it was."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from shardwright.errors import ParallelError
 from shardwright.parallel import Pipeline, parallelize_fsdp, parallelize_pipeline
 from shardwright.testing import rank_mesh
 from tests.pipeline import own_code
+from tests.pipeline.models import Decoder
 from tests.pipeline.own_code import H, total
 
 SECONDS = 20.0  # far below the time limit of a process group
@@ -205,3 +207,45 @@ def test_data_peers_of_a_rank_that_fails_do_not_wait_for_it(ranks, stage, at, sc
     own = [text for i, text in enumerate(texts) if i % 2 == 0]
     assert "no forward today" in " ".join(own)
     assert all("failed on ranks of other data" in text for text in texts[1::2])
+
+
+def _with_loss(loss):
+    torch.manual_seed(0)
+    model = Decoder()
+    parallelize_pipeline(model, rank_mesh((2,), ("pp",)), ["layers.2"])
+    tokens = torch.randint(30, (4, 5))
+    pipeline = Pipeline(model, WRONG_LOSSES[loss], micro_batches=2)
+    return [_raised(partial(run, tokens, target=tokens)) for run in (pipeline.step, pipeline.evaluate)]
+
+
+WRONG_LOSSES = {
+    "vector": lambda out, labels: out.sum((1, 2)),
+    "number": lambda out, labels: out.sum().item(),
+    "none": lambda out, labels: None,
+}
+
+
+@pytest.mark.parametrize("loss", list(WRONG_LOSSES))
+def test_a_loss_that_is_no_scalar_is_told_to_all(ranks, loss):
+    """The last stage had failed alone, after the schedule, and the others waited for it."""
+    for texts in ranks(2, _with_loss, loss, timeout=30):
+        assert all("the loss has to be a scalar" in text for text in texts)
+
+
+def _with_data(data):
+    mesh = rank_mesh((2, 1), ("pp", "dp"))
+    model = Decoder()
+    parallelize_pipeline(model, mesh["pp"], ["layers.2"])
+    one = {"name": "dp", "whole": mesh, "stages": mesh["pp"]}[data]
+    made = _raised(lambda: Pipeline(model, None, micro_batches=2, data=one))
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    pipeline = Pipeline(model, lambda out, labels: out.sum(), micro_batches=2, data=mesh["dp"])
+    return made, _raised(lambda: pipeline.step(tokens, target=tokens, count=-8))
+
+
+@pytest.mark.parametrize("data", ["name", "whole", "stages"])
+def test_axes_of_data_that_hold_stages_are_refused(ranks, data):
+    """The ranks of the last stage had asked the others for a count, and the step never ended."""
+    for made, counted in ranks(2, _with_data, data, timeout=30):
+        assert "needs a mesh with axis names" in made or "has ranks of other stages" in made
+        assert "is no number" in counted

@@ -43,10 +43,9 @@ def refuse_differences(path: Place, manifest: Manifest, ranks: Iterable[Identity
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise CheckpointError(
-            f"{path} is a checkpoint of another model: {'; '.join(found[:_SHOWN])}{more}. Build the "
-            "model with the "
-            "settings of the checkpoint (manifest.json has them), load a part of it (only=), or start a "
-            "new run"
+            f"{path} is a checkpoint of another model: {'; '.join(found[:_SHOWN])}{more}. Build the model "
+            "with the settings of the checkpoint (manifest.json has them), load a part of it (only=), or "
+            "start a new run"
         )
 
 

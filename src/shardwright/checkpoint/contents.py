@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES
-from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor, read_manifest
+from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor
 from shardwright.checkpoint.storage.place import Place, place_of
-from shardwright.checkpoint.storage.proof import prove
+from shardwright.checkpoint.storage.proof import proven
 from shardwright.checkpoint.storage.reader import Reader, wants
 from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.checkpoint.storage.values import canonical
-from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
 
 _BLOCK = 8 << 20
@@ -40,11 +39,7 @@ def open_checkpoint(path: Place | str) -> Manifest:
     Raises: CheckpointError: it is unfinished, contradicts itself, or a file is missing or short.
     """
     path = place_of(path)
-    manifest = read_manifest(path)
-    try:
-        prove(manifest)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} cannot be used: its manifest is wrong: {error}") from None
+    manifest = proven(path)
     check_sizes(Source.of(path, manifest))
     return manifest
 
@@ -129,7 +124,7 @@ def _blocks(reader: Reader, key: str, tensor: SavedTensor) -> Iterator[torch.Ten
     """The elements of a tensor in row-major order, flat, in blocks of whole rows of about 8 MiB."""
     for box in _rows(tensor):
         block = torch.empty(box.size, dtype=DTYPES[tensor.dtype])
-        reader.read(wants(key, tensor, box, block))
+        reader.read(wants(key, tensor, [(box, block)]))
         yield block.reshape(-1)
 
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.checkpoint.agree import rank
+from shardwright.checkpoint.contents import open_checkpoint
 from shardwright.checkpoint.storage.commit import finished, remove, tidy
 from shardwright.checkpoint.storage.folder_names import look
-from shardwright.checkpoint.storage.manifest import NAME, read_manifest
+from shardwright.checkpoint.storage.manifest import NAME
 from shardwright.checkpoint.storage.place import Address, Place, at_home, place_of
-from shardwright.checkpoint.storage.proof import prove
-from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.checkpoint.storage.stores.of import store_of
 from shardwright.errors import CheckpointError
 
@@ -135,12 +134,10 @@ def choose(out: Place | str, name: str = NEWEST) -> Choice:
     )
 
 
-def why_unusable(path: Place) -> str:
+def why_unusable(path: Place | str) -> str:
     """Why a checkpoint cannot be used, as far as its manifest, names and sizes tell; empty if it can."""
     try:
-        manifest = read_manifest(path)
-        prove(manifest)
-        check_sizes(Source.of(path, manifest))
+        open_checkpoint(path)
     except CheckpointError as error:
         return str(error)
     return ""

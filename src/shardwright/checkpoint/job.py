@@ -157,11 +157,6 @@ class Job:
             "values": values_of(parts),
         }
 
-    def _ties(self, parts: list[Part]) -> Iterator[tuple[str, str]]:
-        """A name that is a tie on one rank and a tensor of its own on another (two stages) is a tensor."""
-        for part in parts:
-            yield from ((name, first) for name, first in part.ties.items() if name not in self.whole)
-
 
 @contextlib.contextmanager
 def prepared(

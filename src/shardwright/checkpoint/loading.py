@@ -24,7 +24,7 @@ from shardwright.checkpoint.storage.arena import Arena, copy_bytes, fill, room_f
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
 from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 from shardwright.checkpoint.storage.place import Place
-from shardwright.checkpoint.storage.proof import prove
+from shardwright.checkpoint.storage.proof import proven
 from shardwright.checkpoint.storage.reader import Pair, Reader, Want, is_small, wants
 from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.checkpoint.storage.values import decode
@@ -94,8 +94,7 @@ class Loading:
         if len(set(saves)) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints at {self.path}: it was replaced while it was read "
-                "(load it "
-                "again), or it is on a disk of one node"
+                "(load it again), or it is on a disk of one node"
             )
         try:
             identities = agreed("comparing the state", lambda: self._compare(state))
@@ -109,7 +108,8 @@ class Loading:
         finally:
             self.reader.close()
         manifest = self.manifest
-        values = {node.path: self.values[node.path] for node in self.nodes if self._is_plain(node)}
+        plain = [node.path for node in self.nodes if node.kind is Kind.VALUE and node.path in self.values]
+        values = {path: self.values[path] for path in plain}
         restored = self.rng is not None
         return Loaded(
             self.path, manifest.step, self.extra, self.config, restored, values, self.reader.bytes_read
@@ -128,16 +128,9 @@ class Loading:
         whole = node.kind is Kind.OPTIMIZER
         return self.patterns.want_whole(node.path) if whole else self.patterns.want(node.path)
 
-    def _is_plain(self, node: Node) -> bool:
-        return node.kind is Kind.VALUE and node.path in self.values
-
     def _open(self) -> str:
         """Read the manifest, and look at this rank's part of the files."""
-        self.manifest = read_manifest(self.path)
-        try:
-            prove(self.manifest)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path} cannot be used: its manifest is wrong: {error}") from None
+        self.manifest = proven(self.path)
         source = Source.of(self.path, self.manifest)
         self.reader = Reader(source)
         mine = range(rank(), len(self.manifest.files), world())
@@ -258,8 +251,7 @@ class Loading:
     def _wants(self, name: str, tensor: torch.Tensor, local: torch.Tensor) -> list[Want]:
         key = self.manifest.ties.get(name, name)
         saved = self.manifest.tensors[key]
-        boxes = views(tensor, local, rank=self.rank)
-        return [want for box, view in boxes for want in wants(key, saved, box, view)]
+        return list(wants(key, saved, views(tensor, local, rank=self.rank)))
 
     def _changes(self) -> Iterator[Change]:
         """What puts that which was read into place: first what cannot fail, then the code of others."""

@@ -38,10 +38,9 @@ def parameters_of(optimizer: Optimizer, names: dict[int, str], path: str) -> dic
         for parameter in group[_PARAMS]:
             if id(parameter) not in names:
                 raise CheckpointError(
-                    f"group {number} of {path} updates a tensor {list(parameter.shape)} that is no "
-                    "parameter of "
-                    "the model (or of another module of the state): make the optimizer after the parameters "
-                    "have been placed, and give the module whose parameters it updates beside it"
+                    f"group {number} of {path} updates a tensor {list(parameter.shape)} that is no parameter "
+                    "of the model (or of another module of the state): make the optimizer after the "
+                    "parameters have been placed, and give the module whose parameters it updates beside it"
                 )
             named[names[id(parameter)]] = parameter
     return named

@@ -23,7 +23,7 @@ from shardwright.checkpoint.optimizer_state import (
 )
 from shardwright.checkpoint.state import Kind, Node
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
-from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor
+from shardwright.checkpoint.storage.manifest import Manifest
 from shardwright.checkpoint.storage.values import decode
 from shardwright.errors import CheckpointError
 
@@ -190,22 +190,18 @@ def _optimizer(found: Targets, manifest: Manifest, node: Node) -> None:
     check_groups(node.live, names, saved, node.path)
     states = states_of(node.path, manifest.tensors, set(parameters))
     for (parameter, name), key in states.items():
-        tensor = parameters[parameter]
+        tensor, there = parameters[parameter], manifest.tensors[key]
         here = node.live.state.get(tensor, {}).get(name)
-        if isinstance(here, torch.Tensor) and _alike(here, manifest.tensors[key]):
+        if not isinstance(here, torch.Tensor) or tuple(here.shape) != there.shape:
+            found.fresh[key] = empty_state(key, there, tensor, devices[id(tensor)])
+        elif name_of(here.dtype) == there.dtype:
             found.live[key] = here
-        elif isinstance(here, torch.Tensor) and tuple(here.shape) == manifest.tensors[key].shape:
-            found.fresh[key] = torch.zeros_like(here.detach(), dtype=DTYPES[manifest.tensors[key].dtype])
         else:
-            found.fresh[key] = empty_state(key, manifest.tensors[key], tensor, devices[id(tensor)])
+            found.fresh[key] = torch.zeros_like(here.detach(), dtype=DTYPES[there.dtype])
     for parameter, values in saved.values.items():
         if parameter in parameters:
             _kept(found, manifest, values, node.live.state.get(parameters[parameter], {}))
     found.optimizer_states[node.path] = states
-
-
-def _alike(here: torch.Tensor, saved: SavedTensor) -> bool:
-    return tuple(here.shape) == saved.shape and name_of(here.dtype) == saved.dtype
 
 
 def prepared(

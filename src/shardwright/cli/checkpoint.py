@@ -37,7 +37,8 @@ def list_all(path: Run) -> int:
         usable = usable or not reason
         typer.echo(f"{one.name}  {f'!! {reason}' if reason else _summary(one)}")
     if not usable:
-        typer.echo(f"{path}: no checkpoint that can be used")
+        alone = "one checkpoint, not the folder of a run (see `shardwright checkpoint show`)"
+        typer.echo(f"{path}: {'no checkpoint that can be used' if why_unusable(path) else alone}")
     return int(not usable)
 
 
@@ -140,20 +141,21 @@ def prune(
     ] = False,
 ) -> int:
     """Remove old checkpoints of a run, and what interrupted saves left; nothing that is not ours."""
+    from shardwright.checkpoint import list_checkpoints
     from shardwright.checkpoint import prune as remove_old
 
+    found = list_checkpoints(path)
+    if not (found.committed or found.unfinished):
+        raise CheckpointError(f"{path} holds no checkpoints of a run")
     for gone in remove_old(path, keep=keep, every=every, interrupted=interrupted):
         typer.echo(f"removed {gone.name}")
     return 0
 
 
 def _size(nbytes: int) -> str:
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+    from shardwright.parallel.table.report import size_text
+
+    return size_text(nbytes)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,9 @@ def doctor(
 
     Exits with 1 if something will not work.
     """
+    if save is not None and (save.is_dir() or not os.access(save.parent, os.W_OK)):
+        raise typer.BadParameter(f"--save {save} cannot be written: name a file in a folder that is there")
+
     from shardwright.cli.doctor_checks import examine  # here: --help must not wait for torch
 
     wrong = False

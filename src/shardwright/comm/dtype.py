@@ -23,8 +23,12 @@ NATIVE = frozenset(
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The same memory as a flat uint8 tensor (a copy first if `x` is not contiguous)."""
-    return x.contiguous().view(-1).view(torch.uint8)
+    """The same memory as a flat uint8 tensor (a copy first if `x` is not contiguous).
+
+    torch shows no bytes of one element (or none) whose stride is not 1, and calls it contiguous.
+    """
+    flat = x.contiguous().view(-1)
+    return (flat if flat.numel() > 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
 def bits(run: Tensor) -> Tensor:

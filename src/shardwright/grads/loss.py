@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from numbers import Number
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -14,8 +14,8 @@ from shardwright.comm.functional import reduce_over
 from shardwright.compat import axis_names
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
-from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Replicate
+from shardwright.tensor.modules.more_axes import shared_ranks
 from shardwright.tensor.wrap import as_ours
 
 
@@ -40,9 +40,10 @@ def global_mean(loss_sum: Tensor, count: int | Tensor, mesh: DeviceMesh) -> Tens
     Cost: one all-reduce of 16 bytes per axis forward, nothing backward; of a pending DTensor one all-reduce
         of the scalar more.
     """
-    _check(loss_sum, mesh)
+    _check(loss_sum, count, mesh)
     loss_sum, count = _whole(loss_sum), _whole(count)
-    local = torch.stack([loss_sum.detach().double().reshape(()), _as_double(count, loss_sum.device)])
+    items = torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)  # every count is exact there
+    local = torch.stack([loss_sum.detach().double().reshape(()), items.detach().reshape(())])
     for axis, group in groups_above_one(mesh):
         local = reduce_over(local, "sum", group, axis=axis, reason="global mean of the loss")
     total, items = local.unbind()
@@ -51,24 +52,22 @@ def global_mean(loss_sum: Tensor, count: int | Tensor, mesh: DeviceMesh) -> Tens
     return mean
 
 
-def _check(loss_sum: Tensor, mesh: DeviceMesh) -> None:
+def _check(loss_sum: Any, count: Any, mesh: DeviceMesh) -> None:
     """Raise ParallelError for what has no mean over the ranks of `mesh`."""
-    if loss_sum.numel() != 1:
+    if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
+        got = f"{type(loss_sum).__name__} of shape {tuple(getattr(loss_sum, 'shape', ()))}"
         raise ParallelError(
-            "global_mean takes this rank's sum of losses as a scalar, got "
-            f"{type(loss_sum).__name__} of shape {tuple(loss_sum.shape)}; sum the losses first"
+            f"global_mean takes this rank's sum of losses as a scalar, got {got}; sum the losses first"
         )
-    if isinstance(loss_sum, TorchDTensor) and _peers(loss_sum.device_mesh) & _peers(mesh):
+    many = count.numel() != 1 if isinstance(count, Tensor) else not isinstance(count, Number | torch.SymInt)
+    if many or (not isinstance(count, Tensor) and count < 0):
+        raise ParallelError(f"global_mean takes how many items this rank summed, got {count!r:.60}")
+    if isinstance(loss_sum, TorchDTensor) and shared_ranks(loss_sum.device_mesh, mesh):
         raise ParallelError(
             f"global_mean over {axis_names(mesh)}: the loss lives on {axis_names(loss_sum.device_mesh)} and "
             "is global over these ranks already; divide it by the global count, or pass the axes whose ranks "
             "have other items"
         )
-
-
-def _peers(mesh: DeviceMesh) -> set[int]:
-    """The other ranks of a mesh."""
-    return set(as_mesh_shape(mesh).ranks) - {dist.get_rank()}
 
 
 def _whole(value: Any) -> Any:
@@ -77,11 +76,6 @@ def _whole(value: Any) -> Any:
         return value
     ours = as_ours(value) if not value.requires_grad else value
     return ours.redistribute(placements=[Replicate()] * value.device_mesh.ndim).to_local()
-
-
-def _as_double(count: int | Tensor, device: torch.device) -> Tensor:
-    """Return a count as a 0-d float64 tensor, in which every count is exact."""
-    return torch.as_tensor(count, dtype=torch.float64, device=device).detach().reshape(())
 
 
 class _GlobalMean(torch.autograd.Function):

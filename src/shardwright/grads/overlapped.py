@@ -26,7 +26,7 @@ from shardwright.grads.buckets import Bucket, Kind, Plan, Summed
 from shardwright.grads.other_layouts import home_on_shared_axes
 from shardwright.grads.parameters import name_list
 from shardwright.grads.state import GradientState
-from shardwright.tensor.autograd import GradientIsTaken
+from shardwright.tensor.autograd import TAKEN, GradientIsTaken
 
 _REASON = "sum gradients"
 
@@ -90,11 +90,11 @@ class OverlappedSum:
 
     def listen(self) -> Callable[[], None]:
         """Take each gradient as it becomes complete. Returns: what ends that."""
-        handles = []
-        for bucket in self._plan.buckets:
-            for entry in bucket.members:
-                hook = entry.parameter.register_post_accumulate_grad_hook(self._completed)
-                handles += [hook, GradientIsTaken(entry.parameter)]
+        leaves = [entry.parameter for bucket in self._plan.buckets for entry in bucket.members]
+        if any(hasattr(leaf, TAKEN) for leaf in leaves):
+            raise ParallelError("a block of `overlapped()` stands in another one of the same parameters")
+        hooks = [leaf.register_post_accumulate_grad_hook(self._completed) for leaf in leaves]
+        handles = [*hooks, *map(GradientIsTaken, leaves)]
 
         def stop() -> None:
             for handle in handles:

@@ -192,9 +192,8 @@ def _refuse_mixed_sums(found: _OnMesh, states: Sequence[GradientState]) -> None:
 
 _MIXED_SUMS = (
     "the backwards of some ranks of axis {!r} reached {}, those of others did not: fully_shard joins the "
-    "gradients that a rank has, and added those of different parameters\n"
-    "  fix: model.set_reduce_scatter_unused_params(True) before the backward (torch 2.13), or "
-    "parallelize_replicate"
+    "gradients that a rank has, and added those of different parameters\n  fix: "
+    "model.set_reduce_scatter_unused_params(True) before the backward (torch 2.13), or parallelize_replicate"
 )
 
 

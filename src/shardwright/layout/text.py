@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwright.errors import LayoutError, MeshError
@@ -150,6 +152,8 @@ def _parse_dims(text: str, whole: str) -> tuple[list[int], list[list[str]]]:
             raise LayoutError(f"{whole!r}: {part!r} is not a size such as 8, 8@dp or 8@(tp, dp)")
         shape.append(int(match["size"]))
         cuts.append([match["one"]] if match["one"] else _names(match["many"] or ""))
+    if max(prod(shape), *shape, 0) > sys.maxsize:
+        raise LayoutError(f"{whole!r} has more elements than any tensor can have")
     return shape, cuts
 
 

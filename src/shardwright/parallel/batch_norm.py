@@ -41,7 +41,7 @@ def parallelize_batch_norm(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         every rank runs both.
     Source: the formula of Ioffe and Szegedy, arXiv 1502.03167, algorithm 1, over the whole batch.
     """
-    named_axes(mesh, "parallelize_batch_norm")
+    named_axes(mesh, "parallelize_batch_norm", module)
     found = [(child, path or "the module") for path, child in module.named_modules() if is_batch_norm(child)]
     if not found and not is_cut(module):
         raise ParallelError(f"parallelize_batch_norm: no batch norm of torch inside {type(module).__name__}")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.comm.dtype import as_bytes
 from shardwright.context.submesh import groups_above_one
 from shardwright.parallel.meshes import named_axes
 
@@ -44,6 +45,6 @@ def digests_of(module: nn.Module) -> dict[str, int]:
 
 def digest_of(x: torch.Tensor) -> int:
     """64 bits of a hash of a plain tensor's shape, dtype and bytes."""
-    held = x.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    held = as_bytes(x.detach().contiguous().cpu())
     told = f"{tuple(x.shape)} {x.dtype}".encode()
     return xxhash.xxh3_64_intdigest(held.numpy().data, seed=xxhash.xxh3_64_intdigest(told))

@@ -65,7 +65,7 @@ def parallelize_context(
         its queries, keys, values and results. Gradients of parameters are pending until somebody sums them.
     Source: Liu, Zaharia, Abbeel, arXiv 2310.01889; Jacobs et al., arXiv 2309.14509.
     """
-    axis = _one_axis(mesh)
+    axis = _one_axis(mesh, module)
     _check_words(attention, output)
     _check_placement(placement)
     _check_once(module, axis)
@@ -109,8 +109,8 @@ def cut_sequence(
     return distribute_tensor(batch, mesh, placed, src_data_rank=None)
 
 
-def _one_axis(mesh: DeviceMesh) -> str:
-    axes = named_axes(mesh, "parallelize_context")
+def _one_axis(mesh: DeviceMesh, module: nn.Module) -> str:
+    axes = named_axes(mesh, "parallelize_context", module)
     if len(axes) != 1:
         raise ParallelError(f"parallelize_context takes one axis, got {axes}; slice the mesh: mesh['cp']")
     return axes[0]

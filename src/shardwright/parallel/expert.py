@@ -58,7 +58,7 @@ class ShardMoESparseExpertsParallel(ParallelStyle):
 
 def check_layer(module: nn.Module, mesh: DeviceMesh, axis: str) -> None:
     """Raise ParallelError for what cannot be spread; changes nothing."""
-    axes = named_axes(mesh, "expert parallelism")
+    axes = named_axes(mesh, "expert parallelism", module)
     if axis not in axes:
         raise ParallelError(f"expert parallelism: the mesh has no axis {axis!r}; its axes are {axes}")
     if not isinstance(module, MoELayer):

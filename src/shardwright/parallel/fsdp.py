@@ -69,7 +69,7 @@ def parallelize_fsdp(
     Source: torch's `fully_shard`.
     """
     fully_shard_kwargs = _by_name(fully_shard_args, fully_shard_kwargs)
-    axes = named_axes(mesh, "parallelize_fsdp")
+    axes = named_axes(mesh, "parallelize_fsdp", module)
     if len(axes) > 2:
         raise ParallelError(
             f"parallelize_fsdp takes one or two axes, got {axes}; "
@@ -308,9 +308,8 @@ def _refuse_assigned(
         if is_sharded and isinstance(given, torch.Tensor) and not isinstance(given, TorchDTensor):
             raise ParallelError(
                 f"{prefix}{slot.path}: load_state_dict(assign=True) would put a plain tensor in the place of "
-                "a sharded parameter; nothing was loaded\n"
-                "  fix: sw.distribute_tensor(it, parameter.device_mesh, parameter.placements), or load "
-                "before parallelize_fsdp"
+                "a sharded parameter; nothing was loaded\n  fix: sw.distribute_tensor(it, "
+                "parameter.device_mesh, parameter.placements), or load before parallelize_fsdp"
             )
 
 

@@ -27,7 +27,7 @@ def parallelize_hsdp(
     Raises: ParallelError: no such axis, or one that places a parameter already; nothing was changed then.
     Cost: as `parallelize_fsdp`, and an all-reduce of the sharded gradients over the replicated axes.
     """
-    axes = named_axes(mesh, "parallelize_hsdp")
+    axes = named_axes(mesh, "parallelize_hsdp", module)
     if shard_dim not in axes:
         raise ParallelError(f"parallelize_hsdp: the mesh has no axis {shard_dim!r}; its axes are {axes}")
     others = tuple(axis for axis in axes if axis != shard_dim)

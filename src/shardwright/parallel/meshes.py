@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
@@ -9,10 +10,15 @@ from shardwright.errors import ParallelError
 from shardwright.tensor.modules.more_axes import shared_ranks
 
 
-def named_axes(mesh: DeviceMesh, verb: str) -> tuple[str, ...]:
-    """The axis names of a mesh that a strategy works on. Raises: ParallelError: it has none."""
-    if mesh.mesh_dim_names is None:
-        raise ParallelError(f"{verb} needs a mesh with axis names; make it with mesh_dim_names=(...)")
+def named_axes(mesh: DeviceMesh, verb: str, module: object = None) -> tuple[str, ...]:
+    """The axis names of a mesh that a strategy works on. Raises: ParallelError: it has none; no module."""
+    if module is not None and not isinstance(module, nn.Module):
+        raise ParallelError(f"{verb} places a module, got {type(module).__name__}")
+    if getattr(mesh, "mesh_dim_names", None) is None:
+        got = type(mesh).__name__
+        raise ParallelError(
+            f"{verb} needs a mesh with axis names, got {got}; make it with mesh_dim_names=(...)"
+        )
     return axis_names(mesh)
 
 

@@ -39,7 +39,7 @@ def parallelize_pipeline(
     Cost: none. The module is whole on every rank before; make a large one on the meta device.
     Source: GPipe, arXiv 1811.06965; 1F1B: PipeDream, arXiv 2006.09503; interleaved: arXiv 2104.04473.
     """
-    axes = named_axes(mesh, VERB)
+    axes = named_axes(mesh, VERB, module)
     if len(axes) != 1:
         raise ParallelError(f"{VERB} takes one axis, got {axes}; slice the mesh: mesh['pp']")
     if find_split(module) is not None:

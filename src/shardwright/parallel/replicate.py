@@ -24,6 +24,6 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, src_data_rank:
     Raises: ParallelError: a parameter is placed on one of these axes already; nothing has been changed then.
     Cost: a broadcast of the parameters per axis, once; nothing per step (the synchroniser's all-reduce).
     """
-    axes = named_axes(mesh, "parallelize_replicate")
+    axes = named_axes(mesh, "parallelize_replicate", module)
     place_parameters(module, mesh, (Replicate(),) * len(axes), axes, src_data_rank=src_data_rank)
     return module

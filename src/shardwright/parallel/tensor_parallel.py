@@ -62,7 +62,7 @@ def parallelize_tensor(
         styles say.
     Source: Megatron-LM, arXiv 1909.08053, section 3; of sequence parallelism arXiv 2205.05198, section 4.
     """
-    axes = named_axes(mesh, "parallelize_tensor")
+    axes = named_axes(mesh, "parallelize_tensor", module)
     if len(axes) != 1:
         raise ParallelError(f"parallelize_tensor takes one axis, got {axes}; slice the mesh: mesh['tp']")
     refuse_cut(module, "parallelize_tensor")
@@ -91,6 +91,8 @@ def _as_mapping(plan: ParallelStyle | str | Mapping[str, Any]) -> Mapping[str, A
     """A plan by patterns; None for that which the model brings."""
     if isinstance(plan, (ParallelStyle, str)):
         return None if plan == AUTO else {"": plan}
+    if not isinstance(plan, Mapping):
+        raise ParallelError(f"parallelize_tensor: a plan is a mapping or a word, got {plan!r:.60}")
     return plan
 
 

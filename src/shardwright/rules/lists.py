@@ -88,7 +88,6 @@ def join_decisions(call: Call, parts: Sequence[ElementCall], decisions: Sequence
 
 def _disagree(call: Call, operand: Operand, one: Layout, other: Layout) -> str:
     return (
-        f"{call.op.name()}: elements of the list need {operand.name} in different layouts\n"
-        f"  {one}\n  {other}\n"
-        f"fix: replicate {operand.name} first"
+        f"{call.op.name()}: elements of the list need {operand.name} in different layouts\n  {one}\n  "
+        f"{other}\nfix: replicate {operand.name} first"
     )

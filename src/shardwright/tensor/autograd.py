@@ -201,7 +201,7 @@ class Localize(torch.autograd.Function):
         local, spec = restored(ctx.spec, grad)
         if leaf is not None and (before := leaf.grad) is not None:
             leaf.grad = as_term(before, spec.layout)
-        elif leaf is None or not hasattr(leaf, _TAKEN):
+        elif leaf is None or not hasattr(leaf, TAKEN):
             local = _own_copy(local, leaf)
         return wrap(local, spec)
 
@@ -215,7 +215,7 @@ def _leaf(ctx: Any) -> Any:
     return getattr(into, "variable", None)
 
 
-_TAKEN = "_gradient_is_taken"
+TAKEN = "_gradient_is_taken"
 
 
 class GradientIsTaken:
@@ -223,11 +223,11 @@ class GradientIsTaken:
 
     def __init__(self, leaf: torch.Tensor) -> None:
         self._leaf = leaf
-        setattr(leaf, _TAKEN, True)
+        setattr(leaf, TAKEN, True)
 
     def remove(self) -> None:
         """As that of a hook."""
-        delattr(self._leaf, _TAKEN)
+        delattr(self._leaf, TAKEN)
 
 
 def _brought_to(inner: Spec, grad: DTensor) -> DTensor:

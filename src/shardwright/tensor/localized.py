@@ -82,9 +82,8 @@ def compute_view(x: DTensor) -> torch.Tensor:
 
 _TRANSFORM = (
     "a parameter of shape {} computes as its local tensor, into which transforms of torch.func and "
-    "derivatives forward do not follow\n"
-    "  fix: give the function `parameter.to_local()`, for this rank's term of the derivative; or "
-    "`torch.autograd.grad`, whose results have the parameter's layout"
+    "derivatives forward do not follow\n  fix: give the function `parameter.to_local()`, for this rank's "
+    "term of the derivative; or `torch.autograd.grad`, whose results have the parameter's layout"
 )
 
 

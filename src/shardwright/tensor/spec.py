@@ -91,9 +91,8 @@ class Placements(tuple[Any, ...]):  # noqa: SLOT001 - a tuple cannot have slots 
 
 _ATTENTION_OF_TORCHS = (
     "scaled_dot_product_attention inside torch's context_parallel takes each rank's plain part of a "
-    "sequence, not a DTensor\n"
-    "  fix:  shardwright.parallel.parallelize_context(module, mesh) takes the place of the block; a DTensor "
-    "whose sequence is cut needs none"
+    "sequence, not a DTensor\n  fix:  shardwright.parallel.parallelize_context(module, mesh) takes the place "
+    "of the block; a DTensor whose sequence is cut needs none"
 )
 
 

@@ -80,7 +80,8 @@ class _Export:
 
     def plan(self) -> str:
         """Decide which tensor is in which file; the same on every rank."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if type(self.most) is not int or self.most < 1:
+            raise CheckpointError(f"max_shard_size={self.most!r} is no number of bytes: 5 << 30 is 5 GiB")
         taken = sorted(one.name for one in self.folder.glob("*.safetensors*"))
         if taken:
             raise CheckpointError(
@@ -110,6 +111,9 @@ class _Export:
                 out = _Out(link.source, link, dtype, nbytes)
                 self.files[-1].append(out)
                 self.of_tensor.setdefault(name, []).append((len(self.files) - 1, out))
+        if not self.files:
+            raise CheckpointError("the model has no tensors, so there is nothing to write")
+        self.folder.mkdir(parents=True, exist_ok=True)
         return secrets.token_hex(8)
 
     def _named(self, number: int) -> str:

@@ -28,9 +28,12 @@ def read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         )
     if not index:
         if not single:
-            raise CheckpointError(
-                f"{folder} holds neither {SINGLE} nor {INDEX}: name a folder with one of them"
+            why = (
+                f"holds neither {SINGLE} nor {INDEX}"
+                if folder.is_dir()
+                else "is no folder (nothing is fetched)"
             )
+            raise CheckpointError(f"{folder} {why}: name a folder with one of them")
         return [SINGLE], None
     try:
         text = disk.read_small(folder / INDEX, _MOST, links=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
 from shardwright.checkpoint.storage.arena import Arena, room_for
+from shardwright.checkpoint.storage.element_types import DTYPES
 from shardwright.checkpoint.storage.manifest import SavedFile, SavedPart, SavedTensor
 from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.reader import Reader, Want, wants
@@ -24,6 +25,7 @@ from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
 
 _SHOWN = 3
+_SCALES = ("_scale_inv", "_scale")  # what they call the scales of quantized weights
 
 
 class LoadedHF(NamedTuple):
@@ -44,7 +46,7 @@ def load_hf(
     """Read a folder of safetensors files into a model, each rank only its slices.
 
     A collective over the world. The model may be placed by any strategy, and may be on the meta device: what
-    is loaded is then made on `device`. Elements are cast to the model's dtypes. Nothing is executed.
+    is loaded is then made on `device`. Elements are cast, to dtypes of their kind. Nothing is executed.
 
     Args:
         folder: with `model.safetensors`, or `model.safetensors.index.json` and its files.
@@ -107,50 +109,56 @@ class _Loading:
                 )
         self.reader = Reader(Source(self.folder, files, 1, links=True))
         self._choose()
-        found = [why for name, tensor in self.tensors.items() for why in self._differences(name, tensor)]
+        found = [why for name in self.tensors for why in self._differences(name)]
+        unused = sorted(set(self.places) - self.used)
+        maps = f"; nothing here is {unused[0]}, which they hold (see maps=)" if found and unused else ""
         found += self._without_data()
         if found:
             more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            raise CheckpointError(f"{self.folder} is not of this model: {'; '.join(found[:_SHOWN])}{more}")
+            shown = "; ".join(found[:_SHOWN])
+            raise CheckpointError(f"{self.folder} is not of this model: {shown}{more}{maps}")
 
     def _choose(self) -> None:
         """Of the names of a tied tensor, the one that the files have."""
-        by_tensor: dict[int, str] = {}
+        chosen: dict[int, tuple[str, bool]] = {}
         for name, tensor in read_model(self.model).tensors.items():
             links = links_of(name, tuple(tensor.shape), self.maps)
             known = all(link.source in self.places for link in links)
-            if id(tensor) not in by_tensor or (known and not self._known(by_tensor[id(tensor)])):
-                self.tensors.pop(by_tensor.get(id(tensor), ""), None)
-                by_tensor[id(tensor)] = name
+            first, was_known = chosen.get(id(tensor), ("", False))
+            if not first or (known and not was_known):
+                self.tensors.pop(first, None)
+                chosen[id(tensor)] = name, known
                 self.tensors[name], self.links[name] = tensor, links
         self.used = {link.source for name in self.tensors for link in self.links[name]}
 
-    def _known(self, name: str) -> bool:
-        return all(link.source in self.places for link in self.links[name])
-
-    def _differences(self, name: str, tensor: torch.Tensor) -> list[str]:
-        del tensor
-        found = []
+    def _differences(self, name: str) -> Iterator[str]:
+        mine = self.tensors[name].dtype
         for link in self.links[name]:
-            there = self.places.get(link.source)
-            if there is None:
-                found.append(
-                    f"{link.source} is in no file" + ("" if link.source == name else f" (for {name})")
-                )
-            elif there[1].shape != link.shape:
-                shape = list(there[1].shape)
-                found.append(
-                    f"{link.source} is {shape} in {self.folder.name}, {list(link.shape)} in the model"
-                )
-        return found
+            if link.source not in self.places:
+                yield f"{link.source} is in no file" + ("" if link.source == name else f" (for {name})")
+                continue
+            dtype, shape, _ = self.places[link.source][1]
+            scales = [one for end in _SCALES if (one := f"{link.source}{end}") in self.places]
+            if shape != link.shape or _kind(DTYPES[dtype]) != _kind(mine):
+                there = f"{link.source} is {dtype}{list(shape)} in {self.folder.name}"
+                yield f"{there}, {mine}{list(link.shape)} in the model"
+            elif dtype.startswith("float8") and DTYPES[dtype] != mine and scales:
+                yield f"{link.source} is quantized: {dtype}, which {scales[0]} is multiplied with"
 
-    def _without_data(self) -> list[str]:
+    def _without_data(self) -> Iterator[str]:
+        """Buffers on the meta device without a value, and values of `buffers=` that are of none of them."""
         loaded = {id(one) for one in self.tensors.values()}
-        return [
-            f"{name} is a buffer on the meta device that is in no checkpoint: give its value in buffers="
-            for name, one in self.model.named_buffers()
-            if one.is_meta and id(one) not in loaded and name not in self.buffers
-        ]
+        here = {name: one for name, one in self.model.named_buffers() if one.is_meta}
+        for name, one in here.items():
+            if id(one) not in loaded and name not in self.buffers:
+                yield f"{name} is a buffer on the meta device that is in no checkpoint: give it in buffers="
+        for name, value in self.buffers.items():
+            old = here.get(name)
+            if old is None:
+                yield f"buffers= names {name!r}, which is no buffer on the meta device"
+            elif value.is_meta or value.shape != old.shape or _kind(value.dtype) != _kind(old.dtype):
+                given, wanted = (f"{x.dtype}{list(x.shape)} on {x.device}" for x in (value, old))
+                yield f"buffers= gives {given} for {name}, which is {wanted}"
 
     def read(self) -> None:
         """Read this rank's slices into new memory, which tensors on the meta device will have."""
@@ -196,7 +204,7 @@ class _Loading:
         offset = tuple(low[d] - link.offset[d] for d in link.dims)
         whole = SavedPart(file=number, at=place.at, offset=(0,) * len(place.shape), size=place.shape, sums="")
         saved = SavedTensor(dtype=place.dtype, shape=place.shape, parts=(whole,))
-        return list(wants(link.source, saved, Box(offset, tuple(cut.shape)), cut))
+        return list(wants(link.source, saved, [(Box(offset, tuple(cut.shape)), cut)]))
 
     def change(self) -> None:
         """Put what was read into place."""
@@ -209,6 +217,11 @@ class _Loading:
             for name, staged in self.staged.items():
                 one = self.tensors[name]
                 local_of(self.made.get(id(one), one)).copy_(staged)
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    """What a cast may not change: floats, complex numbers and integers stay what they are."""
+    return dtype.is_floating_point, dtype.is_complex
 
 
 def _made(old: torch.Tensor, like: torch.Tensor, device: torch.device) -> torch.Tensor:

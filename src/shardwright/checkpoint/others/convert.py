@@ -20,6 +20,7 @@ from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.stores.of import store_of
 from shardwright.checkpoint.storage.sums import CHUNK
 from shardwright.checkpoint.storage.writer import Entry, into_files, write_file
+from shardwright.errors import CheckpointError
 
 
 def convert(
@@ -38,7 +39,8 @@ def convert(
         target: the new checkpoint's folder.
         key: from a name there (levels joined by dots) to a key here. None: what is called `model`,
             `model_state_dict` or `state_dict` there is `model` here and all else keeps its name; where
-            nothing is called so, all is the model. A single optimizer is called `optimizer`.
+            nothing is called so, all is the model. A single optimizer is called `optimizer`, and `rng` is
+            `rng~`, for a checkpoint has one of its own.
         parameters: the names of the parameters in the order in which the optimizer had them, for one that
             knows them by number and not by name (`optimizer.state_dict()`).
     Returns: `target`.
@@ -48,7 +50,11 @@ def convert(
     """
     source, target = folder_of(source), place_of(target)
     old = first_format.read(source)
-    found: dict[Steps, Any] = dict(read_folder(source) if source.is_dir() else read_file(source))
+    found: dict[Steps, Any] = {}
+    for steps, one in read_folder(source) if source.is_dir() else read_file(source):
+        if found.setdefault(steps, one) is not one:
+            called = ".".join(map(str, steps))
+            raise CheckpointError(f"{source}: two things are called {called}, one of them by a number")
     new = Converted(source, found, key or (None if old is None else first_format.key))
     optimizers = [] if old is not None else take_optimizers(found, parameters)
     for one in optimizers:
@@ -62,7 +68,10 @@ def convert(
         about["step"] = step
     if old is not None:
         about |= first_format.describe(old, new.tensors, new.values)
-    return _write(target, {**about, "tensors": new.tensors, "values": new.values}, new.entries)
+    try:
+        return _write(target, {**about, "tensors": new.tensors, "values": new.values}, new.entries)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}") from None
 
 
 def _write(target: Place, about: dict[str, Any], entries: list[Entry]) -> Place:

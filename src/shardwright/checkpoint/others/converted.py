@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwright.checkpoint.others.foreign import ForeignTensor, Steps, as_thing
+from shardwright.checkpoint.collect import EXTRA
+from shardwright.checkpoint.others.foreign import ForeignTensor, Steps, as_thing, whole
 from shardwright.checkpoint.others.foreign_optimizers import ForeignOptimizer, refuse_other_shapes
+from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.storage.values import encode
 from shardwright.checkpoint.storage.writer import Entry
 from shardwright.errors import CheckpointError
@@ -58,7 +60,8 @@ class Converted:
             return self._key(_dotted(steps))
         if self.model is None:
             return f"model/{self._inside(steps)}"
-        return "/".join(map(str, ("model", *steps[1:]) if steps[0] == self.model else steps))
+        first = "model" if steps[0] == self.model else f"{RNG}~" if steps[0] == RNG else steps[0]
+        return "/".join(map(str, (first, *steps[1:])))
 
     def named(self, found: dict[Steps, Any]) -> Iterator[tuple[str, str, Any]]:
         """Key here, name there, and thing. What is neither of the model nor tensors alone is one value."""
@@ -70,28 +73,31 @@ class Converted:
             else:
                 yield self.key(steps), _dotted(steps), thing
         for name, things in rest.items():
-            if all(isinstance(thing, ForeignTensor) for thing in things.values()):
+            if name != EXTRA and all(isinstance(thing, ForeignTensor) for thing in things.values()):
                 yield from ((self.key(steps), _dotted(steps), thing) for steps, thing in things.items())
             else:
-                yield str(name), str(name), _nested(things)
+                yield self.key((name,)), str(name), _nested(things)
 
     def add(self, path: str, name: str, thing: Any) -> None:
         """A tensor or a value. Raises: CheckpointError: its key is taken, or it could only be pickled."""
         if path in self.tensors or path in self.values:
             raise CheckpointError(f"{self.source}: {name} and another one would both be called {path}")
-        if isinstance(thing, ForeignTensor):
-            self.tensors[path] = {"dtype": thing.dtype, "shape": thing.shape, "layout": None, "parts": []}
-            self.entries += [
-                Entry(path, thing.dtype, (at, n), n == thing.shape, get) for at, n, get in thing.boxes
-            ]
+        if isinstance(thing, ForeignTensor) and path != EXTRA:
+            self._put(path, thing)
         else:
-            self.values[path] = encode(thing, path, self._keep)
+            self.values[path] = encode(whole(thing), path, self._keep)
+
+    def _put(self, path: str, thing: ForeignTensor) -> None:
+        self.tensors[path] = {"dtype": thing.dtype, "shape": thing.shape, "layout": None, "parts": []}
+        self.entries += [
+            Entry(path, thing.dtype, (at, n), n == thing.shape, get) for at, n, get in thing.boxes
+        ]
 
     def _keep(self, key: str, tensor: torch.Tensor) -> str:
         """Take a tensor that a value names; its key."""
-        while key in self.tensors:
+        while key in self.tensors or key in self.values:
             key += "~"
-        self.add(key, key, as_thing(tensor))
+        self._put(key, as_thing(tensor))
         return key
 
     def add_optimizer(self, one: ForeignOptimizer, path: str) -> None:
@@ -150,7 +156,7 @@ def _nested(things: dict[Steps, Any]) -> Any:
         inner = nests
         for step in steps[1:-1]:
             inner = inner.setdefault(step, {})
-        inner[steps[-1]] = thing.whole() if isinstance(thing, ForeignTensor) else thing
+        inner[steps[-1]] = whole(thing)
     return _with_lists(nests)
 
 

@@ -107,19 +107,11 @@ def _begin(path: Path) -> int:
 
 
 def _write(path: Path, nests: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
-        _save(path, nests)
-
-
-def _save(path: Path, nests: dict[str, Any]) -> None:
+    writer = _Writer(path, single_file_per_rank=True, sync_files=True)
     try:
-        torch_checkpoint.save(
-            nests,
-            storage_writer=_Writer(path, single_file_per_rank=True, sync_files=True),
-            planner=_Planner(),
-            no_dist=world() == 1,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+            torch_checkpoint.save(nests, storage_writer=writer, planner=_Planner(), no_dist=world() == 1)
     except torch_checkpoint.CheckpointException as error:
         number, (reason, _) = min(error.failures.items())
         raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -53,10 +54,13 @@ def read_file(source: Path) -> Iterator[tuple[Steps, Any]]:
     except OSError as error:
         raise CheckpointError(f"{source} cannot be read: {error.strerror or error}") from None
     try:
-        found = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+        mapped = zipfile.is_zipfile(source)  # torch's first format is none
+        found = torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # noqa: BLE001  a pickle that somebody made to harm may raise anything
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{source} cannot be read without executing it: {reason}") from None
+        raise CheckpointError(
+            f"{source} cannot be read without executing it (of modules and optimizers, save the "
+            f"state_dict()): {dcp.reason_of(error)}"
+        ) from None
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{source} holds a {type(found).__name__}, not a dict of tensors")
     yield from _flat((), found)
@@ -86,6 +90,11 @@ def _of_optimizer(steps: Steps, found: Mapping[Any, Any]) -> Iterator[tuple[Step
     for number, group in enumerate(found["param_groups"]):
         for name, one in group.items():
             yield (*steps, "param_groups", number, str(name)), as_thing(one)
+
+
+def whole(thing: Any) -> Any:
+    """A thing, of a tensor all of it."""
+    return thing.whole() if isinstance(thing, ForeignTensor) else thing
 
 
 def as_thing(one: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.checkpoint.others.foreign import ForeignTensor, Steps
+from shardwright.checkpoint.others.foreign import ForeignTensor, Steps, whole
 from shardwright.errors import CheckpointError
 
 _GROUPS = "param_groups"
@@ -47,12 +47,13 @@ def take_optimizers(found: dict[Steps, Any], numbered: Sequence[str] | None) -> 
 
 def _nested(found: dict[Steps, Any], steps: Steps, numbered: Sequence[str] | None) -> ForeignOptimizer:
     depth = len(steps)
-    mine = {key: found.pop(key) for key in list(found) if key[:depth] == steps and _is_part(key[depth:])}
+    own = [key for key in found if key[:depth] == steps and len(key) == depth + 3]
+    mine = {key: found.pop(key) for key in own if key[depth] in ("state", _GROUPS)}
     groups: dict[int, dict[str, Any]] = {}
     state: dict[str, dict[str, Any]] = {}
     for key, thing in mine.items():
         if key[depth] == _GROUPS:
-            groups.setdefault(key[depth + 1], {})[str(key[depth + 2])] = _value(thing)
+            groups.setdefault(key[depth + 1], {})[str(key[depth + 2])] = whole(thing)
         else:
             state.setdefault(str(key[depth + 1]), {})[str(key[depth + 2])] = thing
     ordered = [groups[number] for number in sorted(groups)]
@@ -60,20 +61,8 @@ def _nested(found: dict[Steps, Any], steps: Steps, numbered: Sequence[str] | Non
     for group in ordered:
         group[_PARAMS] = [names.get(one, str(one)) for one in group[_PARAMS]]
         group.pop(_NAMES, None)
-    by_name = {names.get(_number(one), one): of for one, of in state.items()}
+    by_name = {names.get(int(one) if one.isdecimal() else one, one): of for one, of in state.items()}
     return ForeignOptimizer(steps, ordered, by_name)
-
-
-def _is_part(steps: Steps) -> bool:
-    return len(steps) == 3 and steps[0] in ("state", _GROUPS)
-
-
-def _number(text: str) -> Any:
-    return int(text) if text.isdecimal() else text
-
-
-def _value(thing: Any) -> Any:
-    return thing.whole() if isinstance(thing, ForeignTensor) else thing
 
 
 def _names(steps: Steps, groups: list[dict[str, Any]], numbered: Sequence[str] | None) -> dict[Any, str]:
@@ -106,7 +95,7 @@ def _flat(found: dict[Steps, Any], steps: Steps) -> ForeignOptimizer:
         kind, _, rest = str(key[depth]).partition(".")
         parameter, _, name = rest.rpartition(".")
         if kind == _GROUPS and parameter:
-            groups.setdefault(parameter, {_PARAMS: [parameter]})[name] = _value(found.pop(key))
+            groups.setdefault(parameter, {_PARAMS: [parameter]})[name] = whole(found.pop(key))
         elif kind == "state" and parameter:
             one.state.setdefault(parameter, {})[name] = found.pop(key)
     one.groups = list(groups.values())

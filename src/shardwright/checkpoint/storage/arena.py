@@ -9,6 +9,7 @@ from math import prod
 import torch
 
 from shardwright.checkpoint.storage.stream import copy_memory
+from shardwright.comm.dtype import as_bytes
 
 _ALIGNED = 64
 _HUGE = 2 << 20
@@ -76,12 +77,12 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     if not plain or not (_in_one_piece(target) and _in_one_piece(source)):
         target.copy_(source)
         return
-    fill(target, source.detach().reshape(-1).view(torch.uint8).numpy().data)
+    fill(target, as_bytes(source.detach()).numpy().data)
 
 
 def fill(target: torch.Tensor, data: memoryview) -> None:
     """Give a tensor that lies on the CPU in one piece the bytes of `data`."""
-    copy_memory(target.detach().reshape(-1).view(torch.uint8).numpy().data, data)
+    copy_memory(as_bytes(target.detach()).numpy().data, data)
     if not target.is_inference():
         torch.autograd.graph.increment_version(target)
 

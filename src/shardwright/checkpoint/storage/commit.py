@@ -138,8 +138,7 @@ def _refuse_strangers(path: Place, content: Content) -> None:
     if content.committed and not content.recognised:
         raise CheckpointError(
             f"{path} is there and is no checkpoint of this library: its {NAME} is somebody else's (or "
-            "damaged "
-            "beyond recognition). Save under another name, or remove it yourself"
+            "damaged beyond recognition). Save under another name, or remove it yourself"
         )
     if not content.committed and content.strangers:
         raise CheckpointError(
@@ -202,17 +201,13 @@ def remove(path: Place, *, interrupted: bool = False) -> None:
             store.rename(NAME, removing)
             _remove_listed(store, removing)
         elif content.committed:
-            _remove_damaged(store, content)
+            for name in (NAME, *content.legacy):
+                store.remove(name)
         if hold.alone or interrupted or not store.renames:
             tidy(store, look(store), alone=hold.alone, interrupted=interrupted)
         store.drop_empty()
     finally:
         hold.let_go()
-
-
-def _remove_damaged(store: Store, content: Content) -> None:
-    for name in (NAME, *content.legacy):
-        store.remove(name)
 
 
 def _remove_listed(store: Store, name: str) -> None:

@@ -22,6 +22,7 @@ from shardwright.errors import CheckpointError
 
 INDEX = ".metadata"
 _MOST = 1 << 30
+_WHY = re.compile(r"WeightsUnpickler error:\s*(.+)")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -179,8 +180,14 @@ def read_object(folder: Folder, place: tuple[str, int, int]) -> Any:
             os.close(handle)
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001  a pickle that somebody made to harm may raise anything
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path}, bytes {at} to {at + length}, cannot be read: {reason}") from None
+        where = f"{path}, bytes {at} to {at + length}, cannot be read"
+        raise CheckpointError(f"{where}: {reason_of(error)}") from None
+
+
+def reason_of(error: Exception) -> str:
+    """Of what torch says where it does not read a pickle, the line that says why."""
+    found = _WHY.search(str(error))
+    return (found[1] if found else str(error)).partition("\n")[0].partition(". ")[0]
 
 
 def read_piece(folder: Folder, name: str, piece: Piece) -> torch.Tensor:

@@ -168,9 +168,8 @@ def _body(text: bytes) -> bytes:
         return body
     if legacy.manifest_of(text) is not None:
         raise CheckpointError(
-            "it is of version 1, which is made of pickles: `shardwright checkpoint convert OLD NEW` "
-            "writes it anew "
-            "without executing anything, then load the new one"
+            "it is of version 1, which is made of pickles: `shardwright checkpoint convert OLD NEW` writes "
+            "it anew without executing anything, then load the new one"
         )
     if text.startswith(PREFIX):
         _refuse_newer(text[:1000])
@@ -261,11 +260,18 @@ def _check_finished(store: Store) -> None:
     if not store.exists():
         raise CheckpointError(f"{path} is not a checkpoint: there is no such folder")
     if not store.has(NAME):
-        if store.has(_INDEX_OF_TORCH):
-            raise CheckpointError(
-                f"{path} is a folder of torch's distributed checkpoint: `shardwright checkpoint convert OLD "
-                "NEW` writes it as one of this library, then load the new one"
-            )
-        raise CheckpointError(
-            f"{path} was never finished (the run ended while it was written): choose a finished checkpoint"
+        raise CheckpointError(f"{path} {_without_manifest(store)}")
+
+
+def _without_manifest(store: Store) -> str:
+    """What a folder is that holds no manifest, and what to do with it."""
+    if store.has(_INDEX_OF_TORCH):
+        return (
+            "is a folder of torch's distributed checkpoint: `shardwright checkpoint convert OLD NEW` writes "
+            "it as one of this library, then load the new one"
         )
+    if any(one == "checkpoints" or one.startswith("step-") for one in store.folders()):
+        return "is the folder of a run: name one of its checkpoints (`latest(folder)` is the newest)"
+    if any(one.endswith(".safetensors") and not one.startswith("data-") for one in store.names()):
+        return "holds safetensors files of another program: `load_hf` reads those of Hugging Face"
+    return "was never finished (the run ended while it was written): choose a finished checkpoint"

@@ -11,13 +11,14 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardwright.checkpoint.storage.element_types import ITEMSIZES
+from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor, read_manifest
 from shardwright.checkpoint.storage.sums import digits_for
 from shardwright.errors import CheckpointError
 from shardwright.remember import remembered
 
 if TYPE_CHECKING:
     from shardwright.checkpoint.pieces import Cell, Shape
-    from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor
+    from shardwright.checkpoint.storage.place import Place
 
 _MOST_DIMS = 64
 _FILE = re.compile(r"data-([0-9a-f]{16})-\d{5,}-\d{3,}\.safetensors")
@@ -59,6 +60,19 @@ def _overlap(shape: Shape, boxes: Sequence[Cell]) -> tuple[Shape, Shape] | None:
                 return other, offset
         reached.append((offset, size))
     return None
+
+
+def proven(path: Place | str) -> Manifest:
+    """The manifest of the checkpoint at `path`, which does not contradict itself.
+
+    Raises: CheckpointError: it does, or as `read_manifest`.
+    """
+    manifest = read_manifest(path)
+    try:
+        prove(manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} cannot be used: its manifest is wrong: {error}") from None
+    return manifest
 
 
 def prove(manifest: Manifest) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -13,12 +14,15 @@ from shardwright.checkpoint.storage.manifest import SavedPart, SavedTensor
 from shardwright.checkpoint.storage.source import Source, open_file
 from shardwright.checkpoint.storage.stores.store import OpenFile
 from shardwright.checkpoint.storage.sums import first_wrong, sum_of
+from shardwright.comm.dtype import as_bytes
 from shardwright.compat import foreach_copy_
 from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
+from shardwright.index.stride import contiguous_stride
 
 _SPAN = 8 << 20  # of a read whose elements are then picked out
 _SMALL = 1 << 16
+_FEW = 8  # parts of a tensor that are not worth a search
 _BLOCK = 1 << 20  # of neighbours that are read at once
 
 
@@ -35,20 +39,37 @@ class Want(NamedTuple):
     view: torch.Tensor
 
 
-def wants(key: str, saved: SavedTensor, box: Box, view: torch.Tensor) -> Iterator[Want]:
-    """What to read for a box of a tensor: its meeting with each of the saved boxes."""
-    same = next((part for part in saved.parts if part.offset == box.offset and part.size == box.size), None)
+def wants(key: str, saved: SavedTensor, boxes: Sequence[tuple[Box, torch.Tensor]]) -> Iterator[Want]:
+    """What to read for boxes of a tensor: their meetings with the saved boxes."""
+    parts, dim, longest = saved.parts, 0, 0
+    if len(boxes) > 1 and len(parts) > _FEW:  # those that a box may meet are found by where they begin
+        dim = max(range(len(saved.shape)), key=lambda d: len({part.offset[d] for part in parts}))
+        parts = tuple(sorted(parts, key=lambda part: part.offset[dim]))
+        longest = max(part.size[dim] for part in parts)
+    starts = [part.offset[dim] for part in parts] if longest else []
+    for box, view in boxes:
+        near = parts
+        if longest:
+            low = bisect_right(starts, box.offset[dim] - longest)
+            near = parts[low : bisect_left(starts, box.offset[dim] + box.size[dim])]
+        yield from _meetings(key, saved.dtype, near, box, view)
+
+
+def _meetings(
+    key: str, dtype: str, parts: Sequence[SavedPart], box: Box, view: torch.Tensor
+) -> Iterator[Want]:
+    same = next((part for part in parts if part.offset == box.offset and part.size == box.size), None)
     if same is not None:
-        yield Want(key, same, saved.dtype, (0,) * len(box.size), view)
+        yield Want(key, same, dtype, (0,) * len(box.size), view)
         return
-    for part in saved.parts:
+    for part in parts:
         low = [max(a, b) for a, b in zip(part.offset, box.offset, strict=True)]
         ends = zip(part.offset, part.size, box.offset, box.size, strict=True)
         high = [min(a + n, b + m) for a, n, b, m in ends]
         if all(a < b for a, b in zip(low, high, strict=True)):
             inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))
             start = tuple(a - o for a, o in zip(low, part.offset, strict=True))
-            yield Want(key, part, saved.dtype, start, view[inside])
+            yield Want(key, part, dtype, start, view[inside])
 
 
 Pair = tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -193,7 +214,7 @@ class Reader:
     def _by_scratch(self, want: Want, start: int, span: int) -> None:
         data = self._aligned(want, start, start + span)
         flat = torch.frombuffer(data, dtype=DTYPES[want.dtype])
-        want.view.copy_(flat.as_strided(tuple(want.view.shape), _strides(want.part.size)))
+        want.view.copy_(flat.as_strided(tuple(want.view.shape), contiguous_stride(want.part.size)))
 
     def _aligned(self, want: Want, start: int, end: int) -> memoryview:
         """Bytes [start, end) of a part, checked with the rest of their chunks; valid until the next call."""
@@ -261,7 +282,7 @@ def _direct(want: Want) -> bool:
 
 def _extent(whole: tuple[int, ...], low: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, int, int]:
     """First element, elements from the first to the last, and elements that lie in one run."""
-    strides = _strides(whole)
+    strides = contiguous_stride(whole)
     start = sum(a * s for a, s in zip(low, strides, strict=True))
     span = sum((n - 1) * s for n, s in zip(size, strides, strict=True)) + 1
     run = 1
@@ -272,18 +293,10 @@ def _extent(whole: tuple[int, ...], low: tuple[int, ...], size: tuple[int, ...])
     return start, span, run
 
 
-def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(size):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
-
-
 def _bytes_of(want: Want) -> int:
     return int(prod(want.part.size) * ITEMSIZES[want.dtype])
 
 
 def _memory(view: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, to be written."""
-    return view.detach().reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(view.detach()).numpy().data

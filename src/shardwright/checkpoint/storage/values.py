@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES, name_of
+from shardwright.comm.dtype import as_bytes
 from shardwright.errors import CheckpointError
 
 INLINE = 1 << 16
@@ -80,17 +81,8 @@ def _encode_tensor(value: torch.Tensor, where: str, keep: Keep | None) -> Any:
     plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     in_line = value.layout is torch.strided and not value.is_nested and value.device.type != "meta"
     if plain and in_line and value.nbytes <= INLINE:
-        data = (
-            value.detach()
-            .cpu()
-            .resolve_conj()
-            .resolve_neg()
-            .contiguous()
-            .reshape(-1)
-            .view(torch.uint8)
-            .numpy()
-            .tobytes()
-        )
+        plain_value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        data = as_bytes(plain_value).numpy().tobytes()
         return {
             _TAG: "tensor",
             "dtype": name_of(value.dtype),
@@ -157,11 +149,10 @@ def _encode_other(value: Any, where: str) -> Any:
     if type(value) in _PATHS and _is_text(str(value)):
         return {_TAG: _PATHS[type(value)], "v": str(value)}
     raise CheckpointError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which could only be pickled, "
-        "and a "
-        "checkpoint holds nothing that is executed when it is loaded: give plain values (numbers, text, "
-        "bytes, "
-        "lists, tuples, sets, dicts, tensors, arrays), or an object with state_dict() and load_state_dict()"
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which could only be pickled, and "
+        "a checkpoint holds nothing that is executed when it is loaded: give plain values (numbers, text, "
+        "bytes, lists, tuples, sets, dicts, tensors, arrays), or an object with state_dict() and "
+        "load_state_dict()"
     )
 
 

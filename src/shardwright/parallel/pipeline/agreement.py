@@ -66,7 +66,8 @@ class Agreement:
         Raises: ParallelError: on every rank, the error of one; stages whose own code did not do the same.
         """
         failed = any(f.error is not None for f in failures)
-        mine = [_sum(losses), _dtype(losses), float(failed), float(found.is_news), *self._checks(failures)]
+        terms = float(sum(float(term.detach()) for term in losses))
+        mine = [terms, _dtype(losses), float(failed), float(found.is_news), *self._checks(failures)]
         total = torch.tensor(mine, dtype=torch.float64, device=self._device)
         loss, dtype, failing, news, *checks = self._over_stages(total, "sum", "loss of a pipeline").tolist()
         clash = self._shared(found) if news else None
@@ -154,10 +155,6 @@ class Agreement:
 
 def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=_BITS).digest())
-
-
-def _sum(losses: Sequence[Tensor]) -> float:
-    return float(sum(float(term.detach()) for term in losses))
 
 
 def _dtype(losses: Sequence[Tensor]) -> float:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.functional import reduce_over
+from shardwright.compat import axis_names
 from shardwright.compat.fully_shard_traffic import hold_gradients_back, reduce_gradients
 from shardwright.context.randomness import part_now
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
+from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.pipeline.agreement import Agreement
 from shardwright.parallel.pipeline.batch import Batch, Dims, copied, micro_batches, signature
 from shardwright.parallel.pipeline.forward.caller import Caller
@@ -25,6 +27,7 @@ from shardwright.parallel.pipeline.schedules import check_schedule, make_schedul
 from shardwright.parallel.pipeline.split import find_split
 from shardwright.parallel.pipeline.stage import Stage, StageModule
 from shardwright.parallel.pipeline.ties import Ties
+from shardwright.tensor.modules.more_axes import shared_ranks
 
 _Ready = tuple[Any, "list[StageModule]"]  # a schedule of torch, and the stages that it runs
 _MOST = 8  # shapes of batches for which buffers and schedules are kept
@@ -63,6 +66,10 @@ class Pipeline:
             raise ParallelError(
                 f"Pipeline: {type(module).__name__} has no stages; cut it with "
                 "parallelize_pipeline(module, mesh['pp'], cuts) first"
+            )
+        if data is not None and len(named_axes(data, "Pipeline(data=)")) and shared_ranks(data, split.mesh):
+            raise ParallelError(
+                f"Pipeline: data={axis_names(data)} has ranks of other stages, which have the same rows"
             )
         self.module, self.loss, self.data, self._split = module, loss, data, split
         self.schedule = check_schedule(schedule, split.stages, split.mesh.size(), micro_batches)
@@ -188,7 +195,8 @@ class Pipeline:
             refuse_recording(self.module, kwargs)
             said += [*signature(batches), str(self.module.training), str(autocast(self._device))]
             said.append("no count" if count is None else "a count")
-            if torch.as_tensor(0 if count is None else count).numel() != 1:
+            number = torch.as_tensor(0 if count is None else count)
+            if number.numel() != 1 or (not isinstance(count, Tensor) and number < 0):
                 raise ParallelError(
                     f"count={count!r} is no number: how many tokens the loss sums on this rank"
                 )

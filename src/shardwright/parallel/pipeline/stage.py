@@ -157,13 +157,15 @@ class StageModule(nn.Module):
             self.outputs.append(out)
         if self.loss is None:
             return torch.zeros((), device=self.device)
-        term = self._term(self.loss, out, target)
+        term: Any = self._term(self.loss, out, target)
         if any(is_hollow(x) for x in (*tree_leaves(out), term)):
             raise ParallelError(another_branch("what the model returns, or its loss,"))
         if isinstance(term, TorchDTensor):
             # Whole on each rank: where one alone has it (`Owner`), a backward of nothing fails on the others.
             ours = as_ours(term)
             term = ours.redistribute(ours.device_mesh, [Replicate()] * ours.device_mesh.ndim).to_local()
+        if not isinstance(term, torch.Tensor) or term.numel() != 1:
+            raise ParallelError(f"pipeline: the loss has to be a scalar, a sum over tokens, got {term!r:.60}")
         return term
 
     def _term(self, loss: Loss, out: Any, target: Any) -> Tensor:

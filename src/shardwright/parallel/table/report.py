@@ -80,12 +80,12 @@ class Report:
             table.add_column(name, justify="right")
         for share in self.shares:
             held = (
-                _size(share.most)
+                size_text(share.most)
                 if share.least == share.most
-                else f"{_size(share.least)} to {_size(share.most)}"
+                else f"{size_text(share.least)} to {size_text(share.most)}"
             )
             table.add_row(
-                _plain(share.by), str(share.parameters), f"{share.elements:,}", _size(share.bytes), held
+                _plain(share.by), str(share.parameters), f"{share.elements:,}", size_text(share.bytes), held
             )
         return table
 
@@ -149,7 +149,8 @@ def _notes(calls: Sequence[Call]) -> Iterator[str]:
         yield "gradients are terms until shardwright.grads.GradientSynchronizer adds them"
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Bytes for people."""
     size = float(count)
     for unit in _UNITS:
         if size < _KIBI or unit == _UNITS[-1]:

@@ -87,7 +87,6 @@ def refuse(func: Op) -> NoReturn:
     """Raises: RuleError: what such a write gives depends on the order in which one device would do it."""
     raise RuleError(
         f"{func.name()}: the written tensor has windows that overlap, along a dim that is cut: an element is "
-        "written several times, and in which order is not defined\n"
-        "  fix: write into the tensor that the windows were taken of, into one window at a time, or clone() "
-        "the windows first"
+        "written several times, and in which order is not defined\n  fix: write into the tensor that the "
+        "windows were taken of, into one window at a time, or clone() the windows first"
     )

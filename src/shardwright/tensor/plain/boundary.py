@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ from shardwright.rules.call import Args
 from shardwright.tensor.autograd import Adopt, apply
 from shardwright.tensor.dispatch.ways.out import call_with_out, fills_itself
 from shardwright.tensor.plain.host_reads import READING, WITH_LENGTHS, is_lengths, with_host_values
-from shardwright.tensor.plain.refuse import plain_among
+from shardwright.tensor.plain.refuse import plain_among, tensors_in
 from shardwright.tensor.wrap import CLASSES, as_replicated
 
 
@@ -236,15 +236,6 @@ def is_same_everywhere(x: torch.Tensor) -> bool:
     if is_functorch_wrapped_tensor(x) or x.layout is not torch.strided or not x.numel():
         return False
     return all(size == 1 or not stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, those in lists included."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
 
 
 def _adopted(func: Any, args: Args, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

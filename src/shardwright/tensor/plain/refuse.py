@@ -38,7 +38,7 @@ def plain_among(func: Any, args: Args, kwargs: dict[str, Any], x: torch.Tensor, 
     Args: run: how the function is called on DTensors; used to try what the text proposes.
     """
     name = getattr(func, "__name__", str(func))
-    tensors = list(_tensors((*args, *kwargs.values())))
+    tensors = list(tensors_in((*args, *kwargs.values())))
     ours = [t for t in tensors if isinstance(t, TorchDTensor)]
     names = {id(t): f"operand {i}" for i, t in enumerate(tensors)}
     said: dict[str, object] = {
@@ -80,12 +80,13 @@ def _ways_out(x: str, placements: str, *, checked: bool) -> list[str]:
     return [f"  {h} {way:<{width}}  {when}" for h, (way, when) in zip(heads, ways.items(), strict=True)]
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Any]:
+def tensors_in(values: Sequence[Any]) -> Iterator[Any]:
+    """The tensors among arguments, those in lists included."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _proposals(x: torch.Tensor, ours: list[Any]) -> Iterator[tuple[Placement, ...]]:
@@ -99,7 +100,7 @@ def _proposals(x: torch.Tensor, ours: list[Any]) -> Iterator[tuple[Placement, ..
 
 def _runs(func: Any, args: Args, kwargs: dict[str, Any], placements: tuple[Placement, ...], run: Run) -> bool:
     """Whether the call needs no communication with its plain tensors placed so."""
-    mesh = next(t for t in _tensors((*args, *kwargs.values())) if isinstance(t, TorchDTensor)).device_mesh
+    mesh = next(t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, TorchDTensor)).device_mesh
 
     def blank(x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, TorchDTensor):

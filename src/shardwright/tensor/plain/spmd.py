@@ -12,6 +12,7 @@ import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from shardwright.comm.dtype import as_bytes
 from shardwright.comm.record import source_line
 from shardwright.compat import is_functorch_wrapped_tensor, outside_transforms, transforms_on, version_of
 from shardwright.compat.dynamo import never_compiled_alone, never_traced
@@ -47,6 +48,10 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
 
     def __init__(self, mesh: DeviceMesh, *, check: Check = "first") -> None:
         super().__init__()
+        if not isinstance(mesh, DeviceMesh):
+            raise SpmdError(
+                f"spmd takes the mesh on which plain tensors count as replicated, got {mesh!r:.60}"
+            )
         self._mesh = mesh
         frame = sys._getframe(1)
         site = (frame.f_code.co_filename, frame.f_lineno)
@@ -125,8 +130,7 @@ def _digest(value: torch.Tensor) -> int:
 
     Of a copy: numpy would hold on to the memory itself, which `fully_shard` resizes.
     """
-    flat = value.detach().to("cpu", copy=True).contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    data = as_bytes(value.detach().to("cpu", copy=True).contiguous()).numpy().tobytes()
     return xxhash.xxh3_64_intdigest(data + str((tuple(value.shape), value.dtype)).encode()) >> 2
 
 

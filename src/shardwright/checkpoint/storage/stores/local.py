@@ -176,7 +176,8 @@ class LocalStore:
             if disk.is_at(handle, self.place):
                 return LocalHold(self.place, handle, alone=alone, made=made)
             disk.unlock_folder(handle)
-        raise CheckpointError(f"{self.place} is made and removed again and again by somebody else")
+        why = "a link to what is not there" if self.is_link() else "made and removed again by somebody else"
+        raise CheckpointError(f"{self.place} is {why}: name another folder")
 
     def hold_there(self) -> LocalHold:
         """As `Store` says."""

@@ -10,7 +10,7 @@ import torch
 
 from shardwright.compat import is_composite, tree_map_only
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.plain.boundary import tensors_in
+from shardwright.tensor.plain.refuse import tensors_in
 from shardwright.tensor.wrap import with_stride
 
 if TYPE_CHECKING:
