@@ -225,7 +225,7 @@ class Stage(PipelineStage):
             self._failed(error)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing: no stage ran for its shapes. torch's would forget what sharded parameters have added up."""
+        """No stage ran for its shapes; torch's would forget what sharded parameters have added up."""
 
     def _failed(self, error: BaseException) -> None:
         """Keep what was raised, which torch wraps, for the end of the step."""
