@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.functional import reduce_over
 from shardwright.comm.record import because
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
+from shardwright.moe.layer import MoELayer
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardwright.parallel.pipeline.failing import Failures
@@ -29,25 +32,36 @@ _BITS = 7  # bytes of a hash that fit a signed number of 8, and its negative
 class Agreement:
     """Ranks go into a step with the same arguments, and come out of it with the same loss or error.
 
-    Cost: an all-reduce of 40 bytes before a step, and one of 32 and 8 for each border after it, over the
-    axis; 16 bytes over the axes of `data`. The host waits for both.
+    Cost: an all-reduce of 48 bytes before a step, and one of 32 and 8 for each border after it, over the
+    axis; 16 bytes before and after over the axes of `data`. The host waits for all of them.
     """
 
-    def __init__(self, split: Split, data: DeviceMesh | None, device: torch.device) -> None:
+    def __init__(
+        self, split: Split, module: nn.Module, data: DeviceMesh | None, device: torch.device
+    ) -> None:
         self._split, self._data, self._device = split, data, device
+        self._peers = _peers(module, data)
 
     def begin(self, said: Sequence[str], *, known: bool, error: BaseException | None) -> tuple[bool, int]:
         """Do all ranks know what crosses the borders for these arguments? And a seed for what they draw.
 
+        Where ranks of other data take part in a forward, all learn it together, or none.
+
         Args: said: what this rank was called with. error: why it cannot run that.
         Raises: ParallelError: on every rank, its own error or that of another; different arguments.
         """
-        number = _hash("\n".join(said).encode())
-        mine = [number, -number, int(not known), int(error is not None), self._seed()]
+        number, failed = _hash("\n".join(said).encode()), int(error is not None)
+        here = torch.tensor([int(not known), failed], dtype=torch.int64, device=self._device)
+        reason = "arguments of a pipeline"
+        for group, axis in self._peers.items():
+            here = reduce_over(here, "max", group, axis=axis, reason=reason)
+        mine = [number, -number, *here.tolist(), failed, self._seed()]
         total = torch.tensor(mine, dtype=torch.int64, device=self._device)
-        high, low, unknown, failed, seed = self._over_stages(total, "max", "arguments of a pipeline").tolist()
+        high, low, unknown, others, failed, seed = self._over_stages(total, "max", reason).tolist()
         if failed:
             self.tell(error)
+        if others:
+            raise ParallelError(_OTHER_DATA)
         if high != -low:
             self._refuse_different(said)
         return not unknown, seed
@@ -89,9 +103,7 @@ class Agreement:
         if clash is not None:
             raise ParallelError(clash + _NO_GRADIENTS)
         if others:
-            raise ParallelError(
-                f"pipeline: a step failed on ranks of other data, which say why{_NO_GRADIENTS}"
-            )
+            raise ParallelError(_OTHER_DATA + _NO_GRADIENTS)
         if seed_is_used and self._split.mesh.get_local_rank() == 0:
             torch.rand(())  # the next step has another seed
         return torch.tensor(loss, dtype=_DTYPES[int(dtype) - 1] if dtype else None, device=self._device)
@@ -153,6 +165,15 @@ class Agreement:
         return checks
 
 
+def _peers(module: nn.Module, data: DeviceMesh | None) -> dict[ProcessGroup, str]:
+    """The groups over which ranks of other data take part in a step, and their axes."""
+    units = [p for p in module.parameters() if getattr(p, "_fully_sharded", "")]
+    meshes = dict.fromkeys(p.device_mesh for p in units if isinstance(p, TorchDTensor))
+    found = {group: axis for mesh in (data, *meshes) if mesh for axis, group in groups_above_one(mesh)}
+    layers = [layer.communicator for layer in module.modules() if isinstance(layer, MoELayer)]
+    return found | {each.group: each.axis for each in layers if each is not None}
+
+
 def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=_BITS).digest())
 
@@ -162,6 +183,7 @@ def _dtype(losses: Sequence[Tensor]) -> float:
     return float(1 + _DTYPES.index(losses[0].dtype)) if losses and losses[0].dtype in _DTYPES else 0.0
 
 
+_OTHER_DATA = "pipeline: a step failed on ranks of other data, which say why"
 _NO_GRADIENTS = "\n  the gradients that this step has left are not complete: set them to None"
 _DIFFERENT = (
     "pipeline: the model's own code did not do the same in the stages {} and {} in this step: it called "

@@ -83,7 +83,7 @@ class Pipeline:
         self._caller = Caller(module, split)
         self._ready: dict[Any, _Ready] = {}
         self._device = device_of(split.mesh.device_type)
-        self._agreement = Agreement(split, data, self._device)
+        self._agreement = Agreement(split, module, data, self._device)
 
     @property
     def is_last(self) -> bool:
@@ -111,8 +111,9 @@ class Pipeline:
             different ones, what crosses a border cannot be sent, an error of any kind in another stage (there
             it is raised itself).
         Cost: per micro-batch and border the values that cross it, and their gradients; two small
-            all-reduces, before and after, which the host waits for; the gradients of tied weights once. The
-            first step with new shapes runs a forward of each stage more.
+            all-reduces, before and after, which the host waits for, over the axis and over the ranks of
+            other data; the gradients of tied weights once. The first step with shapes that are new to any
+            of these ranks runs a forward of each stage more.
         """
         if self.loss is None:
             raise ParallelError("Pipeline.step needs a loss: Pipeline(module, loss, ...)")

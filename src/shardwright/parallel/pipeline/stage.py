@@ -226,6 +226,9 @@ class Stage(PipelineStage):
         except BaseException as error:  # noqa: BLE001  the other stages wait
             self._failed(error)
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """No stage ran for its shapes; torch's would forget what sharded parameters have added up."""
+
     def _failed(self, error: BaseException) -> None:
         """Keep what was raised, which torch wraps, for the end of the step."""
         module: Any = self.submod
