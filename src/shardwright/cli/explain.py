@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from shardwright.cli.meshes import parse_mesh
 from shardwright.errors import ConfigError
-
-if TYPE_CHECKING:
-    from shardwright.layout.mesh_shape import MeshShape
+from shardwright.layout.mesh_shape import MeshShape
 
 
 def explain(

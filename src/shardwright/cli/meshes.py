@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from math import prod
-from typing import TYPE_CHECKING
 
 from shardwright.errors import MeshError
-
-if TYPE_CHECKING:
-    from shardwright.layout.mesh_shape import MeshShape
+from shardwright.layout.mesh_shape import MeshShape
 
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+)\s*")
 

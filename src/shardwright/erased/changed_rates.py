@@ -6,17 +6,13 @@ read of a group beside the step would be the number of one day.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+
+import torch
 
 from shardwright.erased.holds import has_changed
 from shardwright.erased.rates import Rate, may_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch
-
-    from shardwright.erased.walk import Fact
+from shardwright.erased.walk import Fact
 
 
 def rates_that_changed(

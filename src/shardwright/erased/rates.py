@@ -10,21 +10,16 @@ there, as before. A fused kernel takes numbers alone: its rate is followed from 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
 from shardwright.erased import numbers
-from shardwright.erased.walk import FLOAT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-    from types import TracebackType
-
-    from shardwright.erased.walk import Fact
-
+from shardwright.erased.walk import FLOAT, Fact
 
 _OURS = str(Path(__file__).parents[1])
 OPTIMIZERS = str(Path(torch.__file__).parent / "optim")

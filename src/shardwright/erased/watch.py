@@ -12,20 +12,16 @@ import datetime as dt
 import dis
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
 from shardwright.comm.record import source_line
 from shardwright.erased.refuse import Refusal
-from shardwright.erased.walk import is_library
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from shardwright.erased.walk import World
+from shardwright.erased.walk import World, is_library
 
 _OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _BUILTIN = {

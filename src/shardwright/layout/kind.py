@@ -7,17 +7,13 @@ Not a layout: it has no sizes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
+from shardwright.index.region import Shape
 from shardwright.index.stride import stride_order
+from shardwright.layout.arrangement import Arrangement
+from shardwright.layout.mesh_shape import MeshShape
 from shardwright.remember import memo
-
-if TYPE_CHECKING:
-    import torch
-
-    from shardwright.index.region import Shape
-    from shardwright.layout.arrangement import Arrangement
-    from shardwright.layout.mesh_shape import MeshShape
 
 
 class Kind:

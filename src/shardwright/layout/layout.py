@@ -5,33 +5,25 @@ Not a DTensor (no data), not a process group (no communicator): it can be made a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.errors import LayoutError
 from shardwright.index.region import Region, Shape
 from shardwright.index.stride import contiguous_stride, ordered_stride, stride_like
-from shardwright.layout.arrangement import arranged, order_indices
-from shardwright.layout.kind import find_kind
-from shardwright.layout.mesh_shape import Coords, as_mesh_shape
+from shardwright.layout.applied import Applied
+from shardwright.layout.arrangement import Arrangement, arranged, order_indices
+from shardwright.layout.kind import Kind, find_kind
+from shardwright.layout.mesh_shape import Coords, MeshShape, as_mesh_shape
 from shardwright.layout.text import format_layout, parse_layout
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.convert import as_placement
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from shardwright.layout.applied import Applied
-    from shardwright.layout.arrangement import Arrangement
-    from shardwright.layout.kind import Kind
-    from shardwright.layout.mesh_shape import MeshShape
-
-    Placements = Mapping[str, Any] | Sequence[Any]
+Placements = Mapping[str, Any] | Sequence[Any]
 
 
 class Layout:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from shardwright.errors import LayoutError
 from shardwright.layout.arrangement import OrderedPlacements
+from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.layout.text import plain_cut
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shardwright.layout.layout import Layout
 
 Entry = str | tuple[str, ...] | None
 

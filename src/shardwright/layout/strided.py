@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from itertools import permutations, product
 from math import prod
-from typing import TYPE_CHECKING
 
 from shardwright.errors import LayoutError
+from shardwright.layout.layout import Layout
 from shardwright.layout.text import plain_cut
+from shardwright.placement.base import Placement
 from shardwright.placement.interleaved import Interleaved
 from shardwright.placement.shard import Shard
-
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-    from shardwright.placement.base import Placement
 
 
 def to_strided(layout: Layout) -> Layout:

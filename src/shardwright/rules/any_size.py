@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from shardwright.index.region import Shape
+from shardwright.layout.kind import Kind
+from shardwright.layout.layout import Layout
+from shardwright.rules.call import Call
 from shardwright.rules.equation import UNTOLD, Dim, Equation, Slot
 from shardwright.rules.registry import registry
-
-if TYPE_CHECKING:
-    from shardwright.index.region import Shape
-    from shardwright.layout.kind import Kind
-    from shardwright.layout.layout import Layout
-    from shardwright.rules.call import Call
-    from shardwright.rules.search import Choice
+from shardwright.rules.search import Choice
 
 Place = tuple[int, int]  # an operand and one of its dims
 

@@ -6,12 +6,10 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from shardwright.comm.record import Decision, Event
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _WIDTH = 200
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending
 from shardwright.remember import remembered
 from shardwright.tensor.between import acceptable_between
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local_use import kept_spec, restored
 from shardwright.tensor.move import move_asked
-from shardwright.tensor.spec import finished, spec_of, with_dtype
+from shardwright.tensor.spec import Spec, Token, finished, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours, hand_out, up_to_date, wrap
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.layout.layout import Layout
-    from shardwright.tensor.dtensor import DTensor
-    from shardwright.tensor.spec import Spec, Token
 
 
 def acceptable_gradient(source: Layout, gradient: Layout) -> Layout:

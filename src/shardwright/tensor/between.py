@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.traced import refuse_between
 from shardwright.compat import root_ranks
@@ -14,14 +15,8 @@ from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Pending
 from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import remembered
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.tensor.dtensor import DTensor
 
 
 def layout_on(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,11 @@ from shardwright.tensor import known_parts
 from shardwright.tensor.agreed import check_alike, check_stated, refuse_unequal, told_by_all, whole_of
 from shardwright.tensor.autograd import FromLocal, Redistribute, apply, redistributed
 from shardwright.tensor.between import layout_on
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.needless_moves import known_target, unmoved
 from shardwright.tensor.placements import PlacementsArgument, mesh_and_placements, resolve_placements
 from shardwright.tensor.spec import coords_of, finished
 from shardwright.tensor.wrap import knots
-
-if TYPE_CHECKING:
-    from shardwright.tensor.dtensor import DTensor
 
 
 def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:

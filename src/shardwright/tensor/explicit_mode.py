@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from shardwright.errors import ImplicitRedistributionError
+from shardwright.layout.layout import Layout
 from shardwright.plan.decide import plan_redistribution
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from shardwright.layout.layout import Layout
-    from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.dtensor import DTensor
 
 
 class _Mode(threading.local):

@@ -18,27 +18,23 @@ older view would no longer reach the value.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from shardwright.comm.record import record_decision, recording
 from shardwright.compat import current_graph_task_id, records_a_graph, view_again
+from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.remember import remembered
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move_many import move_operands_together
 from shardwright.tensor.plain.boundary import state
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import CLASSES, in_hands, is_reshaped, wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    import torch
-
-    from shardwright.layout.layout import Layout
-    from shardwright.tensor.dtensor import DTensor
-
 
 # Who remembers versions: while nobody does, storages need not count what is written into them.
 watching: set[int] = set()

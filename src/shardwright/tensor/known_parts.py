@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import forward_names, transforms_on
+from shardwright.layout.layout import Layout
 from shardwright.placement.base import Placement
 from shardwright.remember import memo
 from shardwright.tensor.autograd import FromLocal, adopted, apply
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.needless_moves import TORCHS
 from shardwright.tensor.spec import Spec, finished
-
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-    from shardwright.tensor.dtensor import DTensor
 
 _MANY = 16384
 

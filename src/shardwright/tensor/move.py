@@ -6,27 +6,24 @@ sent while the program goes on (`under_way.py`). `lint-imports` says so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
 
 from shardwright.comm.execute import Bound
 from shardwright.comm.record import record_decision, recording
+from shardwright.index.region import Shape
+from shardwright.layout.layout import Layout
 from shardwright.plan import network
 from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import memo
 from shardwright.tensor.between import own_coords
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.expanded import base_of, bases, expanded_dims
 from shardwright.tensor.explicit_mode import refuse_moves
+from shardwright.tensor.spec import Spec, Token
 from shardwright.tensor.wrap import up_to_date
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
-    from shardwright.index.region import Shape
-    from shardwright.layout.layout import Layout
-    from shardwright.tensor.dtensor import DTensor
-    from shardwright.tensor.spec import Spec, Token
 
 
 def move_asked(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor.placement_types import Partial as TorchPartial
@@ -14,12 +14,9 @@ from shardwright.placement.base import Placement
 from shardwright.remember import memo
 from shardwright.tensor.autograd import Redistribute, apply
 from shardwright.tensor.between import layout_on
-from shardwright.tensor.spec import spec_of
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.wrap import wrap
-
-if TYPE_CHECKING:
-    from shardwright.tensor.dtensor import DTensor
-    from shardwright.tensor.spec import Spec
 
 
 def known_target(x: DTensor, mesh: Any, placements: Any) -> Spec | None:

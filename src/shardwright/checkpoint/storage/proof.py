@@ -8,17 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
+from shardwright.checkpoint.pieces import Cell, Shape
 from shardwright.checkpoint.storage.element_types import ITEMSIZES
 from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor, read_manifest
+from shardwright.checkpoint.storage.place import Place
 from shardwright.checkpoint.storage.sums import digits_for
 from shardwright.errors import CheckpointError
 from shardwright.remember import remembered
-
-if TYPE_CHECKING:
-    from shardwright.checkpoint.pieces import Cell, Shape
-    from shardwright.checkpoint.storage.place import Place
 
 _MOST_DIMS = 64
 _FILE = re.compile(r"data-([0-9a-f]{16})-\d{5,}-\d{3,}\.safetensors")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.functional import reduce_over
@@ -16,14 +18,9 @@ from shardwright.comm.record import because
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.moe.layer import MoELayer
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.parallel.pipeline.failing import Failures
-    from shardwright.parallel.pipeline.forward.leavings import Found
-    from shardwright.parallel.pipeline.split import Split
+from shardwright.parallel.pipeline.failing import Failures
+from shardwright.parallel.pipeline.forward.leavings import Found
+from shardwright.parallel.pipeline.split import Split
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BITS = 7  # bytes of a hash that fit a signed number of 8, and its negative

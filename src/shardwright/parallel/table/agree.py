@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.parallel.buffers import digest_of, digests_of
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.parallel.table.rehearsal import Placed
-    from shardwright.parallel.table.rows import Row
+from shardwright.parallel.table.rehearsal import Placed
+from shardwright.parallel.table.rows import Row
 
 
 @dataclass(frozen=True, slots=True)

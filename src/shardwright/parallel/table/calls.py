@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.moe.layer import MoELayer
 from shardwright.parallel.batch_norm import is_batch_norm, parallelize_batch_norm
@@ -17,6 +18,8 @@ from shardwright.parallel.expert import parallelize_expert_parallel
 from shardwright.parallel.fsdp import parallelize_fsdp
 from shardwright.parallel.hsdp import parallelize_hsdp
 from shardwright.parallel.replicate import parallelize_replicate
+from shardwright.parallel.table.resolve import Table
+from shardwright.parallel.table.rows import Row
 from shardwright.parallel.table.words import (
     AUTO,
     BATCH_NORM,
@@ -29,12 +32,6 @@ from shardwright.parallel.table.words import (
     TENSOR,
 )
 from shardwright.parallel.tensor_parallel import parallelize_tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.parallel.table.resolve import Table
-    from shardwright.parallel.table.rows import Row
 
 
 @dataclass(frozen=True, slots=True)

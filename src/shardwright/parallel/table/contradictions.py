@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shardwright.parallel.names import matches
+from shardwright.parallel.table.rows import Row
 from shardwright.parallel.table.words import AUTO, CONTEXT, DATA, SEQUENCE, STRATEGIES, TENSOR
-
-if TYPE_CHECKING:
-    from shardwright.parallel.table.rows import Row
 
 Rows = Sequence[tuple["Row", Mapping[str, nn.Module]]]
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import ParallelError, ShardwrightError
+from shardwright.parallel.table.calls import Call
+from shardwright.parallel.table.meshes import Axes
 from shardwright.parallel.table.rows import refuse
 from shardwright.parallel.table.words import DATA
 from shardwright.tensor.modules.distribute import carry_over
 from shardwright.tensor.modules.slots import slots_of, unchanged_on_error
 from shardwright.tensor.wrap import as_ours, wrap
-
-if TYPE_CHECKING:
-    from shardwright.parallel.table.calls import Call
-    from shardwright.parallel.table.meshes import Axes
 
 _SHOWN = 8
 

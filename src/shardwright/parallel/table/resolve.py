@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -12,13 +12,9 @@ from shardwright.parallel.batch_norm import is_batch_norm
 from shardwright.parallel.names import matches
 from shardwright.parallel.pipeline.mark import is_cut
 from shardwright.parallel.table.contradictions import contradictions
+from shardwright.parallel.table.meshes import Axes
 from shardwright.parallel.table.rows import Row, refuse
 from shardwright.parallel.table.words import BATCH_NORM, EXPERT, TENSOR
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from shardwright.parallel.table.meshes import Axes
 
 
 @dataclass(frozen=True, slots=True)

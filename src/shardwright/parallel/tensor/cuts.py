@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shardwright.parallel.tensor.heads import heads_near
+from shardwright.parallel.tensor.said import Said
 from shardwright.parallel.tensor.words import Along
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.interleaved import Interleaved
 from shardwright.placement.shard import Shard
-
-if TYPE_CHECKING:
-    from shardwright.parallel.tensor.said import Said
 
 _BIAS = re.compile(r"(^|_)bias(_|$)")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shardwright.errors import ParallelError
 from shardwright.parallel.tensor.borders import Border, Borders
+from shardwright.parallel.tensor.said import Spoken
 from shardwright.parallel.tensor.words import Along
-
-if TYPE_CHECKING:
-    from shardwright.parallel.tensor.said import Spoken
-    from shardwright.placement.base import Placement
+from shardwright.placement.base import Placement
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

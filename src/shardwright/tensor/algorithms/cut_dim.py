@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,13 +15,11 @@ from shardwright.placement.shard import Shard
 from shardwright.remember import remembered
 from shardwright.rules.algorithms.algorithm import cutting_axes
 from shardwright.rules.decision import LabelSize
+from shardwright.rules.held_label import Held
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_in_algorithm
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import wrap
-
-if TYPE_CHECKING:
-    from shardwright.rules.held_label import Held
-    from shardwright.tensor.dtensor import DTensor
 
 
 @dataclass(frozen=True)

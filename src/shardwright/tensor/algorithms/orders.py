@@ -6,12 +6,14 @@ k entries per row and rank are gathered, values with their logical indices. Ties
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwright.layout.layout import Layout
 from shardwright.rules.algorithms.algorithm import layout_of, pending_bytes, register_algorithm
+from shardwright.rules.call import Call
 from shardwright.tensor.algorithms.cut_dim import (
     CutDim,
     find_cut,
@@ -20,11 +22,7 @@ from shardwright.tensor.algorithms.cut_dim import (
     is_outside,
     whole_along,
 )
-
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-    from shardwright.rules.call import Call
-    from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.dtensor import DTensor
 
 _WHY = "the first of a cut dim"
 

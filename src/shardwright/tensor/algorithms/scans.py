@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwright.layout.dtypes import HALF
-from shardwright.rules.algorithms.algorithm import layout_of, pending_bytes, register_algorithm
+from shardwright.layout.layout import Layout
+from shardwright.rules.algorithms.algorithm import Cost, layout_of, pending_bytes, register_algorithm
+from shardwright.rules.call import Call
 from shardwright.tensor.algorithms.cut_dim import (
     CutDim,
     find_cut,
@@ -23,12 +25,7 @@ from shardwright.tensor.algorithms.cut_dim import (
     is_outside,
     like_cut,
 )
-
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-    from shardwright.rules.algorithms.algorithm import Cost
-    from shardwright.rules.call import Call
-    from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.dtensor import DTensor
 
 State = tuple[Tensor, ...]
 _MANY = 256

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -13,21 +13,26 @@ from shardwright.comm.record import record_decision, recording
 from shardwright.comm.traced import goes_in_groups
 from shardwright.errors import RuleError
 from shardwright.index.stride import stride_like
+from shardwright.layout.layout import Layout
 from shardwright.rules.call import Args
 from shardwright.tensor.attention.asked import Asked, asked_here
-from shardwright.tensor.attention.choice import AUTO, EXCHANGE, CutCall, cheaper, cut_call, exchange_of
+from shardwright.tensor.attention.choice import (
+    AUTO,
+    EXCHANGE,
+    CutCall,
+    Exchange,
+    cheaper,
+    cut_call,
+    exchange_of,
+)
 from shardwright.tensor.attention.ring_function import Facts, RingAttention
 from shardwright.tensor.autograd import apply, redistributed
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import refuse_exchange
 from shardwright.tensor.move import move_asked
 from shardwright.tensor.move_many import redistributed_together
 from shardwright.tensor.plain.boundary import Own
 from shardwright.tensor.wrap import as_ours, as_replicated, up_to_date
-
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-    from shardwright.tensor.attention.choice import Exchange
-    from shardwright.tensor.dtensor import DTensor
 
 _NAME = "scaled_dot_product_attention"
 

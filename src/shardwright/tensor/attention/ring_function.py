@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from shardwright.comm.ring import Ring
 from shardwright.errors import PlanError
+from shardwright.layout.layout import Layout
+from shardwright.tensor.attention.choice import CutCall
 from shardwright.tensor.attention.ring import Call, Pair, ring_backward, ring_forward
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_asked
 from shardwright.tensor.spec import spec_of, with_dtype
 from shardwright.tensor.wrap import up_to_date, wrap
-
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-    from shardwright.tensor.attention.choice import CutCall
-    from shardwright.tensor.dtensor import DTensor
 
 _NAME = "scaled_dot_product_attention"
 

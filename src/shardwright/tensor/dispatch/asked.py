@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from shardwright.rules.call import Args, Call, Kwargs, Op
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.layout.layout import Layout
+from shardwright.layout.mesh_shape import Coords
+from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
 from shardwright.rules.catalog.view_maps import Chains, is_described, views_of
-from shardwright.rules.propagate import propagate
+from shardwright.rules.propagate import Decision, propagate
 from shardwright.rules.registry import rules_of
 from shardwright.tensor.dispatch.metadata import DataDependentError, described, result_infos
-from shardwright.tensor.spec import coords_of
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.spec import LocalUse, coords_of
 from shardwright.tensor.wrap import common_use
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.layout.layout import Layout
-    from shardwright.layout.mesh_shape import Coords
-    from shardwright.rules.call import TensorInfo
-    from shardwright.rules.propagate import Decision
-    from shardwright.tensor.dtensor import DTensor
-    from shardwright.tensor.spec import LocalUse
 
 
 class Asked:

@@ -7,21 +7,18 @@ nothing) is prepared in the ordinary way, which also raises what one device rais
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from shardwright.index.region import Shape
 from shardwright.remember import memo, remembered
+from shardwright.rules.any_size import AnySize, ResultForm
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dispatch.prepared import Move, Prepared
 from shardwright.tensor.dispatch.ways.out import is_pointwise
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import Spec, SpecKind, Token, spec_kind
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shardwright.index.region import Shape
-    from shardwright.rules.any_size import AnySize, ResultForm
-    from shardwright.tensor.dtensor import DTensor
 
 _MANY = 65536
 NUMBERS = frozenset({int, float, complex})  # True and False are settings

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shardwright.errors import ImplicitRedistributionError
+from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.plan.decide import plan_redistribution
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.refusal import implicit_text
 from shardwright.tensor.dispatch.metadata import described_call
+from shardwright.tensor.dispatch.prepared import Prepared
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import is_explicit
-
-if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-    from shardwright.tensor.dispatch.prepared import Prepared
-    from shardwright.tensor.dtensor import DTensor
 
 
 def refuse_implicit(func: Op, args: Args, kwargs: Kwargs, prepared: Prepared, tensors: list[DTensor]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from shardwright.rules.identity import identity_of, reduction_of_cuts
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch import derived
 from shardwright.tensor.dispatch.memory_order import as_made, lies_as_said
+from shardwright.tensor.dispatch.prepared import Move, Prepared
 from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.written_memory import keep_apart
 from shardwright.tensor.dtensor import DTensor
@@ -25,11 +27,6 @@ from shardwright.tensor.move import move_operands, move_unasked
 from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.views.write_back import is_view
 from shardwright.tensor.wrap import as_replicated, common_use, wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from shardwright.tensor.dispatch.prepared import Move, Prepared
 
 # What one device takes in expanded tensors: all elements of one place get the same.
 _local_of = attrgetter("_local_tensor")

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names, union_mesh
 from shardwright.layout.layout import Layout
 from shardwright.tensor.distribute import distribute_tensor
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import wrap
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.tensor.dtensor import DTensor
 
 KEPT = LocalUse((), ())
 

@@ -10,7 +10,7 @@ Rejected: another `Function.apply` (changes programs that do not use us); hooks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -18,11 +18,9 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import current_autograd_node, current_graph_task_id
 from shardwright.errors import RuleError
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local_use import kept_spec, restored
 from shardwright.tensor.wrap import wrap
-
-if TYPE_CHECKING:
-    from shardwright.tensor.dtensor import DTensor
 
 Call = Callable[[Op, tuple[Any, ...], Mapping[str, Any]], Any]
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import RuleError
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain.boundary import helpers_allowed, is_same_everywhere
 from shardwright.tensor.plain.refuse import plain_beside
 from shardwright.tensor.wrap import as_replicated
-
-if TYPE_CHECKING:
-    from shardwright.tensor.dtensor import DTensor
 
 
 def replicate_plain(x: torch.Tensor, mesh: DeviceMesh, func: torch._ops.OpOverload) -> DTensor:

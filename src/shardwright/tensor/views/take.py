@@ -8,23 +8,28 @@ it tells nothing what the operands themselves suggest. Nothing depends on what w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import TensorType, current_graph_task_id
 from shardwright.errors import LayoutError, PlacementError
-from shardwright.index.view import identity, reshaped
+from shardwright.index.region import Shape
+from shardwright.index.view import View, identity, reshaped
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Pending, Replicate
 from shardwright.placement.interleaved import Interleaved
 from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import remembered
-from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
 from shardwright.rules.catalog.view_maps import Chains, copies, joined_views, on_elements, undone_by
+from shardwright.tensor.dispatch.prepared import Prepared
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_unasked
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
 from shardwright.tensor.views import base as graph_bases
@@ -33,17 +38,6 @@ from shardwright.tensor.views.elements import ElementView, PairView, pair_view, 
 from shardwright.tensor.wrap import common_use, wrap
 from shardwright.views.local import ChainedView, LocalView, local_view
 from shardwright.views.through import kept_dims, parts_of, through
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.index.region import Shape
-    from shardwright.index.view import View
-    from shardwright.rules.call import Call, TensorInfo
-    from shardwright.tensor.dispatch.prepared import Prepared
-    from shardwright.tensor.dtensor import DTensor
 
 Taken = LocalView | ChainedView | ElementView | PairView
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from shardwright.errors import ParallelError
-
-if TYPE_CHECKING:
-    from shardwright.parallel.pipeline.forward.held import Held
-    from shardwright.parallel.pipeline.forward.run import Run
+from shardwright.parallel.pipeline.forward.held import Held
+from shardwright.parallel.pipeline.forward.run import Run
 
 
 class Conductor:

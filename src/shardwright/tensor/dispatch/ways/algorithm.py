@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -11,23 +12,17 @@ from shardwright.comm.record import record_decision, recording
 from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.errors import ImplicitRedistributionError, LayoutError
 from shardwright.placement.base import Replicate
-from shardwright.rules.algorithms.algorithm import algorithm_for
-from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.algorithms.algorithm import Chosen, algorithm_for
+from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
 from shardwright.rules.propagate import propagate
 from shardwright.rules.refusal import implicit_text
 from shardwright.rules.registry import functional_form
+from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.ways.local_rows import run_on_parts
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_in_algorithm
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import common_use, used_as, with_stride, wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shardwright.rules.algorithms.algorithm import Chosen
-    from shardwright.rules.call import Call, TensorInfo
-    from shardwright.tensor.dispatch.asked import Asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardwright.compat import is_composite, tree_map_only
+from shardwright.rules.call import TensorInfo
+from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain.refuse import tensors_in
 from shardwright.tensor.wrap import with_stride
-
-if TYPE_CHECKING:
-    from shardwright.rules.call import TensorInfo
-    from shardwright.tensor.dispatch.asked import Asked
 
 
 def fresh(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Callable[..., Any]:

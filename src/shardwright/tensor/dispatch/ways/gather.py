@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shardwright.layout.layout import Layout
 from shardwright.rules.call import aliases_of_returns
+from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.kernels import kernel_of
 from shardwright.tensor.dispatch.prepared import Move, Prepared, Return
-
-if TYPE_CHECKING:
-    from shardwright.tensor.dispatch.asked import Asked
 
 
 def gathered(asked: Asked) -> Prepared | None:

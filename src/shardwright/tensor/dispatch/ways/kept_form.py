@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch import derived
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.spec import Spec
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import CLASSES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from shardwright.tensor.dtensor import DTensor
-    from shardwright.tensor.spec import Spec
 
 
 class KeptForm:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardwright.remember import memo
 from shardwright.rules.call import Args, Op
+from shardwright.tensor.dispatch.prepared import Prepared
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import Spec, SpecKind
 from shardwright.tensor.views.take import copied_reshape
 from shardwright.tensor.wrap import wrap
 from shardwright.views.any_size import ReshapeForm, reshape_form
-
-if TYPE_CHECKING:
-    from shardwright.tensor.dispatch.prepared import Prepared
-    from shardwright.tensor.dtensor import DTensor
 
 RESHAPES = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 

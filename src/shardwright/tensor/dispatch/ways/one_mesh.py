@@ -8,9 +8,11 @@ ranks of other rows may hold other rows of a batch, and nothing says so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import root_mesh, tree_map_only
 from shardwright.errors import RuleError
@@ -19,19 +21,13 @@ from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
 from shardwright.placement.base import Replicate
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.refusal import meshes_text
+from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.metadata import described_call
 from shardwright.tensor.dispatch.ways.steps import Steps
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_unasked
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import CLASSES, wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardwright.tensor.dispatch.asked import Asked
-    from shardwright.tensor.dtensor import DTensor
 
 
 def on_one_mesh(asked: Asked) -> Steps | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,15 +13,11 @@ from shardwright.rules.catalog.view_maps import gives_back, undoes
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.propagate import Decision
 from shardwright.tensor.dispatch import derived
+from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.kernels import kernel_of
 from shardwright.tensor.dispatch.prepared import Move, Prepared, Return
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import spec_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from shardwright.tensor.dispatch.asked import Asked
 
 
 def by_rule(asked: Asked) -> Prepared:

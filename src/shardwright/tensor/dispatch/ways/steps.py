@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwright.compat import TensorType, is_composite, tree_leaves
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.ways.fresh_results import fresh, laid
 from shardwright.tensor.dispatch.ways.out import functional_form, out_names, resized_first, written_from
 from shardwright.tensor.plain.boundary import helpers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from shardwright.tensor.dispatch.asked import Asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shardwright.rules.catalog.view_maps import on_elements
+from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.views.take import ViewCall, cuts_through, view_call
-
-if TYPE_CHECKING:
-    from shardwright.tensor.dispatch.asked import Asked
 
 
 def of_a_cut_dim(asked: Asked) -> ViewCall | None:
