@@ -77,7 +77,7 @@ def test_a_cut_dim_of_any_length_moves_a_few_numbers_per_row(ranks):
             "layer_norm": (2 * row, 2 * row),
             "rms_norm": (2 * row, row),
             "group_norm": (2 * group, 2 * group),
-            "normalize": (row, 3 * row),
+            "normalize": (row, 2 * row),
             "std": (2 * row, row),
             "norm": (row, 0),
             "arg-max": (row + index, 0),

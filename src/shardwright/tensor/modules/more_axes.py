@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names, union_mesh
 from shardwright.layout.layout import Layout
+from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
@@ -18,8 +19,7 @@ KEPT = LocalUse((), ())
 
 def shared_ranks(left: DeviceMesh, right: DeviceMesh) -> set[int]:
     """Ranks, other than this one, that both meshes contain."""
-    mine = dist.get_rank()
-    return (set(left.mesh.flatten().tolist()) & set(right.mesh.flatten().tolist())) - {mine}
+    return (set(as_mesh_shape(left).ranks) & set(as_mesh_shape(right).ranks)) - {dist.get_rank()}
 
 
 def is_free_for(x: DTensor, mesh: DeviceMesh) -> bool:
