@@ -15,7 +15,8 @@ def named_axes(mesh: DeviceMesh, verb: str, module: object = None) -> tuple[str,
     if module is not None and not isinstance(module, nn.Module):
         raise ParallelError(f"{verb} places a module, got {type(module).__name__}")
     if getattr(mesh, "mesh_dim_names", None) is None:
-        got = "" if isinstance(mesh, DeviceMesh) else f", got {type(mesh).__name__}"
+        given: object = mesh
+        got = "" if isinstance(given, DeviceMesh) else f", got {type(given).__name__}"
         raise ParallelError(f"{verb} needs a mesh with axis names{got}; make it with mesh_dim_names=(...)")
     return axis_names(mesh)
 
