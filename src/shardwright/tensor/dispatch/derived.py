@@ -169,8 +169,9 @@ def finish_beside(op: str, tensors: Sequence[DTensor]) -> None:
     Nothing is sent inside `explicit()`, where terms stay terms.
     """
     for x in tensors:
-        line = _line(x) if x._spec.plain is not x._spec else []
-        is_statistic = False
+        if x._spec.plain is x._spec or x._spec.form is not None:
+            continue
+        line, is_statistic = _line(x), False
         for made in line if not is_explicit() else ():
             value, is_statistic = made.value, is_statistic or made.is_statistic
             if is_statistic and any(value is each for each in tensors) and not _is_finished(value):
