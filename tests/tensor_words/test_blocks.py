@@ -1,5 +1,7 @@
 """Where the stream between blocks is gathered and cut; torch's own block for a loss of cut logits."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.nn import functional
 
 import shardwright as sw
 from shardwright.errors import RuleError
+from shardwright.parallel import parallelize_tensor
 from shardwright.parallel.tensor.borders import Border
 from shardwright.parallel.tensor.said import spoken
 from shardwright.parallel.tensor.sequence import read_blocks
@@ -144,3 +147,65 @@ def _plain_beside_cut_rows():
 def test_plain_labels_in_torchs_loss_parallel(ranks):
     ranks(4, _plain_labels)
     ranks(4, _plain_beside_cut_rows)
+
+
+class _SideBySide(nn.Module):
+    """Two parts that read one stream, as in Phi and Cohere."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.one, self.two = (nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(2))
+
+    def forward(self, x):
+        y = self.norm(x)
+        out = x + self.one(y) + self.two(y)
+        return out if self.training else out + self.two(y.mul_(0.5))
+
+
+class _Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([_SideBySide(), _SideBySide()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+_PLAN = {
+    f"blocks.*.{part}.{i}": word for part in ("one", "two") for i, word in ((0, "colwise"), (2, "rowwise"))
+}
+
+
+def _gathers_once(training):
+    mesh = rank_mesh((2,), ("tp",))
+    torch.manual_seed(0)
+    plain = _Stack().train(training)
+    ours = copy.deepcopy(plain)
+    parallelize_tensor(ours, mesh, _PLAN, sequence_parallel=True)
+    x = torch.randn(2, 6, 8)
+    for recorded in (True, False, True) if training else (False, False):
+        for model in (plain, ours):
+            model.zero_grad()
+        with torch.set_grad_enabled(recorded):
+            expected = plain(x)
+            with sw.spmd(mesh, check=False), sw.trace() as sent:
+                loss = ours(x)
+                if recorded:
+                    loss.backward()
+        torch.testing.assert_close(loss.full_tensor(), expected)
+        if recorded:
+            expected.backward()
+            for (n, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-4, msg=n)
+        reasons = [event.reason for event in sent.collectives]
+        gathers = [each for each in reasons if each.startswith("redistribute:") and "terms" not in each]
+        assert len(gathers) == (1 if training else 2), sent  # what the first block reads is whole
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_parts_side_by_side_share_the_gathered_stream(ranks, training):
+    """In evaluation the stream is written for a third part, which is handed what was written."""
+    ranks(2, _gathers_once, training)

@@ -7,10 +7,11 @@ stream is cut and gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,12 +34,37 @@ class Border:
         leaves: what it returns has this rank's.
         cuts: what it is handed has this rank's tokens.
         finishes: what it looked up in a cut table is finished, if that sends less than its table would.
+        shared: what it was handed was gathered for another part of its block already, perhaps.
     """
 
     gathers: bool = False
     leaves: bool = False
     cuts: bool = False
     finishes: bool = False
+    shared: Gathered | None = field(default=None, compare=False)
+
+
+class Gathered:
+    """The stream that parts of one block read side by side: gathered for the first of them, while it runs."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._last: tuple[Any, ...] = ()
+        self._runs = False
+        block.register_forward_pre_hook(partial(self._begin, True))
+        block.register_forward_hook(partial(self._begin, False), always_call=True)
+
+    def of(self, axis: str, value: Any) -> Any:
+        """`_whole` of the value, made once."""
+        if not self._runs or not isinstance(value, DTensor) or torch.compiler.is_compiling():
+            return _whole(axis, value)
+        asked = (value._version, torch.is_grad_enabled())
+        if self._last and self._last[0] is value and self._last[1] == asked:
+            return self._last[2]
+        self._last = value, asked, _whole(axis, value)
+        return self._last[2]
+
+    def _begin(self, runs: bool, *_: Any) -> None:
+        self._last, self._runs = (), runs
 
 
 Borders = dict[nn.Module, Border]
@@ -62,7 +88,8 @@ def hang(borders: Borders, mesh: DeviceMesh) -> None:
     (axis,) = axis_names(mesh)
     for module, border in borders.items():
         if border.gathers or border.cuts:
-            handed = partial(_whole if border.gathers else _some, axis)
+            gathered = _whole if border.shared is None else border.shared.of
+            handed = partial(gathered if border.gathers else _some, axis)
             module.register_forward_pre_hook(partial(_before, handed), with_kwargs=True)
         if border.leaves:
             module.register_forward_hook(partial(_after, partial(_some, axis)))

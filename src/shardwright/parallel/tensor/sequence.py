@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import nn
 
 from shardwright.errors import ParallelError
-from shardwright.parallel.tensor.borders import Border, Borders
+from shardwright.parallel.tensor.borders import Border, Borders, Gathered
 from shardwright.parallel.tensor.said import Spoken
 from shardwright.parallel.tensor.words import Along
 from shardwright.placement.base import Placement
@@ -95,7 +95,13 @@ def _parts(block: nn.Module, along: Mapping[nn.Module, Along]) -> Borders:
         else:
             kind = along.get(child)
             found[child] = Border(gathers=kind is not Along.INPUTS, leaves=kind is not Along.OUTPUTS)
-    return found
+    return _sharing(block, found)
+
+
+def _sharing(block: nn.Module, parts: Borders) -> Borders:
+    """Parts that read one stream (Phi's attention and MLP) share what was gathered of it."""
+    shared = Gathered(block) if len(parts) > 1 else None
+    return {part: replace(border, shared=shared) for part, border in parts.items()}
 
 
 def _outside(module: nn.Module, along: Mapping[nn.Module, Along]) -> Borders:
