@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.checkpoint.storage.place import Place
 from shardwright.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardwright.checkpoint.storage.place import Place
 
 # Text, not a Path: an address of object storage (s3://bucket/run) has two slashes, of which Path keeps one.
 Where = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint's folder, or its address.")]

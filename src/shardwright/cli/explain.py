@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardwright.cli.meshes import parse_mesh
 from shardwright.errors import ConfigError
-from shardwright.layout.mesh_shape import MeshShape
+
+if TYPE_CHECKING:
+    from shardwright.layout.mesh_shape import MeshShape
 
 
 def explain(

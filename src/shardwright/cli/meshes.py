@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from math import prod
+from typing import TYPE_CHECKING
 
 from shardwright.errors import MeshError
-from shardwright.layout.mesh_shape import MeshShape
+
+if TYPE_CHECKING:
+    from shardwright.layout.mesh_shape import MeshShape
 
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+)\s*")
 
