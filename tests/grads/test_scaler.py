@@ -76,6 +76,8 @@ def _explicit_refuses():
         assert _check([whole]) == 0.0
         with pytest.raises(ImplicitRedistributionError, match="not finite on one of the ranks"):
             _check([whole, cut])
+        with pytest.raises(ImplicitRedistributionError, match="not finite on one of the ranks"):
+            _check([whole, sw.DTensor.from_local(torch.ones(3), mesh, [SUM])])
     assert torch.equal(whole.full_tensor(), _X / 2)
     assert torch.equal(cut.full_tensor(), _X)
 

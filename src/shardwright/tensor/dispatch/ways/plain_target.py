@@ -13,6 +13,7 @@ from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.explicit_mode import refuse_moves
 from shardwright.tensor.move import announce, move_asked, whole_unasked
 from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.wrap import up_to_date, wrap
@@ -63,7 +64,7 @@ def _bring_back(owners: dict[int, DTensor], values: list[torch.Tensor]) -> None:
             owner._local_tensor.copy_(owner._spec.layout.split(value, coords))
 
 
-def _unscale(gradients: list[torch.Tensor], found: torch.Tensor, scale: DTensor) -> list[torch.Tensor]:
+def _unscale(gradients: list[torch.Tensor], found: torch.Tensor, scale: DTensor) -> list[DTensor]:
     """What a scaler of gradients does, on each rank's parts; whether one is not finite is all that is sent.
 
     Returns: the pending gradients, which are left: their terms may be finite where their sum is not.
@@ -74,6 +75,9 @@ def _unscale(gradients: list[torch.Tensor], found: torch.Tensor, scale: DTensor)
     parts = [x for x in here if not x._spec.layout.pending_axes]
     by_mesh = {mesh: [x for x in parts if x.device_mesh is mesh] for mesh in (x.device_mesh for x in parts)}
     said = [(held, wrap(found.clone(), _told_by(held, found))) for held in by_mesh.values()]
+    left = [x for x in here if x._spec.layout.pending_axes]
+    for x in left:
+        refuse_moves(_UNSCALE.name(), x, x._spec.layout.replicated(), _WHY)
     for _, flag in said:
         announce(_UNSCALE.name(), flag, flag._spec.layout.replicated(), _WHY)
     if plain := [x for x in gradients if not isinstance(x, DTensor)]:
@@ -84,7 +88,7 @@ def _unscale(gradients: list[torch.Tensor], found: torch.Tensor, scale: DTensor)
         local = flag._local_tensor.copy_(found)  # what another mesh found travels on
         _UNSCALE([x._local_tensor for x in held], local, factor)
         found.copy_(move_asked(flag, flag._spec.layout.replicated(), reason=f"{_UNSCALE.name()}: {_WHY}"))
-    return [x for x in here if x._spec.layout.pending_axes]
+    return left
 
 
 def _told_by(held: list[DTensor], found: torch.Tensor) -> Spec:
