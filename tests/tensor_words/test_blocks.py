@@ -24,11 +24,12 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A norm, a part, and two matrices that the block multiplies itself."""
+    """Norms, a part, and two matrices that the block multiplies itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mlp, self.drop = nn.LayerNorm(4), Mlp(), nn.Dropout()
+        self.more_norms = nn.RMSNorm(4)
         self.wide, self.narrow = nn.Linear(4, 6), nn.Linear(6, 4)
 
 
@@ -65,17 +66,26 @@ def test_parts_gather_and_leave_and_so_do_matrices_of_the_block_itself():
     assert _borders(words) == {
         "table": OUT_OF, "positions": OUT_OF,
         "blocks.0.mlp": PART, "blocks.0.wide": INTO, "blocks.0.narrow": OUT_OF,
-        # Whole, but the stream goes through them.
-        "blocks.1.mlp": PART, "blocks.1.wide": PART, "blocks.1.narrow": PART,
+        "blocks.1": PART,  # whole, but the stream goes through it
     }  # fmt: skip
 
 
 def test_a_head_that_is_cut_reads_all_tokens_and_a_list_of_parts_is_a_list_of_blocks():
-    found = _borders({"more.0.layer.0.mlp.up": "colwise", "head": "colwise"})
+    layer = "more.0.layer.0"
+    words = {f"{layer}.mlp.up": "colwise", f"{layer}.wide": "colwise", f"{layer}.narrow": "rowwise"}
+    found = _borders({**words, "head": "colwise"})
     assert found["head"] == INTO
     assert {name for name in found if name.startswith("more")} == {
         "more.0.layer.0.mlp", "more.0.layer.0.wide", "more.0.layer.0.narrow",
     }  # fmt: skip
+
+
+def test_parts_with_fewer_norms_stand_side_by_side_unless_a_word_says_where_the_stream_is_cut():
+    assert _borders({"blocks.0.mlp.up": "colwise"})["blocks.0"] == PART
+    found = _borders({"blocks.0.mlp.up": "colwise", "blocks.0.norm": "sequence_parallel"})
+    assert found["blocks.0.norm"] == Border(cuts=True)
+    assert found["blocks.0.mlp"] == PART
+    assert "blocks.0" not in found
 
 
 def test_a_word_cuts_what_a_module_reads():
@@ -150,42 +160,87 @@ def test_plain_labels_in_torchs_loss_parallel(ranks):
 
 
 class _SideBySide(nn.Module):
-    """Two parts that read one stream, as in Phi and Cohere."""
+    """Two parts that read one stream, as in Phi and Cohere; with two norms, as in GPT-NeoX."""
 
-    def __init__(self):
+    def __init__(self, norms):
         super().__init__()
-        self.norm = nn.LayerNorm(8)
+        self.norm, self.other = nn.LayerNorm(8), nn.LayerNorm(8) if norms == 2 else None
         self.one, self.two = (nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(2))
+        self.use_parallel_residual = norms == 2
 
     def forward(self, x):
         y = self.norm(x)
-        out = x + self.one(y) + self.two(y)
-        return out if self.training else out + self.two(y.mul_(0.5))
+        z = y if self.other is None else self.other(x)
+        return x + self.one(y) + self.two(z), "no stream"
+
+
+class _Gated(nn.Module):
+    """Matrices of the block itself, of which several read one stream; in evaluation it is written between."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.gate, self.up, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        y = self.norm(x)
+        gate = self.gate(y)
+        up = self.up(y if self.training else y.mul_(0.5))
+        return x + self.down(gate.sigmoid() * up), "no stream"
+
+
+class _Flat(nn.Module):
+    """Its part returns rows and tokens as one dim, as the experts of Llama 4 do."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.norm, self.part = nn.LayerNorm(8), _Flattens()
+
+    def forward(self, x):
+        return x + self.part(self.norm(x))[0].view(x.shape), "no stream"
+
+
+class _Flattens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x.flatten(0, 1)).sigmoid()), None
 
 
 class _Stack(nn.Module):
-    def __init__(self):
+    def __init__(self, block, norms):
         super().__init__()
-        self.blocks = nn.ModuleList([_SideBySide(), _SideBySide()])
+        self.blocks = nn.ModuleList([block(norms), block(norms), block(norms)])
 
     def forward(self, x):
         for block in self.blocks:
-            x = block(x)
+            x, _ = block(x)
+        self.left = x
         return x.square().sum()
 
 
 _PLAN = {
-    f"blocks.*.{part}.{i}": word for part in ("one", "two") for i, word in ((0, "colwise"), (2, "rowwise"))
+    **{f"blocks.*.{part}.{i}": w for part in ("one", "two") for i, w in ((0, "colwise"), (2, "rowwise"))},
+    **{f"blocks.*.{part}": w for part, w in (("gate", "colwise"), ("up", "colwise"), ("down", "rowwise"))},
+    **{f"blocks.*.part.{part}": w for part, w in (("up", "colwise"), ("down", "rowwise"))},
 }
 
 
-def _gathers_once(training):
+def _plan_of(model):
+    names = [name.replace(".0", ".*", 1) for name, _ in model.blocks[:1].named_modules(prefix="blocks")]
+    return {pattern: word for pattern, word in _PLAN.items() if pattern in names}
+
+
+def _against_one_device(block, *, norms=1, training=True, sequence=True, tokens=6):
+    """What the second step sent; values and gradients are those of one device."""
     mesh = rank_mesh((2,), ("tp",))
     torch.manual_seed(0)
-    plain = _Stack().train(training)
+    plain = _Stack(block, norms).train(training)
     ours = copy.deepcopy(plain)
-    parallelize_tensor(ours, mesh, _PLAN, sequence_parallel=True)
-    x = torch.randn(2, 6, 8)
+    parallelize_tensor(ours, mesh, _plan_of(ours), sequence_parallel=sequence)
+    x = torch.randn(2, tokens, 8)
     for recorded in (True, False, True) if training else (False, False):
         for model in (plain, ours):
             model.zero_grad()
@@ -200,12 +255,35 @@ def _gathers_once(training):
             expected.backward()
             for (n, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-4, msg=n)
-        reasons = [event.reason for event in sent.collectives]
-        gathers = [each for each in reasons if each.startswith("redistribute:") and "terms" not in each]
-        assert len(gathers) == (1 if training else 2), sent  # what the first block reads is whole
+    if sequence:
+        assert ours.left.placements == (sw.Shard(1),)
+    return sent
+
+
+def _gathers_once(training):
+    sent = _against_one_device(_Gated, training=training)
+    reasons = [event.reason for event in sent.collectives]
+    gathers = [each for each in reasons if each.startswith("redistribute:") and "terms" not in each]
+    assert len(gathers) == (2 if training else 4), sent  # what the first block reads is whole
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_parts_side_by_side_share_the_gathered_stream(ranks, training):
-    """In evaluation the stream is written for a third part, which is handed what was written."""
+def test_matrices_that_read_one_stream_share_what_was_gathered(ranks, training):
+    """In evaluation the stream is written for the second, which is handed what was written."""
     ranks(2, _gathers_once, training)
+
+
+def _sends_no_more(block, norms, tokens):
+    whole, cut = (
+        _against_one_device(block, norms=norms, sequence=sequence, tokens=tokens)
+        for sequence in (False, True)
+    )
+    assert cut.bytes == whole.bytes, (whole, cut)
+    assert len(cut.collectives) == 2 * len(whole.collectives)
+
+
+@pytest.mark.parametrize("tokens", [6, 7])
+@pytest.mark.parametrize(("block", "norms"), [(_SideBySide, 1), (_SideBySide, 2), (_Flat, 1), (_Gated, 1)])
+def test_no_block_sends_more_when_the_stream_is_cut(ranks, block, norms, tokens):
+    """Halves of all-reduces in place of all-reduces: parts side by side, parts that flatten their rows."""
+    ranks(2, _sends_no_more, block, norms, tokens)

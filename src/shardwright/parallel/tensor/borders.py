@@ -92,7 +92,7 @@ def hang(borders: Borders, mesh: DeviceMesh) -> None:
             handed = partial(gathered if border.gathers else _some, axis)
             module.register_forward_pre_hook(partial(_before, handed), with_kwargs=True)
         if border.leaves:
-            module.register_forward_hook(partial(_after, partial(_some, axis)))
+            module.register_forward_hook(partial(_after, axis), with_kwargs=True)
         elif border.finishes:
             module.register_forward_hook(partial(_finished, axis))
 
@@ -103,11 +103,14 @@ def _before(
     return tuple(map(handed, args)), {name: handed(value) for name, value in kwargs.items()}
 
 
-def _after(left: Callable[[Any], Any], _: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
-    """The stream is what a module returns, or the first of it."""
+def _after(axis: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """The stream is what a module returns, or the first of it; rows and tokens may be one dim (Llama 4)."""
     if type(out) is tuple and out:
-        return (left(out[0]), *out[1:])
-    return left(out)
+        return (_after(axis, _, args, kwargs, out[0]), *out[1:])
+    handed = next((x for x in (*args, *kwargs.values()) if _is_stream(x)), None)
+    if handed is None or not isinstance(out, DTensor) or out.ndim != 2 or out.numel() != handed.numel():
+        return _some(axis, out)
+    return _some(axis, out.view(handed.shape)).flatten(0, 1)
 
 
 def _whole(axis: str, value: Any) -> Any:

@@ -4,11 +4,14 @@ A block is a stream that is normed and added to, and parts (attention, MLP) that
 handed all tokens and leaves some: what it leaves is a pending sum, whose reduction sends half of what an
 all-reduce does when each rank is handed its tokens only; the other half is the gather at the next part. So
 norms, dropouts and additions compute on, and keep for the backward, 1/n of the stream.
+
+Parts that stand side by side (Phi, GPT-NeoX) are summed before anything else reads them. Each by itself would
+be reduced, and its gradient gathered, where one all-reduce serves them all: there the block is the part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -20,6 +23,7 @@ from shardwright.parallel.tensor.words import Along
 from shardwright.placement.base import Placement
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_SIDE_BY_SIDE = ("use_parallel_residual", "parallel_attn")  # how blocks or their configurations say so
 
 
 def read_blocks(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement]) -> Borders:
@@ -37,16 +41,15 @@ def read_blocks(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement]) 
             "  fix: name the matrices of the blocks in the plan, or leave sequence_parallel out"
         )
     borders: Borders = {}
+    named = {module.get_submodule(path) for path, word in said.modules.items() if word.sequence}
     for block in blocks:
-        borders |= _parts(block, along)
+        borders |= _parts(block, along, named)
     inside = {m for block in blocks for m in block.modules()}
     for child in module.modules():
         if child not in inside:
             borders |= _outside(child, along)
-    for path, word in said.modules.items():
-        if word.sequence:
-            named = module.get_submodule(path)
-            borders[named] = replace(borders.get(named, Border()), cuts=True, gathers=False)
+    for child in named:
+        borders[child] = replace(borders.get(child, Border()), cuts=True, gathers=False)
     return borders
 
 
@@ -80,22 +83,44 @@ def _blocks(module: nn.Module, cut: set[nn.Module]) -> Iterator[nn.Module]:
             yield from _blocks(child, cut)
 
 
-def _parts(block: nn.Module, along: Mapping[nn.Module, Along]) -> Borders:
+def _parts(block: nn.Module, along: Mapping[nn.Module, Along], named: Container[nn.Module]) -> Borders:
     """The parts of a block, which hold matrices; a list of parts (T5) is a list of blocks.
 
     Those too that the plan leaves whole: on some tokens, each rank would make a term of all their gradients.
     """
+    if not any(m in named for m in block.modules()) and _stands_side_by_side(block, along):
+        return {block: Border(gathers=True, leaves=True)}
     found: Borders = {}
     for child in block.children():
-        if not any(p.ndim > 1 for p in child.parameters()):
+        if not _has_matrices(child):
             continue
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             for item in child.children():
-                found |= _parts(item, along)
+                found |= _parts(item, along, named)
         else:
             kind = along.get(child)
             found[child] = Border(gathers=kind is not Along.INPUTS, leaves=kind is not Along.OUTPUTS)
     return _sharing(block, found)
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    return any(p.ndim > 1 for p in module.parameters())
+
+
+def _stands_side_by_side(block: nn.Module, along: Mapping[nn.Module, Along]) -> bool:
+    """Do parts of the block read what no other part has written: fewer norms than parts that leave something?
+
+    A block of which this is not true is right as well, and sends no more; its norms compute on all tokens.
+    """
+    words = (
+        getattr(says, word, False) for says in (block, vars(block).get("config")) for word in _SIDE_BY_SIDE
+    )
+    if any(words):
+        return True
+    children = [child for child in block.children() if not isinstance(child, (nn.ModuleList, nn.ModuleDict))]
+    parts = sum(_has_matrices(child) and along.get(child) is not Along.OUTPUTS for child in children)
+    norms = sum("norm" in type(child).__name__.lower() for child in children)
+    return 0 < norms < parts
 
 
 def _sharing(block: nn.Module, parts: Borders) -> Borders:
