@@ -50,12 +50,16 @@ class Model(nn.Module):
 
 
 PART, INTO, OUT_OF = Border(gathers=True, leaves=True), Border(gathers=True), Border(leaves=True)
+CUTS, AS_IT_IS = Border(cuts=True), Border()
 
 
 def _borders(words):
     model = Model()
     said = spoken(model, words, strict=True)
-    placements = {"colwise": sw.Shard(0), "rowwise": sw.Shard(1), "sequence_parallel": sw.Replicate()}
+    placements = {
+        "colwise": sw.Shard(0), "rowwise": sw.Shard(1), "sequence_parallel": sw.Replicate(),
+        "embedding_rowwise": sw.Shard(0),
+    }  # fmt: skip
     cuts = {each.name: placements[words[each.pattern]] for each in said.parameters}
     names = {module: name for name, module in model.named_modules()}
     return {names[module]: border for module, border in read_blocks(model, said, cuts).items()}
@@ -63,20 +67,24 @@ def _borders(words):
 
 def test_parts_gather_and_leave_and_so_do_matrices_of_the_block_itself():
     words = {"blocks.0.mlp.up": "colwise", "blocks.0.wide": "colwise", "blocks.0.narrow": "rowwise"}
-    assert _borders(words) == {
-        "table": OUT_OF, "positions": OUT_OF,
-        "blocks.0.mlp": PART, "blocks.0.wide": INTO, "blocks.0.narrow": OUT_OF,
+    found = {
+        "blocks.0": CUTS, "blocks.0.mlp": PART, "blocks.0.wide": INTO, "blocks.0.narrow": OUT_OF,
         "blocks.1": PART,  # whole, but the stream goes through it
+        "head": INTO,
     }  # fmt: skip
+    found |= {f"more.0.layer.0.{name}": INTO for name in ("mlp.up", "mlp.down", "wide", "narrow")}
+    assert _borders(words) == found
+    begun = _borders({**words, "table": "embedding_rowwise"})
+    assert begun == {**found, "table": OUT_OF, "positions": OUT_OF, "blocks.0": AS_IT_IS}
 
 
-def test_a_head_that_is_cut_reads_all_tokens_and_a_list_of_parts_is_a_list_of_blocks():
+def test_a_head_reads_all_tokens_and_a_list_of_parts_is_a_list_of_blocks():
     layer = "more.0.layer.0"
     words = {f"{layer}.mlp.up": "colwise", f"{layer}.wide": "colwise", f"{layer}.narrow": "rowwise"}
     found = _borders({**words, "head": "colwise"})
     assert found["head"] == INTO
     assert {name for name in found if name.startswith("more")} == {
-        "more.0.layer.0.mlp", "more.0.layer.0.wide", "more.0.layer.0.narrow",
+        "more.0", "more.0.layer.0.mlp", "more.0.layer.0.wide", "more.0.layer.0.narrow",
     }  # fmt: skip
 
 
@@ -85,7 +93,7 @@ def test_parts_with_fewer_norms_stand_side_by_side_unless_a_word_says_where_the_
     found = _borders({"blocks.0.mlp.up": "colwise", "blocks.0.norm": "sequence_parallel"})
     assert found["blocks.0.norm"] == Border(cuts=True)
     assert found["blocks.0.mlp"] == PART
-    assert "blocks.0" not in found
+    assert found["blocks.0"] == CUTS
 
 
 def test_a_word_cuts_what_a_module_reads():
@@ -209,14 +217,76 @@ class _Flattens(nn.Module):
         return self.down(self.up(x.flatten(0, 1)).sigmoid()), None
 
 
+class _Adds(nn.Module):
+    """Its part is handed the stream, and adds to it what its matrix makes (BLOOM)."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.norm, self.part = nn.LayerNorm(8), _AddsItself()
+
+    def forward(self, x):
+        return self.part(self.norm(x), x), "no stream"
+
+
+class _AddsItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x, residual):
+        return residual + self.down(self.up(x).sigmoid())
+
+
+class _NormsBehind(nn.Module):
+    """Its part norms the sum of the stream and what its matrix makes (BERT)."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.part = _NormsItself()
+
+    def forward(self, x):
+        return self.part(x), "no stream"
+
+
+class _NormsItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 12), nn.Linear(12, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(x + self.down(self.up(x).sigmoid()))
+
+
+class _Crosses(nn.Module):
+    """A part that reads another stream as well, the same in all blocks, as a decoder does."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.norm, self.part = nn.LayerNorm(8), _ReadsTwo()
+
+    def forward(self, x, other=None):
+        return x + self.part(self.norm(x), other=x if other is None else other), "no stream"
+
+
+class _ReadsTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x, other):
+        return self.down(self.up(x) * self.gate(other).sigmoid())
+
+
 class _Stack(nn.Module):
     def __init__(self, block, norms):
         super().__init__()
-        self.blocks = nn.ModuleList([block(norms), block(norms), block(norms)])
+        self.blocks = nn.ModuleList(block(norms) for _ in range(4))
 
     def forward(self, x):
-        for block in self.blocks:
-            x, _ = block(x)
+        first, *others = self.blocks
+        beside = (first(x)[0],) if isinstance(first, _Crosses) else ()
+        for at, block in enumerate(others if beside else self.blocks):
+            x, _ = block(x, *beside[:at])
         self.left = x
         return x.square().sum()
 
@@ -224,7 +294,10 @@ class _Stack(nn.Module):
 _PLAN = {
     **{f"blocks.*.{part}.{i}": w for part in ("one", "two") for i, w in ((0, "colwise"), (2, "rowwise"))},
     **{f"blocks.*.{part}": w for part, w in (("gate", "colwise"), ("up", "colwise"), ("down", "rowwise"))},
-    **{f"blocks.*.part.{part}": w for part, w in (("up", "colwise"), ("down", "rowwise"))},
+    **{
+        f"blocks.*.part.{part}": w
+        for part, w in (("up", "colwise"), ("gate", "colwise"), ("down", "rowwise"))
+    },
 }
 
 
@@ -264,7 +337,7 @@ def _gathers_once(training):
     sent = _against_one_device(_Gated, training=training)
     reasons = [event.reason for event in sent.collectives]
     gathers = [each for each in reasons if each.startswith("redistribute:") and "terms" not in each]
-    assert len(gathers) == (2 if training else 4), sent  # what the first block reads is whole
+    assert len(gathers) == (3 if training else 6), sent  # what the first block reads is whole
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -282,8 +355,49 @@ def _sends_no_more(block, norms, tokens):
     assert len(cut.collectives) == 2 * len(whole.collectives)
 
 
+_BLOCKS = [_SideBySide, _Flat, _Gated, _Adds, _NormsBehind, _Crosses]
+
+
 @pytest.mark.parametrize("tokens", [6, 7])
-@pytest.mark.parametrize(("block", "norms"), [(_SideBySide, 1), (_SideBySide, 2), (_Flat, 1), (_Gated, 1)])
+@pytest.mark.parametrize(("block", "norms"), [(_SideBySide, 2), *((block, 1) for block in _BLOCKS)])
 def test_no_block_sends_more_when_the_stream_is_cut(ranks, block, norms, tokens):
     """Halves of all-reduces in place of all-reduces: parts side by side, parts that flatten their rows."""
     ranks(2, _sends_no_more, block, norms, tokens)
+
+
+class _Reads(nn.Module):
+    """A table, blocks and a head, of which a plan cuts the blocks alone."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.table, self.head = nn.Embedding(rows, 8), nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(_NormsBehind(1) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for block in self.blocks:
+            x, _ = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def _gradients_of_what_is_whole(rows, sequence):
+    mesh = rank_mesh((2,), ("tp",))
+    torch.manual_seed(0)
+    plain = _Reads(rows)
+    ours, tokens = copy.deepcopy(plain), torch.arange(12).view(2, 6)
+    plain(tokens).backward()
+    parallelize_tensor(ours, mesh, _plan_of(ours), sequence_parallel=sequence)
+    with sw.spmd(mesh, check=False):
+        ours(tokens).backward()
+    for (n, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-4, msg=n)
+    return [p.grad.placements for p in (ours.table.weight, ours.head.weight)]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tables_and_heads_that_are_whole_get_whole_gradients_where_tokens_are_fewer(ranks, sequence):
+    """Gradients of what tokens look up and read are reduced, and not those of the table and the head."""
+    whole, pending = (sw.Replicate(),), (sw.Partial(),)
+    assert ranks(2, _gradients_of_what_is_whole, 64, sequence)[0] == [whole, whole]
+    small = ranks(2, _gradients_of_what_is_whole, 16, sequence)[0]
+    assert small == [whole if sequence else pending, whole]

@@ -6,7 +6,7 @@ stream is cut and gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
-from shardwright.parallel.tensor.said import Spoken
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
 from shardwright.tensor.dtensor import DTensor
@@ -35,6 +34,7 @@ class Border:
         cuts: what it is handed has this rank's tokens.
         finishes: what it looked up in a cut table is finished, if that sends less than its table would.
         shared: what it was handed was gathered for another part of its block already, perhaps.
+        beside: what it is handed beside the stream, as what an encoder made, is gathered once for all blocks.
     """
 
     gathers: bool = False
@@ -42,16 +42,17 @@ class Border:
     cuts: bool = False
     finishes: bool = False
     shared: Gathered | None = field(default=None, compare=False)
+    beside: Gathered | None = field(default=None, compare=False)
 
 
 class Gathered:
-    """The stream that parts of one block read side by side: gathered for the first of them, while it runs."""
+    """A stream that several parts of a module read: gathered for the first of them, while the module runs."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._last: tuple[Any, ...] = ()
         self._runs = False
-        block.register_forward_pre_hook(partial(self._begin, True))
-        block.register_forward_hook(partial(self._begin, False), always_call=True)
+        module.register_forward_pre_hook(partial(self._begin, True))
+        module.register_forward_hook(partial(self._begin, False), always_call=True)
 
     def of(self, axis: str, value: Any) -> Any:
         """`_whole` of the value, made once."""
@@ -70,37 +71,45 @@ class Gathered:
 Borders = dict[nn.Module, Border]
 
 
-def of_embeddings(said: Spoken, cuts: Mapping[str, Placement]) -> Borders:
-    """Embeddings whose rows are cut.
+def of_embeddings(module: nn.Module) -> Borders:
+    """Embeddings: what is looked up, or its gradient, is finished where its table is larger.
 
-    A rank has the rows of its own tokens, and zeros: a pending sum. Its gradient, left pending, would make
-    that of the whole table pending too, to be reduced in the size of the vocabulary.
+    Of a table whose rows are cut a rank has the rows of its own tokens, and zeros: a pending sum. Its
+    gradient, and that of a whole table, left pending, would make that of the table pending too, to be
+    reduced in the size of the vocabulary.
     """
-    return {
-        each.owner: Border(finishes=True)
-        for each in said.parameters
-        if isinstance(each.owner, nn.Embedding) and cuts.get(each.name) == Shard(0)
-    }
+    return {child: Border(finishes=True) for child in module.modules() if isinstance(child, nn.Embedding)}
 
 
 def hang(borders: Borders, mesh: DeviceMesh) -> None:
     """Hang the hooks that gather, cut and finish the stream on the modules."""
     (axis,) = axis_names(mesh)
     for module, border in borders.items():
-        if border.gathers or border.cuts:
+        if border.gathers or border.cuts or border.beside is not None:
             gathered = _whole if border.shared is None else border.shared.of
-            handed = partial(gathered if border.gathers else _some, axis)
-            module.register_forward_pre_hook(partial(_before, handed), with_kwargs=True)
+            first = gathered if border.gathers else _some if border.cuts else _as_it_is
+            others = first if border.beside is None else border.beside.of
+            module.register_forward_pre_hook(
+                partial(_before, partial(first, axis), partial(others, axis)), with_kwargs=True
+            )
         if border.leaves:
             module.register_forward_hook(partial(_after, axis), with_kwargs=True)
         elif border.finishes:
             module.register_forward_hook(partial(_finished, axis))
 
 
+Hand = Callable[[Any], Any]
+
+
 def _before(
-    handed: Callable[[Any], Any], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    first: Hand, others: Hand, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(map(handed, args)), {name: handed(value) for name, value in kwargs.items()}
+    """The first stream is the one that goes through the module."""
+    given, hand = [*args, *kwargs.values()], first
+    for place, value in enumerate(given):
+        if _is_stream(value):
+            given[place], hand = hand(value), others
+    return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
 
 def _after(axis: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
@@ -111,6 +120,10 @@ def _after(axis: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if handed is None or not isinstance(out, DTensor) or out.ndim != 2 or out.numel() != handed.numel():
         return _some(axis, out)
     return _some(axis, out.view(handed.shape)).flatten(0, 1)
+
+
+def _as_it_is(_: str, value: Any) -> Any:
+    return value
 
 
 def _whole(axis: str, value: Any) -> Any:
@@ -132,10 +145,17 @@ def _finished(axis: str, table: nn.Module, _: tuple[Any, ...], out: Any) -> Any:
 
     An all-reduce of the one sends twice its size, the reduction of the other to its parts once.
     """
-    if not isinstance(out, DTensor) or not _placement(out, axis).is_pending:
+    rows = sum(p.numel() for p in table.parameters(recurse=False))
+    if not isinstance(out, DTensor) or 2 * out.numel() >= rows:
         return out
-    smaller = 2 * out.numel() < sum(p.numel() for p in table.parameters(recurse=False))
-    return out.redistribute({axis: Replicate()}) if smaller else out
+    if out.requires_grad and not torch.compiler.is_compiling():
+        out.register_hook(partial(_without_terms, axis))  # type: ignore[no-untyped-call]
+    return _without_terms(axis, out)
+
+
+def _without_terms(axis: str, value: Any) -> Any:
+    is_pending = isinstance(value, DTensor) and _placement(value, axis).is_pending
+    return value.redistribute({axis: Replicate()}) if is_pending else value
 
 
 def _is_stream(value: Any) -> bool:

@@ -44,7 +44,7 @@ def place_by_words(
     cuts = _placements(module, said, placed, mesh.size())
     _tell_idle(module, said, cuts)
     sequence = sequence or any(word.sequence for word in said.modules.values())
-    borders = of_embeddings(said, cuts)
+    borders = of_embeddings(module)
     if sequence:
         borders |= read_blocks(module, said, cuts)
     (axis,) = axis_names(mesh)

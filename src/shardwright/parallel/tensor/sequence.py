@@ -7,10 +7,12 @@ norms, dropouts and additions compute on, and keep for the backward, 1/n of the 
 
 Parts that stand side by side (Phi, GPT-NeoX) are summed before anything else reads them. Each by itself would
 be reduced, and its gradient gathered, where one all-reduce serves them all: there the block is the part.
+Where a part adds and norms the stream itself (BERT), its matrices are the parts.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 
@@ -23,6 +25,7 @@ from shardwright.parallel.tensor.words import Along
 from shardwright.placement.base import Placement
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_ADDED = frozenset({"residual", "input_tensor"})  # what modules call the stream that they add to
 _SIDE_BY_SIDE = ("use_parallel_residual", "parallel_attn")  # how blocks or their configurations say so
 
 
@@ -42,12 +45,16 @@ def read_blocks(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement]) 
         )
     borders: Borders = {}
     named = {module.get_submodule(path) for path, word in said.modules.items() if word.sequence}
-    for block in blocks:
-        borders |= _parts(block, along, named)
     inside = {m for block in blocks for m in block.modules()}
-    for child in module.modules():
-        if child not in inside:
-            borders |= _outside(child, along)
+    outside = [child for child in module.modules() if child not in inside]
+    begins = any(isinstance(child, nn.Embedding) and child in along for child in outside)
+    beside = Gathered(module)
+    for block in blocks:
+        borders |= _sharing(block, _parts(block, along, named))
+        whole = borders.get(block, Border(cuts=not begins))
+        borders[block] = replace(whole, beside=beside)
+    for child in outside:
+        borders |= _outside(child, begins)
     for child in named:
         borders[child] = replace(borders.get(child, Border()), cuts=True, gathers=False)
     return borders
@@ -88,19 +95,34 @@ def _parts(block: nn.Module, along: Mapping[nn.Module, Along], named: Container[
 
     Those too that the plan leaves whole: on some tokens, each rank would make a term of all their gradients.
     """
-    if not any(m in named for m in block.modules()) and _stands_side_by_side(block, along):
+    children = [child for child in block.children() if _has_matrices(child)]
+    opened = {child for child in children if any(_adds_to_the_stream(m, along) for m in child.modules())}
+    if not opened and not any(m in named for m in block.modules()) and _stands_side_by_side(block, along):
         return {block: Border(gathers=True, leaves=True)}
     found: Borders = {}
-    for child in block.children():
-        if not _has_matrices(child):
-            continue
+    for child in children:
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             for item in child.children():
                 found |= _parts(item, along, named)
+        elif child in opened:
+            found |= _parts(child, along, named)
         else:
             kind = along.get(child)
             found[child] = Border(gathers=kind is not Along.INPUTS, leaves=kind is not Along.OUTPUTS)
-    return _sharing(block, found)
+    return found
+
+
+def _adds_to_the_stream(module: nn.Module, along: Mapping[nn.Module, Along]) -> bool:
+    """Does the module add what its own matrix leaves to the stream: is it handed it, or norms it the sum?"""
+    out_of = [child for child in module.children() if along.get(child) is Along.INPUTS]
+    if not out_of or _ADDED & inspect.signature(module.forward).parameters.keys():
+        return bool(out_of)
+    wide = {n for child in out_of for p in child.parameters() for n in p.shape}
+    return any(not wide.isdisjoint(p.shape) for norm in _norms(module) for p in norm.parameters())
+
+
+def _norms(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module.children() if "norm" in type(child).__name__.lower()]
 
 
 def _has_matrices(module: nn.Module) -> bool:
@@ -119,8 +141,7 @@ def _stands_side_by_side(block: nn.Module, along: Mapping[nn.Module, Along]) -> 
         return True
     children = [child for child in block.children() if not isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     parts = sum(_has_matrices(child) and along.get(child) is not Along.OUTPUTS for child in children)
-    norms = sum("norm" in type(child).__name__.lower() for child in children)
-    return 0 < norms < parts
+    return 0 < len(_norms(block)) < parts
 
 
 def _sharing(block: nn.Module, parts: Borders) -> Borders:
@@ -129,10 +150,10 @@ def _sharing(block: nn.Module, parts: Borders) -> Borders:
     return {part: replace(border, shared=shared) for part, border in parts.items()}
 
 
-def _outside(module: nn.Module, along: Mapping[nn.Module, Along]) -> Borders:
-    """An embedding begins the stream; a head that is cut reads all of it."""
+def _outside(module: nn.Module, begins: bool) -> Borders:
+    """Embeddings begin the stream where one is cut, else the first block; matrices read all of it."""
     if isinstance(module, nn.Embedding):
-        return {module: Border(leaves=True)}
-    if along.get(module) is Along.OUTPUTS:
+        return {module: Border(leaves=True)} if begins else {}
+    if any(p.ndim > 1 for p in module.parameters(recurse=False)):
         return {module: Border(gathers=True)}
     return {}
