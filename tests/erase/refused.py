@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
+from shardwright.parallel import parallelize_replicate
 from shardwright.testing.meshes import rank_mesh
 
 from .programs import assert_equal
@@ -195,3 +196,29 @@ def is_refused(name):
 
 _WITHOUT_A_LINE = ("Counter", "appends", "draws_in_numpy", "gives_an_object")
 NAMES = ["Counter", *(program.__name__ for program in REFUSED)]
+
+
+def recurs():
+    """The kernel of an LSTM asks whether gradients are recorded: trained as it is, evaluated erased."""
+    x, model = torch.randn(4, 5, 6), nn.LSTM(6, 8, batch_first=True)
+    wanted = model(x)[0].square().sum()
+    wanted.backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    parallelize_replicate(model, rank_mesh((dist.get_world_size(),), ("dp",)))
+
+    def step(x):
+        model.zero_grad()
+        loss = model(x)[0].square().sum() / dist.get_world_size()
+        loss.backward()
+        return loss.detach()
+
+    fast, evaluate = sw.erase(step), sw.erase(lambda x: model(x)[0])
+    for _ in range(4):
+        torch.testing.assert_close(fast(x) * dist.get_world_size(), wanted.detach())
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), gradient)
+        with torch.no_grad():
+            torch.testing.assert_close(evaluate(x), model(x)[0])
+    assert "does otherwise without gradients" in str(fast.report()), str(fast.report())
+    assert evaluate.report().replays, str(evaluate.report())

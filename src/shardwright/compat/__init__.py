@@ -79,6 +79,8 @@ preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
 transforms_on = torch._C._are_functorch_transforms_active
 view_tracking = torch.autograd._force_original_view_tracking
 without_modes = _python_dispatch._disable_current_modes
+# What says that a tensor's strides do not merge to a view: the kernels, and torch's descriptions of them.
+CANNOT_VIEW = (RuntimeError, ValueError)
 # Calls a function below the classes of its arguments: (function, types, args, kwargs).
 without_subclasses = torch._C._disabled_torch_function_impl
 # A block in which torch's dispatcher skips autograd: nothing is recorded, and nobody is asked.

@@ -36,6 +36,7 @@ _HERE = "shardwright/erased"
 _READS = frozenset({aten._local_scalar_dense.default, aten.item.default})
 _LOOKED_AT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _REPLACES_MEMORY = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
+_ASKS_FOR_GRADIENTS = frozenset({"aten::mkldnn_rnn_layer"})  # what its backward needs is None without
 FUNCTIONAL = "_c10d_functional"
 DATA = "aten::lift_fresh"
 _FROM_NOWHERE = "it takes a tensor that is neither given nor found in the program"
@@ -189,6 +190,8 @@ class Recording(TorchDispatchMode):
         name = func._schema.name
         if name in _REPLACES_MEMORY:
             self.refuse(name, "it gives a tensor other memory")
+        elif name in _ASKS_FOR_GRADIENTS and torch.is_grad_enabled():
+            self.refuse(name, "its kernel does otherwise without gradients, and a replay records none")
         elif func.namespace == "c10d":
             self.refuse(name, "it talks to a process group beside the functional collectives")
         elif varies and any(tag in func.tags for tag in _LOOKED_AT):

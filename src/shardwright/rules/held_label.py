@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import _lru_cache_wrapper, cached_property
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardwright.compat import FakeTensor, assert_async
+from shardwright.compat import FakeTensor, assert_async, modes_on
 from shardwright.index.runs import Runs, intervals, total
 from shardwright.remember import remembered
+
+Pieces: TypeAlias = tuple[tuple[int, int], ...]  # (start, length) of contiguous indices, in local order
+_Indices = TypeVar("_Indices", Tensor, tuple[Tensor, Tensor])
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,8 @@ class Held:
         return total(self.runs)
 
     @cached_property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
-        """The indices as `(start, length)` of contiguous pieces, in local order."""
+    def pieces(self) -> Pieces:
+        """The indices as contiguous pieces."""
         return tuple(intervals(self.runs))
 
     @cached_property
@@ -41,7 +45,7 @@ class Held:
         """The logical indices in local order:  [] -> i64[length]."""
         if self.start is not None:
             return torch.arange(self.start, self.start + self.length, device=device)
-        return _positions(self.pieces, torch.device(device))
+        return _kept(_positions, self.pieces, torch.device(device))
 
     def locate(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Where logical indices stand on this coord:  [...] -> i64[...], bool[...].
@@ -52,7 +56,7 @@ class Held:
             local = index - self.start
             here = (local >= 0) & (local < self.length)
             return local.masked_fill(~here, 0), here
-        ordered, order = _ordered(self.pieces, index.device)
+        ordered, order = _kept(_ordered, self.pieces, index.device)
         at = torch.searchsorted(ordered, index.contiguous()).clamp_(max=self.length - 1)
         here = ordered[at] == index
         return order[at].masked_fill(~here, 0), here
@@ -68,14 +72,19 @@ class Held:
         return torch.where(index < 0, index + self.size, index)
 
 
+def _kept(made: _lru_cache_wrapper[_Indices], pieces: Pieces, device: torch.device) -> _Indices:
+    """What is remembered; under a mode made anew: neither has a use for tensors of the other."""
+    return made.__wrapped__(pieces, device) if modes_on() else made(pieces, device)
+
+
 @remembered(256)
-def _positions(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+def _positions(pieces: Pieces, device: torch.device) -> Tensor:
     ranges = [torch.arange(start, start + length, device=device) for start, length in pieces]
     return torch.cat(ranges)
 
 
 @remembered(256)
-def _ordered(pieces: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _ordered(pieces: Pieces, device: torch.device) -> tuple[Tensor, Tensor]:
     """The indices in ascending order, and where each stands locally."""
-    found = torch.sort(_positions(pieces, device))
+    found = torch.sort(_kept(_positions, pieces, device))
     return found.values, found.indices

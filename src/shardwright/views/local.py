@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.compat import neg_view
+from shardwright.compat import CANNOT_VIEW, neg_view
 from shardwright.compat.graph_order import nothing_of
 from shardwright.index.region import Shape
 from shardwright.index.runs import intervals
@@ -63,7 +63,7 @@ class LocalView:
             return noted_as(local, memory_of(local).reshape(-1)[index].view(self.shape)), True
         try:
             return local.view(self.shape), False
-        except RuntimeError:  # the local strides do not merge, although the logical ones do
+        except CANNOT_VIEW:  # the local strides do not merge, although the logical ones do
             return noted_as(local, memory_of(local).reshape(self.shape)), True
 
     def put(self, local: Tensor, values: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import modes_on, tree_leaves, tree_map_only
+from shardwright.compat import CANNOT_VIEW, modes_on, tree_leaves, tree_map_only
 from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs, Op
@@ -218,7 +218,7 @@ def _run_prepared(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tens
             return found
     try:
         out = run(prepared, func, args, kwargs, tensors)
-    except RuntimeError:
+    except CANNOT_VIEW:
         again = take.anew(prepared, func, args, kwargs, tensors)
         if again is None:
             raise

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardwright.compat import CANNOT_VIEW
 from shardwright.remember import memo
 from shardwright.rules.call import Args, Op
 from shardwright.tensor.dispatch.prepared import Prepared
@@ -35,7 +36,7 @@ class LocalReshape:
         """The view; a copy that remembers its base where the local strides do not merge."""
         try:
             return wrap(func._op(args[0]._local_tensor, self.size), self.spec)
-        except RuntimeError:
+        except CANNOT_VIEW:
             found = copied_reshape(self.spec, func, args, {}, args[0])
             if found is None:
                 raise

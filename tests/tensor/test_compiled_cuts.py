@@ -1,0 +1,73 @@
+"""Graphs of what is computed over a cut dim: beside one device, and beside what ran without a graph."""
+
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.nn import functional
+
+import shardwright as sw
+from shardwright.index.runs import Run
+from shardwright.rules.held_label import Held
+from shardwright.testing.meshes import rank_mesh
+from shardwright.views.local import LocalView
+
+
+def _holes():
+    """Two pieces of a label, which no range is."""
+    return Held(8, (Run(offset=0, size=2, stride=6, repeat=2),))
+
+
+def test_indices_that_a_graph_asked_for_are_not_kept_for_those_who_have_values():
+    with FakeTensorMode():
+        assert isinstance(_holes().positions(), FakeTensor)
+        assert all(isinstance(x, FakeTensor) for x in _holes().locate(torch.zeros(2, dtype=torch.int64)))
+    assert _holes().positions().tolist() == [0, 1, 6, 7]
+    local, here = _holes().locate(torch.tensor([6, 3]))
+    assert local.tolist() == [2, 0]
+    assert here.tolist() == [True, False]
+    with FakeTensorMode():
+        assert isinstance(_holes().positions(), FakeTensor)
+
+
+def test_a_local_view_whose_strides_do_not_merge_is_a_copy_in_a_graph_too():
+    view = LocalView((24,), None, None, overlaps=False)
+    _, copied = view.take(torch.randn(4, 6).t())
+    with FakeTensorMode():
+        found, in_graph = view.take(torch.randn(4, 6).t())
+    assert (copied, in_graph, found.shape) == (True, True, (24,))
+
+
+def _normed(x):
+    return functional.group_norm(x, 2).square().sum()
+
+
+def _heads(x):
+    """What attention of torch makes of queries, keys and values in one matrix."""
+    parts = x.view(*x.shape[:-1], 3, 8).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
+    query, key, value = (part.view(5, 14, 4).transpose(0, 1) for part in (parts[0], parts[1], parts[2]))
+    return (query @ key.mT @ value).square().sum()
+
+
+def _computes(function, shape, placement):
+    """Compiled, as it is, and compiled anew: on every rank what one device has."""
+    full = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    whole = full.clone().requires_grad_()
+    wanted = function(whole)
+    wanted.backward()
+    mesh = rank_mesh((2,))
+    for compiled in (True, False, True):
+        torch._dynamo.reset()
+        called = torch.compile(function, backend="aot_eager") if compiled else function
+        x = sw.distribute_tensor(full, mesh, [placement], src_data_rank=None).requires_grad_()
+        with sw.spmd(mesh):
+            found = called(x)
+        found.backward()
+        torch.testing.assert_close(found.detach().full_tensor(), wanted.detach())
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+
+
+def test_group_norm_over_cut_channels_compiles_before_and_after_it_ran(ranks):
+    ranks(2, _computes, _normed, (3, 10, 2, 2), sw.ZigZag(1), fresh=True)
+
+
+def test_heads_of_a_matrix_that_is_cut_through_them_compile(ranks):
+    ranks(2, _computes, _heads, (5, 7, 24), sw.Interleaved(2, 2), fresh=True)
