@@ -1,5 +1,9 @@
 """One family of errors. Each class says its cause; the message says what, where, why, and what to do."""
 
+import math
+from numbers import Integral, Real
+from typing import Any
+
 
 class ShardwrightError(Exception):
     """Base of everything that Shardwright raises on purpose."""
@@ -47,3 +51,12 @@ class SpmdError(ShardwrightError, RuntimeError):
 
 class EraseError(ShardwrightError, RuntimeError):
     """What is asked of an erased function's result is not in its recording."""
+
+
+def refuse_no_number(
+    name: str, value: Any, error: type[ShardwrightError], *, whole: bool = False, fix: str = "give one"
+) -> None:
+    """Raise `error` unless what a caller gave is a finite number above 0; True is none."""
+    kinds: Any = Integral if whole else Real
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+        raise error(f"{name}={value!r:.60} is no {'whole ' if whole else ''}number above 0; {fix}")

@@ -311,3 +311,10 @@ def test_an_export_that_cannot_be_leaves_no_folder(tmp_path: Path, most: Any) ->
     with pytest.raises(CheckpointError, match="has no tensors"):
         save_hf(nn.ReLU(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_elements_that_the_format_has_no_name_for_are_refused(tmp_path: Path) -> None:
+    """They were written as bytes in one more dim, which nobody reads as what they were."""
+    with pytest.raises(CheckpointError, match="weight is complex128, which these files have no name for"):
+        save_hf(nn.Linear(2, 2, dtype=torch.complex128), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -176,3 +176,17 @@ def test_elements_without_a_name_in_the_format_are_kept_bit_for_bit(
         x = torch.zeros_like(bits).view(dtype).view(2, 3)
         load(tmp_path / "c", x=x, in_place=in_place)
         assert torch.equal(x.view(torch.uint8).flatten(), bits)
+
+
+@pytest.mark.parametrize("only", [3, [3], [None], b"x"])
+def test_what_is_no_pattern_is_refused(tmp_path: Path, only: Any) -> None:
+    save(tmp_path / "c", *tuned(1.0))
+    with pytest.raises(CheckpointError, match=r"only=.*: give a pattern of paths, or a list of them"):
+        load(tmp_path / "c", *tuned(2.0), only=only)
+
+
+@pytest.mark.parametrize("path", [3, None, b"x", []])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    for take in (save, load, latest):
+        with pytest.raises(CheckpointError, match="is no path: give a text, a Path, or an address"):
+            take(path)

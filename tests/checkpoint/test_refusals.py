@@ -44,6 +44,7 @@ def test_another_model_is_refused_and_nothing_changes(saved: Path, change: str, 
 
 def test_another_optimizer_is_refused_and_nothing_changes(saved: Path) -> None:
     text, unchanged = refused(saved, None, "nothing", "SGD")
+    assert text.startswith(f"{saved} is not of this state: optimizer: ")
     assert "holds the state of AdamW, not of SGD" in text
     assert unchanged
 
@@ -210,3 +211,11 @@ def test_a_folder_without_a_manifest_says_what_it_is(tmp_path: Path, below: str,
         (tmp_path / below).touch()
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("keep", ["x", None, 0, 1.5, True])
+def test_a_number_of_checkpoints_that_is_none_is_refused(tmp_path: Path, keep: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"keep=.* is no whole number above 0; keep at least 1"):
+        prune(tmp_path, keep=keep)
+    with pytest.raises(CheckpointError, match=r"every=.* is no whole number above 0"):
+        prune(tmp_path, keep=1, every=keep if keep is not None else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import shardwright as sw
 from shardwright.checkpoint import load, load_hf, save, save_hf
 from shardwright.errors import CheckpointError
+from shardwright.testing import rank_mesh
 
 
 class Keeper:
@@ -53,3 +56,40 @@ def test_a_state_of_no_generator_is_refused_and_nothing_changes(tmp_path: Path, 
     with pytest.raises(CheckpointError, match="g is no state of a generator"):
         load(tmp_path / "c", model, g=torch.Generator())
     assert not model.weight.any()
+
+
+def pending(device: str = "cpu") -> nn.Module:
+    """A weight that is ones on each rank, and their sum."""
+    model = nn.Linear(2, 2, bias=False)
+    ones = torch.ones(2, 2, device=device)
+    model.weight = nn.Parameter(sw.DTensor.from_local(ones, rank_mesh((2,), ("a",)), {"a": sw.Partial()}))
+    return model
+
+
+def loads_into_pending(folder: Path) -> list[str]:
+    """Loads that put the whole value on every rank would make a sum of copies of it."""
+    whole = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(whole.weight, 3.0)
+    save(folder / "ours", whole)
+    save_hf(whole, folder / "hf")
+    model, said = pending(), []
+    for call in (
+        lambda: load(folder / "ours", model),
+        lambda: load(folder / "ours", model, in_place=True),
+        lambda: load_hf(model, folder / "hf"),
+        lambda: load_hf(pending("meta"), folder / "hf"),
+    ):
+        try:
+            call()
+        except CheckpointError as error:
+            said.append(str(error))
+        else:
+            said.append("was loaded")
+    assert model.weight.to_local().eq(1).all()
+    return said
+
+
+def test_nothing_is_loaded_into_a_sum_that_is_pending(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    for said in ranks(2, loads_into_pending, tmp_path):
+        for text in said:
+            assert "is not finished: reduce it first" in text, said

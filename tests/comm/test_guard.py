@@ -9,6 +9,9 @@ import sys
 
 import pytest
 
+from shardwright.comm.guard import guarded
+from shardwright.errors import ConfigError
+
 from . import guarded_programs as programs
 
 _SOON = 2.0
@@ -72,3 +75,12 @@ def test_off_the_guard_is_not_on_the_way(ranks):
     for files in ranks(2, programs.files_called):
         assert "comm/execute.py" in files
         assert not {"comm/guard.py", "comm/tap.py"}.intersection(files)
+
+
+@pytest.mark.parametrize("patience", ["x", None, 0, -1.0, float("nan"), True])
+def test_a_patience_that_is_no_time_is_refused_before_anybody_waits(patience):
+    with (
+        pytest.raises(ConfigError, match=r"guarded: patience=.* is no number above 0"),
+        guarded(patience=patience),
+    ):
+        pytest.fail("the block was entered")

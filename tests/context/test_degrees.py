@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from shardwright.context import DeviceMeshParameters
-from shardwright.errors import MeshError
+from shardwright.context import DeviceMeshParameters, register_domain, submesh
+from shardwright.errors import MeshError, ShardwrightError
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.0, "2", True, None])
@@ -49,3 +49,47 @@ def test_a_device_that_is_not_there_is_refused_before_a_group_is_made():
 def test_degrees_are_a_value():
     assert DeviceMeshParameters(tensor_parallel=2) == DeviceMeshParameters(tensor_parallel=2)
     assert DeviceMeshParameters(data_parallel_shard=4, expert_parallel=2).world_size == 4
+
+
+@pytest.mark.parametrize("timeout", ["x", 0, -1, float("nan"), float("inf"), True])
+def test_a_timeout_that_is_no_time_is_refused_before_a_group_is_made(timeout):
+    with pytest.raises(MeshError, match=r"timeout=.* is no number above 0"):
+        DeviceMeshParameters().build(device="cpu", timeout=timeout)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("device", [[], 3])
+def test_a_device_that_is_no_text_is_refused(device):
+    with pytest.raises(MeshError, match="is unknown; use one of cpu, cuda"):
+        DeviceMeshParameters().build(device=device)
+
+
+@pytest.mark.parametrize("axes", [5, None, "ab", [1]])
+def test_axes_of_a_domain_that_are_no_mapping_are_refused(axes):
+    with pytest.raises(MeshError, match="is no mapping of axis names to sizes"):
+        register_domain("mine", axes)
+    with pytest.raises(MeshError, match="is no name; choose another"):
+        register_domain(3, {"a": 1})
+
+
+def _refusals():
+    with DeviceMeshParameters().build(device="cpu") as context:
+        calls = {
+            "unknown axis 3": lambda: submesh(context.mesh_for("batch"), 3),
+            "unknown domain": lambda: context.mesh_for([]),
+            "no axis None": lambda: context.seed(1, shared=None),
+        }
+        return [_said(call) for call in calls.values()], list(calls)
+
+
+def _said(call):
+    try:
+        call()
+    except ShardwrightError as error:
+        return str(error)
+    return ""
+
+
+def test_axes_and_domains_that_are_no_names_are_refused(ranks):
+    for said, words in ranks(1, _refusals):
+        assert [word in text for text, word in zip(said, words, strict=True)] == [True] * len(words), said

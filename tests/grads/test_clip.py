@@ -10,8 +10,8 @@ from torch.nn.utils import clip_grad_norm_ as torch_clip
 
 from shardwright.comm.record import Recorder
 from shardwright.context import DeviceMeshParameters
-from shardwright.errors import ConfigError
-from shardwright.grads import NonFiniteNormError, clip_grad_norm_
+from shardwright.errors import ConfigError, ParallelError
+from shardwright.grads import GradientSynchronizer, NonFiniteNormError, clip_grad_norm_
 from shardwright.placement import Partial, Replicate, Shard
 from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
@@ -203,3 +203,25 @@ def _events():
 def test_one_sum_per_axis_is_norm_and_agreement(ranks):
     """Three kinds of cut and 128 numbers over all four ranks, on the mesh that has them in one axis."""
     assert ranks(4, _events)[0] == [("ep_shard", 8 * (3 + 128) * 2 * 3 // 4), ("dp_replicate", 8 * 128)]
+
+
+@pytest.mark.parametrize("max_norm", ["x", None, [], -1.0, math.nan])
+def test_a_limit_that_is_no_number_is_refused_and_nothing_is_scaled(max_norm):
+    x = nn.Parameter(torch.zeros(4))
+    x.grad = torch.full((4,), 2.0)
+    with pytest.raises(ConfigError, match=r"max_norm=.* is no norm"):
+        clip_grad_norm_([x], max_norm)
+    assert x.grad.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("given", [3, None, "x", [3], [("a",)], [("a", 3)], {"a": torch.ones(2)}])
+def test_what_is_no_parameter_is_refused(given):
+    for take in (lambda x: clip_grad_norm_(x, 1.0), GradientSynchronizer):
+        with pytest.raises(ParallelError, match="is no module, no tensor, and no pair"):
+            take(given)
+
+
+@pytest.mark.parametrize("most", ["x", None, 0, 1.5, math.nan, True])
+def test_buckets_of_no_bytes_are_refused(most):
+    with pytest.raises(ParallelError, match=r"bucket_bytes=.* is no whole number above 0"):
+        GradientSynchronizer([], most)

@@ -1,5 +1,7 @@
 """A mean over all ranks' items: right value on every rank, and gradients that only need to be added up."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -108,3 +110,15 @@ def test_the_count_is_exact_whatever_the_dtype_of_the_loss(ranks):
     dtype, gradient = ranks(2, _keeps_dtype)[1]
     assert dtype == torch.bfloat16
     assert gradient == torch.tensor(1 / (2**26 + 2)).bfloat16().item()
+
+
+@pytest.mark.parametrize("count", [math.nan, math.inf, -1, "x", None, 1j])
+def test_what_is_no_count_is_refused(count):
+    with pytest.raises(ParallelError, match="takes how many items this rank summed"):
+        global_mean(torch.tensor(3.0), count, None)
+
+
+@pytest.mark.parametrize("mesh", [None, 3, "dp"])
+def test_what_is_no_mesh_is_refused(mesh):
+    with pytest.raises(ParallelError, match="takes the mesh of ranks"):
+        global_mean(torch.tensor(3.0), 1, mesh)

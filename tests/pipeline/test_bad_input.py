@@ -33,6 +33,7 @@ def _cut(cuts, stages=None, tied=False):
         ([], None, "0 cuts make 1 stages, and the axis has 2 ranks"),
         (["layers.1", "layers.2"], None, "2 cuts make 3 stages, and the axis has 2 ranks"),
         ("layers.2", None, "give a list of names"),
+        (2, None, "cuts=2; give a list of names"),
         (["layers.2"], {"norms": 1}, "stages names 'norms'"),
         (["layers.2"], {"norm": 2}, "there are stages 0 to 1"),
         (["layers.0"], {"embedding": 1, "positions": 1}, "stage 0 of 2 would hold no parameter"),

@@ -154,3 +154,29 @@ def _unlike_in_memory():
 
 def test_a_fused_step_of_parts_with_gaps(ranks):
     ranks(4, _unlike_in_memory, timeout=120)
+
+
+def _owned_scalars(name):
+    """A rank that does not own a scalar has nothing of it, and none of the steps that are counted for it."""
+    shapes = [(), (), (3,)]
+
+    def drawn(seed):
+        return [full(3, seed=seed + i)[: x[0] if x else 1].reshape(x) for i, x in enumerate(shapes)]
+
+    plain = [x.requires_grad_() for x in drawn(0)]
+    homes = [sw.Owner(0), sw.Owner(1), sw.Shard(0)]
+    pairs = list(zip(plain, homes, strict=True))
+    placed = [place(p.detach().clone(), [home], requires_grad=True) for p, home in pairs]
+    ours, theirs = (OPTIMIZERS[name](x, fused=True) for x in (placed, plain))
+    for step in range(2):
+        for p, d, gradient in zip(plain, placed, drawn(10 * step), strict=True):
+            p.grad, d.grad = gradient, place(gradient, d.placements)
+        ours.step()
+        theirs.step()
+    for p, d in zip(plain, placed, strict=True):
+        close(d, p.detach(), f"{sw.layout_of(d)}")
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adam with amsgrad", "Adagrad"])
+def test_fused_steps_of_scalars_that_ranks_own(ranks, name):
+    ranks(2, _owned_scalars, name)

@@ -19,6 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwright.errors import ConfigError, MeshError, RuleError
+from shardwright.testing import check_rule
 from shardwright.testing.meshes import rank_mesh
 from shardwright.testing.pool import RankPool
 from shardwright.testing.rank_errors import RankError, RankTimeoutError
@@ -316,3 +318,23 @@ def test_a_preloaded_module_that_starts_a_thread_is_refused(tmp_path, monkeypatc
 def test_a_preloaded_module_that_fails_is_the_business_of_ranks_that_need_it():
     with RankPool(preload=["no_such_module"]) as pool:
         assert pool.run(1, add_up, 1.0)[0].rank == 0
+
+
+@pytest.mark.parametrize("call", [{"n": 0}, {"n": "x"}, {"n": 1.5}, {"timeout": "x"}, {"timeout": None}])
+def test_ranks_and_times_that_are_none_are_refused_before_anything_is_started(call):
+    pool = RankPool()
+    with pytest.raises(ConfigError, match=r"is no (whole )?number above 0"):
+        pool.run(**{"n": 1, "function": abs, **call})
+    assert pool._zygote is None
+
+
+@pytest.mark.parametrize("sizes", [3, "x", (), (0,), ("x",), (1.5,)])
+def test_sizes_of_axes_that_are_none_are_refused(sizes):
+    for take in (rank_mesh, lambda x: check_rule("aten::exp", [torch.ones(2)], worlds=x)):
+        with pytest.raises(MeshError, match="is no whole number above 0"):
+            take(sizes)
+
+
+def test_what_is_no_sample_is_refused():
+    with pytest.raises(RuleError, match="3 is no sample"):
+        check_rule("aten::exp", [3])

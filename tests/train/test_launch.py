@@ -10,10 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+
+from shardwright.errors import ConfigError
+from shardwright.launch.launch import launch
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).with_name("launch_program.py")
@@ -263,3 +267,15 @@ def _free_port() -> int:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"world": "x"}, {"world": 0}, {"world": 1.5}, {"device": "gpu"}, {"timeout": None}, {"timeout": 0}],
+)
+def test_what_no_run_has_is_refused_before_anything_is_started(given):
+    config = SimpleNamespace(**{"world": 1, "device": "cpu", "timeout": 5.0, **given})
+    with pytest.raises(ConfigError, match=r"is no (whole )?number above 0|takes functions as target"):
+        launch(config, abs)
+    with pytest.raises(ConfigError, match="takes functions as target"):
+        launch(config, 3)

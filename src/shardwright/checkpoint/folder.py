@@ -18,7 +18,7 @@ from shardwright.checkpoint.storage.folder_names import look
 from shardwright.checkpoint.storage.manifest import NAME
 from shardwright.checkpoint.storage.place import Address, Place, at_home, place_of
 from shardwright.checkpoint.storage.stores.of import store_of
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, refuse_no_number
 
 _STEP = re.compile(r"step-(\d{8,})")
 _OLD_PARTIAL = ".partial"  # how the first format called what it had not finished
@@ -162,8 +162,8 @@ def prune(
     Returns: the checkpoints that were removed, or tidied away (on rank 0).
     Raises: CheckpointError: `keep` or `every` is less than 1.
     """
-    if keep < 1 or (every is not None and every < 1):
-        raise CheckpointError(f"keep={keep}, every={every} would remove every checkpoint: keep at least 1")
+    refuse_no_number("keep", keep, CheckpointError, whole=True, fix="keep at least 1")
+    refuse_no_number("every", 1 if every is None else every, CheckpointError, whole=True)
     if rank() != 0:
         return ()
     try:

@@ -24,9 +24,7 @@ def load(
     """Load a checkpoint into a state whose layouts may differ from those that were saved.
 
     A collective over the world. Each rank reads the byte ranges that it needs, and checks each chunk. Only
-    when
-    all ranks have all of it the state is changed. The generators are restored where the world has the size
-    that it had.
+    when all ranks have all of it the state is changed. Generators are restored where the world has its size.
 
     Args:
         path: a finished checkpoint: its folder, or its address.

@@ -97,11 +97,11 @@ class Loading:
                 "(load it again), or it is on a disk of one node"
             )
         try:
-            identities = agreed("comparing the state", lambda: self._compare(state))
+            identities = agreed(f"comparing the state with {self.path}", lambda: self._compare(state))
             fitted = [one.fitted for one in identities]
             refuse_unfitted(self.patterns, fitted, {path for one in identities for path in one.optimizers})
             refuse_differences(self.path, self.manifest, identities, self.patterns.want)
-            agreed("comparing the optimizer", self._compare_others)
+            agreed(f"comparing the optimizer with {self.path}", self._compare_others)
             agreed(f"reading {self.path}", self._read)
             self.changing = True
             change.make(self.path, self._changes())
@@ -154,7 +154,10 @@ class Loading:
         return Identity(tensors, self.targets.ties, roots, values, tuned, frozenset(self.patterns.fitted))
 
     def _compare_others(self) -> None:
-        add_others(self.targets, self.chosen, self.manifest, rank=rank(), world=world())
+        try:
+            add_others(self.targets, self.chosen, self.manifest, rank=rank(), world=world())
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path} is not of this state: {error}") from None
 
     def _read(self) -> None:
         """Read everything and make all values; nothing of the state is changed but with `in_place`."""

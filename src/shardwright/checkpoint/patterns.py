@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from shardwright.errors import CheckpointError
 
@@ -12,7 +13,10 @@ class Patterns:
     """The patterns of `only=`. `fitted` are those that fit something of what was asked about."""
 
     def __init__(self, only: str | Sequence[str] | None) -> None:
-        self.all = () if only is None else (only,) if isinstance(only, str) else tuple(only)
+        listed = hasattr(only, "__iter__") and not isinstance(only, str)
+        self.all: Any = () if only is None else tuple(only) if listed else (only,)
+        if not all(isinstance(pattern, str) for pattern in self.all):
+            raise CheckpointError(f"only={only!r:.60}: give a pattern of paths, or a list of them")
         self.everything = only is None
         self.fitted: set[str] = set()
 

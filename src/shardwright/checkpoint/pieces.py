@@ -53,13 +53,8 @@ def describe(tensor: torch.Tensor, key: str, rank: int) -> Held:
         shape = tuple(tensor.shape)
         whole: tuple[Cell, ...] = (((0,) * len(shape), shape),) if tensor.numel() else ()
         return Held(name_of(tensor.dtype), shape, None, whole)
-    layout = layout_of(tensor)
-    if layout.pending_axes:
-        raise CheckpointError(
-            f"{key} with placements {tensor.placements} is not finished: reduce it first "
-            "(redistribute it to Replicate or Shard)"
-        )
-    held = _held(layout, rank)
+    _refuse_pending(tensor, key)
+    held = _held(layout_of(tensor), rank)
     if held.boxes:
         _refuse_without_data(local_of(tensor), key)
     return held
@@ -82,6 +77,12 @@ def _is_copied(layout: Layout) -> bool:
     return any(n > 1 and not p.is_partition for n, p in zip(layout.sizes, layout.placements, strict=True))
 
 
+def _refuse_pending(tensor: torch.Tensor, key: str) -> None:
+    if isinstance(tensor, DTensor) and layout_of(tensor).pending_axes:
+        fix = "reduce it first (redistribute it to Replicate or Shard)"
+        raise CheckpointError(f"{key} with placements {tensor.placements} is not finished: {fix}")
+
+
 def _refuse_without_data(local: torch.Tensor, key: str) -> None:
     if local.device.type == "meta":
         raise CheckpointError(f"{key} is on the meta device and has no data: materialize the module first")
@@ -94,7 +95,8 @@ def _refuse_without_data(local: torch.Tensor, key: str) -> None:
 
 
 def refuse_unwritable(tensor: torch.Tensor, key: str) -> None:
-    """Raises CheckpointError where elements share memory, so that nothing can be copied into them."""
+    """Raises CheckpointError where elements share memory or are sums, so that nothing can be copied there."""
+    _refuse_pending(tensor, key)
     local = local_of(tensor)
     if not local.is_contiguous() and any(
         n > 1 and stride == 0 for n, stride in zip(local.shape, local.stride(), strict=True)

@@ -32,7 +32,7 @@ from shardwright.comm.record import asker, source_line
 from shardwright.comm.tap import GroupCall, listen, stop_listening
 from shardwright.comm.traced import is_traced
 from shardwright.compat import default_store
-from shardwright.errors import PlanError
+from shardwright.errors import ConfigError, PlanError, refuse_no_number
 from shardwright.plan.plan import Plan
 
 _PATIENCE = 1800.0
@@ -64,9 +64,11 @@ def guarded(*, patience: float = _PATIENCE) -> Iterator[None]:
 
     Args: patience: seconds after which a rank that says nothing counts as lost.
     Raises: PlanError: ranks disagree, with both calls and both lines; or one was silent for too long.
+        ConfigError: `patience` is no number above 0.
     Cost: a short message to each rank that takes part through the process group's store, per call; in no
         block: none. All ranks of the world enter and leave the block together.
     """
+    refuse_no_number("guarded: patience", patience, ConfigError)
     _start(patience)
     try:
         yield

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
 from shardwright.context.degrees import Degrees
-from shardwright.context.domains import BATCH_DOMAIN, DomainSpec, check_axes
+from shardwright.context.domains import BATCH_DOMAIN, DomainSpec, as_axes, check_axes
 from shardwright.context.groups import GroupCache
 from shardwright.context.process import ProcessWorld
 from shardwright.context.randomness import (
@@ -22,6 +22,7 @@ from shardwright.context.randomness import (
     seed_everything,
     stream_of,
 )
+from shardwright.context.submesh import as_names
 from shardwright.errors import ConfigError, MeshError
 
 
@@ -96,9 +97,9 @@ class DistributedContext:
         Raises:
             MeshError: no domain has this name, or its axes do not multiply to this world.
         """
-        if domain in self._refused:
-            raise self._refused[domain]
-        if domain not in self._meshes:
+        if str(domain) in self._refused:
+            raise self._refused[str(domain)]
+        if str(domain) not in self._meshes:
             raise MeshError(
                 f"unknown domain {domain!r}; use one of {', '.join(self._meshes)}, "
                 f"or register_domain({domain!r}, axes)"
@@ -111,7 +112,7 @@ class DistributedContext:
         Raises:
             MeshError: the axes do not multiply to the world.
         """
-        axes = dict(spec(self.parameters))
+        axes = as_axes(name, spec(self.parameters))
         check_axes(name, axes, self.world_size)
         self._meshes[name] = self._groups.mesh(axes)
         self._refused.pop(name, None)
@@ -137,6 +138,7 @@ class DistributedContext:
         """
         mesh = self.mesh_for(BATCH_DOMAIN)
         names = axis_names(mesh)
+        shared = as_names(shared)
         unknown = [axis for axis in shared if axis not in names]
         if unknown:
             raise ConfigError(f"seed: the batch domain has no axis {unknown[0]!r}; it has {', '.join(names)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from shardwright.errors import MeshError
+from shardwright.errors import MeshError, refuse_no_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Degrees:
     def __post_init__(self) -> None:
         """Refuse degrees that no world could have."""
         for field in fields(self):
-            _check_degree(field.name, getattr(self, field.name))
+            value, fix = getattr(self, field.name), "give a number of ranks, 1 to leave it out"
+            refuse_no_number(field.name, value, MeshError, whole=True, fix=fix)
         if self.data_and_context % self.expert_parallel:
             raise MeshError(
                 f"expert_parallel={self.expert_parallel} does not divide the {self.data_and_context} data "
@@ -67,14 +68,6 @@ class Degrees:
         spanning = [field.name for field in fields(self) if field.name != "expert_parallel"]
         above_one = [f"{name}={getattr(self, name)}" for name in spanning if getattr(self, name) > 1]
         return " x ".join(above_one) or "all degrees 1"
-
-
-def _check_degree(name: str, value: object) -> None:
-    """Raise MeshError unless `value` is a positive int (bool is not)."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise MeshError(f"{name}={value!r} is not an int; give a number of ranks, 1 to leave it out")
-    if value < 1:
-        raise MeshError(f"{name}={value} is not positive; give a number of ranks, 1 to leave it out")
 
 
 def _divisors(number: int) -> str:

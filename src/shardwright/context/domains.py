@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwright.context.degrees import Degrees
-from shardwright.errors import MeshError
+from shardwright.errors import MeshError, refuse_no_number
 
 REGULAR_DOMAIN = "regular"
 DENSE_DOMAIN = "dense"
@@ -67,13 +67,20 @@ def flat_axes(p: Degrees) -> dict[str, int]:
     return {"world": p.world_size}
 
 
+def as_axes(domain: str, given: Any) -> dict[str, int]:
+    """Return a mapping of axes that a caller gave as a dict, or raise MeshError."""
+    try:
+        return dict(given)
+    except (TypeError, ValueError):
+        raise MeshError(f"domain {domain!r}: {given!r:.60} is no mapping of axis names to sizes") from None
+
+
 def check_axes(domain: str, axes: Mapping[Any, Any], world_size: int) -> None:
     """Raise MeshError unless `axes` (name -> size, row-major over the ranks) factors the world."""
     for name, size in axes.items():
         if not isinstance(name, str) or not name:
             raise MeshError(f"domain {domain!r}: axis name {name!r} is not a text; name every axis")
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise MeshError(f"domain {domain!r}: axis {name!r} has size {size!r}; give a positive int")
+        refuse_no_number(f"domain {domain!r}: the size of axis {name!r}", size, MeshError, whole=True)
     product = math.prod(axes.values())
     if not axes or product != world_size:
         listed = ", ".join(f"{name}={size}" for name, size in axes.items()) or "no axes"

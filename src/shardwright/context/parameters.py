@@ -6,6 +6,7 @@ from shardwright.context.context import DistributedContext
 from shardwright.context.degrees import Degrees
 from shardwright.context.process import ProcessWorld, world_size_of_launch
 from shardwright.context.registry import open_context
+from shardwright.errors import MeshError, refuse_no_number
 
 
 class DeviceMeshParameters(Degrees):
@@ -26,9 +27,11 @@ class DeviceMeshParameters(Degrees):
             timeout: seconds after which a collective that waits for a peer fails (torch's default if None).
 
         Raises:
-            MeshError: the degrees do not multiply to the world, before any group is made.
+            MeshError: the degrees do not multiply to the world, or no such time; before any group.
 
         Cost: one group per distinct partition of the ranks; a few milliseconds each.
         """
+        if timeout is not None:
+            refuse_no_number("timeout", timeout, MeshError)
         self.check_world(world_size_of_launch())
         return open_context(self, ProcessWorld.attach(device, timeout))

@@ -89,7 +89,7 @@ def _device_kind(asked: str | None) -> str:
     """Return "cpu" or "cuda": what was asked for, else what the group serves, else what the machine has."""
     if asked is None:
         return "cuda" if torch.cuda.is_available() and "cuda" in _kinds_served() else "cpu"
-    if asked not in _BACKENDS:
+    if str(asked) not in _BACKENDS:
         raise MeshError(f"device {asked!r} is unknown; use one of {', '.join(_BACKENDS)}")
     if asked == "cuda" and not torch.cuda.is_available():
         raise MeshError("device 'cuda' was asked for, but torch sees no CUDA device; use device='cpu'")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from shardwright.context.context import DistributedContext
 from shardwright.context.degrees import Degrees
-from shardwright.context.domains import BUILT_IN_DOMAINS, DomainSpec
+from shardwright.context.domains import BUILT_IN_DOMAINS, DomainSpec, as_axes
 from shardwright.context.process import ProcessWorld
 from shardwright.errors import MeshError
 
@@ -31,9 +31,9 @@ def register_domain(name: str, axes: DomainSpec | Mapping[str, int]) -> None:
     Raises:
         MeshError: the name is built in, or the sizes do not multiply to the world of the open context.
     """
-    if not name or name in BUILT_IN_DOMAINS:
+    if str(name) != name or not name or name in BUILT_IN_DOMAINS:
         raise MeshError(f"domain name {name!r} is taken by a built-in domain or is no name; choose another")
-    spec = _as_spec(axes)
+    spec = _as_spec(name, axes)
     for context in _newest:
         if context.is_open:
             context.add_domain(name, spec)
@@ -47,9 +47,9 @@ def open_context(parameters: Degrees, world: ProcessWorld) -> DistributedContext
     return context
 
 
-def _as_spec(axes: DomainSpec | Mapping[str, int]) -> DomainSpec:
+def _as_spec(name: str, axes: DomainSpec | Mapping[str, int]) -> DomainSpec:
     """Return a fixed mapping as a function of the degrees."""
     if callable(axes):
         return axes
-    fixed = dict(axes)
+    fixed = as_axes(name, axes)
     return lambda _: fixed

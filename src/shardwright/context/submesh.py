@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,13 +23,18 @@ def check_axis(mesh: DeviceMesh, axis: str) -> None:
     raise MeshError(f"unknown axis {axis!r} of a mesh with axes ({', '.join(names)}); {hint}")
 
 
+def as_names(given: Any) -> tuple[str, ...]:
+    """Return the names of axes that a caller gave, one or several; what is no name is looked up as one."""
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+
+
 def submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
     """Return the mesh of some axes, in the order of `mesh`: a view, no group is made.
 
     Raises:
         MeshError: an axis is unknown, named twice, or the mesh has no names.
     """
-    wanted = (axes,) if isinstance(axes, str) else tuple(axes)
+    wanted = as_names(axes)
     if mesh.mesh_dim_names is None:
         raise MeshError("the mesh has no axis names; make it with mesh_dim_names=(...)")
     for axis in wanted:

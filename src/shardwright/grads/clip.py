@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,15 +59,15 @@ def clip_grad_norm_(
 
     Raises:
         NonFiniteNormError: see `error_if_nonfinite`.
-        ConfigError: `norm_type` is not above 0; a parameter is pending (`Partial`) where its gradient is too;
-            no parameters, beside pipelines on several axes.
+        ConfigError: `norm_type` is not above 0, or `max_norm` below; a parameter is pending (`Partial`) where
+            its gradient is too; no parameters, beside pipelines on several axes.
 
     Cost: per mesh axis one all-reduce of about a kilobyte, which adds up norms and tells whether all ranks
         have the same gradients; a few bytes per parameter more where they have not, and what
         `GradientSynchronizer.synchronize` sends where some are pending; of a pipeline one of 16 bytes over
         its stages.
     """
-    norm_type = float(norm_type)
+    max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
     if not norm_type > 0:
         raise ConfigError(f"norm_type={norm_type} is no norm; use a number above 0, or inf")
     named = named_parameters(parameters)
@@ -85,6 +86,17 @@ def clip_grad_norm_(
         )
     _scale([local for locals_ in groups.values() for local in locals_], max_norm, total, fused=fused)
     return total
+
+
+def _number(name: str, given: Any) -> float:
+    """Return it as a float, or raise ConfigError where it is none, below 0 or NaN."""
+    try:
+        found = float(given)  # what torch takes: a tensor and a text too
+    except (TypeError, ValueError, RuntimeError):
+        found = math.nan
+    if not found >= 0:
+        raise ConfigError(f"{name}={given!r:.60} is no norm; use a number above 0, or inf")
+    return found
 
 
 def _powers(distributed: dict[str, TorchDTensor], p: float, *, fused: bool) -> dict[_Key, Tensor]:

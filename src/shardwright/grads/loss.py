@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from numbers import Number
+import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -59,9 +60,11 @@ def _check(loss_sum: Any, count: Any, mesh: DeviceMesh) -> None:
         raise ParallelError(
             f"global_mean takes this rank's sum of losses as a scalar, got {got}; sum the losses first"
         )
-    many = count.numel() != 1 if isinstance(count, Tensor) else not isinstance(count, Number | torch.SymInt)
-    if many or (not isinstance(count, Tensor) and count < 0):
+    many = count.numel() != 1 if isinstance(count, Tensor) else not isinstance(count, Real | torch.SymInt)
+    if many or (not isinstance(count, Tensor) and not 0 <= count < math.inf):
         raise ParallelError(f"global_mean takes how many items this rank summed, got {count!r:.60}")
+    if not isinstance(mesh, DeviceMesh):
+        raise ParallelError(f"global_mean takes the mesh of ranks that have other items, got {mesh!r:.60}")
     if isinstance(loss_sum, TorchDTensor) and shared_ranks(loss_sum.device_mesh, mesh):
         raise ParallelError(
             f"global_mean over {axis_names(mesh)}: the loss lives on {axis_names(loss_sum.device_mesh)} and "

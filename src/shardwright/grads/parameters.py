@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from shardwright.compat import DisableTorchFunctionSubclass
+from shardwright.errors import ParallelError
 
 Parameters = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -14,16 +15,19 @@ Parameters = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]
 def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
     """Return {name: parameter} of a module, one tensor, tensors, or (name, tensor) pairs; tied ones once.
 
-    Tensors without a name are called by their position and shape.
+    Tensors without a name are called by their position and shape. Raises: ParallelError: they are none of it.
     """
     if isinstance(parameters, nn.Module):
         return dict(parameters.named_parameters())
-    if isinstance(parameters, Tensor):
+    if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
         parameters = [parameters]
     named: dict[str, Tensor] = {}
     seen: set[int] = set()
     for position, item in enumerate(parameters):
-        name, tensor = item if isinstance(item, tuple) else (_position_text(position, item), item)
+        named_one = isinstance(item, tuple) and len(item) == 2
+        name, tensor = item if named_one else (_position_text(position, item), item)
+        if not isinstance(tensor, Tensor):
+            raise ParallelError(f"{item!r:.60} is no module, no tensor, and no pair of a name and a tensor")
         if id(tensor) not in seen:
             named[name] = tensor
         seen.add(id(tensor))
@@ -44,4 +48,4 @@ def name_list(names: Sequence[str], limit: int = 4) -> str:
 
 def _position_text(position: int, tensor: Tensor) -> str:
     """Return a name for a tensor that has none."""
-    return f"parameter {position} of shape {tuple(tensor.shape)}"
+    return f"parameter {position} of shape {tuple(getattr(tensor, 'shape', ()))}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
-from shardwright.errors import ParallelError
+from shardwright.errors import ParallelError, refuse_no_number
 from shardwright.grads.buckets import Plan, planned
 from shardwright.grads.coverage import refuse_uncovered
 from shardwright.grads.overlapped import OverlappedSum
@@ -41,8 +41,7 @@ class GradientSynchronizer:
     def __init__(
         self, parameters: Parameters, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, static: bool = False
     ) -> None:
-        if bucket_bytes < 1:
-            raise ParallelError(f"bucket_bytes={bucket_bytes} holds no gradient; give a positive number")
+        refuse_no_number("bucket_bytes", bucket_bytes, ParallelError, whole=True)
         self._source = (
             parameters if isinstance(parameters, nn.Module) else named_parameters(parameters).items()
         )

@@ -28,7 +28,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwright.errors import ShardwrightError
+from shardwright.errors import ConfigError, ShardwrightError, refuse_no_number
 from shardwright.launch import supervise
 from shardwright.launch.board import Board
 from shardwright.launch.environment import given_ranks
@@ -79,6 +79,11 @@ def launch(config: Settings, target: Callable[[Settings], int], *, advice: Calla
     Returns: 0 or the target's code; 1 a rank failed or did not answer; 2 the target raised a
     `ShardwrightError`; 128 + signal after a stop (130 for Ctrl-C).
     """
+    if not all(map(callable, (target, advice))) or config.device not in ("cpu", "cuda"):
+        given = f"{target!r:.60}, {advice!r:.60} and {config.device!r:.60}"
+        raise ConfigError(f"launch takes functions as target and advice, and 'cpu' or 'cuda'; got {given}")
+    refuse_no_number("launch: world", 1 if config.world is None else config.world, ConfigError, whole=True)
+    refuse_no_number("launch: timeout", config.timeout, ConfigError)
     if given_ranks() is not None:
         return _be_a_rank(config, target)
     return _Launch(config, target, advice).run()

@@ -81,7 +81,8 @@ def join_decisions(call: Call, parts: Sequence[ElementCall], decisions: Sequence
         reason=f"{reasons[0]}{more}",
         fallback=any(decision.fallback for decision in decisions),
         cost_bytes=sum(decision.cost_bytes for decision in decisions),
-        runs_empty=True,
+        # Of one scalar a rank may own nothing, its counter neither, which the kernel of a fused step reads.
+        runs_empty=len(parts) > 1 or any(info.shape for info in call.operands),
         rewrites=tuple(sorted(rewrites)),
     )
 

@@ -27,6 +27,7 @@ from shardwright.rules.price import Price
 from shardwright.rules.propagate import decide
 from shardwright.rules.registry import is_per_element, op_key, registry
 from shardwright.rules.search import Choice
+from shardwright.testing.meshes import sizes_of
 from shardwright.testing.rule_cases import Case, cases
 from shardwright.testing.simulate import RuleCheckError, Sample, Whole, in_double, run_whole, simulate
 
@@ -77,7 +78,7 @@ def check_rule(
     Raises: RuleCheckError: with the rule, the cut and the first value that differs; also if a label has
         two sizes, or if the samples never gave any rank less than the whole.
     """
-    overload = resolve(op)
+    overload, worlds = resolve(op), sizes_of("worlds", worlds)
     report = RuleReport()
     generator = torch.Generator().manual_seed(seed)
     for sample in samples:
@@ -88,10 +89,12 @@ def check_rule(
     return report
 
 
-def as_sample(given: Sample | tuple[Any, ...] | Tensor) -> Sample:
+def as_sample(given: Any) -> Sample:
     """A call as a `Sample`."""
     if isinstance(given, Sample):
         return given
+    if not isinstance(given, Tensor | tuple | list):
+        raise RuleError(f"{given!r:.60} is no sample: give a Sample, a tuple of arguments, or a tensor")
     return Sample((given,)) if isinstance(given, Tensor) else Sample(tuple(given))
 
 

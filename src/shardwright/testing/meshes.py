@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwright.errors import MeshError, refuse_no_number
+
+
+def sizes_of(name: str, given: Any) -> tuple[int, ...]:
+    """Sizes of axes that a caller gave. Raises: MeshError: there are none, or one is no whole number."""
+    sizes = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else ()
+    for size in sizes or (None,):
+        refuse_no_number(f"{name}={given!r:.60}: a size", size, MeshError, whole=True)
+    return sizes
 
 
 @functools.cache
@@ -20,5 +32,6 @@ def rank_mesh(sizes: tuple[int, ...], axes: tuple[str, ...] | None = None) -> De
     Returns: the mesh; the same object on every call with equal arguments.
     Cost: the first call makes one process group per axis, on all ranks together.
     """
+    sizes = sizes_of("sizes", sizes)
     names = axes if axes is not None else tuple(f"axis{index}" for index in range(len(sizes)))
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)

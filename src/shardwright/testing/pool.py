@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
+from shardwright.errors import ConfigError, refuse_no_number
 from shardwright.testing.rank_errors import RankError, RankTimeoutError
 from shardwright.testing.rank_process import Outcome, Task
 from shardwright.testing.worlds import World, Zygote
@@ -73,8 +74,10 @@ class RankPool:
             kwargs: its keyword arguments.
         Returns: the results in rank order.
         Raises: RankError: a rank raised or died. RankTimeoutError: a rank did not answer in time.
-            TypeError: the call cannot be pickled.
+            TypeError: the call cannot be pickled. ConfigError: no such number of ranks or seconds.
         """
+        refuse_no_number("n", n, ConfigError, whole=True)
+        refuse_no_number("timeout", timeout, ConfigError)
         task = _task(function, args, kwargs, seed)
         with self._lock:
             world = self._take(n, fresh=fresh)

@@ -23,11 +23,11 @@ _SIZES: dict[int, str] = {
     16: "hidden_size n_embd d_model dim emb_dim lru_width",
     12: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size",
     8: "head_dim q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim block_size mamba_d_head d_kv "
-    "linear_key_head_dim linear_value_head_dim index_head_dim",
+    "linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
     "attention_heads num_experts n_routed_experts num_local_experts moe_num_experts qk_rope_head_dim "
-    "sliding_window mamba_d_state state_size mamba_n_heads linear_num_value_heads rotary_dim index_topk "
-    "attention_window_size hidden_size_per_layer_input",
+    "sliding_window mamba_d_state state_size mamba_n_heads linear_num_value_heads linear_num_heads "
+    "rotary_dim index_topk attention_window_size hidden_size_per_layer_input",
     2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_key_value_heads "
     "num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k linear_num_key_heads index_n_heads "
     "eos_token_id",

@@ -20,6 +20,7 @@ from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import describe
 from shardwright.checkpoint.storage import disk
+from shardwright.checkpoint.storage.element_types import STANDARD
 from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.writer import Entry, blocks, header_of
 from shardwright.errors import CheckpointError
@@ -96,6 +97,8 @@ class _Export:
             seen.add(id(tensor))
             self.tensors[name] = tensor
             dtype = describe(tensor, name, rank()).dtype
+            if dtype not in STANDARD:
+                raise CheckpointError(f"{name} is {dtype}, which these files have no name for: cast it first")
             for link in links_of(name, tuple(tensor.shape), self.maps):
                 if link.source in made_of:
                     raise CheckpointError(

@@ -163,8 +163,7 @@ class _Loading:
     def read(self) -> None:
         """Read this rank's slices into new memory, which tensors on the meta device will have."""
         for name, tensor in self.tensors.items():
-            if not tensor.is_meta:
-                refuse_unwritable(tensor, name)
+            refuse_unwritable(tensor, name)
         self._make()
         places = {name: local_of(self.made.get(id(one), one)) for name, one in self.tensors.items()}
         apart = [name for name, local in places.items() if not self._is_new(name, local)]

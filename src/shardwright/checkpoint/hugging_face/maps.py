@@ -1,8 +1,7 @@
 """How tensors of a file are those of a model: renamed, transposed, split, joined, stacked.
 
 A map says, for one tensor of the model, which tensors it is made of. Maps compose, the output of one being
-the
-input of the next, and each can be read in both directions, since every element has one place on both sides.
+the input of the next, and each can be read both ways, since every element has one place on both sides.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A checkpoint's folder while it is written: one rename is the commit, and whoever comes next tidies up.
 
 The manifest alone says which files are the checkpoint. A save writes new files beside the old ones, under
-names
-that no other save has; when all are on the disk, its manifest takes the place of the old one, in one rename.
+names that no other save has; when all are on the disk, its manifest takes the old one's place in a rename.
 Before it the old checkpoint is what `path` holds, after it the new one. What is then in nobody's manifest is
 removed, by this save or, if it dies, by the next.
 """

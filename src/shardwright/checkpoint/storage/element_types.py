@@ -6,7 +6,7 @@ import torch
 
 from shardwright.errors import CheckpointError
 
-_STANDARD = {
+STANDARD = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -40,10 +40,10 @@ _AS_BYTES = (
     "bits4x2",
 )
 
-DTYPES = {name: getattr(torch, name) for name in (*_STANDARD, *_AS_BYTES)}
+DTYPES = {name: getattr(torch, name) for name in (*STANDARD, *_AS_BYTES)}
 ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_FROM_STANDARD = {standard: name for name, standard in _STANDARD.items()}
+_FROM_STANDARD = {standard: name for name, standard in STANDARD.items()}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -69,7 +69,7 @@ def _instead(dtype: torch.dtype) -> str:
 
 def in_file(name: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
     """Dtype and shape that stand in a file's header; what the format has no name for are bytes there."""
-    standard = _STANDARD.get(name)
+    standard = STANDARD.get(name)
     return (standard, list(shape)) if standard else ("U8", [*shape, ITEMSIZES[name]])
 
 

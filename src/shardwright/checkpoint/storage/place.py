@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -50,6 +51,8 @@ def place_of(where: Place | str) -> Place:
     """
     if isinstance(where, Address):
         return where
+    if not isinstance(where, str | PathLike):
+        raise CheckpointError(f"{where!r:.60} is no path: give a text, a Path, or an address")
     found = _SCHEME.match(str(where))
     if "::" in str(where) and (found is not None or _CHAINED.match(str(where))):
         raise CheckpointError(
