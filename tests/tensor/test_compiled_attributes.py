@@ -33,6 +33,27 @@ def test_a_compiled_program_reads_the_attributes_that_it_names(ranks):
     ranks(2, _compiled)
 
 
+def _moved_if_elsewhere(x):
+    y = x * 2
+    return y.redistribute({"tp": sw.Shard(1)}) if y._spec.layout.placements[0] != sw.Shard(1) else y
+
+
+def _moves_after_a_break(placement):
+    """Law: where a graph broke before a move, the move runs as it is; no part of it is a graph of its own."""
+    mesh = rank_mesh((2,), ("tp",))
+    full = torch.randn(7, 6, generator=torch.Generator().manual_seed(1))
+    moved = torch.compile(_moved_if_elsewhere, backend="aot_eager")(
+        sw.distribute_tensor(full, mesh, [placement])
+    )
+    assert moved.placements == (sw.Shard(1),)
+    torch.testing.assert_close(moved.full_tensor(), full * 2)
+
+
+@pytest.mark.parametrize("placement", [sw.Shard(0), sw.Partial()])
+def test_a_move_after_a_break_is_no_graph_of_its_own(ranks, placement):
+    ranks(2, _moves_after_a_break, placement)
+
+
 LOOKED_UP = {
     "gather": lambda x, i: x.gather(0, i[:, None].expand(4, 5)),
     "embedding": lambda x, i: functional.embedding(i, x),

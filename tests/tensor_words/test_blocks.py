@@ -1,6 +1,7 @@
 """Where the stream between blocks is gathered and cut; torch's own block for a loss of cut logits."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -368,10 +369,10 @@ def test_no_block_sends_more_when_the_stream_is_cut(ranks, block, norms, tokens)
 class _Reads(nn.Module):
     """A table, blocks and a head, of which a plan cuts the blocks alone."""
 
-    def __init__(self, rows):
+    def __init__(self, rows, block):
         super().__init__()
         self.table, self.head = nn.Embedding(rows, 8), nn.Linear(8, 16)
-        self.blocks = nn.ModuleList(_NormsBehind(1) for _ in range(2))
+        self.blocks = nn.ModuleList(block(1) for _ in range(2))
 
     def forward(self, tokens):
         x = self.table(tokens)
@@ -380,15 +381,17 @@ class _Reads(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-def _gradients_of_what_is_whole(rows, sequence):
+def _gradients_of_what_is_whole(rows, sequence, block=_NormsBehind, compiled=False):
     mesh = rank_mesh((2,), ("tp",))
     torch.manual_seed(0)
-    plain = _Reads(rows)
+    plain = _Reads(rows, block)
     ours, tokens = copy.deepcopy(plain), torch.arange(12).view(2, 6)
     plain(tokens).backward()
     parallelize_tensor(ours, mesh, _plan_of(ours), sequence_parallel=sequence)
-    with sw.spmd(mesh, check=False):
-        ours(tokens).backward()
+    called = torch.compile(ours, backend="aot_eager") if compiled else ours
+    with sw.spmd(mesh, check=False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute")  # torch's compiler asks for it
+        called(tokens).backward()
     for (n, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-4, msg=n)
     return [p.grad.placements for p in (ours.table.weight, ours.head.weight)]
@@ -401,3 +404,9 @@ def test_tables_and_heads_that_are_whole_get_whole_gradients_where_tokens_are_fe
     assert ranks(2, _gradients_of_what_is_whole, 64, sequence)[0] == [whole, whole]
     small = ranks(2, _gradients_of_what_is_whole, 16, sequence)[0]
     assert small == [whole if sequence else pending, whole]
+
+
+@pytest.mark.parametrize("block", [_Flat, _SideBySide])
+def test_a_compiled_model_is_cut_between_its_blocks(ranks, block):
+    """Its graph breaks at what is plain in `spmd`; what is called from there on is no graph of its own."""
+    assert ranks(2, _gradients_of_what_is_whole, 64, True, block, True)[0] == [(sw.Replicate(),)] * 2

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
+from shardwright.compat.dynamo import never_compiled_alone
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
 from shardwright.tensor.dtensor import DTensor
@@ -156,6 +157,10 @@ def _finished(axis: str, table: nn.Module, _: tuple[Any, ...], out: Any) -> Any:
 def _without_terms(axis: str, value: Any) -> Any:
     is_pending = isinstance(value, DTensor) and _placement(value, axis).is_pending
     return value.redistribute({axis: Replicate()}) if is_pending else value
+
+
+for _hook in (_before, _after, _finished):  # they read layouts, at which graphs break
+    never_compiled_alone(_hook)
 
 
 def _is_stream(value: Any) -> bool:
