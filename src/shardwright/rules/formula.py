@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from shardwright.errors import RuleError
 from shardwright.remember import remembered
@@ -72,42 +72,34 @@ class Formula:
         return "; ".join([self.text, *facts])
 
 
-def formula(  # noqa: PLR0913  the facts of the notation, one keyword each
-    text: str,
-    *,
-    reduce: str | tuple[str | None, ...] | None = None,
-    hom: str | Iterable[str] = (),
-    ints: Mapping[str, str] | None = None,
-    shapes: Mapping[str, str] | None = None,
-    strides: tuple[str, ...] = (),
-    depends: Mapping[int, tuple[str, ...]] | None = None,
-    elementwise: bool = False,
-    prefix: tuple[str, ...] = (),
-    even: tuple[str, ...] = (),
-    local: LocalForm | None = None,
-    held: tuple[str, ...] = (),
-) -> Formula:
-    """A `Formula` from mappings and loose strings; the arguments are those of `Formula`."""
-    facts = (hom,) if isinstance(hom, str) else tuple(hom)
-    for fact in facts:
+class Facts(TypedDict, total=False):
+    """The facts of a `Formula` as they are written: mappings, and one text where several may stand."""
+
+    reduce: str | tuple[str | None, ...] | None
+    hom: str | Iterable[str]
+    ints: Mapping[str, str]
+    shapes: Mapping[str, str]
+    strides: tuple[str, ...]
+    depends: Mapping[int, tuple[str, ...]]
+    elementwise: bool
+    prefix: tuple[str, ...]
+    even: tuple[str, ...]
+    local: LocalForm | None
+    held: tuple[str, ...]
+
+
+def formula(text: str, **facts: Unpack[Facts]) -> Formula:
+    """A `Formula` of facts as they are written."""
+    written: dict[str, Any] = {**facts}
+    reduce, hom = written.get("reduce"), written.get("hom", ())
+    written["hom"] = (hom,) if isinstance(hom, str) else tuple(hom)
+    for fact in written["hom"]:
         parse_hom(fact)
     for name in reduce if isinstance(reduce, tuple) else (reduce,):
         if name is not None:
             pending_of(name)
-    return Formula(
-        text,
-        reduce=reduce,
-        hom=facts,
-        ints=tuple((ints or {}).items()),
-        shapes=tuple((shapes or {}).items()),
-        strides=strides,
-        depends=tuple((depends or {}).items()),
-        elementwise=elementwise,
-        prefix=prefix,
-        even=even,
-        local=local,
-        held=held,
-    )
+    pairs = {name: tuple((written.get(name) or {}).items()) for name in ("ints", "shapes", "depends")}
+    return Formula(text, **(written | pairs))
 
 
 @remembered(4096)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from typing import Unpack
 
 import torch
 
 from shardwright.errors import RuleError
 from shardwright.rules.call import Call
-from shardwright.rules.formula import Formula, LocalForm, formula
+from shardwright.rules.formula import Facts, Formula, formula
 from shardwright.rules.notation import parse
 from shardwright.rules.registry import OpName, Rule, op_key, registry
 from shardwright.rules.stated import check_formula, fits_op, overloads_of
@@ -17,23 +18,8 @@ When = Callable[[Call], bool]
 Make = Callable[[Call], "Formula | str | None"]
 
 
-def rule(  # noqa: PLR0913  the facts of the notation, one keyword each
-    op: OpName,
-    text: str,
-    *,
-    reduce: str | tuple[str | None, ...] | None = None,
-    hom: str | Iterable[str] = (),
-    ints: Mapping[str, str] | None = None,
-    shapes: Mapping[str, str] | None = None,
-    strides: tuple[str, ...] = (),
-    depends: Mapping[int, tuple[str, ...]] | None = None,
-    elementwise: bool = False,
-    prefix: tuple[str, ...] = (),
-    even: tuple[str, ...] = (),
-    local: LocalForm | None = None,
-    held: tuple[str, ...] = (),
-    when: When | None = None,
-    later: bool = False,
+def rule(
+    op: OpName, text: str, *, when: When | None = None, later: bool = False, **facts: Unpack[Facts]
 ) -> Rule:
     """State the equation of an op in label notation; it serves every placement at once.
 
@@ -62,20 +48,7 @@ def rule(  # noqa: PLR0913  the facts of the notation, one keyword each
     Raises: RuleError: the text is not in the notation, torch knows no such op, or the rule speaks of what the
         op has not: arguments, labels, numbers of tensors. Nothing is registered then.
     """
-    stated = formula(
-        text,
-        reduce=reduce,
-        hom=hom,
-        ints=ints,
-        shapes=shapes,
-        strides=strides,
-        depends=depends,
-        elementwise=elementwise,
-        prefix=prefix,
-        even=even,
-        local=local,
-        held=held,
-    )
+    stated = formula(text, **facts)
     parse(text)
     key = op_key(op)
     if registry.open and not later:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,33 +18,35 @@ from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import wrap
 
 
+class Options(TypedDict, total=False):
+    """What every factory takes by name: whole tensors on the surrounding mesh, of torch's default dtype."""
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    device_mesh: DeviceMesh | None
+    placements: PlacementsArgument | None
+
+
 def _layout(
     size: tuple[Any, ...],
-    memory: torch.layout,
-    dtype: torch.dtype | None,
-    mesh: DeviceMesh,
-    placements: PlacementsArgument | None,
-) -> Layout:
-    if memory is not torch.strided:
-        raise LayoutError(f"layout={memory}: a factory of DTensors makes strided ones")
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsArgument | None = None,
+) -> tuple[Layout, DeviceMesh]:
+    if layout is not torch.strided:
+        raise LayoutError(f"layout={layout}: a factory of DTensors makes strided ones")
+    mesh = current_mesh(device_mesh)
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, order = resolve_placements(mesh, given, default="replicate")
-    return Layout(mesh, resolved, shape, dtype=dtype or torch.get_default_dtype(), order=order)
+    return Layout(mesh, resolved, shape, dtype=dtype or torch.get_default_dtype(), order=order), mesh
 
 
-def _filled(
-    size: tuple[Any, ...],
-    value: Any,
-    memory: torch.layout,
-    dtype: torch.dtype | None,
-    device_mesh: DeviceMesh | None,
-    placements: PlacementsArgument | None,
-    *,
-    requires_grad: bool,
-) -> DTensor:
-    mesh = current_mesh(device_mesh)
-    layout = _layout(size, memory, dtype, mesh, placements)
+def _filled(size: tuple[Any, ...], value: Any, *, requires_grad: bool = False, **options: Any) -> DTensor:
+    layout, mesh = _layout(size, **options)
     coords = coords_of(mesh)
     if coords is None:
         local = torch.empty(0, dtype=layout.dtype, device=mesh.device_type)
@@ -58,69 +60,29 @@ def _filled(
     return wrap(local, spec_of(layout, mesh), requires_grad=requires_grad)
 
 
-def zeros(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: PlacementsArgument | None = None,
-) -> DTensor:
+def zeros(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Zeros of logical shape `size`; each rank makes its own part. Cost: none."""
-    return _filled(size, 0, layout, dtype, device_mesh, placements, requires_grad=requires_grad)
+    return _filled(size, 0, **options)
 
 
-def ones(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: PlacementsArgument | None = None,
-) -> DTensor:
+def ones(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Ones of logical shape `size`; each rank makes its own part. Cost: none."""
-    return _filled(size, 1, layout, dtype, device_mesh, placements, requires_grad=requires_grad)
+    return _filled(size, 1, **options)
 
 
-def empty(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: PlacementsArgument | None = None,
-) -> DTensor:
+def empty(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Uninitialised memory of logical shape `size`; each rank makes its own part. Cost: none."""
-    return _filled(size, None, layout, dtype, device_mesh, placements, requires_grad=requires_grad)
+    return _filled(size, None, **options)
 
 
-def full(
-    size: Any,
-    fill_value: Any,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: PlacementsArgument | None = None,
-) -> DTensor:
+def full(size: Any, fill_value: Any, **options: Unpack[Options]) -> DTensor:
     """`fill_value` everywhere; each rank makes its own part. Cost: none."""
-    dtype = dtype or torch.full((), fill_value).dtype
-    return _filled((size,), fill_value, layout, dtype, device_mesh, placements, requires_grad=requires_grad)
+    options["dtype"] = options.get("dtype") or torch.full((), fill_value).dtype
+    return _filled((size,), fill_value, **options)
 
 
-def _drawn(
-    draw: Any,
-    size: tuple[Any, ...],
-    memory: torch.layout,
-    dtype: torch.dtype | None,
-    device_mesh: DeviceMesh | None,
-    placements: PlacementsArgument | None,
-    *,
-    requires_grad: bool,
-) -> DTensor:
-    mesh = current_mesh(device_mesh)
-    layout = _layout(size, memory, dtype, mesh, placements)
+def _drawn(draw: Any, size: tuple[Any, ...], *, requires_grad: bool = False, **options: Any) -> DTensor:
+    layout, mesh = _layout(size, **options)
     if mode.is_counter() and layout.dtype.is_floating_point:
         made = counter.standard(layout, mesh, normal=draw is torch.randn)
         return cast(DTensor, made.requires_grad_(requires_grad))
@@ -130,29 +92,15 @@ def _drawn(
     return wrap(local, spec_of(layout, mesh), requires_grad=requires_grad)
 
 
-def rand(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: PlacementsArgument | None = None,
-) -> DTensor:
+def rand(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Uniform numbers, equal to one device's with the same seed whatever the placements.
 
     Every rank draws the whole tensor and keeps its part: time and transient memory of the full tensor.
     Cost: none, as long as the ranks' generators agree.
     """
-    return _drawn(torch.rand, size, layout, dtype, device_mesh, placements, requires_grad=requires_grad)
+    return _drawn(torch.rand, size, **options)
 
 
-def randn(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: PlacementsArgument | None = None,
-) -> DTensor:
+def randn(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Normal numbers, equal to one device's with the same seed whatever the placements; see `rand`."""
-    return _drawn(torch.randn, size, layout, dtype, device_mesh, placements, requires_grad=requires_grad)
+    return _drawn(torch.randn, size, **options)

@@ -51,8 +51,7 @@ def read_blocks(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement]) 
     beside = Gathered(module)
     for block in blocks:
         borders |= _sharing(block, _parts(block, along, named))
-        whole = borders.get(block, Border(cuts=not begins))
-        borders[block] = replace(whole, beside=beside)
+        borders[block] = replace(borders.get(block, Border(cuts=not begins)), beside=beside)
     for child in outside:
         borders |= _outside(child, begins)
     for child in named:
@@ -77,13 +76,9 @@ def _cut_modules(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement])
     return found
 
 
-def _holds(module: nn.Module, cut: set[nn.Module]) -> bool:
-    return any(child in cut for child in module.modules())
-
-
 def _blocks(module: nn.Module, cut: set[nn.Module]) -> Iterator[nn.Module]:
     """What the outermost lists hold of which the plan cuts anything; the stream goes through all of it."""
-    if isinstance(module, _LISTS) and _holds(module, cut):
+    if isinstance(module, _LISTS) and not cut.isdisjoint(module.modules()):
         yield from module.children()
     elif module not in cut:
         for child in module.children():
@@ -154,6 +149,5 @@ def _outside(module: nn.Module, begins: bool) -> Borders:
     """Embeddings begin the stream where one is cut, else the first block; matrices read all of it."""
     if isinstance(module, nn.Embedding):
         return {module: Border(leaves=True)} if begins else {}
-    if any(p.ndim > 1 for p in module.parameters(recurse=False)):
-        return {module: Border(gathers=True)}
-    return {}
+    reads = any(p.ndim > 1 for p in module.parameters(recurse=False))
+    return {module: Border(gathers=True)} if reads else {}
