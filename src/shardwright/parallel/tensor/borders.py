@@ -85,6 +85,8 @@ def of_embeddings(module: nn.Module) -> Borders:
 def hang(borders: Borders, mesh: DeviceMesh) -> None:
     """Hang the hooks that gather, cut and finish the stream on the modules."""
     (axis,) = axis_names(mesh)
+    for hook in (_before, _after, _finished):  # they read layouts, at which graphs break
+        never_compiled_alone(hook)
     for module, border in borders.items():
         if border.gathers or border.cuts or border.beside is not None:
             gathered = _whole if border.shared is None else border.shared.of
@@ -157,10 +159,6 @@ def _finished(axis: str, table: nn.Module, _: tuple[Any, ...], out: Any) -> Any:
 def _without_terms(axis: str, value: Any) -> Any:
     is_pending = isinstance(value, DTensor) and _placement(value, axis).is_pending
     return value.redistribute({axis: Replicate()}) if is_pending else value
-
-
-for _hook in (_before, _after, _finished):  # they read layouts, at which graphs break
-    never_compiled_alone(_hook)
 
 
 def _is_stream(value: Any) -> bool:
