@@ -10,8 +10,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 
 import shardwright as sw
-from shardwright.errors import RuleError
+from shardwright.errors import ParallelError, RuleError
 from shardwright.parallel import parallelize_tensor
+from shardwright.parallel.tensor import borders
 from shardwright.parallel.tensor.borders import Border
 from shardwright.parallel.tensor.said import spoken
 from shardwright.parallel.tensor.sequence import read_blocks
@@ -366,6 +367,21 @@ def test_no_block_sends_more_when_the_stream_is_cut(ranks, block, norms, tokens)
     ranks(2, _sends_no_more, block, norms, tokens)
 
 
+def _keeps_shapes():
+    mesh = rank_mesh((2,), ("tp",))
+    stream, *others = (
+        sw.distribute_tensor(torch.randn(shape), mesh) for shape in ((2, 6, 8), (2, 48), (6, 16), (12, 8))
+    )
+    *kept, cut = (borders._after("tp", nn.Identity(), (stream,), {}, out) for out in others)
+    assert all(mine is given for mine, given in zip(kept, others, strict=False))
+    assert cut.shape == (12, 8)
+    assert cut.placements != stream.placements
+
+
+def test_what_only_has_as_many_elements_as_the_stream_is_returned_as_it_is(ranks):
+    ranks(2, _keeps_shapes)
+
+
 class _Reads(nn.Module):
     """A table, blocks and a head, of which a plan cuts the blocks alone."""
 
@@ -410,3 +426,15 @@ def test_tables_and_heads_that_are_whole_get_whole_gradients_where_tokens_are_fe
 def test_a_compiled_model_is_cut_between_its_blocks(ranks, block):
     """Its graph breaks at what is plain in `spmd`; what is called from there on is no graph of its own."""
     assert ranks(2, _gradients_of_what_is_whole, 64, True, block, True)[0] == [(sw.Replicate(),)] * 2
+
+
+def _refused():
+    mesh, model = rank_mesh((2,), ("tp",)), _Reads(64, _NormsBehind)
+    plan = {**_plan_of(model), "nothing.weight": {"tp": sw.Shard(0)}}
+    with pytest.raises(ParallelError, match="nothing"):
+        parallelize_tensor(model, mesh, plan, sequence_parallel=True)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_plan_that_is_refused_hangs_no_hook(ranks):
+    ranks(2, _refused)

@@ -23,6 +23,7 @@ from shardwright.tensor.dtensor import DTensor
 
 _SEQUENCE = 1  # of [rows, tokens, features]
 _NOT_CUT = Replicate()
+_Hand = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,12 @@ class Gathered:
 
     def __init__(self, module: nn.Module) -> None:
         self._last: tuple[Any, ...] = ()
-        self._runs = False
-        module.register_forward_pre_hook(partial(self._begin, True))
-        module.register_forward_hook(partial(self._begin, False), always_call=True)
+        self._runs, self._module = False, module
+
+    def hang(self) -> None:
+        """Begin to see when the module runs."""
+        self._module.register_forward_pre_hook(partial(self._begin, True))
+        self._module.register_forward_hook(partial(self._begin, False), always_call=True)
 
     def of(self, axis: str, value: Any) -> Any:
         """`_whole` of the value, made once."""
@@ -87,10 +91,13 @@ def hang(borders: Borders, mesh: DeviceMesh) -> None:
     (axis,) = axis_names(mesh)
     for hook in (_before, _after, _finished):  # they read layouts, at which graphs break
         never_compiled_alone(hook)
+    for gathered in {each.shared for each in borders.values()} | {each.beside for each in borders.values()}:
+        if gathered is not None:
+            gathered.hang()
     for module, border in borders.items():
         if border.gathers or border.cuts or border.beside is not None:
-            gathered = _whole if border.shared is None else border.shared.of
-            first = gathered if border.gathers else _some if border.cuts else _as_it_is
+            whole = _whole if border.shared is None else border.shared.of
+            first = whole if border.gathers else _some if border.cuts else _as_it_is
             others = first if border.beside is None else border.beside.of
             module.register_forward_pre_hook(
                 partial(_before, partial(first, axis), partial(others, axis)), with_kwargs=True
@@ -101,11 +108,8 @@ def hang(borders: Borders, mesh: DeviceMesh) -> None:
             module.register_forward_hook(partial(_finished, axis))
 
 
-Hand = Callable[[Any], Any]
-
-
 def _before(
-    first: Hand, others: Hand, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    first: _Hand, others: _Hand, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The first stream is the one that goes through the module."""
     given, hand = [*args, *kwargs.values()], first
@@ -119,10 +123,10 @@ def _after(axis: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """The stream is what a module returns, or the first of it; rows and tokens may be one dim (Llama 4)."""
     if type(out) is tuple and out:
         return (_after(axis, _, args, kwargs, out[0]), *out[1:])
-    handed = next((x for x in (*args, *kwargs.values()) if _is_stream(x)), None)
-    if handed is None or not isinstance(out, DTensor) or out.ndim != 2 or out.numel() != handed.numel():
+    shape = next((x.shape for x in (*args, *kwargs.values()) if _is_stream(x)), None)
+    if shape is None or not isinstance(out, DTensor) or out.shape != (shape[0] * shape[1], shape[2]):
         return _some(axis, out)
-    return _some(axis, out.view(handed.shape)).flatten(0, 1)
+    return _some(axis, out.view(shape)).flatten(0, 1)
 
 
 def _as_it_is(_: str, value: Any) -> Any:
