@@ -34,7 +34,7 @@ class Border:
         gathers: what it is handed has all tokens.
         leaves: what it returns has this rank's.
         cuts: what it is handed has this rank's tokens.
-        finishes: what it looked up in a cut table is finished, if that sends less than its table would.
+        finishes: what it looked up, and its gradient, is finished, if that sends less than its table would.
         shared: what it was handed was gathered for another part of its block already, perhaps.
         beside: what it is handed beside the stream, as what an encoder made, is gathered once for all blocks.
     """
@@ -119,10 +119,10 @@ def _before(
     return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
 
-def _after(axis: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+def _after(axis: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     """The stream is what a module returns, or the first of it; rows and tokens may be one dim (Llama 4)."""
     if type(out) is tuple and out:
-        return (_after(axis, _, args, kwargs, out[0]), *out[1:])
+        return (_after(axis, part, args, kwargs, out[0]), *out[1:])
     shape = next((x.shape for x in (*args, *kwargs.values()) if _is_stream(x)), None)
     if shape is None or not isinstance(out, DTensor) or out.shape != (shape[0] * shape[1], shape[2]):
         return _some(axis, out)
