@@ -19,7 +19,7 @@ from tests.compositions.tables_ranks import train
 from tests.tiers import only
 
 SETS = (*TRIPLES, *QUADRUPLES)
-KEPT = [(REPLICATE, TENSOR, SEQUENCE), (REPLICATE, FSDP, TENSOR, EXPERT)]
+KEPT = [(REPLICATE, FSDP, TENSOR, EXPERT)]
 
 
 @pytest.mark.parametrize("strategies", only([SETS.index(s) for s in KEPT], range(len(SETS))))

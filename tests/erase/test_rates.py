@@ -78,7 +78,7 @@ def _follows(name):
     assert replays >= ROUNDS - 3  # the first step makes the states
 
 
-@pytest.mark.parametrize("name", one_in(2, FOLLOWED))
+@pytest.mark.parametrize("name", one_in(3, FOLLOWED))
 def test_a_schedule_is_recorded_once(ranks, name):
     ranks(2, _follows, name)
 
@@ -177,7 +177,7 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("what", one_in(2, CASES))
+@pytest.mark.parametrize("what", one_in(3, CASES))
 def test_where_a_number_cannot_be_followed_the_answer_is_right(ranks, what):
     ranks(2, _right, what)
 

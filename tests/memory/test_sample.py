@@ -41,7 +41,7 @@ def _checked(count: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("count", [4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_views_lie_in_memory_and_are_written_through_as_on_one_device(ranks, count):
     """Values, strides, storage offsets; what a write into a result, or into the base, reaches."""
     assert ranks(2, _checked, count, timeout=300) == [[], []]

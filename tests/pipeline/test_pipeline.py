@@ -16,6 +16,7 @@ from shardwright.parallel import Pipeline, parallelize_pipeline
 from shardwright.testing import rank_mesh
 from tests.pipeline.models import make
 from tests.pipeline.ranks import Case, assert_right, beside_one_device
+from tests.tiers import one_in, only
 
 
 def _right(ranks, case):
@@ -40,20 +41,29 @@ def test_every_schedule_gives_what_one_device_gives(ranks, name, schedule, stage
     _right(ranks, Case(name, {"pp": 2}, stages=stages, schedule=schedule))
 
 
-@pytest.mark.parametrize("how", ["replicate", "fsdp", "fsdp at once"])
-@pytest.mark.parametrize(("name", "stages", "accumulate"), [("tied", 2, 3), ("llama", 4, 1)])
+OVER_DATA = [
+    ("tied", 2, 3, "fsdp"), ("llama", 4, 1, "fsdp"), ("llama", 4, 1, "replicate"),
+    ("tied", 2, 3, "replicate"), ("llama", 4, 1, "fsdp at once"), ("tied", 2, 3, "fsdp at once"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "stages", "accumulate", "how"), one_in(2, OVER_DATA))
 def test_stages_over_data_ranks_give_what_one_device_gives(ranks, name, how, stages, accumulate):
     order = ("pipeline", how)
     _right(ranks, Case(name, {"pp": 2, "dp": 2}, order, stages, micro=2, accumulate=accumulate))
 
 
-@pytest.mark.parametrize("how", [("tensor", "pipeline"), ("sequence", "pipeline")])
-@pytest.mark.parametrize("name", ["llama", "tied llama"])
+CUT = [(name, (how, "pipeline")) for name in ("llama", "tied llama") for how in ("sequence", "tensor")]
+
+
+@pytest.mark.parametrize(("name", "how"), only([CUT[0], CUT[3]], CUT))
 def test_stages_of_tensor_parallel_parts_give_what_one_device_gives(ranks, name, how):
     _right(ranks, Case(name, {"pp": 2, "tp": 2}, how, micro=2))
 
 
-@pytest.mark.parametrize("how", [("context", "pipeline"), ("pipeline", "context")])
+@pytest.mark.parametrize(
+    "how", [("context", "pipeline"), pytest.param(("pipeline", "context"), marks=pytest.mark.slow)]
+)
 def test_stages_of_cut_sequences_give_what_one_device_gives(ranks, how):
     _right(ranks, Case("llama", {"pp": 2, "cp": 2}, how, micro=2))
 

@@ -143,7 +143,7 @@ def _what_stays():
         every_call()
     seen = [held()]
     for _ in range(2):
-        for _ in range(100):
+        for _ in range(60):
             every_call()
         seen.append(held())
     counts = zip(*(references for references, _ in seen), strict=True)

@@ -9,6 +9,7 @@ import shardwright as sw
 from shardwright.errors import RuleError
 from shardwright.remember import forget
 from shardwright.tensor import doors
+from tests.tiers import one_in
 
 from .test_known_call_in_c import InPython, _mesh, _operands, _python_runs, _Silent
 
@@ -62,7 +63,7 @@ def _as_one_device(name):
         )  # RMSprop magnifies rounding
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", one_in(2, OPTIMIZERS))
 def test_an_optimizer_steps_as_on_one_device(ranks, name):
     ranks(2, _as_one_device, name)
 

@@ -9,8 +9,8 @@ from .programs import BRINGING, ODD, differing
 # Name, mesh, what places the parameters over data ranks, cut between blocks.
 _SAMPLE = {
     4: [("phi3, odd", (2, 2), "fsdp", True)],
-    3: [("mixtral", (3,), "", True), ("gpt_neox, odd", (3,), "", False)],
-    2: [("qwen2, tied", (2,), "", True), ("gemma3_text", (2,), "", True)],
+    3: [("gpt_neox, odd", (3,), "", False)],
+    2: [("mixtral", (2,), "", True), ("qwen2, tied", (2,), "", True)],
 }
 
 

@@ -65,7 +65,7 @@ FORMS = [(False, True), (True, False)]
 CASES = [(name, *form) for at, name in enumerate(DEGREES) for form in (FORMS[at % 2], FORMS[1 - at % 2])]
 
 
-@pytest.mark.parametrize(("name", "recompute", "shared"), one_in(2, CASES))
+@pytest.mark.parametrize(("name", "recompute", "shared"), one_in(4, CASES))
 def test_experts_on_context_ranks_train_as_one_device(ranks, name, recompute, shared):
     degrees, plan = DEGREES[name]
     if "tensor_parallel" in degrees:
