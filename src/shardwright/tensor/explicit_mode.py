@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from shardwright.errors import ImplicitRedistributionError
 from shardwright.layout.layout import Layout
@@ -19,22 +19,19 @@ class _Mode(threading.local):
 _mode = _Mode()
 
 
-@contextmanager
-def explicit() -> Iterator[None]:
+def explicit() -> AbstractContextManager[None]:
     """Within the block (of this thread) an implicit redistribution raises ImplicitRedistributionError."""
-    before = _mode.explicit
-    _mode.explicit = True
-    try:
-        yield
-    finally:
-        _mode.explicit = before
+    return _turned(True)
+
+
+def implicit() -> AbstractContextManager[None]:
+    """Within the block nothing is refused, whatever the blocks around it are: nothing there really runs."""
+    return _turned(False)
 
 
 @contextmanager
-def implicit() -> Iterator[None]:
-    """Within the block nothing is refused, whatever the blocks around it are: nothing there really runs."""
-    before = _mode.explicit
-    _mode.explicit = False
+def _turned(explicit: bool) -> Iterator[None]:
+    before, _mode.explicit = _mode.explicit, explicit
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from where it is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def learn(split: Split, model: nn.Module, forward: Forward, find: FindMesh, devi
     for stage in range(split.stages):
         told, ended = Told(), None
         if stage in split.mine:
-            told, ended = _tried(stage, split, borders, forward, find, device, model)
+            told, ended = _tried(partial(_stage, stage, split, borders, forward, find, device, model))
         told = _from(split.rank_of[stage], told, split.mesh.get_group(), device)
         if ended is not None and not isinstance(ended, Exception):  # SystemExit
             raise ended
@@ -60,17 +61,9 @@ def learn(split: Split, model: nn.Module, forward: Forward, find: FindMesh, devi
     return borders
 
 
-def _tried(
-    stage: int,
-    split: Split,
-    borders: Borders,
-    forward: Forward,
-    find: FindMesh,
-    device: torch.device,
-    model: nn.Module,
-) -> tuple[Told, BaseException | None]:
+def _tried(run: Callable[[], Told]) -> tuple[Told, BaseException | None]:
     try:
-        return _stage(stage, split, borders, forward, find, device, model), None
+        return run(), None
     except ShardwrightError as error:
         return Told(error=str(error)), error
     except BaseException as error:  # noqa: BLE001  the other ranks wait to be told
