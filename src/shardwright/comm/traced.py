@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from shardwright.errors import PlanError
 
+REAL = (Tensor, Parameter)  # classes of local tensors that hold values; a trace has others
 _lock = threading.Lock()
 blocks = 0  # how many are open; a known plan asks for nothing else
 
@@ -35,12 +36,12 @@ def in_groups() -> Iterator[None]:
 
 def goes_in_groups(x: Tensor) -> bool:
     """Must it be sent by collectives of process groups?"""
-    return blocks > 0 or type(x) not in (Tensor, Parameter)
+    return blocks > 0 or type(x) not in REAL
 
 
 def is_traced(x: Tensor) -> bool:
     """True for the fake and functional tensors of a trace."""
-    return type(x) not in (Tensor, Parameter)
+    return type(x) not in REAL
 
 
 def refuse_between(what: object, local: Tensor) -> None:

@@ -17,7 +17,7 @@ from shardwright.compat import (
     transforms_on,
 )
 from shardwright.rules import registry
-from shardwright.tensor.explicit_mode import is_explicit
+from shardwright.tensor import explicit_mode
 from shardwright.tensor.random import mode as random_mode
 
 _DEVICES = ("cpu", "cuda")
@@ -45,7 +45,7 @@ FLAGS: dict[str, Callable[[], Any]] = {
     "flash attention": torch.backends.cuda.flash_sdp_enabled,
     "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled,
     "attention in steps": torch.backends.cuda.math_sdp_enabled,
-    "explicit": is_explicit,
+    "explicit": lambda: explicit_mode.here.explicit,
     "random mode": random_mode.is_counter,
     "rules": lambda: registry.registry.generation,
     "implicit replication": implicitly_replicated,

@@ -13,10 +13,12 @@ from shardwright.tensor.dtensor import DTensor
 
 
 class _Mode(threading.local):
+    """explicit: whether an implicit redistribution is refused in this thread."""
+
     explicit = False
 
 
-_mode = _Mode()
+here = _Mode()
 
 
 def explicit() -> AbstractContextManager[None]:
@@ -31,21 +33,16 @@ def implicit() -> AbstractContextManager[None]:
 
 @contextmanager
 def _turned(explicit: bool) -> Iterator[None]:
-    before, _mode.explicit = _mode.explicit, explicit
+    before, here.explicit = here.explicit, explicit
     try:
         yield
     finally:
-        _mode.explicit = before
-
-
-def is_explicit() -> bool:
-    """Is an implicit redistribution refused here?"""
-    return _mode.explicit
+        here.explicit = before
 
 
 def refuse_exchange(op: str, sent: int, what: str) -> None:
     """Raise, while `explicit()` is active, for an op whose ranks exchange what they made while it runs."""
-    if _mode.explicit and sent:
+    if here.explicit and sent:
         raise ImplicitRedistributionError(
             f"{op}: would {what}, about {sent} B sent by each rank (explicit mode allows no implicit "
             "communication)\n"
@@ -55,7 +52,7 @@ def refuse_exchange(op: str, sent: int, what: str) -> None:
 
 def refuse_moves(op: str, x: DTensor, target: Layout, why: str) -> None:
     """Raise, while `explicit()` is active, for an op that moves an operand to another layout."""
-    if not _mode.explicit:
+    if not here.explicit:
         return
     cost = plan_redistribution(x._spec.layout, target).total_bytes
     if cost:

@@ -25,11 +25,10 @@ from shardwright.compat import current_graph_task_id, tree_map, tree_map_only
 from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
 from shardwright.rules.propagate import Decision
 from shardwright.rules.search import is_expanded
-from shardwright.tensor import finished_forms
+from shardwright.tensor import explicit_mode, finished_forms
 from shardwright.tensor.dispatch.prepared import Derivation
 from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.explicit_mode import is_explicit
 from shardwright.tensor.move import move_operands
 
 _STATISTICS = frozenset({torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList})
@@ -172,7 +171,7 @@ def finish_beside(op: str, tensors: Sequence[DTensor]) -> None:
         if x._spec.plain is x._spec or x._spec.form is not None:
             continue
         line, is_statistic = _line(x), False
-        for made in line if not is_explicit() else ():
+        for made in line if not explicit_mode.here.explicit else ():
             value, is_statistic = made.value, is_statistic or made.is_statistic
             if is_statistic and any(value is each for each in tensors) and not _is_finished(value):
                 _finish(op, value, "read beside a statistic of its own", _nothing_is_refused)

@@ -8,10 +8,10 @@ from shardwright.placement.base import Replicate
 from shardwright.plan.decide import plan_redistribution
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.refusal import implicit_text
+from shardwright.tensor import explicit_mode
 from shardwright.tensor.dispatch.metadata import described_call
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.explicit_mode import is_explicit
 
 
 def refuse_implicit(func: Op, args: Args, kwargs: Kwargs, prepared: Prepared, tensors: list[DTensor]) -> None:
@@ -20,7 +20,7 @@ def refuse_implicit(func: Op, args: Args, kwargs: Kwargs, prepared: Prepared, te
     A move that costs nothing (taking a slice of what the rank holds, embedding a finished value) is no
     communication and passes.
     """
-    if not is_explicit():
+    if not explicit_mode.here.explicit:
         return
     layouts = [t._spec.layout for t in tensors]
     wanted = list(layouts)

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.comm.traced import is_traced
+from shardwright.comm.traced import REAL
 from shardwright.compat import EnableTorchFunction
 from shardwright.compat.fully_shard import managing_unit
 from shardwright.errors import RuleError
@@ -102,7 +102,7 @@ def _as_edges(values: Sequence[Any]) -> bool:
 
 
 def _is_traced(value: torch.Tensor) -> bool:
-    return isinstance(value, TorchDTensor) and is_traced(value._local_tensor)
+    return isinstance(value, TorchDTensor) and type(value._local_tensor) not in REAL
 
 
 def _edges(values: Sequence[torch.Tensor]) -> list[Any]:

@@ -17,7 +17,7 @@ from shardwright.compat import tree_leaves, tree_map_only
 from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs, Op
-from shardwright.tensor import finished_forms
+from shardwright.tensor import explicit_mode, finished_forms
 from shardwright.tensor.dispatch import short, written_memory
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.kernels import is_linear, kernel_of
@@ -29,7 +29,6 @@ from shardwright.tensor.dispatch.ways.list_arguments import Taken
 from shardwright.tensor.dispatch.ways.list_elements import ElementCall, element_calls, list_arguments
 from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.explicit_mode import is_explicit
 from shardwright.tensor.plain.boundary import helpers_allowed
 from shardwright.tensor.plain.replicated import replicate_plain
 from shardwright.tensor.spec import Spec
@@ -102,7 +101,7 @@ def _store(key: tuple[Any, ...], decided: _Decided, taken: Taken) -> None:
 def _each_alone(decide: Decide, decided: _Decided, func: Op, args: Args, kwargs: Kwargs) -> list[Any]:
     """Position after position, what they read finished in one list before."""
     calls = element_calls(func, args, kwargs)
-    if is_explicit():
+    if explicit_mode.here.explicit:
         _refuse(decide, calls)
     if len(decided.finished) > 1:
         finished_forms.finish_together(func.name(), [_tensors(calls[i])[j] for i, j in decided.finished])
