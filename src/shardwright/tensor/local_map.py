@@ -100,7 +100,7 @@ def _enter(
         if not redistribute:
             raise LayoutError(
                 f"local_map: argument {index} has layout {x._spec.layout}, expected {tuple(want)}; "
-                "redistribute it, or pass redistribute_inputs=True"
+                "redistribute it, or set redistribute_inputs=True"
             )
         x = x.redistribute(placements=want)
     return x.to_local(grad_placements=None if grads is None else grads[index])
@@ -129,6 +129,11 @@ def _leave(
         if want is None:
             wrapped.append(value)
             continue
+        if not isinstance(value, torch.Tensor):
+            raise LayoutError(
+                f"local_map: output {index} is a {type(value).__name__}, and has placements: give one entry "
+                "per output in a tuple, None for a plain value"
+            )
         shape = None if shapes is None else shapes[index]
         shape = told.of(index, value, mesh, want) if shape is None else tuple(shape)
         stride = None if shape is None else stride_like(tuple(shape), tuple(value.stride()))
