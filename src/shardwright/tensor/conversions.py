@@ -207,15 +207,24 @@ def _way_out(local: torch.Tensor, layout: Layout, mesh: DeviceMesh, coords: tupl
     return "fix: a logical shape of which these placements give this rank such a part"
 
 
+def broadcast(x: torch.Tensor, ways: Sequence[tuple[int, dist.ProcessGroup]]) -> torch.Tensor:
+    """What the root has, in the memory order of `x`, along group after group; `x` itself without any."""
+    if not ways:
+        return x
+    result = x.detach().contiguous().clone()
+    for root, group in ways:
+        dist.broadcast(bits(result.view(-1)), root, group)
+    return result if x.is_contiguous() else torch.empty_like(x).copy_(result)
+
+
 def _same_on_replicas(local: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:
-    """Broadcast from the first rank of every replicated axis."""
-    result = local.detach().contiguous().clone()
-    for axis, placement in enumerate(layout.placements):
-        if placement.is_replicated:
-            group = mesh.get_group(axis)
-            with because("from_local(run_check=True)"):
-                dist.broadcast(bits(result.view(-1)), dist.get_global_rank(group, 0), group)
-    return local + (result - local).detach() if local.requires_grad else result
+    """The values of the first rank of every replicated axis, with the gradient of `local`."""
+    groups = [mesh.get_group(axis) for axis, p in enumerate(layout.placements) if p.is_replicated]
+    with because("from_local(run_check=True)"):
+        told = broadcast(local, [(dist.get_global_rank(group, 0), group) for group in groups])
+    result = local.clone()
+    with torch.no_grad():
+        return result.copy_(told)
 
 
 def redistribute(
