@@ -379,6 +379,10 @@ def _refusals():
     other = rank_mesh((4,), ("all",))
     return {
         "count": _text(lambda: sw.distribute_tensor(x, grid, [sw.Shard(0)])),
+        "leaf before count": _text(
+            lambda: sw.distribute_tensor(x.clone().requires_grad_() * 2, grid, [sw.Shard(0)])
+        ),
+        "other mesh": _text(lambda: sw.distribute_tensor(d, other, [sw.Shard(0)])),
         "axis": _text(lambda: d.redistribute({"pp": sw.Shard(0)})),
         "dim": _text(lambda: sw.distribute_tensor(x, grid, {"tp": sw.Shard(2)}), ValueError),
         "unnamed": _text(lambda: sw.DTensor.from_local(x, grid, {"tp": sw.Shard(0)})),
@@ -397,9 +401,13 @@ def _refusals():
 def test_bad_input_is_refused_with_what_and_why(ranks):
     texts = ranks(4, _refusals)[0]
     assert texts["count"] == (
-        "1 placements for a mesh of 2 axes ('dp', 'tp'): give one per axis, "
+        "1 placements for a mesh of 2 axes ('dp', 'tp'), which must have the same length: give one per axis, "
         "or a mapping {axis name: placement}"
     )
+    assert texts["leaf before count"] == texts["history"]
+    assert "distribute leaf tensor" in texts["history"]
+    assert "to a different device mesh" in texts["other mesh"]
+    assert "to a different placements" in texts["already"]
     assert texts["axis"] == "the mesh has no axis 'pp'; its axes are ('dp', 'tp')"
     assert "2" in texts["dim"]
     assert texts["unnamed"] == "no placement for axis 'dp': every axis of ('dp', 'tp') must be named here"
@@ -411,7 +419,9 @@ def test_bad_input_is_refused_with_what_and_why(ranks):
     assert "sw.distribute_tensor" in texts["plain"]
     assert "sw.DTensor.from_local" in texts["plain"]
     assert "sw.spmd(mesh)" in texts["plain"]
-    assert texts["shape alone"] == "pass shape and stride together, or neither"
+    assert texts["shape alone"] == "Please pass both shape and stride at the same time, or neither"
+    assert issubclass(LayoutError, RuntimeError)  # some of these are one in torch, the others a ValueError
+    assert issubclass(ParallelError, RuntimeError)
 
 
 def _dtypes():

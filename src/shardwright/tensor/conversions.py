@@ -104,7 +104,7 @@ def from_local_in_graph(
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, order = resolve_placements(mesh, given, default="error")
     if (shape is None) != (stride is None):
-        raise LayoutError("pass shape and stride together, or neither")
+        raise LayoutError("Please pass both shape and stride at the same time, or neither")
     if run_check and coords_of(mesh) is not None:
         _agree(local, mesh, resolved, shape, stride, order)
     stated = _stated(mesh, resolved, local, shape, stride) if shape is not None else None
