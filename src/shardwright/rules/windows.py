@@ -245,10 +245,9 @@ def _planned(
         for name, layout in zip(names, decision.inputs, strict=True)
     )
     sums: dict[int, Placement] = dict.fromkeys(axes, pending_of("sum"))
+    by_index = {**dict.fromkeys(op.sums, sums), **dict.fromkeys(op.to_image, kept)}
     outputs = tuple(
-        None
-        if out is None
-        else out.with_placements(kept if i in op.to_image else sums if i in op.sums else made)
+        None if out is None else out.with_placements(by_index.get(i, made))
         for i, out in enumerate(decision.outputs)
     )
     moved = sum(layout_bytes(have, want) for have, want in zip(layouts, inputs, strict=True))

@@ -116,9 +116,8 @@ def _scattered(
 
 def _already(x: DTensor, mesh: DeviceMesh, placements: tuple[object, ...]) -> DTensor:
     if x.device_mesh != mesh or x.placements != placements:
-        other = "device mesh" if x.device_mesh != mesh else "placements"
         raise LayoutError(
-            f"the tensor is already distributed as {x._spec.layout}, and is asked to go to a different "
-            f"{other}; use redistribute to move it"
+            f"the tensor is already distributed as {x._spec.layout}; use redistribute to move it to a "
+            "different device mesh, or to a different placements"
         )
     return x

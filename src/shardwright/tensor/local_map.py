@@ -53,15 +53,9 @@ def local_map(
         `out_shapes` does not give its shape. What was told is remembered.
     """
     if func is None:
-        return functools.partial(
-            local_map,
-            out_placements=out_placements,
-            in_placements=in_placements,
-            in_grad_placements=in_grad_placements,
-            device_mesh=device_mesh,
-            redistribute_inputs=redistribute_inputs,
-            out_shapes=out_shapes,
-        )
+        stated = out_placements, in_placements, in_grad_placements, device_mesh
+        named: dict[str, Any] = {"redistribute_inputs": redistribute_inputs, "out_shapes": out_shapes}
+        return lambda decorated: local_map(decorated, *stated, **named)
     shapes_told = _ShapesTold()
 
     @functools.wraps(func)
