@@ -394,6 +394,7 @@ def _refusals():
         "no placements": _text(d.redistribute),
         "two meshes": _text(lambda: d + sw.distribute_tensor(x, other, [sw.Replicate()]), RuleError),
         "plain": _text(lambda: d + x, RuleError),
+        "no tensor": _text(lambda: sw.DTensor.from_local([1.0], grid, [sw.Replicate()] * 2)),
         "shape alone": _text(lambda: sw.DTensor.from_local(x, grid, [sw.Replicate()] * 2, shape=(6, 4))),
     }
 
@@ -415,6 +416,7 @@ def test_bad_input_is_refused_with_what_and_why(ranks):
     assert "use redistribute to move it" in texts["already"]
     assert "local tensor of shape (6, 4)" in texts["local shape"]
     assert texts["no placements"].startswith("redistribute needs placements")
+    assert "was given a list" in texts["no tensor"]
     assert "different meshes" in texts["two meshes"]
     assert "sw.distribute_tensor" in texts["plain"]
     assert "sw.DTensor.from_local" in texts["plain"]

@@ -94,9 +94,9 @@ def from_local_in_graph(
     stride: Sequence[int] | None,
 ) -> DTensor:
     """`DTensor.from_local` with arguments that a graph can write down."""
-    if isinstance(local, TorchDTensor):
+    if isinstance(local, TorchDTensor) or not isinstance(local, torch.Tensor):
         raise LayoutError(
-            "from_local takes the plain tensor of this rank, and was given a DTensor\n"
+            f"from_local takes the plain tensor of this rank, and was given a {type(local).__name__}\n"
             "  fix: redistribute moves a DTensor; to_local() is this rank's part of it"
         )
     placements, grad_placements = _together(names, values), _together(grad_names, grad_values)
