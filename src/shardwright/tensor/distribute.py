@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.dtype import bits
 from shardwright.comm.record import because
+from shardwright.compat.dynamo import never_traced
 from shardwright.errors import LayoutError
 from shardwright.layout.applied import Applied
 from shardwright.layout.layout import Layout
@@ -22,6 +23,7 @@ from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import as_ours, wrap
 
 
+@never_traced
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,
