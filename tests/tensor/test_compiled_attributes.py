@@ -1,5 +1,7 @@
 """What a compiled program reads: attributes inside `spmd` after its graph broke, elements of a cut dim."""
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
@@ -55,7 +57,7 @@ def test_a_move_after_a_break_is_no_graph_of_its_own(ranks, placement):
 
 
 def _distributes_inside():
-    """Law: a graph breaks where a tensor or a module is distributed, and goes on behind it."""
+    """Law: a graph breaks where a tensor or a module is distributed, or copied, and goes on behind it."""
     mesh = rank_mesh((2,), ("tp",))
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
 
@@ -65,6 +67,12 @@ def _distributes_inside():
     for source in (0, None):
         torch._dynamo.reset()
         assert torch.equal(torch.compile(tensor, backend="aot_eager")(x, source), x * 2)
+
+    def copied(x):
+        return copy.deepcopy(x) * 2
+
+    cut = sw.distribute_tensor(x, mesh, [sw.Shard(0)])
+    assert torch.equal(torch.compile(copied, backend="aot_eager")(cut).full_tensor(), x * 2)
 
     def module(x, layer):
         return sw.distribute_module(layer, mesh)(sw.distribute_tensor(x, mesh)).full_tensor()
