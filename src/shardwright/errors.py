@@ -13,16 +13,16 @@ class PlacementError(ShardwrightError, ValueError):
     """A placement has no meaning for this tensor or this axis."""
 
 
-class LayoutError(ShardwrightError, ValueError):
-    """Mesh, placements, order and shape do not fit together."""
+class LayoutError(ShardwrightError, ValueError, RuntimeError):
+    """Mesh, placements, order and shape do not fit together: where torch raises the one or the other."""
 
 
 class MeshError(ShardwrightError, ValueError):
     """A mesh, a degree or an axis name cannot be what was asked for."""
 
 
-class ParallelError(ShardwrightError, ValueError):
-    """A strategy cannot be applied to this module."""
+class ParallelError(ShardwrightError, ValueError, RuntimeError):
+    """A strategy cannot be applied to this module: where torch raises the one or the other."""
 
 
 class ConfigError(ShardwrightError, ValueError):

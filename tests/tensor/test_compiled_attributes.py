@@ -1,5 +1,7 @@
 """What a compiled program reads: attributes inside `spmd` after its graph broke, elements of a cut dim."""
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
@@ -52,6 +54,37 @@ def _moves_after_a_break(placement):
 @pytest.mark.parametrize("placement", [sw.Shard(0), sw.Partial()])
 def test_a_move_after_a_break_is_no_graph_of_its_own(ranks, placement):
     ranks(2, _moves_after_a_break, placement)
+
+
+def _distributes_inside():
+    """Law: a graph breaks where a tensor or a module is distributed, or copied, and goes on behind it."""
+    mesh = rank_mesh((2,), ("tp",))
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+
+    def tensor(x, source):
+        return (sw.distribute_tensor(x, mesh, [sw.Shard(0)], src_data_rank=source) * 2).full_tensor()
+
+    for source in (0, None):
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(tensor, backend="aot_eager")(x, source), x * 2)
+
+    def copied(x):
+        return copy.deepcopy(x) * 2
+
+    cut = sw.distribute_tensor(x, mesh, [sw.Shard(0)])
+    assert torch.equal(torch.compile(copied, backend="aot_eager")(cut).full_tensor(), x * 2)
+
+    def module(x, layer):
+        return sw.distribute_module(layer, mesh)(sw.distribute_tensor(x, mesh)).full_tensor()
+
+    layer = torch.nn.Linear(4, 3)
+    wanted = layer(x)
+    torch.testing.assert_close(torch.compile(module, backend="aot_eager")(x, layer), wanted)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_program_distributes(ranks):
+    ranks(2, _distributes_inside)
 
 
 LOOKED_UP = {

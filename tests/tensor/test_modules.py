@@ -193,6 +193,10 @@ def _local_map():
     close(decorated(place(x, [sw.Replicate()]), factor=3), 3 * x)
     with pytest.raises(LayoutError, match="2 out_placements for 1 outputs"):
         sw.local_map(torch.neg, out_placements=([sw.Shard(0)], None))(dx)
+    with pytest.raises(
+        LayoutError, match=r"output 1 is a int, and has placements: .* None for a plain value"
+    ):
+        sw.local_map(lambda a: (a, 3), out_placements=[sw.Shard(1)])(dx)
     with pytest.raises(LayoutError, match="2 in_placements for 1 flattened arguments"):
         multiply(dx)
     with pytest.raises(LayoutError, match="1 in_grad_placements for 2 flattened arguments"):

@@ -9,11 +9,11 @@ import torch.distributed as dist
 import torch.distributed.tensor as theirs
 
 import shardwright as sw
-from shardwright.errors import LayoutError, RuleError
+from shardwright.errors import LayoutError, ParallelError, RuleError
 from shardwright.testing.meshes import rank_mesh
 from tests.tiers import only
 
-from .cases import close, full, layouts_of, mesh, place, placements_of
+from .cases import close, full, layouts_of, mesh, place, placed, placements_of
 
 SHAPES = [(5, 7), (1, 3), (6, 4), (2, 0), (4,)]
 
@@ -292,10 +292,78 @@ def _sources():
     assert torch.equal(own, torch.tensor([0.0, 0.0, 1.0, 1.0]))
     checked = sw.DTensor.from_local(x, grid, [sw.Replicate()], run_check=True)
     assert torch.equal(checked.to_local(), torch.zeros(4))
+    # What the others had plays no part in what they are given, nor in the gradient.
+    far = torch.tensor([1.0, 3.0]) if dist.get_rank() == 0 else torch.tensor([1e8, float("inf")])
+    leaf = far.clone().requires_grad_()
+    told = sw.DTensor.from_local(leaf, grid, [sw.Replicate()], run_check=True)
+    assert torch.equal(told.to_local(), torch.tensor([1.0, 3.0]))
+    (told * told).sum().backward()
+    assert torch.equal(leaf.grad, torch.tensor([2.0, 6.0]))
 
 
 def test_the_values_are_those_of_the_source_rank(ranks):
     ranks(2, _sources)
+
+
+_CUTS = (sw.Shard(0), sw.Shard(-1), sw.Interleaved(0, 2), sw.ZigZag(0), sw.Owner(1), sw.Ragged((1, 2)))
+
+
+def _part_by_part():
+    """Law: a rank gets its part of what the source has; of a cut no rank is sent what others hold."""
+    grid = mesh()
+    whole = full(6, 5)
+    given = {
+        "row-major": whole,
+        "turned": whole.t(),
+        "empty": whole[:, :0],
+        "bool": whole > 0,
+        "complex": torch.complex(whole, -whole),
+        "bfloat16": whole.bfloat16(),
+    }
+    other = [sw.Replicate(), sw.Shard(0), sw.Partial()][: 1 if grid.ndim == 1 else 3]
+    for (name, x), cut, beside, source in itertools.product(given.items(), _CUTS, other, (0, 1)):
+        if beside.is_partial() and not x.is_floating_point():
+            continue
+        placements = [beside, cut][-grid.ndim :]
+        here = tuple(grid.get_coordinate()) == (source,) * grid.ndim
+        mine = x if here else torch.empty_like(x).fill_(7)
+        d = sw.distribute_tensor(mine, grid, placements, src_data_rank=source)
+        wanted = placed(x, grid, placements)
+        where = f"{name} {placements} from {source}"
+        assert sw.layout_of(d) == sw.layout_of(wanted), where
+        assert torch.equal(d.to_local(), wanted.to_local()), where
+        # Of a pending value the plain split is a view of the whole; what is received has memory of its own.
+        assert beside.is_partial() or d.to_local().stride() == wanted.to_local().stride(), where
+        assert torch.equal(mine, x if here else torch.full_like(mine, 7)), where
+    turned = {"order": ("tp", "dp")} if grid.ndim == 2 else {}
+    d = sw.distribute_tensor(full(7, 3), grid, [sw.Shard(0)] * grid.ndim, **turned)
+    assert torch.equal(d.to_local(), sw.layout_of(d).split(full(7, 3), tuple(grid.get_coordinate())))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_rank_is_sent_its_part_of_what_the_source_has(ranks, world):
+    ranks(world, _part_by_part)
+
+
+def _sent(placements):
+    with sw.trace() as seen:
+        sw.distribute_tensor(full(8, 6), mesh(), placements)
+    return [event.op for event in seen.collectives], seen.bytes
+
+
+def test_distributing_sends_parts_of_what_is_cut(ranks):
+    """On a mesh of 2 x 2: nobody sends values that are not the source's, and cut axes come first."""
+    half = 8 * 6 * 4 // 2
+    both = ranks(4, _sent, [sw.Shard(0), sw.Shard(1)])
+    assert both == [
+        (["scatter"] * 2, half + half // 2),
+        (["scatter"], 0),
+        (["scatter"] * 2, half // 2),
+        (["scatter"], 0),
+    ]
+    beside = ranks(4, _sent, [sw.Replicate(), sw.Shard(1)])
+    ops = ["scatter", "broadcast"]
+    assert beside == [(ops, 2 * half), (ops, half), (["broadcast"], 0), (["broadcast"], 0)]
 
 
 def _text(call, kind=LayoutError):
@@ -311,6 +379,10 @@ def _refusals():
     other = rank_mesh((4,), ("all",))
     return {
         "count": _text(lambda: sw.distribute_tensor(x, grid, [sw.Shard(0)])),
+        "leaf before count": _text(
+            lambda: sw.distribute_tensor(x.clone().requires_grad_() * 2, grid, [sw.Shard(0)])
+        ),
+        "other mesh": _text(lambda: sw.distribute_tensor(d, other, [sw.Shard(0)])),
         "axis": _text(lambda: d.redistribute({"pp": sw.Shard(0)})),
         "dim": _text(lambda: sw.distribute_tensor(x, grid, {"tp": sw.Shard(2)}), ValueError),
         "unnamed": _text(lambda: sw.DTensor.from_local(x, grid, {"tp": sw.Shard(0)})),
@@ -322,6 +394,7 @@ def _refusals():
         "no placements": _text(d.redistribute),
         "two meshes": _text(lambda: d + sw.distribute_tensor(x, other, [sw.Replicate()]), RuleError),
         "plain": _text(lambda: d + x, RuleError),
+        "no tensor": _text(lambda: sw.DTensor.from_local([1.0], grid, [sw.Replicate()] * 2)),
         "shape alone": _text(lambda: sw.DTensor.from_local(x, grid, [sw.Replicate()] * 2, shape=(6, 4))),
     }
 
@@ -329,21 +402,28 @@ def _refusals():
 def test_bad_input_is_refused_with_what_and_why(ranks):
     texts = ranks(4, _refusals)[0]
     assert texts["count"] == (
-        "1 placements for a mesh of 2 axes ('dp', 'tp'): give one per axis, "
+        "1 placements for a mesh of 2 axes ('dp', 'tp'), which must have the same length: give one per axis, "
         "or a mapping {axis name: placement}"
     )
+    assert texts["leaf before count"] == texts["history"]
+    assert "distribute leaf tensor" in texts["history"]
+    assert "to a different device mesh" in texts["other mesh"]
+    assert "to a different placements" in texts["already"]
     assert texts["axis"] == "the mesh has no axis 'pp'; its axes are ('dp', 'tp')"
     assert "2" in texts["dim"]
     assert texts["unnamed"] == "no placement for axis 'dp': every axis of ('dp', 'tp') must be named here"
     assert "use DTensor.from_local" in texts["history"]
-    assert texts["already"].endswith("use redistribute to move it")
+    assert "use redistribute to move it" in texts["already"]
     assert "local tensor of shape (6, 4)" in texts["local shape"]
     assert texts["no placements"].startswith("redistribute needs placements")
+    assert "was given a list" in texts["no tensor"]
     assert "different meshes" in texts["two meshes"]
     assert "sw.distribute_tensor" in texts["plain"]
     assert "sw.DTensor.from_local" in texts["plain"]
     assert "sw.spmd(mesh)" in texts["plain"]
-    assert texts["shape alone"] == "pass shape and stride together, or neither"
+    assert texts["shape alone"] == "Please pass both shape and stride at the same time, or neither"
+    assert issubclass(LayoutError, RuntimeError)  # some of these are one in torch, the others a ValueError
+    assert issubclass(ParallelError, RuntimeError)
 
 
 def _dtypes():

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -74,9 +73,7 @@ class Following:
             self._hooks.append(optimizer.register_step_post_hook(self._ends))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ends()
         for hook in self._hooks:
             hook.remove()

@@ -14,7 +14,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any, Self
 
 import torch
@@ -55,9 +55,7 @@ class Watch:
         sys.setprofile(self._event)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         sys.setprofile(self._outer)
         if _numpy_state() != self._numpy:
             self.refusals.append(Refusal("numpy.random", _DRAWS))

@@ -235,15 +235,17 @@ class Layout:
 
     # ------------------------------------------------------------------------------------- variations
 
-    def with_placements(self, placements: Placements, order: Sequence[str] | None = None) -> Layout:
+    def with_placements(
+        self, placements: Placements | Mapping[int, Any], order: Sequence[str] | None = None
+    ) -> Layout:
         """The same tensor under other placements.
 
         A sequence replaces them all and, without `order`, is applied left to right; a mapping changes the
-        axes that it names and, without `order`, keeps the order.
+        axes that it names, or says the index of, and, without `order`, keeps the order.
         """
         if isinstance(placements, Mapping):
             order = self.order_names if order is None else order
-            known = [self.mesh_shape.axis_index(name) for name in placements]
+            known = [a if isinstance(a, int) else self.mesh_shape.axis_index(a) for a in placements]
             given = dict(zip(known, placements.values(), strict=True))
             placements = [given.get(axis, p) for axis, p in enumerate(self.placements)]
         return Layout(

@@ -60,12 +60,12 @@ def plan_key_parts(call: Call, layouts: Sequence[Layout]) -> KeyParts | None:
     cuts = _cuts(key)
     if not cuts:
         return None
-    bare = tuple(_with(layout, dict.fromkeys(cuts, Replicate())) for layout in layouts)
+    bare = tuple(layout.with_placements(dict.fromkeys(cuts, Replicate())) for layout in layouts)
     decision = propagate_one(call, bare)
     if decision.fallback:
         return None
     inputs = tuple(
-        _with(layout, {axis: _placed(name, layout, part, key) for axis, part in cuts.items()})
+        layout.with_placements({axis: _placed(name, layout, part, key) for axis, part in cuts.items()})
         for name, layout in zip(names, decision.inputs, strict=True)
     )
     moved = sum(layout_bytes(have, want) for have, want in zip(layouts, inputs, strict=True))
@@ -105,11 +105,6 @@ def _placed(name: str, layout: Layout, part: Partition, key: Layout) -> Placemen
     if placed is None:
         raise RuleError(f"{part} is a cut along dim {_SEQUENCE}, but has no meaning along dim {dim}")
     return placed
-
-
-def _with(layout: Layout, placements: dict[int, Placement]) -> Layout:
-    changed = [placements.get(axis, p) for axis, p in enumerate(layout.placements)]
-    return layout.with_placements(changed, order=layout.order_names)
 
 
 def _queries(call: Call, decision: Decision) -> LabelSize:

@@ -232,7 +232,7 @@ def _planned(
     """The other axes as a rule has them, as if the axes of the halos held everything."""
     axes = {halo.axis: halo for halo in halos}
     image = layouts[names.index(op.image)]
-    bare = tuple(_with(layout, dict.fromkeys(axes, Replicate())) for layout in layouts)
+    bare = tuple(layout.with_placements(dict.fromkeys(axes, Replicate())) for layout in layouts)
     decision = propagate_one(call, bare)
     if any(_cuts_spatial(decision.inputs[i], slides) for i, name in enumerate(names) if name == op.image):
         return None
@@ -241,21 +241,18 @@ def _planned(
     whole: dict[int, Placement] = dict.fromkeys(axes, Replicate())
     by_name = {op.image: kept, **dict.fromkeys(op.like_result, made)}
     inputs = tuple(
-        _with(layout, by_name.get(name, whole)) for name, layout in zip(names, decision.inputs, strict=True)
+        layout.with_placements(by_name.get(name, whole))
+        for name, layout in zip(names, decision.inputs, strict=True)
     )
     sums: dict[int, Placement] = dict.fromkeys(axes, pending_of("sum"))
+    by_index = {**dict.fromkeys(op.sums, sums), **dict.fromkeys(op.to_image, kept)}
     outputs = tuple(
-        None if out is None else _with(out, kept if i in op.to_image else sums if i in op.sums else made)
+        None if out is None else out.with_placements(by_index.get(i, made))
         for i, out in enumerate(decision.outputs)
     )
     moved = sum(layout_bytes(have, want) for have, want in zip(layouts, inputs, strict=True))
     sent = _halo_bytes(inputs[names.index(op.image)], halos) * (2 if op.to_image else 1)
     return WindowPlan(inputs, outputs, halos, slides, decision.overrides, moved + sent)
-
-
-def _with(layout: Layout, placements: dict[int, Placement]) -> Layout:
-    changed = [placements.get(axis, p) for axis, p in enumerate(layout.placements)]
-    return layout.with_placements(changed, order=layout.order_names)
 
 
 def _cuts_spatial(layout: Layout, slides: tuple[Sliding, ...]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 from shardwright.comm.record import Decision, Event, Recorder
@@ -41,10 +40,8 @@ class Trace:
         self._recorder.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._recorder.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._recorder.__exit__(*error)
 
     def __str__(self) -> str:
         return str(self.table())

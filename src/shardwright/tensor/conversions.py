@@ -94,9 +94,9 @@ def from_local_in_graph(
     stride: Sequence[int] | None,
 ) -> DTensor:
     """`DTensor.from_local` with arguments that a graph can write down."""
-    if isinstance(local, TorchDTensor):
+    if isinstance(local, TorchDTensor) or not isinstance(local, torch.Tensor):
         raise LayoutError(
-            "from_local takes the plain tensor of this rank, and was given a DTensor\n"
+            f"from_local takes the plain tensor of this rank, and was given a {type(local).__name__}\n"
             "  fix: redistribute moves a DTensor; to_local() is this rank's part of it"
         )
     placements, grad_placements = _together(names, values), _together(grad_names, grad_values)
@@ -104,7 +104,7 @@ def from_local_in_graph(
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, order = resolve_placements(mesh, given, default="error")
     if (shape is None) != (stride is None):
-        raise LayoutError("pass shape and stride together, or neither")
+        raise LayoutError("Please pass both shape and stride at the same time, or neither")
     if run_check and coords_of(mesh) is not None:
         _agree(local, mesh, resolved, shape, stride, order)
     stated = _stated(mesh, resolved, local, shape, stride) if shape is not None else None
@@ -207,15 +207,24 @@ def _way_out(local: torch.Tensor, layout: Layout, mesh: DeviceMesh, coords: tupl
     return "fix: a logical shape of which these placements give this rank such a part"
 
 
+def broadcast(x: torch.Tensor, ways: Sequence[tuple[int, dist.ProcessGroup]]) -> torch.Tensor:
+    """What the root has, in the memory order of `x`, along group after group; `x` itself without any."""
+    if not ways:
+        return x
+    result = x.detach().contiguous().clone()
+    for root, group in ways:
+        dist.broadcast(bits(result.view(-1)), root, group)
+    return result if x.is_contiguous() else torch.empty_like(x).copy_(result)
+
+
 def _same_on_replicas(local: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:
-    """Broadcast from the first rank of every replicated axis."""
-    result = local.detach().contiguous().clone()
-    for axis, placement in enumerate(layout.placements):
-        if placement.is_replicated:
-            group = mesh.get_group(axis)
-            with because("from_local(run_check=True)"):
-                dist.broadcast(bits(result.view(-1)), dist.get_global_rank(group, 0), group)
-    return local + (result - local).detach() if local.requires_grad else result
+    """The values of the first rank of every replicated axis, with the gradient of `local`."""
+    groups = [mesh.get_group(axis) for axis, p in enumerate(layout.placements) if p.is_replicated]
+    with because("from_local(run_check=True)"):
+        told = broadcast(local, [(dist.get_global_rank(group, 0), group) for group in groups])
+    result = local.clone()
+    with torch.no_grad():
+        return result.copy_(told)
 
 
 def redistribute(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,16 +11,19 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.dtype import bits
 from shardwright.comm.record import because
+from shardwright.compat.dynamo import never_traced
 from shardwright.errors import LayoutError
+from shardwright.layout.applied import Applied
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
-from shardwright.tensor.conversions import current_mesh
+from shardwright.tensor.conversions import broadcast, current_mesh
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import as_ours, wrap
 
 
+@never_traced
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,
@@ -36,53 +41,85 @@ def distribute_tensor(
         src_data_rank: index on each axis of the rank whose data counts; None: each rank's own; sends nothing.
         order: axes in order of application, if not left to right.
     Raises: LayoutError: wrong count, unknown axis, dim out of range, a DTensor of another layout.
-    Cost: a broadcast of the tensor per axis; none with `src_data_rank=None`, and none of a meta tensor, whose
-        parts are meta tensors too (place, `to_empty`, initialise: the start of a model too large for a rank).
+    Cost: per axis that cuts it a scatter, of which a rank receives its part only, per other axis a broadcast
+        of what is left; none with `src_data_rank=None`, and none of a meta tensor, whose parts are meta
+        tensors too (place, `to_empty`, initialise: the start of a model too large for a rank).
     """
     mesh = current_mesh(device_mesh)
+    if not (tensor.is_leaf or isinstance(tensor, TorchDTensor)):
+        raise LayoutError("distribute_tensor can distribute leaf tensors only; use DTensor.from_local")
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, stated = resolve_placements(mesh, given, default="replicate")
     if isinstance(tensor, TorchDTensor):
         return _already(as_ours(tensor), mesh, resolved)
-    if not tensor.is_leaf:
-        raise LayoutError(
-            "distribute_tensor makes a leaf: the given tensor has a history; use DTensor.from_local"
-        )
     stride, order = tuple(tensor.stride()), order or stated
     layout = Layout(mesh, resolved, tuple(tensor.shape), dtype=tensor.dtype, stride=stride, order=order)
     coords = coords_of(mesh)
     if coords is None:
         return wrap(tensor.new_empty(0), spec_of(layout, mesh), requires_grad=tensor.requires_grad)
     full = tensor.detach() if tensor.is_meta else tensor.detach().to(mesh.device_type)
-    if src_data_rank is not None:
-        full = _from_source(full, mesh, src_data_rank)
-    local = own_part(full, layout, coords)
+    if src_data_rank is None or full.is_meta or mesh.size() == 1:
+        local = own_part(full, layout, coords)
+    else:
+        local = _from_source(full, layout, mesh, coords, src_data_rank)
     return wrap(local.detach(), spec_of(layout, mesh), requires_grad=tensor.requires_grad)
 
 
 def own_part(full: torch.Tensor, layout: Layout, coords: tuple[int, ...]) -> torch.Tensor:
     """The part of `full` that belongs on these coords: dense, and not keeping the whole alive."""
-    local = layout.split(full, coords)
+    return _apart(layout.split(full, coords), full)
+
+
+def _apart(local: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     shares = local.untyped_storage()._cdata == full.untyped_storage()._cdata
     return local.clone() if shares and local.numel() < full.numel() else local
 
 
-def _from_source(full: torch.Tensor, mesh: DeviceMesh, source: int) -> torch.Tensor:
-    """The tensor of the source rank on every rank: a broadcast along each axis in turn."""
-    if full.is_meta or mesh.size() == 1:
-        return full
-    result = full.contiguous().clone()
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        root = dist.get_global_rank(group, source)
+def _from_source(
+    full: torch.Tensor, layout: Layout, mesh: DeviceMesh, coords: tuple[int, ...], source: int
+) -> torch.Tensor:
+    """This rank's part of what the source has, along one axis after another.
+
+    Replicated axes are the last, so that only parts go along them. Ranks that the values reach along a later
+    axis send nothing before.
+    """
+    groups = {axis: mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1}
+    roots = {axis: dist.get_global_rank(group, source) for axis, group in groups.items()}
+    later = set(groups)
+    for step in sorted(layout.applied, key=lambda step: step.placement.is_replicated):
+        coord, axes = step.coord(coords), later.intersection(step.axes)
+        later -= axes
+        ways = [] if any(coords[axis] != source for axis in later) else [(roots[a], groups[a]) for a in axes]
         with because("distribute_tensor"):
-            dist.broadcast(bits(result.view(-1)), root, group)
-    return result if full.is_contiguous() else torch.empty_like(full).copy_(result)
+            if step.partition is not None and len(ways) == 1:
+                full = _scattered(full, step, coord, *ways[0])
+            else:
+                whole = broadcast(full, ways)
+                full = _apart(step.split(whole, coord), whole)
+    return full
+
+
+def _scattered(
+    full: torch.Tensor, step: Applied, coord: int, root: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """This coord's piece of the root's tensor. Backends scatter rows of one length: that of the longest."""
+    mine = torch.empty_like(step.split(full, coord))
+    longest = max(prod(step.local_shape(tuple(full.shape), c)) for c in range(step.size))
+    run, rows = full.new_empty(longest), None
+    if dist.get_rank() == root:
+        rows = full.new_empty(step.size, longest).unbind()
+        for c, row in enumerate(rows):
+            piece = step.split(full, c).reshape(-1)
+            row[: len(piece)] = piece
+    if longest:
+        dist.scatter(bits(run), None if rows is None else [bits(row) for row in rows], root, group)
+    return mine.copy_(run[: mine.numel()].view(mine.shape))
 
 
 def _already(x: DTensor, mesh: DeviceMesh, placements: tuple[object, ...]) -> DTensor:
     if x.device_mesh != mesh or x.placements != placements:
         raise LayoutError(
-            f"the tensor is already distributed as {x._spec.layout}; use redistribute to move it"
+            f"the tensor is already distributed as {x._spec.layout}; use redistribute to move it to a "
+            "different device mesh, or to a different placements"
         )
     return x

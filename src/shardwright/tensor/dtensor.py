@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import DisableTorchFunctionSubclass, DTensorSpec, TensorClass
+from shardwright.compat.dynamo import never_traced
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of_spec
 from shardwright.placement.base import Placement
@@ -272,6 +273,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
 
     # -- protocol: pickling ---------------------------------------------------------------------------
 
+    @never_traced
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         """A leaf of the same layout, `requires_grad`, gradient and attributes; a parameter's has no gradient.
 

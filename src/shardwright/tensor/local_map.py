@@ -53,15 +53,9 @@ def local_map(
         `out_shapes` does not give its shape. What was told is remembered.
     """
     if func is None:
-        return functools.partial(
-            local_map,
-            out_placements=out_placements,
-            in_placements=in_placements,
-            in_grad_placements=in_grad_placements,
-            device_mesh=device_mesh,
-            redistribute_inputs=redistribute_inputs,
-            out_shapes=out_shapes,
-        )
+        stated = out_placements, in_placements, in_grad_placements, device_mesh
+        named: dict[str, Any] = {"redistribute_inputs": redistribute_inputs, "out_shapes": out_shapes}
+        return lambda decorated: local_map(decorated, *stated, **named)
     shapes_told = _ShapesTold()
 
     @functools.wraps(func)
@@ -100,7 +94,7 @@ def _enter(
         if not redistribute:
             raise LayoutError(
                 f"local_map: argument {index} has layout {x._spec.layout}, expected {tuple(want)}; "
-                "redistribute it, or pass redistribute_inputs=True"
+                "redistribute it, or set redistribute_inputs=True"
             )
         x = x.redistribute(placements=want)
     return x.to_local(grad_placements=None if grads is None else grads[index])
@@ -129,6 +123,11 @@ def _leave(
         if want is None:
             wrapped.append(value)
             continue
+        if not isinstance(value, torch.Tensor):
+            raise LayoutError(
+                f"local_map: output {index} is a {type(value).__name__}, and has placements: give one entry "
+                "per output in a tuple, None for a plain value"
+            )
         shape = None if shapes is None else shapes[index]
         shape = told.of(index, value, mesh, want) if shape is None else tuple(shape)
         stride = None if shape is None else stride_like(tuple(shape), tuple(value.stride()))

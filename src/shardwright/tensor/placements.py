@@ -53,8 +53,8 @@ def resolve_placements(
     placements = tuple(as_placement(p) for p in given)
     if len(placements) != len(names):
         raise LayoutError(
-            f"{len(placements)} placements for a mesh of {len(names)} axes {names}: give one per axis, "
-            "or a mapping {axis name: placement}"
+            f"{len(placements)} placements for a mesh of {len(names)} axes {names}, which must have the same "
+            "length: give one per axis, or a mapping {axis name: placement}"
         )
     return placements, getattr(given, "order", None)  # what `from_partition_spec` returns knows its order
 

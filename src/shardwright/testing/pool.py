@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Self
 
 from shardwright.errors import ConfigError, refuse_no_number
@@ -105,9 +105,7 @@ class RankPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _take(self, n: int, *, fresh: bool) -> World:

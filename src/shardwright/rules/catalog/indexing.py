@@ -115,16 +115,10 @@ def scatter_add(call: Call) -> Formula:
     if _empty_of_other_rank(call):
         return _nothing_written(call, "src")
     same = call.arg("src").shape == call.arg("index").shape
-    source = "...[dim:j]" if same else "...[dim:_]"
-    index = "...[dim:j]" if same else "...[dim:_]"
-    return formula(
-        f"...[dim:d], {index}, {source} -> ...[dim:d]",
-        reduce="sum",
-        hom="self+src: sum->sum",
-        prefix=("*",),
-        local=scattered,
-        held=("d",),
-    )
+    given = "...[dim:j]" if same else "...[dim:_]"
+    text = f"...[dim:d], {given}, {given} -> ...[dim:d]"
+    facts = "self+src: sum->sum"
+    return formula(text, reduce="sum", hom=facts, prefix=("*",), local=scattered, held=("d",))
 
 
 def _with_one_row(call: Call) -> str:

@@ -13,6 +13,7 @@ from shardwright.rules.registry import rewrite
 from shardwright.rules.rule import register_rule, rule
 
 _FACTORS = ("self: sum->sum", "mat2: sum->sum")
+_BATCHES = ("self+batch1: sum->sum", "self+batch2: sum->sum")
 
 rule("aten::mm", "m k, k n -> m n", reduce="sum", hom=_FACTORS)
 rule("aten::_int_mm", "m k, k n -> m n", reduce="sum", hom=_FACTORS)
@@ -23,18 +24,8 @@ rule("aten::vdot", "k, k -> ()", reduce="sum", hom=("self: sum->sum", "other: su
 rule(
     "aten::addmm", "m? n?, m k, k n -> m n", reduce="sum", hom=("self+mat1: sum->sum", "self+mat2: sum->sum")
 )
-rule(
-    "aten::baddbmm",
-    "b? m? n?, b m k, b k n -> b m n",
-    reduce="sum",
-    hom=("self+batch1: sum->sum", "self+batch2: sum->sum"),
-)
-rule(
-    "aten::addbmm",
-    "m? n?, b m k, b k n -> m n",
-    reduce="sum",
-    hom=("self+batch1: sum->sum", "self+batch2: sum->sum"),
-)
+rule("aten::baddbmm", "b? m? n?, b m k, b k n -> b m n", reduce="sum", hom=_BATCHES)
+rule("aten::addbmm", "m? n?, b m k, b k n -> m n", reduce="sum", hom=_BATCHES)
 rule("aten::addmv", "m?, m k, k -> m", reduce="sum", hom=("self+mat: sum->sum", "self+vec: sum->sum"))
 rule("aten::addr", "m? n?, m, n -> m n", hom=("self+vec1: sum->sum", "self+vec2: sum->sum"))
 rule(

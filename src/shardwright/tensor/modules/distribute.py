@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.compat.dynamo import never_traced
 from shardwright.errors import ParallelError
 from shardwright.placement.base import Replicate
 from shardwright.tensor.conversions import current_mesh
@@ -26,6 +27,7 @@ PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
 ByPattern = Mapping[str, PlacementsArgument]
 
 
+@never_traced
 def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
@@ -219,12 +221,8 @@ def _register_hooks(
     output_fn: Callable[..., Any] | None,
 ) -> None:
     if input_fn is not None:
-        if len(inspect.signature(input_fn).parameters) == 2:
-            module.register_forward_pre_hook(lambda _, inputs: input_fn(inputs, mesh))
-        else:
-            module.register_forward_pre_hook(lambda owner, inputs: input_fn(owner, inputs, mesh))
+        taken = 2 if len(inspect.signature(input_fn).parameters) == 2 else 3
+        module.register_forward_pre_hook(lambda owner, inputs: input_fn(*(owner, inputs, mesh)[-taken:]))
     if output_fn is not None:
-        if len(inspect.signature(output_fn).parameters) == 2:
-            module.register_forward_hook(lambda _, __, outputs: output_fn(outputs, mesh))
-        else:
-            module.register_forward_hook(lambda owner, _, outputs: output_fn(owner, outputs, mesh))
+        given = 2 if len(inspect.signature(output_fn).parameters) == 2 else 3
+        module.register_forward_hook(lambda owner, _, outputs: output_fn(*(owner, outputs, mesh)[-given:]))

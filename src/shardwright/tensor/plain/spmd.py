@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -64,14 +63,12 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         state.blocks -= 1
         if kind is None:
             _checked_sites.add(self._site)
         self._seen.clear()
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Args = (), kwargs: dict[str, Any] | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import Literal, Self
 
 from shardwright.errors import RuleError
@@ -46,9 +45,7 @@ class random_mode:  # noqa: N801 - a context manager, named like the verb that u
             _stack = (*_stack, self._mode)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _stack  # noqa: PLW0603
         with _lock:
             last = len(_stack) - 1 - _stack[::-1].index(self._mode)
