@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from shardwright.errors import ImplicitRedistributionError
 from shardwright.layout.layout import Layout
@@ -20,25 +20,22 @@ _mode = _Mode()
 
 
 @contextmanager
-def explicit() -> Iterator[None]:
+def _set_to(mode: bool) -> Iterator[None]:
+    before, _mode.explicit = _mode.explicit, mode
+    try:
+        yield
+    finally:
+        _mode.explicit = before
+
+
+def explicit() -> AbstractContextManager[None]:
     """Within the block (of this thread) an implicit redistribution raises ImplicitRedistributionError."""
-    before = _mode.explicit
-    _mode.explicit = True
-    try:
-        yield
-    finally:
-        _mode.explicit = before
+    return _set_to(True)
 
 
-@contextmanager
-def implicit() -> Iterator[None]:
+def implicit() -> AbstractContextManager[None]:
     """Within the block nothing is refused, whatever the blocks around it are: nothing there really runs."""
-    before = _mode.explicit
-    _mode.explicit = False
-    try:
-        yield
-    finally:
-        _mode.explicit = before
+    return _set_to(False)
 
 
 def is_explicit() -> bool:

@@ -90,13 +90,13 @@ def _refuse_managed(what: str, tensors: Sequence[Any]) -> None:
 
 
 def _sequence(given: Any) -> tuple[Any, ...]:
-    if given is None:
-        return ()
     return (given,) if isinstance(given, torch.Tensor) else tuple(given)
 
 
 def _ours(gradients: Any) -> tuple[Any, ...]:
     """Gradients to start from; torch's own DTensors as ours, which our graph carries on."""
+    if gradients is None:
+        return ()
     return tuple(as_ours(g) if isinstance(g, TorchDTensor) else g for g in _sequence(gradients))
 
 
