@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import shardwright as sw
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, ParallelError
+from shardwright.parallel import parallelize_fsdp, parallelize_tensor
 from shardwright.testing import rank_mesh
 
 ONE_BOX = [sw.Shard(0), sw.Shard(1), sw.Replicate(), sw.Owner(1), sw.Ragged((1, 3))]
@@ -71,3 +78,79 @@ def test_a_piece_is_found_by_its_offset(ranks: Callable[..., list[Any]]) -> None
     for several, none in ranks(2, _asked):
         assert several.endswith("holds 2 boxes on this rank, not one")
         assert none.endswith("holds 0 boxes on this rank at offset (1, 1), not one")
+
+
+def _made(rows: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, rows), nn.Tanh(), nn.Linear(rows, 8))
+
+
+def _placed(rows: int, *, meta: bool) -> nn.Module:
+    mesh = rank_mesh((dist.get_world_size() // 2, 2), ("dp", "tp"))
+    with torch.device("meta" if meta else "cpu"):
+        model = _made(rows, 1)
+    parallelize_tensor(model, mesh["tp"], {"0": "colwise", "2": "rowwise"})
+    return parallelize_fsdp(model, mesh["dp"])
+
+
+def _set(model: nn.Module, state: dict[str, Any], *, broadcast: bool) -> None:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torch's own use of its process groups
+        set_model_state_dict(model, state, options=options)
+
+
+def _whole_states() -> None:
+    """Whole tensors for a model that is cut by tensor parallelism first and then sharded."""
+    for rows, meta, broadcast in product((12, 7, 5), (False, True), (False, True)):
+        plain, model = _made(rows, 0), _placed(rows, meta=meta)
+        state, x = plain.state_dict(), torch.randn(3, 8)
+        given = dict(state) if not broadcast or dist.get_rank() == 0 else {}
+        if meta and not broadcast and rows % 4:  # torch cuts these itself, from left to right
+            with pytest.raises(ParallelError, match=r"would put f32.* in the place of a sharded parameter"):
+                _set(model, given, broadcast=False)
+            continue
+        _set(model, given, broadcast=broadcast)
+        for name, part in model.state_dict().items():
+            where = f"{name} of {rows} rows, {meta=} {broadcast=}"
+            torch.testing.assert_close(part.full_tensor(), state[name], msg=where)
+        with sw.spmd(rank_mesh((2, 2), ("dp", "tp"))["tp"]):
+            torch.testing.assert_close(model(x).full_tensor(), plain(x))
+
+
+def test_whole_states_reach_what_two_strategies_cut(ranks: Callable[..., list[Any]]) -> None:
+    ranks(4, _whole_states)
+
+
+def _whole_states_that_do_not_divide() -> None:
+    model = _placed(7, meta=False)
+    before = {name: part.to_local().clone() for name, part in model.state_dict().items()}
+    with pytest.raises(LayoutError, match=r"f32\[7@\(tp, dp\).* cannot be said with strided cuts"):
+        _set(model, _made(7, 0).state_dict(), broadcast=True)
+    assert all(torch.equal(part.to_local(), before[name]) for name, part in model.state_dict().items())
+
+
+def test_whole_states_for_cuts_that_torch_cannot_name_are_refused(ranks: Callable[..., list[Any]]) -> None:
+    ranks(6, _whole_states_that_do_not_divide)
+
+
+def _placements_elsewhere() -> None:
+    """Placements that were read from a tensor say the same of another one, its order included."""
+    mesh, x = rank_mesh((2, 3), ("dp", "tp")), torch.arange(77.0).reshape(11, 7)
+    placed = sw.distribute_tensor(x, mesh, [sw.Shard(0), sw.Shard(0)], order=("tp", "dp"))
+    given, layout = placed.placements, sw.layout_of(placed)
+    assert given == (sw.Shard(0), sw.Shard(0))
+    made = [
+        sw.DTensor.from_local(placed.to_local(), mesh, given, shape=x.shape, stride=x.stride()),
+        sw.distribute_tensor(x, mesh, pickle.loads(pickle.dumps(given))),
+        sw.distribute_tensor(x, mesh).redistribute(mesh, given),
+    ]
+    for one in made:
+        assert sw.layout_of(one) == layout
+        assert torch.equal(one.full_tensor(), x)
+    assert sw.layout_of(sw.zeros(11, 7, device_mesh=mesh, placements=given)) == layout
+    assert type(made[0].redistribute(mesh, [sw.Shard(0), sw.Shard(0)]).placements) is tuple
+
+
+def test_placements_of_a_tensor_know_its_order(ranks: Callable[..., list[Any]]) -> None:
+    ranks(6, _placements_elsewhere)

@@ -4,11 +4,14 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.tensor as torchs
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwright as sw
 from shardwright.errors import ParallelError
-from shardwright.parallel import parallelize_fsdp
+from shardwright.parallel import parallelize_fsdp, parallelize_tensor
 from shardwright.testing.meshes import rank_mesh
 
 
@@ -114,3 +117,39 @@ def _assigned():
 
 def test_plain_tensors_are_not_assigned(ranks):
     ranks(2, _assigned)
+
+
+def _assigned_elsewhere():
+    """`load_state_dict(assign=True)` takes what lies as the parameters do, and nothing else."""
+    mesh, x = rank_mesh((2, 2), ("dp", "tp")), torch.randn(3, 8)
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    for make in (sw.distribute_tensor, torchs.distribute_tensor):
+        model = copy.deepcopy(plain)
+        parallelize_tensor(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        parallelize_fsdp(model, mesh["dp"])
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        held = dict(model.named_parameters())
+        state = {
+            name: make(whole.detach(), held[name].device_mesh, held[name].placements)
+            for name, whole in plain.named_parameters()
+        }
+        if make is torchs.distribute_tensor:  # it does not know the order
+            order = {"0.weight": torchs.Shard(1), "0.bias": torchs.Replicate()}
+            for name, other in order.items():
+                whole = plain.get_parameter(name).detach()
+                given = {**state, name: make(whole, mesh, [other, torchs.Shard(0)])}
+                with pytest.raises(ParallelError, match=r"0\..*: .*assign=True.* would put f32"):
+                    model.load_state_dict(given, assign=True)
+            strided = [_StridedShard(0, split_factor=2), torchs.Shard(0)]
+            for name in order:
+                state[name] = make(plain.get_parameter(name).detach(), mesh, strided)
+        model.load_state_dict(state, assign=True)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x))
+
+
+def test_assigned_states_lie_as_the_parameters(ranks):
+    ranks(4, _assigned_elsewhere)

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.tensor as torchs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
@@ -165,3 +166,26 @@ def _met_first_among_fake_tensors():
 
 def test_a_mesh_may_be_met_first_among_fake_tensors(ranks):
     ranks(2, _met_first_among_fake_tensors, fresh=True)
+
+
+def _started_from_torchs():
+    """A backward may start from torch's own DTensors: its pipelines receive gradients as such."""
+    x, seed, mesh = full(4, 6), full(6, 4, seed=1), init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    plain = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(plain.t() * 2, plain, seed)
+    for placement in (sw.Replicate(), sw.Shard(0), sw.Shard(1)):
+        theirs = torchs.distribute_tensor(seed, mesh, [placement])
+        for target in (sw.Shard(0), sw.Replicate()):
+            d = sw.distribute_tensor(x, mesh, [sw.Shard(1)]).requires_grad_()
+            moved = (d.t() * 2).redistribute(mesh, [target])
+            (found,) = torch.autograd.grad(moved, d, theirs, retain_graph=True)
+            moved.backward(theirs, retain_graph=True)
+            close(found, wanted, f"grad from {placement}")
+            close(d.grad, wanted, f"backward from {placement}")
+            d.grad = None
+            torch.autograd.backward([moved], [theirs], inputs=[d])
+            close(d.grad, wanted, f"backward of inputs from {placement}")
+
+
+def test_backwards_start_from_torchs_dtensors(ranks):
+    ranks(2, _started_from_torchs)

@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import ShardOrderEntry as ShardOrderEntry
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
-from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
 from torch.utils import _python_dispatch
 from torch.utils._mode_utils import no_dispatch as no_dispatch
@@ -192,6 +193,17 @@ def asked_by_context_parallel() -> bool:
     return "._context_parallel." in next((n for n in names if not n.startswith("shardwright.")), "")
 
 
+# `set_model_state_dict` with whole tensors, `distributed.checkpoint` of meta tensors, pipelines.
+_REBUILDING = {"_distribute_tensors", "_distribute_state_dict", "_init_meta_tensor", "from_dtensor"}
+
+
+def rebuilds_by_placements() -> str:
+    """The name of the function of torch that asks for placements to cut or make another tensor by, or ""."""
+    frame = sys._getframe(3)
+    is_torchs = frame.f_globals["__name__"].startswith("torch.")
+    return frame.f_code.co_name if is_torchs and frame.f_code.co_name in _REBUILDING else ""
+
+
 def saves_for_hugging_face() -> bool:
     """Does torch's `distributed.checkpoint` ask, for files in which a tensor has one piece for each rank?"""
     seen = (frame.f_locals.get("storage_writer") for frame, _ in traceback.walk_stack(sys._getframe(1)))
@@ -224,7 +236,7 @@ def shard_order_axes(spec: DTensorSpec) -> tuple[tuple[TorchPlacement, ...], tup
     """
     placements = tuple(spec.placements)
     entries = getattr(spec, "shard_order", None)
-    if any(isinstance(p, _StridedShard) for p in placements):
+    if any(isinstance(p, StridedShard) for p in placements):
         decode = getattr(DTensorSpec, "_maybe_convert_StridedShard_to_shard_order", None)
         entries = decode(placements, spec.mesh) if decode is not None else None
         if entries is None:
@@ -246,7 +258,7 @@ def torch_shard_order(
 
 
 def _unstrided(placement: TorchPlacement) -> TorchPlacement:
-    return Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
+    return Shard(placement.dim) if isinstance(placement, StridedShard) else placement
 
 
 def _order_names(entries: Any, names: tuple[str, ...]) -> tuple[str, ...] | None:

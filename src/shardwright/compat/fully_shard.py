@@ -257,4 +257,5 @@ def _follow_dtype(fsdp: Any, group: Any) -> None:
 
 def forget_unit(module: nn.Module) -> None:
     """A module that is put back as it was before `fully_shard` may be given to it again."""
-    _composable_state._module_state_mapping.pop(module, None)
+    if not hasattr(module, "_get_fsdp_state"):  # it is no unit, and torch marks one before it is
+        _composable_state._module_state_mapping.pop(module, None)

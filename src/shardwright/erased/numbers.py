@@ -16,7 +16,19 @@ import torch
 from shardwright.erased.tape import Number
 
 
-class HostNumber:
+class _Symbolic:
+    """What torch asks of the node of any symbolic number."""
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_int(self) -> bool:
+        return False
+
+    is_float = is_bool = is_nested_int = is_constant = is_int
+
+
+class HostNumber(_Symbolic):
     """The node of a `torch.SymFloat`: a value, and the text that makes it again.
 
     used: told what was done with the number that no text can repeat (a comparison, a cast).
@@ -28,23 +40,7 @@ class HostNumber:
     ) -> None:
         self.value, self.text, self.used, self.handed = value, text, used, handed
 
-    # What torch asks of the node of any symbolic number.
-    def is_int(self) -> bool:  # noqa: D102
-        return False
-
     def is_float(self) -> bool:  # noqa: D102
-        return True
-
-    def is_bool(self) -> bool:  # noqa: D102
-        return False
-
-    def is_nested_int(self) -> bool:  # noqa: D102
-        return False
-
-    def is_constant(self) -> bool:  # noqa: D102
-        return False
-
-    def is_symbolic(self) -> bool:  # noqa: D102
         return True
 
     def has_hint(self) -> bool:  # noqa: D102
@@ -84,28 +80,13 @@ class HostNumber:
         return HostNumber(compute(self.value, other.value), f"({self.text} {sign} {other.text})", self.used)
 
 
-class _Truth:
+class _Truth(_Symbolic):
     """The node of a comparison. torch's own checks (`expect_true`) are made by the replay's operators too."""
 
     def __init__(self, value: bool, used: Callable[[str], None]) -> None:
         self.value, self.used = value, used
 
-    def is_int(self) -> bool:
-        return False
-
-    def is_float(self) -> bool:
-        return False
-
     def is_bool(self) -> bool:
-        return True
-
-    def is_nested_int(self) -> bool:
-        return False
-
-    def is_constant(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
         return True
 
     def guard_bool(self, _file: str, _line: int) -> bool:

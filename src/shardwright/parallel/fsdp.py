@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -19,6 +18,8 @@ from shardwright.compat import axis_names, union_mesh
 from shardwright.compat.fully_shard import FsdpParameter, follow_dtype, fsdp_parameters, replaced_parameters
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
+from shardwright.layout.of_tensor import layout_of
+from shardwright.layout.strided import same_regions
 from shardwright.parallel.direct_calls import serve_direct_calls
 from shardwright.parallel.meshes import is_other_view, named_axes
 from shardwright.parallel.place import local_plain, place_parameters
@@ -35,15 +36,6 @@ from shardwright.tensor.modules.slots import Slot, slots_of
 from shardwright.tensor.modules.ties import refuse_placed_elsewhere, ties_kept
 from shardwright.tensor.spec import Spec, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours, wrap
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What a parameter was before `fully_shard` took its local tensor: its spec, None for a plain one."""
-
-    spec: Spec | None
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 def parallelize_fsdp(
@@ -68,13 +60,19 @@ def parallelize_fsdp(
     Cost: per step an all-gather per unit in forward and backward, and a reduce-scatter of its gradients.
     Source: torch's `fully_shard`.
     """
-    fully_shard_kwargs = _by_name(fully_shard_args, fully_shard_kwargs)
     axes = named_axes(mesh, "parallelize_fsdp", module)
     if len(axes) > 2:
         raise ParallelError(
             f"parallelize_fsdp takes one or two axes, got {axes}; "
             f"place {axes[1]!r} with parallelize_replicate first"
         )
+    return shard_over(module, mesh, axes, by_name(fully_shard_args, fully_shard_kwargs))
+
+
+def shard_over(
+    module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], fully_shard_kwargs: dict[str, Any]
+) -> nn.Module:
+    """Shard the parameters of a unit over the last of `axes`, replicate them over the others; see above."""
     if isinstance(module, FSDPModule):
         raise ParallelError(
             f"parallelize_fsdp: axis {axes[-1]!r} places this module already: {type(module).__name__} is a "
@@ -82,23 +80,45 @@ def parallelize_fsdp(
         )
     _refuse_container(module)
     shard_mesh = mesh[axes[-1]]
-    ignored = set(fully_shard_kwargs.pop("ignored_params", None) or ())
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
-    others = {s.get() for s in slots if _elsewhere(s.get(), mesh)}
-    left_alone = others | ignored
-    refuse_partly_sharded(module, axes)
+    left_alone = {s.get() for s in slots if _elsewhere(s.get(), mesh)}
+    left_alone |= set(fully_shard_kwargs.pop("ignored_params", None) or ())
+    _refuse_partly_sharded(module, axes)
     _refuse_shared_with_another_unit(module)
     _refuse_twice(slots, axes, left_alone)
     taken = [slot for slot in slots if slot.get() not in left_alone]
     _refuse_what_torch_cannot(taken)
     refuse_placed_elsewhere(taken, module, "parallelize_fsdp")
+    answers = _answers(taken, fully_shard_kwargs.pop("shard_placement_fn", None), shard_mesh)
     with ties_kept(module, "parallelize_fsdp"):
-        if len(axes) == 2:
-            replicate_unsharded(module, mesh[axes[0]], left_alone)
+        if rest := axes[:-1]:
+            whole = (Replicate(),) * len(rest)
+            place_parameters(
+                module, mesh[rest], whole, rest, skip=lambda p: p in left_alone or _unit(p) != ""
+            )
         scalars = _replicate_scalars(module, shard_mesh, left_alone)
         slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
-        _shard(module, shard_mesh, slots, left_alone | scalars, fully_shard_kwargs)
+        ignored = {"ignored_params": left_alone | scalars}
+        _shard(module, shard_mesh, slots, answers, {**fully_shard_kwargs, **ignored})
     return module
+
+
+def _answers(slots: Sequence[Slot], ask: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], Any]:
+    """What `shard_placement_fn` says of the caller's own parameters: others stand in their places later."""
+    parameters = {slot.get(): slot.path for slot in slots if ask is not None and slot.get().ndim}
+    said = {parameter: _on(mesh, ask(parameter), path) for parameter, path in parameters.items()}
+    return {(slot.owner, slot.name): said.get(slot.get()) for slot in slots}
+
+
+def _on(mesh: DeviceMesh, answer: Any, path: str) -> Any:
+    """The placement alone. Raises: ParallelError: it is to be on another mesh."""
+    info = getattr(answer, "mesh_info", None)
+    if info is not None and info.mesh != mesh:
+        raise ParallelError(
+            f"{path}: shard_placement_fn names the axes {axis_names(info.mesh)}, and the unit is cut over "
+            f"{axis_names(mesh)}\n  fix: place the module of this parameter by a call of its own"
+        )
+    return getattr(answer, "placement", answer)
 
 
 def _refuse_container(module: nn.Module) -> None:
@@ -148,11 +168,11 @@ def _has_empty_part(layout: Layout) -> bool:
     return any(0 in layout.local_shape(each) for each in coords)
 
 
-def _told(parameter: nn.Parameter) -> object:
-    return as_ours(parameter)._spec.layout if isinstance(parameter, TorchDTensor) else tuple(parameter.shape)
+def _told(x: torch.Tensor) -> object:
+    return layout_of(x) if isinstance(x, TorchDTensor) else f"a plain tensor of shape {tuple(x.shape)}"
 
 
-def _by_name(given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+def by_name(given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by position under the names that `fully_shard`, which takes none, gives them."""
     known = inspect.signature(fully_shard).parameters
     after = list(known)[list(known).index("mesh") + 1 :]
@@ -176,10 +196,12 @@ def _by_name(given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
 def _is_free(slot: Slot, axis: str) -> bool:
     """Not taken by a `fully_shard` of a child."""
     parameter = slot.get()
-    taken = isinstance(slot.owner, FSDPModule) or isinstance(parameter, TorchDTensor)
-    return not (
-        taken and isinstance(parameter, TorchDTensor) and getattr(parameter, "_fully_sharded", "") == axis
-    )
+    return not (isinstance(parameter, TorchDTensor) and _unit(parameter) == axis)
+
+
+def _unit(parameter: nn.Parameter) -> str:
+    """The axis over which a unit has cut it; empty for any other."""
+    return getattr(parameter, "_fully_sharded", "")
 
 
 def _elsewhere(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
@@ -192,8 +214,7 @@ def _refuse_twice(slots: list[Slot], axes: tuple[str, ...], ignored: set[nn.Para
         if parameter in ignored or not isinstance(parameter, TorchDTensor):
             continue
         twice = [axis for axis in axes if axis in axis_names(parameter.device_mesh)]
-        unit = getattr(parameter, "_fully_sharded", "")
-        if unit:
+        if unit := _unit(parameter):
             raise ParallelError(
                 f"{slot.path}: it belongs to a sharded unit on axis {unit!r} already; a parameter belongs to "
                 "one unit: shard it over one axis, and replicate it over others with parallelize_hsdp"
@@ -210,7 +231,7 @@ def _refuse_shared_with_another_unit(module: nn.Module) -> None:
     units = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
     inside = {part for unit in units for part in unit.modules()}
     for slot in slots_of(module):
-        unit = getattr(slot.get(), "_fully_sharded", "")
+        unit = _unit(slot.get())
         if unit and slot.owner not in inside:
             raise ParallelError(
                 f"{slot.path}: another sharded unit on axis {unit!r} uses this parameter too; a parameter "
@@ -222,7 +243,7 @@ def _replicate_scalars(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Para
     """Replicate what `fully_shard` cannot cut, parameters without dims; all of those in this unit."""
 
     def is_left(parameter: nn.Parameter) -> bool:
-        return parameter.ndim > 0 or parameter in ignored or getattr(parameter, "_fully_sharded", "") != ""
+        return parameter.ndim > 0 or parameter in ignored or _unit(parameter) != ""
 
     axes = axis_names(mesh)
     for new in place_parameters(module, mesh, (Replicate(),), axes, skip=is_left).values():
@@ -230,11 +251,11 @@ def _replicate_scalars(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Para
     return {slot.get() for slot in slots_of(module) if slot.get().ndim == 0}
 
 
-def refuse_partly_sharded(module: nn.Module, axes: tuple[str, ...]) -> None:
+def _refuse_partly_sharded(module: nn.Module, axes: tuple[str, ...]) -> None:
     """Raise ParallelError for what a unit inside holds on fewer axes: nobody would sum its gradient."""
     for slot in slots_of(module):
         parameter = slot.get()
-        if getattr(parameter, "_fully_sharded", "") != axes[-1] or not isinstance(parameter, TorchDTensor):
+        if _unit(parameter) != axes[-1] or not isinstance(parameter, TorchDTensor):
             continue
         missing = [axis for axis in axes if axis not in axis_names(parameter.device_mesh)]
         if missing:
@@ -244,32 +265,18 @@ def refuse_partly_sharded(module: nn.Module, axes: tuple[str, ...]) -> None:
             )
 
 
-def replicate_unsharded(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
-    """Replicate over the axes of `mesh` what no sharded unit has taken and nobody wants left alone."""
-    axes = axis_names(mesh)
-    place_parameters(
-        module,
-        mesh,
-        (Replicate(),) * len(axes),
-        axes,
-        skip=lambda p: p in ignored or getattr(p, "_fully_sharded", "") != "",
-    )
-
-
 def _shard(
-    module: nn.Module, mesh: DeviceMesh, slots: list[Slot], ignored: set[nn.Parameter], kwargs: dict[str, Any]
+    module: nn.Module, mesh: DeviceMesh, slots: list[Slot], answers: Mapping[Any, Any], kwargs: dict[str, Any]
 ) -> None:
     """Hand the local tensors to `fully_shard`, then label what it made by what each parameter was before."""
+    taken = [slot for slot in slots if slot.get() not in kwargs["ignored_params"]]
+    where = {(slot.owner, slot.name): slot.get() for slot in taken}
     plain: dict[nn.Parameter, nn.Parameter] = {}
-    before: dict[nn.Parameter, _Before] = {}
-    for slot in slots:
-        old = slot.get()
-        if old not in ignored and old not in plain:
-            new = nn.Parameter(local_plain(old).contiguous(), requires_grad=old.requires_grad)
-            plain[old], before[new] = new, _describe(old)
-    where = {(slot.owner, slot.name): slot.get() for slot in slots if slot.get() in plain}
+    for old in dict.fromkeys(where.values()):
+        plain[old] = nn.Parameter(local_plain(old).contiguous(), requires_grad=old.requires_grad)
+    said = {plain[old]: answers.get(place) for place, old in where.items()}
     put_all(slots, plain)
-    fully_shard(module, mesh=mesh, ignored_params=ignored or None, **kwargs)
+    fully_shard(module, mesh=mesh, shard_placement_fn=said.get, **kwargs)
     module.register_forward_pre_hook(_refuse_replaced, prepend=True)  # before torch's own
     module.register_load_state_dict_pre_hook(_refuse_assigned)
     if kwargs.get("reshard_after_forward") is None:
@@ -280,7 +287,7 @@ def _shard(
     serve_direct_calls(module, (owner for owner, _ in where))
     for managed in fsdp_parameters(module):
         old = where[(managed.owner, managed.name)]
-        _relabel(managed, before[plain[old]], mesh)
+        _relabel(managed, old, mesh)
         carry_over(old, managed.parameter)
 
 
@@ -299,18 +306,21 @@ def _refuse_replaced(module: nn.Module, _args: Any) -> None:
 def _refuse_assigned(
     module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_rest: Any
 ) -> None:
-    """Raise ParallelError for plain tensors that `load_state_dict(assign=True)` would make parameters."""
+    """Raise ParallelError for what `load_state_dict(assign=True)` would gather as if it lay as before."""
     if not metadata.get("assign_to_params_buffers"):
         return
     for slot in slots_of(module):
-        given = state.get(f"{prefix}{slot.path}")
-        is_sharded = getattr(slot.get(), "_fully_sharded", "") != ""
-        if is_sharded and isinstance(given, torch.Tensor) and not isinstance(given, TorchDTensor):
+        given, mine = state.get(f"{prefix}{slot.path}"), slot.get()
+        if _unit(mine) and isinstance(given, torch.Tensor) and not _lies_as(given, mine):
             raise ParallelError(
-                f"{prefix}{slot.path}: load_state_dict(assign=True) would put a plain tensor in the place of "
-                "a sharded parameter; nothing was loaded\n  fix: sw.distribute_tensor(it, "
+                f"{prefix}{slot.path}: load_state_dict(assign=True) would put {_told(given)} in the place of "
+                f"a sharded parameter, {_told(mine)}; nothing was loaded\n  fix: sw.distribute_tensor(it, "
                 "parameter.device_mesh, parameter.placements), or load before parallelize_fsdp"
             )
+
+
+def _lies_as(given: torch.Tensor, parameter: nn.Parameter) -> bool:
+    return isinstance(given, TorchDTensor) and same_regions(layout_of(given), layout_of(parameter))
 
 
 def _reshard_without_backward(module: nn.Module, _args: Any, _out: Any) -> None:
@@ -323,23 +333,19 @@ def _reshard_without_backward(module: nn.Module, _args: Any, _out: Any) -> None:
         module.reshard()
 
 
-def _describe(parameter: nn.Parameter) -> _Before:
-    spec = as_ours(parameter)._spec if isinstance(parameter, TorchDTensor) else None
-    return _Before(spec, tuple(parameter.shape), tuple(parameter.stride()))
-
-
 def _sum_gradients(module: nn.Module) -> None:
     if isinstance(module, FSDPModule):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(enable=True)  # gloo has no premultiplied sum
 
 
-def _relabel(managed: FsdpParameter, before: _Before, mesh: DeviceMesh) -> None:
+def _relabel(managed: FsdpParameter, old: nn.Parameter, mesh: DeviceMesh) -> None:
     """Give the sharded parameter and its gradients the layouts that they truly have, in our class."""
     axis = axis_names(mesh)[0]
-    value, grad = _layouts(managed, before, mesh, axis)
-    both = mesh if before.spec is None else union_mesh([before.spec.mesh, mesh])
-    inner = None if before.spec is None else _inner_spec(before.spec)
+    spec = as_ours(old)._spec if isinstance(old, TorchDTensor) else None
+    both = mesh if spec is None else union_mesh([spec.mesh, mesh])
+    value, grad = _layouts(managed, tuple(old.shape), spec, both, axis)
+    inner = spec if spec is None or spec.use is None else kept_spec(spec)  # what the computation sees
 
     def make_grad(local: torch.Tensor) -> torch.Tensor:
         return wrap(local, spec_of(with_dtype(grad, local.dtype), both))
@@ -351,27 +357,22 @@ def _relabel(managed: FsdpParameter, before: _Before, mesh: DeviceMesh) -> None:
     managed.adopt(new, make_grad, partial(as_term, layout=grad), inner, _wrap_inner)
 
 
-def _inner_spec(spec: Spec) -> Spec | None:
-    """What the computation sees between unshard and reshard: None for a plain tensor."""
-    return kept_spec(spec) if spec.use is not None else spec
-
-
 def _wrap_inner(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     layout = with_dtype(spec.layout, local.dtype)
     return wrap(local, spec_of(layout, spec.mesh))
 
 
-def _layouts(managed: FsdpParameter, before: _Before, mesh: DeviceMesh, axis: str) -> tuple[Layout, Layout]:
+def _layouts(
+    managed: FsdpParameter, shape: tuple[int, ...], before: Spec | None, both: DeviceMesh, axis: str
+) -> tuple[Layout, Layout]:
     """Layouts of the sharded parameter and of its gradient before replicated axes are summed."""
-    dtype = managed.local.dtype
-    cut = Shard(managed.dim)
-    if before.spec is None:
-        value = Layout(mesh, (cut,), before.shape, dtype=dtype)
+    cut = {axis: Shard(managed.dim)}
+    if before is None:
+        value = Layout(both, cut, shape, dtype=managed.local.dtype)
         return value, value
-    old: Mapping[str, Any] = dict(zip(before.spec.layout.axes, before.spec.layout.placements, strict=True))
-    both = union_mesh([before.spec.mesh, mesh])
-    order = (*before.spec.layout.order_names, axis)
-    value = Layout(both, {**old, axis: cut}, before.shape, dtype=dtype, order=order)
-    summed = before.spec.use.summed if before.spec.use is not None else ()
-    pending = {name: Partial("sum") if name in summed and p.is_replicated else p for name, p in old.items()}
-    return value, Layout(both, {**pending, axis: cut}, before.shape, dtype=dtype, order=order)
+    old: Mapping[str, Any] = dict(zip(before.layout.axes, before.layout.placements, strict=True))
+    order = (*before.layout.order_names, axis)
+    value = Layout(both, {**old, **cut}, shape, dtype=managed.local.dtype, order=order)
+    summed = before.use.summed if before.use is not None else ()
+    pending = {name: Partial("sum") for name in summed if old[name].is_replicated}
+    return value, value.with_placements(pending)

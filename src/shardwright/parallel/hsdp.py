@@ -8,9 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import ParallelError
-from shardwright.parallel.fsdp import parallelize_fsdp, refuse_partly_sharded, replicate_unsharded
+from shardwright.parallel.fsdp import by_name, shard_over
 from shardwright.parallel.meshes import named_axes
-from shardwright.tensor.modules.ties import ties_kept
 
 
 def parallelize_hsdp(
@@ -31,9 +30,4 @@ def parallelize_hsdp(
     if shard_dim not in axes:
         raise ParallelError(f"parallelize_hsdp: the mesh has no axis {shard_dim!r}; its axes are {axes}")
     others = tuple(axis for axis in axes if axis != shard_dim)
-    refuse_partly_sharded(module, (*others, shard_dim))
-    ignored = set(fully_shard_kwargs.get("ignored_params") or ())
-    with ties_kept(module, "parallelize_hsdp"):
-        if others:
-            replicate_unsharded(module, mesh[others], ignored)
-        return parallelize_fsdp(module, mesh[shard_dim], **fully_shard_kwargs)
+    return shard_over(module, mesh, (*others, shard_dim), by_name((), fully_shard_kwargs))

@@ -19,7 +19,7 @@ from shardwright.layout.of_tensor import layout_of_spec
 from shardwright.placement.base import Placement
 from shardwright.plan import network
 from shardwright.rules.registry import registry, sources
-from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
+from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, told, write_items
 from shardwright.tensor.flattened import spec_again
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.spec import Spec, finished, spec_of
@@ -128,8 +128,8 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One per axis of the mesh."""
-        return self._spec.layout.placements
+        """One per axis of the mesh; where they do not apply left to right, they know their order."""
+        return told(self._spec.layout)
 
     # -- in and out -----------------------------------------------------------------------------------
 

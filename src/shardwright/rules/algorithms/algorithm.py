@@ -109,8 +109,10 @@ def algorithm_for(call: Call, layouts: Sequence[Layout], decision: Decision) -> 
 # ---------------------------------------------------------------------------------------- what it costs
 
 
-def over_rows(operand: str, dim: str | None = "dim", *, reductions: int = 2, itemsize: int = 0) -> Cost:
-    """The cost of `reductions` all-reduces of what is left without the dims that argument `dim` names.
+def over_rows(
+    operand: str, dim: str | Callable[[Call], Any] | None = "dim", *, reductions: int = 2, itemsize: int = 0
+) -> Cost:
+    """The cost of `reductions` all-reduces of what is left without the dims that `dim` says, or its argument.
 
     None where no axis cuts one of these dims, or one cuts them in a way that labels cannot tell.
     """
@@ -120,7 +122,7 @@ def over_rows(operand: str, dim: str | None = "dim", *, reductions: int = 2, ite
         if layout is None:
             return None
         rank = len(layout.shape)
-        value = None if dim is None else call.arg(dim)
+        value = call.arg(dim) if isinstance(dim, str) else dim and dim(call)
         dims = dims_of(tuple(value) if isinstance(value, list) else value, rank)
         sent = row_bytes(layout, dims, itemsize or max(4, layout.itemsize))
         return None if sent is None else reductions * sent + pending_bytes(layouts)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shardwright.layout.layout import Layout
 from shardwright.rules.algorithms.algorithm import (
-    Cost,
     layout_of,
     over_rows,
     pending_bytes,
@@ -28,19 +27,7 @@ from shardwright.rules.described import dims_of
 # ------------------------------------------------------------------------------------------ layer norm
 
 
-def _inner(operand: str, reductions: int) -> Cost:
-    """The cost of reductions over the normalised dims."""
-
-    def cost(call: Call, layouts: Sequence[Layout]) -> int | None:
-        layout = layout_of(call, layouts, operand)
-        if layout is None:
-            return None
-        rank = len(layout.shape)
-        dims = tuple(range(rank - len(call.arg("normalized_shape")), rank))
-        sent = row_bytes(layout, dims, max(4, layout.itemsize))
-        return None if sent is None else reductions * sent + pending_bytes(layouts)
-
-    return cost
+_over_normalized = over_rows("input", lambda call: range(-len(call.arg("normalized_shape")), 0))
 
 
 def _last(x: Tensor, count: int) -> tuple[int, ...]:
@@ -52,7 +39,7 @@ def _mean(x: Tensor, dims: tuple[int, ...], count: int, why: str) -> Tensor:
     return finish(x.sum(dims, keepdim=True), why) / count
 
 
-@register_algorithm("aten::native_layer_norm", cost=_inner("input", 2))
+@register_algorithm("aten::native_layer_norm", cost=_over_normalized)
 def layer_norm(
     _op: object, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,7 +57,7 @@ def layer_norm(
     return out, mean, rstd
 
 
-@register_algorithm("aten::native_layer_norm_backward", cost=_inner("input", 2))
+@register_algorithm("aten::native_layer_norm_backward", cost=_over_normalized)
 def layer_norm_backward(
     _op: object,
     grad_out: Tensor,

@@ -60,7 +60,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 def _restore(module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> None:
     if type(module) is not cls:  # `fully_shard` made a unit of it
         module.__class__ = cls
-        forget_unit(module)
+    forget_unit(module)
     now = vars(module)
     for name in set(now) - set(attributes):
         del now[name]

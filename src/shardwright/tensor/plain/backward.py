@@ -22,6 +22,7 @@ from shardwright.errors import RuleError
 from shardwright.rules.call import Args
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.made_gradients import laid_out
+from shardwright.tensor.wrap import as_ours
 
 
 def _method(
@@ -44,27 +45,27 @@ def _backward(
     inputs: Any = None,
 ) -> None:
     """`torch.autograd.backward`."""
-    outputs = _sequence(tensors)
+    outputs, given = _sequence(tensors), _ours(grad_tensors)
     if inputs is not None:
         _refuse_managed("torch.autograd.backward(inputs=...)", _sequence(inputs))
     if inputs is not None or grad_variables is not None or not _as_edges(outputs):
         return torch.autograd.backward(
-            tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
+            tensors, given or None, retain_graph, create_graph, grad_variables, inputs
         )
-    seeds, edges = _seeds(outputs, _sequence(grad_tensors)), _edges(outputs)
+    seeds, edges = _seeds(outputs, given), _edges(outputs)
     with EnableTorchFunction():
         return torch.autograd.backward(edges, seeds, retain_graph, create_graph)
 
 
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.grad`."""
-    starts, ends = _sequence(outputs), _sequence(inputs)
+    starts, ends, given = _sequence(outputs), _sequence(inputs), _ours(grad_outputs)
     _refuse_managed("torch.autograd.grad", ends)
     asks_more = kwargs.get("materialize_grads") or kwargs.get("is_grads_batched") or args[4:]
     if asks_more or not _as_edges((*starts, *ends)):
-        found = torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
+        found = torch.autograd.grad(outputs, inputs, given or None, *args, **kwargs)
         return laid_out(found, ends)
-    seeds = _seeds(starts, _sequence(grad_outputs))
+    seeds = _seeds(starts, given)
     begin, end = _edges(starts), _edges(ends)
     with EnableTorchFunction():
         return laid_out(torch.autograd.grad(begin, end, seeds, *args, **kwargs), ends)
@@ -89,9 +90,14 @@ def _refuse_managed(what: str, tensors: Sequence[Any]) -> None:
 
 
 def _sequence(given: Any) -> tuple[Any, ...]:
-    if given is None:
-        return ()
     return (given,) if isinstance(given, torch.Tensor) else tuple(given)
+
+
+def _ours(gradients: Any) -> tuple[Any, ...]:
+    """Gradients to start from; torch's own DTensors as ours, which our graph carries on."""
+    if gradients is None:
+        return ()
+    return tuple(as_ours(g) if isinstance(g, TorchDTensor) else g for g in _sequence(gradients))
 
 
 def _as_edges(values: Sequence[Any]) -> bool:
