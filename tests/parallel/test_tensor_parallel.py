@@ -202,6 +202,40 @@ def test_bad_plans_are_refused_with_the_module_unchanged(ranks):
     assert axes == "parallelize_tensor takes one axis, got ('dp', 'tp'); slice the mesh: mesh['tp']"
 
 
+SOURCES = {
+    "words": {"up": "colwise", "down": "rowwise"},
+    "placements": PLAN,
+    "styles": {"up": ColwiseParallel(), "down": RowwiseParallel()},
+}
+
+
+def _values_of(plan, source):
+    """Every rank has values of its own; those of the source count, or each rank's."""
+    mesh = rank_mesh((2,), ("tp",))
+    made = []
+    for rank in range(2):
+        made.append(_model().block)
+        torch._foreach_add_([p.detach() for p in made[rank].parameters()], float(rank))
+    mine = made[mesh.get_local_rank()]
+    before = dict(mine.named_parameters())
+    with pytest.raises(sw.errors.LayoutError, match="src_data_rank is 2"):
+        parallelize_tensor(mine, mesh, plan, src_data_rank=2)
+    assert dict(mine.named_parameters()) == before
+    parallelize_tensor(mine, mesh, plan, src_data_rank=source)
+    other = made[mesh.get_local_rank() if source is None else source]
+    for name, p in mine.named_parameters():
+        want = other.get_parameter(name) if mine is not other else before[name]
+        part = p.to_local() if isinstance(p, sw.DTensor) else p
+        layout = sw.layout_of(p)
+        torch.testing.assert_close(part, layout.split(want.detach(), tuple(mesh.get_coordinate())), msg=name)
+
+
+@pytest.mark.parametrize("source", [0, 1, None])
+@pytest.mark.parametrize("plan", SOURCES)
+def test_the_values_of_the_source_count(ranks, plan, source):
+    ranks(2, _values_of, SOURCES[plan], source)
+
+
 def _one_tp_rank_sees_another_batch():
     """A fault: tp ranks must see the same rows; the sum is then another one."""
     mesh = rank_mesh((2,), ("tp",))

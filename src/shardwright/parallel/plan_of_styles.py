@@ -23,6 +23,7 @@ from shardwright.parallel.styles import for_torch
 from shardwright.tensor.modules.distribute import carry_over
 from shardwright.tensor.modules.slots import slots_of, unchanged_on_error
 
+Styles = Mapping[str, ParallelStyle]  # by patterns of modules
 _PLACING = (ColwiseParallel, RowwiseParallel, SequenceParallel)
 
 
@@ -34,7 +35,7 @@ class Styled(NamedTuple):
     style: ParallelStyle
 
 
-def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
+def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: Styles, source: int | None) -> None:
     """Apply every style to the modules that its pattern names, in the order of the plan.
 
     A module that stands in several places (a layer that two blocks share) is styled once.
@@ -47,10 +48,10 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Paralle
         _refuse_placed(styled)
     with unchanged_on_error(module):
         for styled in found:
-            _apply(styled, mesh)
+            _apply(styled, mesh, source)
 
 
-def _once_each(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[Styled]:
+def _once_each(module: nn.Module, plan: Styles) -> Iterator[Styled]:
     seen: dict[nn.Module, Styled] = {}
     for pattern, style in plan.items():
         named = [(path, child) for path, child in _modules(module) if matches(path, pattern)]
@@ -89,10 +90,10 @@ def _refuse_placed(styled: Styled) -> None:
             )
 
 
-def _apply(styled: Styled, mesh: DeviceMesh) -> None:
+def _apply(styled: Styled, mesh: DeviceMesh, source: int | None) -> None:
     before = [(slot, slot.get()) for slot in slots_of(styled.module)]
     try:
-        parallelize_module(styled.module, mesh, for_torch(styled.style))
+        parallelize_module(styled.module, mesh, for_torch(styled.style), src_data_rank=source)
     except NotImplementedError as error:
         raise ParallelError(
             f"{styled.path}: {type(styled.style).__name__} does not take a {type(styled.module).__name__} "

@@ -14,10 +14,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.pipeline.mark import refuse_cut
-from shardwright.parallel.plan_of_styles import apply_styles
+from shardwright.parallel.plan_of_styles import Styles, apply_styles
 from shardwright.parallel.swap import put_all, replace_parameters
 from shardwright.parallel.tensor.bring import brought_plan
 from shardwright.parallel.tensor.by_words import place_by_words
+from shardwright.tensor.distribute import refuse_source
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.modules.distribute import carry_over, place_by_pattern
 from shardwright.tensor.modules.more_axes import KEPT, is_free_for, on_more_axes
@@ -34,6 +35,7 @@ def parallelize_tensor(
     parallelize_plan: ParallelStyle | str | Mapping[str, Any],
     *,
     sequence_parallel: bool = False,
+    src_data_rank: int | None = 0,
 ) -> nn.Module:
     """Cut the parameters that the plan names over the one axis of `mesh`, in place; compute on DTensors.
 
@@ -48,6 +50,7 @@ def parallelize_tensor(
             a style or a word for the module itself.
         sequence_parallel: with words: between the parts of blocks that are cut, each rank holds 1/n of the
             tokens of [rows, tokens, features]. So too where the plan has the word `"sequence_parallel"`.
+        src_data_rank: the rank of the axis whose parameters count; None: each rank's own, all equal.
     By words and by placements the model computes on distributed tensors: run it inside `sw.spmd(mesh)`. Its
     logits stay cut over the vocabulary, and a loss of them sends a few numbers per row.
 
@@ -66,6 +69,7 @@ def parallelize_tensor(
     if len(axes) != 1:
         raise ParallelError(f"parallelize_tensor takes one axis, got {axes}; slice the mesh: mesh['tp']")
     refuse_cut(module, "parallelize_tensor")
+    refuse_source(mesh, src_data_rank)
     plan = _as_mapping(parallelize_plan)
     kinds = {_kind(value) for value in plan.values()} if plan is not None else {str}
     if not kinds or (ParallelStyle in kinds and len(kinds) > 1):
@@ -78,13 +82,14 @@ def parallelize_tensor(
             "among torch's styles it is SequenceParallel and its kin"
         )
     if ParallelStyle in kinds:
-        return _by_styles(module, mesh, cast("Mapping[str, ParallelStyle]", plan))
+        return _by_styles(module, mesh, cast("Styles", plan), src_data_rank)
     if plan is not None and str not in kinds:
-        place_by_pattern(module, mesh, plan, said="parallelize_tensor")
+        place_by_pattern(module, mesh, plan, src_data_rank, "parallelize_tensor")
         return module
     words = brought_plan(module) if plan is None else {p: w for p, w in plan.items() if isinstance(w, str)}
     placed = {} if plan is None else {p: v for p, v in plan.items() if not isinstance(v, str)}
-    return place_by_words(module, mesh, words, placed, strict=plan is not None, sequence=sequence_parallel)
+    strict, cut = plan is not None, sequence_parallel
+    return place_by_words(module, mesh, words, placed, src_data_rank, strict=strict, sequence=cut)
 
 
 def _as_mapping(plan: ParallelStyle | str | Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -100,13 +105,13 @@ def _kind(value: Any) -> type:
     return next((kind for kind in (ParallelStyle, str) if isinstance(value, kind)), object)
 
 
-def _by_styles(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:
+def _by_styles(module: nn.Module, mesh: DeviceMesh, plan: Styles, source: int | None) -> nn.Module:
     """torch's styles on what each rank holds; the axes of an earlier replicate are put back afterwards."""
     with ties_kept(module, "parallelize_tensor"):
         before = [(slot, slot.get()) for slot in slots_of(module)]
         plain = {old: _bare(old) for old in dict.fromkeys(old for _, old in before) if _is_free(old, mesh)}
         put_all([slot for slot, _ in before], plain)
-        apply_styles(module, mesh, plan)
+        apply_styles(module, mesh, plan, source)
         _in_our_class(module)
         _put_axes_back([(slot, old) for slot, old in before if old in plain], plain)
     return module

@@ -40,7 +40,7 @@ def distribute_tensor(
         placements: one per axis, or `{axis name: placement}`; axes not named: Replicate.
         src_data_rank: index on each axis of the rank whose data counts; None: each rank's own; sends nothing.
         order: axes in order of application, if not left to right.
-    Raises: LayoutError: wrong count, unknown axis, dim out of range, a DTensor of another layout.
+    Raises: LayoutError: wrong count, unknown axis or rank, dim out of range, a DTensor of another layout.
     Cost: per axis that cuts it a scatter, of which a rank receives its part only, per other axis a broadcast
         of what is left; none with `src_data_rank=None`, and none of a meta tensor, whose parts are meta
         tensors too (place, `to_empty`, initialise: the start of a model too large for a rank).
@@ -48,6 +48,7 @@ def distribute_tensor(
     mesh = current_mesh(device_mesh)
     if not (tensor.is_leaf or isinstance(tensor, TorchDTensor)):
         raise LayoutError("distribute_tensor can distribute leaf tensors only; use DTensor.from_local")
+    refuse_source(mesh, src_data_rank)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, stated = resolve_placements(mesh, given, default="replicate")
     if isinstance(tensor, TorchDTensor):
@@ -63,6 +64,12 @@ def distribute_tensor(
     else:
         local = _from_source(full, layout, mesh, coords, src_data_rank)
     return wrap(local.detach(), spec_of(layout, mesh), requires_grad=tensor.requires_grad)
+
+
+def refuse_source(mesh: DeviceMesh, rank: int | None) -> None:
+    """Raises: LayoutError: no rank of each axis has this index, whose values should count."""
+    if rank is not None and rank not in range(n := min(mesh.shape)):
+        raise LayoutError(f"src_data_rank is {rank!r}: on each axis there are the ranks 0 to {n - 1}")
 
 
 def own_part(full: torch.Tensor, layout: Layout, coords: tuple[int, ...]) -> torch.Tensor:

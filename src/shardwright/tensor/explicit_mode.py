@@ -13,9 +13,7 @@ from shardwright.tensor.dtensor import DTensor
 
 
 class _Mode(threading.local):
-    """explicit: whether an implicit redistribution is refused in this thread."""
-
-    explicit = False
+    explicit = False  # is an implicit redistribution refused in this thread?
 
 
 here = _Mode()

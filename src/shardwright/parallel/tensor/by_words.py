@@ -28,6 +28,7 @@ def place_by_words(
     mesh: DeviceMesh,
     words: Mapping[str, str],
     placed: Mapping[str, PlacementsArgument],
+    source: int | None,
     *,
     strict: bool,
     sequence: bool,
@@ -35,6 +36,7 @@ def place_by_words(
     """Place the parameters as the words say, or as `placed` says by name; every other one is whole.
 
     Args:
+        source: see `distribute_tensor`.
         strict: refuse patterns without effect; else they are passed over, as plans that a family of models
             shares have some for each of its members.
         sequence: between the blocks, the stream is cut along the sequence.
@@ -49,7 +51,7 @@ def place_by_words(
         borders |= read_blocks(module, said, cuts)
     (axis,) = axis_names(mesh)
     by_name = {glob.escape(name): {axis: placement} for name, placement in cuts.items()}
-    place_by_pattern(module, mesh, {**placed, **by_name}, said="parallelize_tensor")
+    place_by_pattern(module, mesh, {**placed, **by_name}, source, "parallelize_tensor")
     hang(borders, mesh)
     return module
 
