@@ -45,7 +45,7 @@ class _Above:
 above = _Above()
 _KNOWN = ("shardwright.", "torch.")
 _PROCESS = uuid.uuid4().hex  # and of those that are forked from it: they began with the same rules
-_read_gradient, _put_gradient, _drop_gradient = (
+read_gradient, _put_gradient, _drop_gradient = (
     getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")
 )
 
@@ -105,7 +105,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         descriptor in C: `torch.compile` reads functions.
         """
         with DisableTorchFunctionSubclass():
-            gradient: torch.Tensor | None = _read_gradient(self)
+            gradient: torch.Tensor | None = read_gradient(self)
         if gradient is None or self._spec.use is None:
             return gradient
         if isinstance(gradient, TorchDTensor) and gradient._spec.mesh is self._spec.mesh:

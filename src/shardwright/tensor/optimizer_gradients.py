@@ -14,7 +14,7 @@ import torch
 from shardwright.compat import DisableTorchFunctionSubclass
 from shardwright.layout.layout import Layout
 from shardwright.tensor import finished_forms
-from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.dtensor import DTensor, read_gradient
 from shardwright.tensor.move_many import move_operands_together
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import up_to_date, wrap
@@ -84,10 +84,10 @@ def _away(parameters: list[Any]) -> list[Gradient]:
     """The parameters whose gradients lie elsewhere, with them and the layouts that these are to have."""
     found = []
     for parameter in parameters:
-        gradient = parameter.grad
-        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+        if not isinstance(parameter, DTensor) or parameter._spec.use is not None:
             continue
-        if parameter._spec.use is not None or gradient.requires_grad:
+        gradient = read_gradient(parameter)
+        if not isinstance(gradient, DTensor) or gradient._spec is parameter._spec or gradient.requires_grad:
             continue
         own, has = parameter._spec, gradient._spec
         if own.mesh is not has.mesh or own.layout.placements == has.layout.placements:
