@@ -119,7 +119,7 @@ def sw_local(x):
 STEPS = list(product(OPTIMIZERS, [(1, "batch"), (2, "batch"), (2, "tensor")]))
 
 
-@pytest.mark.parametrize(("name", "case"), one_in(4, STEPS))
+@pytest.mark.parametrize(("name", "case"), one_in(6, STEPS))
 def test_steps_leave_the_parameters_of_one_device(ranks, name, case):
     world, placing = case
     ranks(world, _steps, name, placing)

@@ -51,7 +51,7 @@ def _moves_after_a_break(placement):
     torch.testing.assert_close(moved.full_tensor(), full * 2)
 
 
-@pytest.mark.parametrize("placement", [sw.Shard(0), sw.Partial()])
+@pytest.mark.parametrize("placement", [sw.Shard(0), pytest.param(sw.Partial(), marks=pytest.mark.slow)])
 def test_a_move_after_a_break_is_no_graph_of_its_own(ranks, placement):
     ranks(2, _moves_after_a_break, placement)
 

@@ -422,7 +422,7 @@ def test_tables_and_heads_that_are_whole_get_whole_gradients_where_tokens_are_fe
     assert small == [whole if sequence else pending, whole]
 
 
-@pytest.mark.parametrize("block", [_Flat, _SideBySide])
+@pytest.mark.parametrize("block", [_Flat, pytest.param(_SideBySide, marks=pytest.mark.slow)])
 def test_a_compiled_model_is_cut_between_its_blocks(ranks, block):
     """Its graph breaks at what is plain in `spmd`; what is called from there on is no graph of its own."""
     assert ranks(2, _gradients_of_what_is_whole, 64, True, block, True)[0] == [(sw.Replicate(),)] * 2
