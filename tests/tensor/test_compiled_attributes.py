@@ -12,6 +12,7 @@ import shardwright as sw
 from shardwright.comm.pack import new_tensor
 from shardwright.plan.work import Memory
 from shardwright.testing.meshes import rank_mesh
+from tests.tiers import one_in
 
 
 def _facts(x, rows, columns):
@@ -115,7 +116,7 @@ def _looked_up(name):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", LOOKED_UP)
+@pytest.mark.parametrize("name", one_in(2, LOOKED_UP))
 def test_a_compiled_program_looks_up_along_a_cut_dim(ranks, name):
     ranks(2, _looked_up, name)
 

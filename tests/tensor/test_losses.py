@@ -68,7 +68,7 @@ def _cross_entropy(rows):
             close(d.grad, plain.grad, where)
 
 
-@pytest.mark.parametrize(("world", "rows"), only([(2, 5), (3, 2)], itertools.product((2, 3), (8, 5, 2))))
+@pytest.mark.parametrize(("world", "rows"), only([(3, 2)], itertools.product((2, 3), (8, 5, 2))))
 def test_cross_entropy_with_weights_and_ignored_rows(ranks, world, rows):
     ranks(world, _cross_entropy, rows)
 

@@ -122,7 +122,7 @@ def test_a_stop_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint(ranks
         pytest.param({"world": 2, "dp_replicate": 1, "ep": 1}, marks=pytest.mark.slow),
         pytest.param({"world": 2, "dp_replicate": 2, "ep": 2}, marks=pytest.mark.slow),
         pytest.param({"world": 1, "dp_replicate": 1, "ep": 1}, marks=pytest.mark.slow),
-        {"world": 2, "dp_replicate": 1, "ep": 1, "pp": 2},
+        pytest.param({"world": 2, "dp_replicate": 1, "ep": 1, "pp": 2}, marks=pytest.mark.slow),
         pytest.param(
             {"world": 4, "dp_replicate": 1, "ep": 2, "tp": 2, "sp": True, "cp": 2}, marks=pytest.mark.slow
         ),

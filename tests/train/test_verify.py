@@ -53,7 +53,6 @@ OFTEN = [
     ("replicate", "even"),
     ("fsdp", "uneven"),
     ("cp_replicate", "uneven"),
-    ("ep 2", "fewer than ranks"),
     ("tp 2", "even"),
     ("tp + fsdp + ep", "uneven"),
     ("sp + cp + ep", "fewer than ranks"),
