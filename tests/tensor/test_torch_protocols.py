@@ -183,8 +183,12 @@ def _started_from_torchs():
             close(found, wanted, f"grad from {placement}")
             close(d.grad, wanted, f"backward from {placement}")
             d.grad = None
-            torch.autograd.backward([moved], [theirs], inputs=[d])
+            torch.autograd.backward([moved], [theirs], retain_graph=True, inputs=[d])
             close(d.grad, wanted, f"backward of inputs from {placement}")
+            start = theirs.detach().requires_grad_()
+            (again,) = torch.autograd.grad(moved, d, start, create_graph=True)
+            (of_start,) = torch.autograd.grad(again.square().sum(), start)
+            close(of_start, 8 * seed, f"second backward from {placement}")  # of (2 * seed) ** 2
 
 
 def test_backwards_start_from_torchs_dtensors(ranks):

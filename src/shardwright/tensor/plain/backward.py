@@ -20,9 +20,9 @@ from shardwright.compat import EnableTorchFunction
 from shardwright.compat.fully_shard import managing_unit
 from shardwright.errors import RuleError
 from shardwright.rules.call import Args
+from shardwright.tensor.autograd import Adopt, apply
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.made_gradients import laid_out
-from shardwright.tensor.wrap import as_ours
 
 
 def _method(
@@ -94,10 +94,10 @@ def _sequence(given: Any) -> tuple[Any, ...]:
 
 
 def _ours(gradients: Any) -> tuple[Any, ...]:
-    """Gradients to start from; torch's own DTensors as ours, which our graph carries on."""
+    """Gradients to start from; torch's own DTensors, with their graphs, as ours, as our graph wants them."""
     if gradients is None:
         return ()
-    return tuple(as_ours(g) if isinstance(g, TorchDTensor) else g for g in _sequence(gradients))
+    return tuple(apply(Adopt, g) if type(g) is TorchDTensor else g for g in _sequence(gradients))
 
 
 def _as_edges(values: Sequence[Any]) -> bool:
