@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from shardwright.compat import StridedShard, rebuilds_by_placements, saves_for_hugging_face
+from shardwright.compat import saves_for_hugging_face
 from shardwright.errors import LayoutError
 from shardwright.index.boxes import Chunk, chunks_of
-from shardwright.layout.arrangement import OrderedPlacements
-from shardwright.layout.strided import to_strided
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -24,20 +22,6 @@ def refuse_pending(layout: Layout) -> None:
     """Raise LayoutError for a tensor that is not finished."""
     if any(p.is_pending for p in layout.placements):
         raise LayoutError(f"{layout} is not finished; redistribute it before saving")
-
-
-def told(layout: Layout) -> tuple[Any, ...]:
-    """The placements of a layout, with their order if it is not left to right; for torch's own, strided cuts.
-
-    Raises: LayoutError: the strided cuts would hold other elements.
-    """
-    if layout.order == tuple(range(len(layout.order))):
-        return layout.placements
-    asking = rebuilds_by_placements()
-    if not asking or (asking == "_distribute_state_dict" and not layout.is_even):  # which cuts evenly only
-        return OrderedPlacements(layout.placements, layout.order_names)
-    pairs = zip(layout.placements, to_strided(layout).placements, strict=True)
-    return tuple(own if own == cut else StridedShard(cut.dim, split_factor=cut.chunks) for own, cut in pairs)  # type: ignore[attr-defined]
 
 
 def _chunks(spec: Spec) -> tuple[Chunk, ...]:

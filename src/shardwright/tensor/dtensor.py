@@ -19,9 +19,9 @@ from shardwright.layout.of_tensor import layout_of_spec
 from shardwright.placement.base import Placement
 from shardwright.plan import network
 from shardwright.rules.registry import registry, sources
-from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, told, write_items
+from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
 from shardwright.tensor.flattened import spec_again
-from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+from shardwright.tensor.placements import PlacementsArgument, placements_of, resolve_placements
 from shardwright.tensor.spec import Spec, finished, spec_of
 from shardwright.tensor.wrap import REMEMBERED, hand_out, up_to_date, wrap
 
@@ -129,7 +129,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     @property
     def placements(self) -> tuple[Placement, ...]:
         """One per axis of the mesh; where they do not apply left to right, they know their order."""
-        return told(self._spec.layout)
+        return placements_of(self._spec.layout)
 
     # -- in and out -----------------------------------------------------------------------------------
 

@@ -8,9 +8,11 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement as TorchPlacement
 
-from shardwright.compat import axis_names
+from shardwright.compat import StridedShard, axis_names, rebuilds_by_placements
 from shardwright.errors import LayoutError
+from shardwright.layout.arrangement import OrderedPlacements
 from shardwright.layout.layout import Layout
+from shardwright.layout.strided import to_strided
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.convert import as_placement
 
@@ -30,6 +32,20 @@ def mesh_and_placements(call: str, mesh: DeviceMesh | Any, placements: Any) -> t
     if given is None:
         raise LayoutError(f"{call} needs placements: one per axis, or {{axis name: placement}}")
     return (mesh if isinstance(mesh, DeviceMesh) else None), given
+
+
+def placements_of(layout: Layout) -> tuple[Any, ...]:
+    """The placements of a layout, with their order if it is not left to right; for torch's own, strided cuts.
+
+    Raises: LayoutError: the strided cuts would hold other elements.
+    """
+    if layout.order == tuple(range(len(layout.order))):
+        return layout.placements
+    asking = rebuilds_by_placements()
+    if not asking or (asking == "_distribute_state_dict" and not layout.is_even):  # which cuts evenly only
+        return OrderedPlacements(layout.placements, layout.order_names)
+    pairs = zip(layout.placements, to_strided(layout).placements, strict=True)
+    return tuple(own if own == cut else StridedShard(cut.dim, split_factor=cut.chunks) for own, cut in pairs)  # type: ignore[attr-defined]
 
 
 def resolve_placements(
