@@ -33,8 +33,7 @@ def all_to_all_uneven(
     Cost: each rank sends all its rows but those for itself; backward: the reverse.
     """
     _check_splits(x, out_splits, in_splits, group)
-    label = (axis, reason)
-    return _apply(_Exchange, x, tuple(out_splits), tuple(in_splits), group, label)
+    return _apply(_Exchange, x, tuple(out_splits), tuple(in_splits), group, (axis, reason))
 
 
 def all_reduce(x: Tensor, op: str, group: ProcessGroup, *, axis: str = "", reason: str = "") -> Tensor:
@@ -61,7 +60,7 @@ def all_gather_uneven(
         raise PlanError(
             f"all_gather_uneven: dim {dim} has length {x.shape[dim]}, but sizes says {sizes[group.rank()]}"
         )
-    gathered = _apply(_Gather, x.movedim(dim, 0), tuple(sizes), group, (axis, reason))
+    gathered = _apply(_Rows, x.movedim(dim, 0), True, tuple(sizes), group, (axis, reason))
     return gathered.movedim(0, dim)
 
 
@@ -77,7 +76,7 @@ def reduce_scatter_rows(
     _check_sizes(sizes, group, "sizes")
     if x.shape[0] != sum(sizes):
         raise PlanError(f"reduce_scatter_rows: x has {x.shape[0]} rows, but sizes add up to {sum(sizes)}")
-    return _apply(_ReduceScatter, x, tuple(sizes), group, (axis, reason))
+    return _apply(_Rows, x, False, tuple(sizes), group, (axis, reason))
 
 
 def _check_splits(
@@ -106,14 +105,12 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, out_splits: Any, in_splits: Any, group: ProcessGroup, label: tuple[str, str]
     ) -> Tensor:
-        ctx.call = (out_splits, in_splits, group, label)
+        ctx.back = (in_splits, out_splits, group, _backward(label))
         return functional.exchange_rows(x, out_splits, in_splits, group, axis=label[0], reason=label[1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        out_splits, in_splits, group, label = ctx.call
-        back = _apply(_Exchange, gradient, in_splits, out_splits, group, _backward(label))
-        return back, None, None, None, None
+        return _apply(_Exchange, gradient, *ctx.back), None, None, None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -132,28 +129,20 @@ class _Reduce(torch.autograd.Function):
         return _apply(_Reduce, gradient, op, group, _backward(label)), None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Rows(torch.autograd.Function):
+    """A gather of rows or a reduce-scatter to them: each is the other's backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Any, group: ProcessGroup, label: tuple[str, str]) -> Tensor:
-        ctx.call = (sizes, group, label)
-        return functional.gather_rows(x, sizes, group, axis=label[0], reason=label[1])
+    def forward(
+        ctx: Any, x: Tensor, gathers: bool, sizes: Any, group: ProcessGroup, label: tuple[str, str]
+    ) -> Tensor:
+        ctx.back = (not gathers, sizes, group, _backward(label))
+        send = functional.gather_rows if gathers else functional.reduce_scatter_rows_raw
+        return send(x, sizes, group, axis=label[0], reason=label[1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        sizes, group, label = ctx.call
-        return _apply(_ReduceScatter, gradient, sizes, group, _backward(label)), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Any, group: ProcessGroup, label: tuple[str, str]) -> Tensor:
-        ctx.call = (sizes, group, label)
-        return functional.reduce_scatter_rows_raw(x, sizes, group, axis=label[0], reason=label[1])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        sizes, group, label = ctx.call
-        return _apply(_Gather, gradient, sizes, group, _backward(label)), None, None, None
+        return _apply(_Rows, gradient, *ctx.back), None, None, None, None
 
 
 def _backward(label: tuple[str, str]) -> tuple[str, str]:
