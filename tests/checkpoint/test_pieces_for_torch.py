@@ -17,6 +17,12 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.pipelining._utils import _DTensorMeta
+from torch.distributed.pipelining.microbatch import (
+    TensorChunkSpec,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+)
 
 import shardwright as sw
 from shardwright.errors import LayoutError, ParallelError
@@ -127,11 +133,50 @@ def _whole_states_that_do_not_divide() -> None:
     before = {name: part.to_local().clone() for name, part in model.state_dict().items()}
     with pytest.raises(LayoutError, match=r"f32\[7@\(tp, dp\).* cannot be said with strided cuts"):
         _set(model, _made(7, 0).state_dict(), broadcast=True)
+    with pytest.raises(LayoutError, match="cannot be said with strided cuts"):
+        _DTensorMeta.from_dtensor(model.get_parameter("0.weight"))
     assert all(torch.equal(part.to_local(), before[name]) for name, part in model.state_dict().items())
 
 
 def test_whole_states_for_cuts_that_torch_cannot_name_are_refused(ranks: Callable[..., list[Any]]) -> None:
     ranks(6, _whole_states_that_do_not_divide)
+
+
+def _loads_of_meta(path: Path) -> None:
+    """`dcp.load` makes tensors in place of meta ones, by their mesh and placements."""
+    mesh, x = rank_mesh((2, 2), ("dp", "tp")), torch.arange(96.0).reshape(12, 8)
+    saved = sw.distribute_tensor(x, mesh, [sw.Shard(0), sw.Shard(0)], order=("tp", "dp"))
+    dcp.save({"w": saved}, checkpoint_id=path)
+    warnings.simplefilter("ignore", UserWarning)  # of torch's own use of its process groups
+    state: dict[str, Any] = {"w": torch.empty_like(saved, device="meta")}
+    dcp.load(state, checkpoint_id=path)
+    assert torch.equal(state["w"].full_tensor(), x)
+    assert torch.equal(state["w"].to_local(), saved.to_local())
+
+
+def test_loads_of_meta_tensors_know_the_order(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    ranks(4, _loads_of_meta, tmp_path)
+
+
+def _through_torchs_pipelines() -> None:
+    """torch's pipelining cuts a batch, joins results and makes what it received by placements."""
+    mesh, x = rank_mesh((2, 2), ("dp", "tp")), torch.arange(128.0).reshape(16, 8)
+    for dim in (0, 1):
+        cut = sw.distribute_tensor(x, mesh, [sw.Shard(dim), sw.Shard(dim)], order=("tp", "dp"))
+        chunks, _ = split_args_kwargs_into_chunks((cut,), {}, 2)
+        parts = [chunk for (chunk,) in chunks]
+        assert torch.equal(merge_chunks(parts, TensorChunkSpec(0)).full_tensor(), x)
+        if dim == 1:
+            assert torch.equal(parts[0].full_tensor(), x[:8])
+        joined = merge_chunks([cut + 0, cut + 0], TensorChunkSpec(1 - dim))
+        assert torch.equal(joined.full_tensor(), torch.cat([x, x], 1 - dim))
+        made = _DTensorMeta.from_dtensor(cut).to_dtensor("cpu", mesh)
+        made.to_local().copy_(cut.to_local())
+        assert torch.equal(made.full_tensor(), x)
+
+
+def test_stages_of_torchs_pipelines_know_the_order(ranks: Callable[..., list[Any]]) -> None:
+    ranks(4, _through_torchs_pipelines)
 
 
 def _placements_elsewhere() -> None:

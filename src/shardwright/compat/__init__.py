@@ -194,14 +194,17 @@ def asked_by_context_parallel() -> bool:
 
 
 # `set_model_state_dict` with whole tensors, `distributed.checkpoint` of meta tensors, pipelines.
-_REBUILDING = {"_distribute_tensors", "_distribute_state_dict", "_init_meta_tensor", "from_dtensor"}
+_REBUILDING = frozenset({
+    "_distribute_tensors", "_distribute_state_dict", "_init_state_dict.<locals>.dtensor_func",
+    "_split_tensor", "merge_chunks", "_DTensorMeta.from_dtensor",
+})  # fmt: skip
 
 
 def rebuilds_by_placements() -> str:
     """The name of the function of torch that asks for placements to cut or make another tensor by, or ""."""
     frame = sys._getframe(3)
-    is_torchs = frame.f_globals["__name__"].startswith("torch.")
-    return frame.f_code.co_name if is_torchs and frame.f_code.co_name in _REBUILDING else ""
+    name = frame.f_code.co_qualname
+    return name if name in _REBUILDING and frame.f_globals["__name__"].startswith("torch.") else ""
 
 
 def saves_for_hugging_face() -> bool:

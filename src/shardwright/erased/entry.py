@@ -204,8 +204,8 @@ def _as_recorded(gradient: Any, wanted: Any) -> torch.Tensor:
         return local_of(gradient)
     if gradient._spec.plain.token is not spec.token:
         with in_groups():
-            order = spec.layout.order_names
-            gradient = DTensor.redistribute(gradient, spec.mesh, spec.placements, order=order)
+            order, placements = spec.layout.order_names, spec.layout.placements
+            gradient = DTensor.redistribute(gradient, spec.mesh, placements, order=order)
     return local_of(gradient)
 
 

@@ -22,6 +22,7 @@ from shardwright.index.region import Shape
 from shardwright.layout.kind import Kind
 from shardwright.layout.layout import Layout
 from shardwright.remember import memo
+from shardwright.tensor.placements import placements_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Extra(tuple[ShardOrderEntry, ...]):  # noqa: SLOT001 - a tuple cannot have
 
 
 class Placements(tuple[Any, ...]):  # noqa: SLOT001 - a tuple cannot have slots of its own
-    """The placements where torch's own code reads them off a spec; `DTensor.placements` is a plain tuple.
+    """The placements where torch's own code reads them off a spec; `DTensor.placements` is another tuple.
 
     Its context parallelism asks whether they are not a *list*, as every tuple is, and then raises without a
     word. Nothing else of ours is asked there: `F.scaled_dot_product_attention` itself is replaced.
@@ -94,6 +95,13 @@ _ATTENTION_OF_TORCHS = (
     "sequence, not a DTensor\n  fix:  shardwright.parallel.parallelize_context(module, mesh) takes the place "
     "of the block; a DTensor whose sequence is cut needs none"
 )
+
+
+class _Ordered:
+    """What torch reads of a spec whose placements do not apply left to right: what its tensor answers."""
+
+    def __get__(self, spec: Spec, _: type) -> tuple[Any, ...]:
+        return placements_of(spec.layout)
 
 
 class Token:
@@ -125,6 +133,7 @@ class Spec(DTensorSpec):
     pending: bool  # on some axis
     plain: Spec  # itself, but for `asking`
     form: Any  # of `asking`
+    placements = _Ordered()
 
     def __init__(self, layout: Layout, mesh: DeviceMesh, use: LocalUse | None = None) -> None:
         self.__dict__.update(_without_sizes(layout.placements, layout.order, mesh, use, None))
@@ -208,7 +217,7 @@ def _without_sizes(
         "use": use,
         "mesh": mesh,
         "coords": coords_of(mesh),
-        "placements": Placements(placements),
+        **({"placements": Placements(placements)} if order == tuple(range(len(order))) else {}),
         "pending": any(p.is_pending for p in placements),
         "shard_order": Extra(torch_shard_order(placements, order), order, use),
         "use_strided_shard_as_shard_order": False,
