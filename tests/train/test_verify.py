@@ -132,6 +132,23 @@ def _trains_like_one_device(ranks, settings):
     assert parameter <= 1e-4
 
 
+def stopped(settings: dict[str, Any]) -> tuple[int, str]:
+    """As `verified`, with a stop that is asked for in the third of its steps."""
+    from shardwright.launch import supervise
+
+    asked = iter([False, False, True])
+    with mock.patch.object(supervise, "stop_requested", asked.__next__):
+        return verified(settings)
+
+
+def test_a_stop_ends_the_second_half_too(ranks, settings):
+    ((code, printed),) = ranks(1, stopped, settings | {"world": 1, "steps": 2})
+    assert code == 130
+    *_, headline, last = printed.splitlines()
+    assert headline == "verify: the same steps with plain SGD"
+    assert last.startswith("step 1/2 ")
+
+
 @pytest.mark.parametrize("mesh", [{"ep": 2}, {"pp": 2}], ids=["experts", "stages"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(ranks, settings, fault, mesh):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -89,16 +90,53 @@ def test_a_routing_decision_that_was_no_tie_is_reported_with_its_gap(reference):
 
 def test_a_routing_tie_may_be_decided_either_way(reference):
     """Two experts with equal router rows score alike: whichever is picked, the gradients follow."""
-    with torch.no_grad():
-        for name, parameter in reference.model.named_parameters():
-            if name.endswith("router.weight"):
-                parameter[1] = parameter[0]
-    snapshot = snapshot_of(reference)
-    choices = [snapshot.choices[0], _swapped(snapshot.choices[1])]
-    gradients = reference.gradients_at(1, snapshot.weights, choices, torch.float32).by_name
-    findings = compared(reference, dataclasses.replace(snapshot, choices=choices, gradients=gradients))
+    _tie(reference)
+    findings = compared(reference, _otherwise(reference))
     assert findings.broken == []
     assert "routing ties were decided otherwise" in findings.reasons[0]
+
+
+def test_one_device_goes_on_from_where_a_tie_has_parted_the_runs(reference):
+    run = moved(reference, 1e-6)
+    _tie(reference)
+    _tie(run)
+    snapshot = _otherwise(run)
+    assert compared(reference, snapshot).gradient <= 1e-5
+    for name, parameter in run.model.named_parameters():
+        parameter.grad = snapshot.gradients[name]
+    for one in (run, reference):
+        one.update(1)
+    for name, weight in run.weights().items():
+        torch.testing.assert_close(reference.weights()[name], weight, rtol=0, atol=1e-6)
+
+
+def test_what_is_followed_counts_for_all_later_steps(reference):
+    """So a small fault of each step is found as soon as where no tie parts the runs."""
+    verifier = Verifier(Findings(), reference, "adamw")
+    run = moved(reference, 0.0)
+    _tie(reference)
+    for step in (1, 2, 3):
+        with torch.no_grad():
+            run.model.norm.weight.add_(4e-5)
+        _tie(run)
+        verifier.compare(_otherwise(run))
+        assert bool(verifier.findings.broken) == (step == 3), verifier.findings.broken
+    assert re.fullmatch(r"adamw, after step 0: parameters differ by 0.00012.*", verifier.findings.broken[0])
+
+
+def _tie(run: ReferenceRun) -> None:
+    with torch.no_grad():
+        for name, parameter in run.model.named_parameters():
+            if name.endswith("router.weight"):
+                parameter[1] = parameter[0]
+
+
+def _otherwise(run: ReferenceRun) -> Snapshot:
+    """What a right run at these weights would show that decides ties of the last layer otherwise."""
+    snapshot = snapshot_of(run)
+    choices = [snapshot.choices[0], _swapped(snapshot.choices[1])]
+    gradients = run.gradients_at(1, snapshot.weights, choices, torch.float32).by_name
+    return dataclasses.replace(snapshot, choices=choices, gradients=gradients)
 
 
 def _swapped(choices: torch.Tensor) -> torch.Tensor:

@@ -19,14 +19,14 @@ from shardwright.train.agreement import from_first_rank
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Corpus, load_corpus
 from shardwright.train.gather import full_parameters, of_all_stages
-from shardwright.train.metrics import StepRecord, load_entropy
+from shardwright.train.metrics import StepRecord
 from shardwright.train.model import Decoder, ModelShape, count_parameters
 from shardwright.train.optim import make_optimizer
 from shardwright.train.parallelize import build_model
 from shardwright.train.progress import Display
 from shardwright.train.run_folder import LAYOUTS, SAMPLE, RunFolder, choose_folder, set_aside
 from shardwright.train.sample import write_text
-from shardwright.train.step import Observer, StepResult, Trainer
+from shardwright.train.step import Observer, Trainer
 
 
 def run(
@@ -133,7 +133,8 @@ class TrainingRun:
             last = result.stop or step == self.config.steps
             measured = last or step % self.config.eval_every == 0
             held_out = self.trainer.held_out_loss() if measured else None
-            record = self._record(step, result, held_out, took)
+            tokens = self.config.batch_size * self.config.seq_len
+            record = StepRecord.of(step, result, held_out, tokens / took, time.perf_counter() - self._began)
             self.folder.log(record)
             display.show(record)
             if last or self._saves_at(step):
@@ -143,19 +144,6 @@ class TrainingRun:
                 display.say(f"stopped after step {step}; go on with --resume --out {self.folder.path}")
                 return True
         return False
-
-    def _record(self, step: int, result: StepResult, held_out: float | None, took: float) -> StepRecord:
-        return StepRecord(
-            step=step,
-            loss=result.loss,
-            held_out_loss=held_out,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
-            load_entropy=load_entropy(result.loads),
-            tokens_per_second=self.config.batch_size * self.config.seq_len / took,
-            bytes_communicated=result.bytes_communicated,
-            seconds=time.perf_counter() - self._began,
-        )
 
     def _saves_at(self, step: int) -> bool:
         every = self.config.checkpoint_every

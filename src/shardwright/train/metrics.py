@@ -6,9 +6,12 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from shardwright.train.step import StepResult
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,21 @@ class StepRecord:
     tokens_per_second: float
     bytes_communicated: int
     seconds: float
+
+    @classmethod
+    def of(cls, step: int, result: StepResult, held_out: float | None, speed: float, seconds: float) -> Self:
+        """Of what a step returned."""
+        return cls(
+            step=step,
+            loss=result.loss,
+            held_out_loss=held_out,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            load_entropy=load_entropy(result.loads),
+            tokens_per_second=speed,
+            bytes_communicated=result.bytes_communicated,
+            seconds=seconds,
+        )
 
 
 class MetricsFile:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +64,12 @@ class ReferenceRun:
             layer.replay = replay.to(self.device)
         return self._pass(model.to(dtype), step)
 
+    def go_on(self, weights: Mapping[str, Tensor], found: Gradients) -> None:
+        """Take the next step from these weights with their gradients, and the optimizer's own state."""
+        for name, parameter in self.model.named_parameters():
+            parameter.data.copy_(weights[name])
+            parameter.grad = found.by_name[name].to(parameter)
+
     def update(self, step: int) -> None:
         """Clip (as the run does: not under SGD) and take the optimizer's step."""
         if self.kind == "adamw":
@@ -73,11 +81,23 @@ class ReferenceRun:
     def _pass(self, model: Decoder, step: int) -> Gradients:
         config = self.config
         batch = self.corpus.batch(config.seed, step, range(config.batch_size), config.seq_len).to(self.device)
-        logits = model(batch[:, :-1])
-        loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
+        with _threads_of_all(config.world or 1):
+            logits = model(batch[:, :-1])
+            loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
         gradients = {name: _gradient(parameter) for name, parameter in model.named_parameters()}
         return Gradients(loss.item(), gradients, [_scores(layer) for layer in _layers(model)])
+
+
+@contextmanager
+def _threads_of_all(ranks: int) -> Iterator[None]:
+    """The others wait for the reference: it may have their cores."""
+    own = torch.get_num_threads()
+    torch.set_num_threads(max(own, min(ranks, os.cpu_count() or 1)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

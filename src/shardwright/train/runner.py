@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 from shardwright.context.context import DistributedContext
 from shardwright.context.parameters import DeviceMeshParameters
@@ -12,8 +13,10 @@ from shardwright.train.agreement import from_first_rank
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Corpus, load_corpus
 from shardwright.train.loop import run
+from shardwright.train.metrics import StepRecord
 from shardwright.train.optim import Kind, make_optimizer
 from shardwright.train.parallelize import build_model
+from shardwright.train.progress import Display
 from shardwright.train.reference_run import ReferenceRun
 from shardwright.train.step import Trainer
 from shardwright.train.verify import Findings, Verifier
@@ -55,7 +58,7 @@ def verified_run(config: TrainConfig, context: DistributedContext) -> int:
     with supervise.long_operation():
         code = run(config, context, [_verifier(config, context, corpus, findings, "adamw")], corpus)
         if code == 0:
-            _run_sgd(config, context, corpus, findings)
+            code = _run_sgd(config, context, corpus, findings)
     if code:
         return code
     if context.is_main:
@@ -75,13 +78,22 @@ def _first(kind: str, facts: list[str]) -> list[str]:
     return [f"verify: {kind}: {fact}" for fact in facts[:SHOWN]] + more
 
 
-def _run_sgd(config: TrainConfig, context: DistributedContext, corpus: Corpus, findings: Findings) -> None:
+def _run_sgd(config: TrainConfig, context: DistributedContext, corpus: Corpus, findings: Findings) -> int:
     """The same steps with plain SGD and no clipping: a wrong scale, which AdamW hides, shows there."""
     model = build_model(config, context)
     trainer = Trainer(config, context, corpus, model, make_optimizer(model, config, "sgd"), "sgd")
     trainer.observers.append(_verifier(config, context, corpus, findings, "sgd"))
-    for step in range(1, config.steps + 1):
-        trainer.step(step)
+    began = ended = time.perf_counter()
+    with Display(config.steps, config.experts, quiet=not context.is_main) as display:
+        display.start(0, "verify: the same steps with plain SGD")
+        for step in range(1, config.steps + 1):
+            result, before = trainer.step(step, supervise.stop_requested), ended
+            ended = time.perf_counter()
+            speed = config.batch_size * config.seq_len / (ended - before)
+            display.show(StepRecord.of(step, result, None, speed, ended - began))
+            if result.stop:
+                return supervise.stop_exit_code()
+    return 0
 
 
 def _verifier(

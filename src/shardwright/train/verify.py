@@ -3,8 +3,10 @@
 On every rank an observer brings the run's weights, gradients and routing decisions together; on the first
 rank the reference takes the same step, and both are compared before either goes on. The bounds are those of
 float32; where a difference is larger, the reference is evaluated once more at the run's own weights, with the
-run's own routing, in float64. A gradient that agrees there is right, and the rest is rounding that earlier
-steps have carried forward.
+run's own routing, in float64 if float32 does not tell. A gradient that agrees there is right, and the rest is
+rounding that earlier steps have carried forward. Where rounding has decided a tie of the routing, two right
+runs part for good: the reference goes on from where the run stands, and what they differed by counts for all
+later steps.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ class Verifier:
         self.findings, self.reference, self.name = findings, reference, name
         self._expected: Gradients | None = None
         self._expected_norm = 0.0
+        self._parted = 0.0  # what weights differed by, in all, where the reference followed the run
 
     def before(self, step: int, trainer: Trainer) -> None:
         """Nothing is compared before the forward pass."""
@@ -97,53 +100,62 @@ class Verifier:
                 self._compare_weights(step, weights, self.reference)
 
     def _compare_gradients(self, run: Snapshot, reference: ReferenceRun) -> None:
-        self._expected = reference.gradients(run.step)
-        worst = relative_differences(run.gradients, self._expected.by_name)
+        self._expected = expected = reference.gradients(run.step)
+        worst = relative_differences(run.gradients, expected.by_name)
+        large = [value for value in worst.values() if not value <= GRADIENT_BOUND]
+        self._expected_norm = expected.norm
+        norm_error = _relative(Gradients(0.0, run.gradients, []).norm, self._expected_norm)
+        if large or not norm_error <= NORM_BOUND:
+            elsewhere = routing_differences(expected.scores, run.choices)
+            worst = self._excuse_or_break(run, reference, large, elsewhere) or worst
         if run.step in (1, 2, reference.config.steps):
             for value in worst.values():
                 self.findings.gradient = _larger(self.findings.gradient, value)
-        large = {name: value for name, value in worst.items() if not value <= GRADIENT_BOUND}
-        self._expected_norm = self._expected.norm
-        norm_error = _relative(Gradients(0.0, run.gradients, []).norm, self._expected_norm)
-        if large or not norm_error <= NORM_BOUND:
-            self._excuse_or_break(run, reference, large)
 
-    def _excuse_or_break(self, run: Snapshot, reference: ReferenceRun, large: Mapping[str, float]) -> None:
-        """Evaluate the reference where the run stands; note a reason if it agrees there, else what broke."""
-        exact = reference.gradients_at(run.step, run.weights, run.choices, torch.float64)
-        rounded = reference.gradients_at(run.step, run.weights, run.choices, torch.float32)
-        allowed = allowed_errors(rounded.by_name, exact.by_name)
-        errors = relative_differences(run.gradients, exact.by_name)
+    def _excuse_or_break(
+        self,
+        run: Snapshot,
+        reference: ReferenceRun,
+        large: Sequence[float],
+        elsewhere: Sequence[RoutingDifferences],
+    ) -> dict[str, float]:
+        """Evaluate the reference where the run stands; note a reason if it agrees there, else what broke.
+
+        Returns: what gradients differ by there, if the reference goes on from there; else nothing.
+        """
+        exact = rounded = reference.gradients_at(run.step, run.weights, run.choices, torch.float32)
+        errors = relative_differences(run.gradients, rounded.by_name)
+        allowed = dict.fromkeys(errors, GRADIENT_BOUND)
+        if not all(error <= GRADIENT_BOUND for error in errors.values()):
+            exact = reference.gradients_at(run.step, run.weights, run.choices, torch.float64)
+            errors = relative_differences(run.gradients, exact.by_name)
+            allowed = allowed_errors(rounded.by_name, exact.by_name)
         wrong = {name: error for name, error in errors.items() if not error <= allowed[name]}
         where = f"{self.name}, step {run.step}"
         routing = routing_differences(exact.scores, run.choices)
         if wrong:
-            unlike = _text(self._routing(run)) or "none"
             self.findings.broken.append(
                 f"{where}: {_wrong_text(wrong, allowed, run.gradients, exact.by_name)}; "
-                f"routing decisions unlike one device's: {unlike}"
+                f"routing decisions unlike one device's: {_text(elsewhere) or 'none'}"
             )
-        elif largest_gap(routing) > TIE_GAP:
+            return {}
+        if largest_gap(routing) > TIE_GAP:
             self.findings.broken.append(f"{where}: routing differs where it is no tie: {_text(routing)}")
-        else:
-            self._expected_norm = exact.norm
-            largest = max(large.values(), default=0.0)
-            share = max(errors[name] / allowed[name] for name in errors)
-            self.findings.reasons.append(
-                f"{where}: {len(large)} gradients differ by up to {largest:.2g} of their largest element: "
-                f"{self._cause(run, reference)}; at the run's own weights all agree with "
-                f"float64 to within {share:.0%} of what float32 resolves"
-            )
-
-    def _routing(self, run: Snapshot) -> list[RoutingDifferences]:
-        """Where the run's tokens went elsewhere than the reference's, each at its own weights."""
-        return routing_differences(self._expected.scores, run.choices) if self._expected else []
-
-    def _cause(self, run: Snapshot, reference: ReferenceRun) -> str:
+            return {}
+        self._expected_norm = exact.norm
         drift = largest_difference(run.weights, reference.weights())
-        elsewhere = self._routing(run)
         ties = f", routing ties were decided otherwise ({_text(elsewhere)})" if elsewhere else ""
-        return f"rounding has moved weights by up to {drift:.2g}{ties}"
+        share = max(errors[name] / allowed[name] for name in errors)
+        self.findings.reasons.append(
+            f"{where}: {len(large)} gradients differ by up to {max(large, default=0.0):.2g} of their largest "
+            f"element: rounding has moved weights by up to {drift:.2g}{ties}; at the run's own weights all "
+            f"agree with one device to within {share:.0%} of what float32 resolves"
+        )
+        if not elsewhere:
+            return {}
+        self._expected, self._parted = exact, self._parted + drift
+        reference.go_on(run.weights, exact)
+        return errors
 
     def _compare_numbers(self, step: int, result: StepResult, expected: Gradients) -> None:
         where = f"{self.name}, step {step}"
@@ -158,7 +170,7 @@ class Verifier:
             )
 
     def _compare_weights(self, step: int, run: Mapping[str, Tensor], reference: ReferenceRun) -> None:
-        difference = largest_difference(run, reference.weights())
+        difference = self._parted + largest_difference(run, reference.weights())
         self.findings.parameter = _larger(self.findings.parameter, difference)
         if not difference <= PARAMETER_BOUND:
             self.findings.broken.append(
