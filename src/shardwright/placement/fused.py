@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardwright.errors import PlacementError
 from shardwright.index.runs import Run, Runs, interval, merged
 from shardwright.placement.along_dim import AlongDim
+from shardwright.placement.ragged import is_count
 from shardwright.placement.shard import chunk_bounds
 
 
@@ -31,7 +32,7 @@ class Fused(AlongDim):
         object.__setattr__(self, "parts", tuple(parts))
         object.__setattr__(self, "units", None if units is None else tuple(units))
         for name, counts in (("parts", self.parts), ("units", self.units)):
-            if counts is not None and (not all(map(_is_count, counts)) or not any(counts)):
+            if counts is not None and (not all(map(is_count, counts)) or not any(counts)):
                 raise PlacementError(
                     f"{self.text()}: {name} must be integers, not negative and not all zero, got {counts}"
                 )
@@ -64,7 +65,3 @@ class Fused(AlongDim):
         super().validate(shape, n)
         if self.units is not None and len(self.units) != n:
             raise PlacementError(f"{self.text()}: {len(self.units)} unit counts for an axis of size {n}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 0

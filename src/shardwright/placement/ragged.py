@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from math import gcd, prod
+from math import gcd
 
 from shardwright.errors import PlacementError
-from shardwright.index.assemble import check_dim, unravel
-from shardwright.index.flat_region import FlatRegion
-from shardwright.index.region import Box, Region, Shape, flat_boxes
+from shardwright.index.assemble import check_dim
+from shardwright.index.region import Region, Shape
 from shardwright.index.runs import interval, total
-from shardwright.placement.base import HeldBy, Partition
+from shardwright.placement.base import HeldBy
+from shardwright.placement.made_by_views.flat import Flat, OfFlatDims
 
 # A list of every coord's length is a name only on axes that are no longer than this.
 _SHORT_AXIS = 64
 
 
 @dataclass(frozen=True, repr=False, init=False)
-class Ragged(Partition):
+class Ragged(OfFlatDims):
     """The row-major flattening of `dims`, cut in units of ceil(length / sum(units)): `units[i]` for coord i.
 
     Consecutive, the last shares clamped at the end, so `Ragged((1,) * n, (d,))` is `Shard(d)`.
-    Args: units: one count per coord, zeros allowed. dims: ascending. With several dims the local tensor has
-    the flat length on the last of them and 1 on the others.
+    Args: units: one count per coord, zeros allowed. dims: ascending.
     """
 
     units: tuple[int, ...]
@@ -33,7 +32,7 @@ class Ragged(Partition):
     def __init__(self, units: Iterable[int], dims: Iterable[int] | int = (0,)) -> None:
         object.__setattr__(self, "units", tuple(units))
         object.__setattr__(self, "dims", (dims,) if isinstance(dims, int) else tuple(dims))
-        if not all(map(_is_count, self.units)) or not any(self.units):
+        if not all(map(is_count, self.units)) or not any(self.units):
             raise PlacementError(f"{self.text()}: units must be integers, not negative and not all zero")
         if not self.dims:
             raise PlacementError(f"{self.text()}: name at least one dim")
@@ -61,55 +60,18 @@ class Ragged(Partition):
         return min(start * unit, length), min((start + self.units[coord]) * unit, length)
 
     def region(self, shape: Shape, n: int, coord: int) -> Region:
-        """The share of `coord`: an interval of the one dim, or boxes of several."""
+        """The share of `coord`: an interval of the one dim, or of several flattened."""
         self.validate(shape, n)
-        start, stop = self.bounds(self._length(shape), coord)
-        if len(self.dims) > 1 and self.dims[-1] - self.dims[0] == len(self.dims) - 1:
-            return self._neighbours(shape, start, stop)
         if len(self.dims) > 1:
-            return Region(self._packed(shape, start, stop), self.local_shape(shape, n, coord))
+            return Flat(self.dims, Ragged(self.units)).region(shape, n, coord)
+        start, stop = self.bounds(self._length(shape), coord)
         kept = (interval(start, stop) if d in self.dims else interval(0, s) for d, s in enumerate(shape))
         return Region.from_runs(tuple(kept))
-
-    def _neighbours(self, shape: Shape, start: int, stop: int) -> Region:
-        first, last = self.dims[0], self.dims[-1]
-        before, after = ([interval(0, size) for size in part] for part in (shape[:first], shape[last + 1 :]))
-        return FlatRegion(shape, first, last, (*before, interval(start, stop), *after))
-
-    def _packed(self, shape: Shape, start: int, stop: int) -> list[Box]:
-        """Boxes in local order: dims before the flat one walked by index, dims after it whole."""
-        flat = self.dims[-1]
-        cells = flat_boxes(tuple(shape[dim] for dim in self.dims), start, stop)
-        outer = [dim for dim in range(flat) if dim not in self.dims]
-        boxes = []
-        for position in range(prod(shape[dim] for dim in outer)):
-            index = unravel(position, tuple(shape[dim] for dim in outer))
-            for cell in cells:
-                offset, size = [0] * len(shape), list(shape)
-                for dim, at in zip(outer, index, strict=True):
-                    offset[dim], size[dim] = at, 1
-                for dim, at, length in zip(self.dims, cell.offset, cell.size, strict=True):
-                    offset[dim], size[dim] = at, length
-                boxes.append(Box(tuple(offset), tuple(size)))
-        return boxes
-
-    def _length(self, shape: Shape) -> int:
-        return prod(shape[dim] for dim in self.dims)
 
     def local_shape(self, shape: Shape, n: int, coord: int) -> Shape:  # noqa: ARG002 - units say the axis size
         """The flat length on the last of `dims`, 1 on the others."""
         start, stop = self.bounds(self._length(shape), coord)
-        sizes = [1 if dim in self.dims else size for dim, size in enumerate(shape)]
-        sizes[self.dims[-1]] = stop - start
-        return tuple(sizes)
-
-    def cut_dims(self, shape: Shape, n: int) -> tuple[int, ...]:  # noqa: ARG002 - the same for every shape
-        """`dims`."""
-        return self.dims
-
-    def touched_dims(self, shape: Shape, n: int) -> tuple[int, ...]:
-        """`dims`."""
-        return self.cut_dims(shape, n)
+        return self._local_shape(shape, stop - start)
 
     def flat_group(self) -> tuple[int, ...]:
         """`dims`, when they are several."""
@@ -144,5 +106,6 @@ class Ragged(Partition):
     __repr__ = text
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """May it count the units of a share?"""
     return isinstance(value, int) and value >= 0

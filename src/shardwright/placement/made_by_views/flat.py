@@ -17,12 +17,33 @@ from shardwright.placement.one_dim import held
 from shardwright.placement.one_dim_form import along
 
 
+class OfFlatDims(Partition):
+    """A cut of `dims` flattened: locally the flat length on the last of them, and 1 on the others."""
+
+    dims: tuple[int, ...]
+
+    def cut_dims(self, shape: Shape, n: int) -> tuple[int, ...]:  # noqa: ARG002 - the same for every shape
+        """`dims`."""
+        return self.dims
+
+    def touched_dims(self, shape: Shape, n: int) -> tuple[int, ...]:
+        """`dims`."""
+        return self.cut_dims(shape, n)
+
+    def _length(self, shape: Shape) -> int:
+        return prod(shape[dim] for dim in self.dims)
+
+    def _local_shape(self, shape: Shape, length: int) -> Shape:
+        sizes = [1 if dim in self.dims else size for dim, size in enumerate(shape)]
+        sizes[self.dims[-1]] = length
+        return tuple(sizes)
+
+
 @dataclass(frozen=True, repr=False)
-class Flat(Partition):
+class Flat(OfFlatDims):
     """The row-major flattening of `dims`, in this order, cut like `source` cuts a 1-d tensor.
 
-    `Ragged` of several dims is one of these. The local tensor has the flat length on the last of `dims`, and
-    1 on the others.
+    `Ragged` of several dims is one of these.
     """
 
     dims: tuple[int, ...]
@@ -52,25 +73,9 @@ class Flat(Partition):
                     tuple(lengths.get(dim, extent) for dim, extent in enumerate(shape)),
                 )
 
-    def _length(self, shape: Shape) -> int:
-        return prod(shape[dim] for dim in self.dims)
-
-    def _local_shape(self, shape: Shape, length: int) -> Shape:
-        sizes = [1 if dim in self.dims else size for dim, size in enumerate(shape)]
-        sizes[self.dims[-1]] = length
-        return tuple(sizes)
-
     def local_shape(self, shape: Shape, n: int, coord: int) -> Shape:
         """The flat length on the last of `dims`, 1 on the others."""
         return self._local_shape(shape, self.source.local_shape((self._length(shape),), n, coord)[0])
-
-    def cut_dims(self, shape: Shape, n: int) -> tuple[int, ...]:  # noqa: ARG002 - the same for every shape
-        """`dims`."""
-        return self.dims
-
-    def touched_dims(self, shape: Shape, n: int) -> tuple[int, ...]:
-        """`dims`."""
-        return self.cut_dims(shape, n)
 
     def flat_group(self) -> tuple[int, ...]:
         """`dims`."""

@@ -71,13 +71,8 @@ def nll_of_picked(
     _op: object, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     """nll_loss: who holds the class of a row has its loss; losses and weights are summed."""
-    classes = 1 if x.dim() > 1 else 0
-    if x.dim() == 1 and target.dim() == 1:
-        target = target[0]
-    used = target != ignore_index
-    safe = target.masked_fill(~used, 0)
+    classes, used, safe, weights = _rows(x, target, weight, ignore_index)
     picked = x.gather(classes, safe.unsqueeze(classes)).squeeze(classes)
-    weights = _weights(weight, safe)
     losses = -picked if weights is None else -picked * weights
     losses = losses.masked_fill(~used, 0)
     if reduction == _NONE and x.dim() > 1:
@@ -88,11 +83,18 @@ def nll_of_picked(
     return (loss / total if reduction == _MEAN else loss), total
 
 
-def _weights(weight: Tensor | None, safe: Tensor) -> Tensor | None:
-    """The weight of each row's class."""
-    if weight is None:
-        return None
-    return finish(weight.index_select(0, safe.reshape(-1)), "the weights of the classes").view(safe.shape)
+def _rows(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int
+) -> tuple[int, Tensor, Tensor, Tensor | None]:
+    """The dim of the classes; of each row: does it count, its class (0 if not), and that class's weight."""
+    if x.dim() == 1 and target.dim() == 1:
+        target = target[0]
+    used = target != ignore_index
+    safe = target.masked_fill(~used, 0)
+    if weight is not None:
+        weight = finish(weight.index_select(0, safe.reshape(-1)), "the weights of the classes")
+        weight = weight.view(safe.shape)
+    return 1 if x.dim() > 1 else 0, used, safe, weight
 
 
 @register_algorithm(*_BACKWARD, cost=_cost)
@@ -107,14 +109,9 @@ def nll_backward_of_picked(
     total_weight: Tensor,
 ) -> Tensor:
     """nll_loss's backward: who holds the class of a row gets its gradient."""
-    classes = 1 if x.dim() > 1 else 0
-    if x.dim() == 1 and target.dim() == 1:
-        target = target[0]
-    used = target != ignore_index
-    safe = target.masked_fill(~used, 0)
+    classes, used, safe, weights = _rows(x, target, weight, ignore_index)
     grad = grad_output / total_weight if reduction == _MEAN else grad_output
-    weights = _weights(weight, safe)
     rows = -grad if weights is None else -grad * weights
-    rows = rows.expand(target.shape).masked_fill(~used, 0)
+    rows = rows.expand(safe.shape).masked_fill(~used, 0)
     zeros = torch.zeros_like(x)
     return zeros.scatter(classes, safe.unsqueeze(classes), rows.unsqueeze(classes))

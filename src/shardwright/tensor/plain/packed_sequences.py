@@ -10,7 +10,7 @@ each is padded by itself, and they are stacked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,18 +22,10 @@ from shardwright.rules.call import Args
 from shardwright.tensor.plain.boundary import Own
 
 
-def _pack(_func: Any, args: Args, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return _packed(*args, **kwargs)
-
-
 def _packed(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:  # noqa: A002  torch's name
     numbers = torch.arange(input.shape[0] * input.shape[1]).view(input.shape[:2])
     rows, sizes = pack_padded_rows(numbers, lengths, batch_first)
     return input.flatten(0, 1).index_select(0, rows), sizes
-
-
-def _pad(_func: Any, args: Args, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return _padded(*args, **kwargs)
 
 
 def _padded(
@@ -45,10 +37,6 @@ def _padded(
     found = data.index_select(0, flat.clamp_min(0))
     absent = (flat < 0).view(-1, *[1] * (data.ndim - 1))
     return found.masked_fill(absent, padding_value).unflatten(0, rows.shape), lengths
-
-
-def _pad_all(_func: Any, args: Args, kwargs: dict[str, Any]) -> Tensor:
-    return _padded_alike(*args, **kwargs)
 
 
 def _padded_alike(
@@ -71,4 +59,15 @@ def _padded_alike(
     return torch.stack(padded, 0 if batch_first else 1)
 
 
-OWN: dict[Any, Own] = {pack_padded_rows: _pack, pad_packed_rows: _pad, pad_sequences: _pad_all}
+_INSTEAD: dict[Any, Callable[..., Any]] = {
+    pack_padded_rows: _packed,
+    pad_packed_rows: _padded,
+    pad_sequences: _padded_alike,
+}
+
+
+def _run(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
+    return _INSTEAD[func](*args, **kwargs)
+
+
+OWN: dict[Any, Own] = dict.fromkeys(_INSTEAD, _run)

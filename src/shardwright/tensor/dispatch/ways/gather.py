@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardwright.layout.layout import Layout
 from shardwright.rules.call import aliases_of_returns
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.kernels import kernel_of
@@ -15,7 +14,7 @@ def gathered(asked: Asked) -> Prepared | None:
     if not reason:
         return None
     layouts = [t._spec.layout for t in tensors]
-    moves = tuple(Move(i, _whole(own), bool(own.pending_axes)) for i, own in enumerate(layouts))
+    moves = tuple(Move(i, own.replicated(), bool(own.pending_axes)) for i, own in enumerate(layouts))
     moves = tuple(m for m in moves if m.target != layouts[m.operand])
     mutated = tuple(i for i, o in enumerate(call.flat_operands) if o.mutated)
     return Prepared(
@@ -31,8 +30,3 @@ def gathered(asked: Asked) -> Prepared | None:
         gather_all=True,
         local=kernel_of(call.op, {t.dtype for t in tensors}),
     )
-
-
-def _whole(layout: Layout) -> Layout:
-    """The same tensor, whole and finished on every rank."""
-    return layout.replicated()

@@ -38,7 +38,8 @@ class KeptForm:
         out = self.again(func, args, kwargs)
         for x, spec in held:
             x._spec = spec
-        for made in _results(out) if held else ():
+        results = out if isinstance(out, list | tuple) else (out,)
+        for made in results if held else ():
             if isinstance(made, CLASSES[0]) and finished_forms.may_keep(made):
                 finished_forms.ask(made)
         return out
@@ -96,10 +97,6 @@ def _with_form(value: Any, forms: Mapping[int, DTensor]) -> Any:
     if isinstance(value, list | tuple):
         return [_with_form(each, forms) for each in value]
     return forms.get(id(value), value)
-
-
-def _results(out: Any) -> Sequence[Any]:
-    return out if isinstance(out, list | tuple) else (out,)
 
 
 def counting_writes(route: Callable[..., Any], func: Op, args: Args, kwargs: Kwargs) -> Any:

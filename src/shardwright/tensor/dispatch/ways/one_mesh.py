@@ -65,7 +65,7 @@ def _are_together(tensors: Sequence[DTensor]) -> bool:
 def _home(func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> DeviceMesh | None:
     """The mesh of what cannot go along; where all can, the smallest that all are slices of."""
     operands = described_call(func, args, kwargs).flat_operands
-    fixed = [x for x, o in zip(tensors, operands, strict=True) if o.mutated or not _is_number(x)]
+    fixed = [x for x, o in zip(tensors, operands, strict=True) if o.mutated or x.numel() != 1]
     if fixed and not _are_together(fixed):
         return None
     for mesh in [fixed[0].device_mesh] if fixed else _and_roots([x.device_mesh for x in tensors]):
@@ -77,10 +77,6 @@ def _home(func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> D
 def _and_roots(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:
     """The largest, then what each is a slice of: slices of two meshes may both belong to one of these."""
     return [max(meshes, key=lambda mesh: mesh.ndim), *map(root_mesh, meshes)]
-
-
-def _is_number(x: DTensor) -> bool:
-    return x.numel() == 1
 
 
 def _are_relatives(one: MeshShape, two: MeshShape) -> bool:
