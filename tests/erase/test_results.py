@@ -96,6 +96,69 @@ def test_backwards_that_a_replay_has_not_are_errors(ranks):
     ranks(2, _other_backwards)
 
 
+def _gradients_of_arguments():
+    """A backward inside sets the gradients of tensors that were given, and adds to those that they had."""
+
+    def inside(x, y=None):
+        loss = (x * 2).sin().sum() if y is None else (x * y).sum()
+        loss.backward()
+        return loss.detach()
+
+    fast = sw.erase(inside)
+    for turn in range(8):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(turn)).requires_grad_()
+        given = _on_mesh(x.detach()).requires_grad_()
+        for one in (x, given) if turn >= 4 else ():
+            one.grad = torch.ones_like(one)
+        before = given.grad
+        assert_equal(fast(given), inside(x))
+        assert_equal(given.grad, x.grad)
+        assert before is None or before is given.grad
+    assert_replayed(fast, 2, 6)
+    for turn in range(3):  # of each that wants one
+        one = torch.full((4,), 3.0)
+        x, y = one.clone().requires_grad_(), one.clone().requires_grad_()
+        given = [_on_mesh(t.detach()).requires_grad_(t is not x or turn < 2) for t in (x, y)]
+        fast(*given)
+        assert_equal(given[1].grad, one)
+        assert (given[0].grad is None) == (turn == 2)
+
+
+def test_a_backward_inside_gives_gradients_to_arguments(ranks):
+    ranks(2, _gradients_of_arguments)
+
+
+def _leaves_made_inside():
+    """A leaf that is made, and flags that are changed, are nothing that a replay leaves: such calls run."""
+
+    def leaf(x):
+        return (x.detach() * 2).requires_grad_()
+
+    def thaws(x):
+        return x.requires_grad_().detach() * 2
+
+    def views(x):
+        with torch.no_grad():
+            view = x.view(2, 2)
+        return view.mT
+
+    for function, wants in ((leaf, False), (thaws, False), (views, True)):
+        fast = sw.erase(function)
+        for _ in range(3):
+            one = torch.ones(4).requires_grad_(wants)
+            given = _on_mesh(one.detach(), sw.Replicate()).requires_grad_(wants)
+            found, wanted = fast(given), function(one)
+            assert found.requires_grad == wanted.requires_grad
+            assert found.is_leaf == wanted.is_leaf
+            assert given.requires_grad == one.requires_grad
+        assert_replayed(fast, 0, 0)
+        assert "not recorded" in str(fast.report())
+
+
+def test_leaves_and_flags_that_a_call_leaves_are_refused(ranks):
+    ranks(2, _leaves_made_inside)
+
+
 def _buffers():
     """What a forward writes into buffers, and the mode of evaluation."""
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     meshes = [tuple(int(n) for n in text.split(",")) for text in options.mesh.split(";")]
     seeds = options.seeds or list(range(options.seed, options.seed + options.programs))
     start = time.monotonic()
-    with Worlds(options.jobs) as worlds:
+    with Worlds(options.jobs, erased=options.erased) as worlds:
         found = _checked(worlds, seeds, meshes, console)
         text, good = report(found, time.monotonic() - start, worlds, minimise=options.minimise)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="*", help="these programs alone")
     parser.add_argument("--mesh", default=";".join(",".join(map(str, m)) for m in MESHES))
     parser.add_argument("--jobs", type=int, default=1, help="worlds at a time")
+    parser.add_argument("--erased", action="store_true", help="each program as an erased function")
     parser.add_argument("--minimise", type=int, default=8, help="how many classes of failures to minimise")
     parser.add_argument("--report", help="write the report to this file too")
     return parser

@@ -16,23 +16,30 @@ from torch.distributed.tensor import DTensor
 import shardwright as sw
 from shardwright.tensor.distribute import own_part
 from shardwright.tensor.spec import coords_of
+from tests.fuzz.erased import run_erased
 from tests.fuzz.program import Program, Ref, values_in
 from tests.fuzz.run import OnMesh, Outcome, Plain, run
 from tests.fuzz.tolerance import SAFETY, Truth, floor
 from tests.fuzz.verdicts import OK, SILENT, UNDUE, WRONG, Verdict
 
 
-def check(program: Program, mesh: DeviceMesh, alike: Callable[[str], bool]) -> Verdict:
+def check(
+    program: Program, mesh: DeviceMesh, alike: Callable[[str], bool], *, erased: bool = False
+) -> Verdict:
     """Compare; every rank of the mesh calls it together.
 
-    `alike(text)`: do all ranks say the same text here? Where they do not, nothing is gathered any more.
+    Args:
+        alike: do all ranks say the same text here? Where they do not, nothing is gathered any more.
+        erased: compare a replay. A program that ends in an error of one device has none.
     """
     wanted = run(program, Plain())
     if _values_decide(wanted.error):
         program = replace(program, steps=program.steps[: wanted.step])
         wanted = run(program, Plain())
     truth = Truth(program, wanted)
-    got = run(program, OnMesh(mesh))
+    if erased and wanted.error is not None:
+        return Verdict(OK)
+    got = run_erased(program, mesh) if erased else run(program, OnMesh(mesh))
     said = f"{got.step} {type(got.error).__name__}"
     if not alike(said):
         text = _line(got.error) if got.error is not None else "an error on another rank only"
@@ -85,7 +92,7 @@ class _Comparison:
     def verdict(self) -> Verdict:
         """The first fault; all is compared even so, for a peer that sees none gathers what comes after it."""
         faults = list(self.faults())
-        return faults[0] if faults else Verdict(OK, unstable=self.unstable)
+        return faults[0] if faults else Verdict(OK, unstable=self.unstable, replayed=self.got.replayed)
 
     def faults(self) -> Iterator[Verdict]:
         given = _given_gradients(self.program)
@@ -161,7 +168,7 @@ class _Comparison:
             unstable = any(find(o).shape != wanted.shape for o in self.truth.decided_by_rounding())
             self.unstable += unstable
             return "" if unstable else f"shape {tuple(got.shape)} for {tuple(wanted.shape)}"
-        if self.is_followed(wanted) and _wants_grad(got) != _wants_grad(wanted):
+        if not self.got.detached and self.is_followed(wanted) and _wants_grad(got) != _wants_grad(wanted):
             return f"requires_grad {_wants_grad(got)} for {_wants_grad(wanted)}"
         full = self.whole(got, wanted)
         if full is None:

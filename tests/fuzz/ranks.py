@@ -24,7 +24,7 @@ class UnlikeRanksError(Exception):
     """Some rank failed where another did not: their next messages would not fit together."""
 
 
-def check_programs(programs: list[Program], file: str) -> None:
+def check_programs(programs: list[Program], file: str, erased: bool = False) -> None:
     """Check programs in turn; every rank appends its verdicts to a file of its own, `{file}.{rank}`.
 
     Raises: UnlikeRanksError: the world must be replaced; go on with the next program in another one.
@@ -34,7 +34,7 @@ def check_programs(programs: list[Program], file: str) -> None:
         for number, program in enumerate(programs):
             mesh = rank_mesh(program.mesh, ("dp", "tp")[: len(program.mesh)])
             meeting = _Meeting(f"{file}/{number}")
-            verdict = check(program, mesh, meeting.alike)
+            verdict = check(program, mesh, meeting.alike, erased=erased)
             out.write(json.dumps(asdict(verdict)) + "\n")
             out.flush()
             if meeting.parted:

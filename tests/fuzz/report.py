@@ -32,11 +32,13 @@ def report(found: Checked, seconds: float, worlds: Worlds, *, minimise: int) -> 
             lines += ["", source(small, verdict)]
     lines += ["", f"classes of failures: {len(ordered)}", *(f"{len(m):5}x {sort}" for sort, m in ordered)]
     unstable = sum(verdict.unstable for _, verdict in found)
+    replayed = sum(verdict.replayed for _, verdict in found)
     told = ", ".join(f"{counts[kind]:,} {kind}" for kind in (OK, *BAD))
     lines.append(
         f"\n{len(found):,} programs, {sum(len(p.steps) for p, _ in found):,} steps in {seconds:.0f} s "
         f"({len(found) / max(seconds, 1e-9):.1f} a second): {told}; "
         f"{unstable:,} values that rounding alone decides were not compared"
+        + (f"; {replayed:,} were replays" if replayed else "")
     )
     good = not any(counts[kind] for kind in BAD if kind != UNDUE) and counts[UNDUE] <= MOST_UNDUE * len(found)
     return "\n".join(lines), good

@@ -32,13 +32,16 @@ _BUILTINS: dict[str, Callable[..., Any]] = {"bool": bool, "float": float, "int":
 class Outcome:
     """The variables at the end, the error that ended it and where, and what each step wrote.
 
-    `written`: by step, the variables whose version counter it raised.
+    `written`: by step, the variables whose version counter it raised. `detached`: its results have no
+    graph, as those of an erased function that has run its backward; `replayed`: was any call a replay?
     """
 
     env: Env = field(default_factory=dict)
     error: Exception | None = None
     step: int = -1
     written: list[tuple[str, ...]] = field(default_factory=list)
+    detached: bool = False
+    replayed: bool = False
 
 
 class Plain:

@@ -22,11 +22,20 @@ Checked = list[tuple[Program, Verdict]]
 
 
 class Worlds:
-    """Ranks for `jobs` batches at a time; with a `pool`, that pool's, for one at a time."""
+    """Ranks for `jobs` batches at a time; with a `pool`, that pool's, for one at a time.
+
+    erased: replays are compared.
+    """
 
     def __init__(
-        self, jobs: int = 1, preload: Sequence[str] = PRELOAD, *, pool: RankPool | None = None
+        self,
+        jobs: int = 1,
+        preload: Sequence[str] = PRELOAD,
+        *,
+        pool: RankPool | None = None,
+        erased: bool = False,
     ) -> None:
+        self._erased = erased
         self._preload, self._state, self._pools = preload, threading.local(), []  # type: ignore[var-annotated]
         self._given = pool
         self._executor = ThreadPoolExecutor(jobs)
@@ -58,7 +67,8 @@ class Worlds:
         ranks = prod(programs[0].mesh)
         failure = ""
         try:
-            self._pool().run(ranks, check_programs, programs, file, timeout=60 + _PER_PROGRAM * len(programs))
+            limit = 60 + _PER_PROGRAM * len(programs)
+            self._pool().run(ranks, check_programs, programs, file, self._erased, timeout=limit)
         except RankTimeoutError as error:
             failure = f"hang: {str(error).splitlines()[0]}"
         except RankError as error:

@@ -17,7 +17,7 @@ from tests.fuzz.run import Plain, run
 from tests.fuzz.shrink import shrink
 from tests.fuzz.sweep import Worlds
 from tests.fuzz.verdicts import OK, WRONG, worst
-from tests.tiers import all_but
+from tests.tiers import all_but, only
 
 # A few programs of each mesh: the seeds are the first ones, no choice was made among them.
 SAMPLE = {(2,): range(200), (3,): range(200, 260), (2, 2): range(260, 300)}
@@ -40,6 +40,15 @@ def test_a_sample_of_programs_does_what_one_device_does(worlds, mesh, often):
     if failed:
         small = [shrink(*pair, worlds) for pair in failed[:3]]
         pytest.fail(f"{len(failed)} of {len(programs)}:\n" + "\n".join(source(*pair) for pair in small))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seeds", only([range(10)], [range(10), range(10, 200)]), ids=str)
+def test_a_sample_of_replays_does_what_one_device_does(rank_pool, seeds):
+    with Worlds(pool=rank_pool, erased=True) as worlds:
+        found = worlds.check([draw(seed, (2,)) for seed in seeds])
+    assert [(program.seed, v.text) for program, v in found if v.kind != OK] == []
+    assert sum(v.replayed for _, v in found) >= len(seeds) / 4
 
 
 @pytest.mark.parametrize("mesh", sorted({program.mesh for program in FOUND.values()}))

@@ -21,12 +21,14 @@ class Verdict:
         text: what is wrong, in one line.
         step: the source of the step where it showed, if that is known.
         unstable: variables that rounding alone decides, which were not compared.
+        replayed: what was compared is what a replay gave.
     """
 
     kind: str
     text: str = ""
     step: str = ""
     unstable: int = 0
+    replayed: bool = False
 
     @property
     def sort(self) -> str:

@@ -13,7 +13,7 @@ from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten, tree_
 from shardwright.erased import given, holds
 from shardwright.erased.effects import Before, Effects, gradients_after, written_of
 from shardwright.erased.entry import Backward, Entry, Leaf, overlap
-from shardwright.erased.gradients import Cut, hang, has_hooks, inputs_of, own_backward
+from shardwright.erased.gradients import Cut, hang, has_graph, has_hooks, inputs_of, own_backward
 from shardwright.erased.program import program_of
 from shardwright.erased.rates import Rate, followed_facts, may_name
 from shardwright.erased.record import Recording
@@ -71,23 +71,23 @@ class Attempt:
     def _met(self, path: str, x: torch.Tensor) -> None:
         """A tensor that the program reaches."""
         with DisableTorchFunctionSubclass():
-            self._look_at(path, x)
+            self._look_at(path, x, x)
             self.tape.enter(local_of(x), Held(path, local_of(x)))
 
     def _give(self, place: int, leaf: Any) -> None:
         if isinstance(leaf, torch.Tensor):
-            self._look_at(f"argument {place}", leaf)
+            self._look_at(f"argument {place}", leaf, place)
             self.tape.enter(local_of(leaf), Given(place))
         else:
             self.world.reach(f"argument {place}", leaf)
 
-    def _look_at(self, path: str, x: torch.Tensor) -> None:
+    def _look_at(self, path: str, x: torch.Tensor, found: torch.Tensor | int) -> None:
         if isinstance(x, DTensor) and x._spec is not x._spec.plain:
             finished_forms.give_up(x)  # a finished form that came from outside is nothing that a replay has
         before = Before.of(path, x)
         self.before.append(before)
         if before.gradient is not None:
-            self.tape.enter(local_of(before.gradient), Gradient(path, x))
+            self.tape.enter(local_of(before.gradient), Gradient(path, found))
 
     # -- after ----------------------------------------------------------------------------------------
 
@@ -100,7 +100,9 @@ class Attempt:
             refusals.append(Refusal("an argument", "a backward inside goes on into its graph"))
         refusals += [Refusal(text, _CHANGES) for text in holds.changed(self.world.facts)]
         stepped = bool(gradients) and self.watch.ran_backward
-        hanging = [i for i, x in enumerate(flat) if _wants_gradient(x, self.leaves)]
+        hanging = [
+            i for i, x in enumerate(flat) if has_graph(x) and not any(x is leaf for leaf in self.leaves)
+        ]
         if stepped:
             flat = [x.detach() if i in hanging else x for i, x in enumerate(flat)]
             hanging = []
@@ -144,6 +146,8 @@ class Attempt:
                 made += [x] if known is None else []
                 if Result.of(x, self.tape) is None:
                     refusals.append(Refusal("a result", "it is a tensor that no recorded operator made"))
+                elif x.requires_grad and not has_graph(x):
+                    refusals.append(Refusal("a result", "it wants a gradient, and has no graph"))
             else:
                 refusals.append(Refusal(f"a result of {type(x).__name__}", "it is no tensor and no number"))
         return leaves, made, refusals
@@ -156,7 +160,7 @@ class Attempt:
         refusals = [*refusals, *self._refusals_of(results, inputs)]
         if refusals:
             self.refused(refusals)
-        if not any(map(has_hooks, inputs)):
+        if inputs and not any(map(has_hooks, inputs)):
 
             def backward(gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
                 return self._backward(results, inputs, gradients, record=not refusals)
@@ -171,6 +175,7 @@ class Attempt:
         memory = set(map(given.storage_of, inputs))
         view = Refusal("a result", "it is a view of what was given, and wants a gradient")
         found = [view for x in results if given.storage_of(x) in memory]
+        found += [] if inputs else [Refusal("a graph", "it ends in no leaf")]
         for x in inputs:
             if has_hooks(x):
                 found.append(Refusal("a hook on a gradient", "it would run twice"))
@@ -207,12 +212,6 @@ class Attempt:
 _CHANGES = "the call changes it; a replay would not"
 
 
-def _wants_gradient(x: Any, leaves: list[Any]) -> bool:
-    if not isinstance(x, torch.Tensor) or x.grad_fn is None:
-        return False
-    return not any(x is leaf for leaf in leaves)
-
-
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     """Not expanded, as the gradient of a sum is: a replay can bring no other gradient into such memory."""
     local = local_of(gradient)
@@ -235,7 +234,7 @@ class _Finish:
         self.attempt, self.leaves, self.made, self.structure = attempt, leaves, made, structure
         places = {id(x): i for i, x in enumerate(attempt.leaves)}
         self.effects = Effects(
-            tuple(gradients),
+            tuple((places.get(id(x), x), result) for x, result in gradients),
             tuple(x for x in written if id(x) not in places),
             tuple(places[id(x)] for x in written if id(x) in places),
         )
@@ -244,7 +243,10 @@ class _Finish:
         self.facts = followed_facts(attempt.world.facts, attempt.rates)
         # Looked at now: gradients and versions go on before a backward comes.
         tensors = [x for _, x in attempt.world.tensors]
-        self.guard = holds.guard_of(self.facts, tensors, self._gradients_before())
+        gradients_before = self._gradients_before()
+        self.guard = holds.guard_of(self.facts, tensors, gradients_before)
+        known = [(places.get(x), kind) for x, kind in gradients_before.items()]
+        self.given_gradients = tuple((place, kind) for place, kind in known if place is not None)
 
     def _gradients_before(self) -> dict[int, Any]:
         """What the program can have asked of them; one that cannot may find others in a replay."""
@@ -327,6 +329,7 @@ class _Finish:
                 given_offsets=given.offsets(attempt.leaves) if _names_places(program, backward) else None,
                 held_storages=storages,
                 given_held=overlap(attempt.leaves, storages),
+                given_gradients=self.given_gradients,
                 autocast=attempt.autocast,
                 backward=backward,
                 where=attempt.where,

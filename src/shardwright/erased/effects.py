@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from shardwright.compat import version_of
+from shardwright.erased.given import found
 from shardwright.erased.holds import gradient_of
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.results import Result, made_again
@@ -26,17 +27,18 @@ class Before:
     gradient_kind: Any
     version: int | None
     node: Any
+    wants_gradient: bool
 
     @staticmethod
     def of(path: str, x: torch.Tensor) -> Before:
         """Now."""
         gradient = x.grad if x.is_leaf and x.requires_grad else None
-        return Before(path, x, gradient, gradient_of(x), version_of(x), x.grad_fn)
+        return Before(path, x, gradient, gradient_of(x), version_of(x), x.grad_fn, x.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """gradients: parameters with what they get; None for those that lose theirs. written: by the call."""
+    """gradients: of parameters, and of arguments by number; None: it is gone. written: by the call."""
 
     gradients: tuple[tuple[Any, Result | None], ...]
     written: tuple[Any, ...]
@@ -67,7 +69,9 @@ def written_of(before: list[Before]) -> tuple[list[torch.Tensor], list[Refusal]]
     for was in before:
         if version_of(was.x) != was.version:
             written.append(was.x)
-        if was.x.grad_fn is not was.node:
+        if was.x.requires_grad is not was.wants_gradient:
+            refusals.append(Refusal(f"{was.path}.requires_grad", "the call changes it; a replay would not"))
+        elif was.x.grad_fn is not was.node:
             refusals.append(Refusal(was.path, "a write in place under a gradient gave it another graph"))
     return written, refusals
 
@@ -76,7 +80,7 @@ def carry_out(effects: Effects, leaves: list[Any], locals_: Sequence[torch.Tenso
     """Do it again; `locals_` are the gradients' local tensors, in order, None's left out."""
     remaining = iter(locals_)
     for parameter, result in effects.gradients:
-        parameter.grad = None if result is None else made_again(result, next(remaining))
+        found(parameter, leaves).grad = None if result is None else made_again(result, next(remaining))
     count = [*effects.written, *(leaves[place] for place in effects.written_leaves)]
     if count:
         increment_version(count)

@@ -13,6 +13,7 @@ from shardwright.compat import DisableTorchFunctionSubclass, version_of
 from shardwright.erased import given, text
 from shardwright.erased.effects import Effects, carry_out
 from shardwright.erased.gradients import hang
+from shardwright.erased.holds import gradient_of
 from shardwright.erased.results import Result, made_again
 from shardwright.erased.sources import Given, Gradient
 from shardwright.erased.walk import local_of
@@ -73,6 +74,7 @@ class Entry:
     given_offsets: tuple[int, ...] | None
     held_storages: frozenset[int]
     given_held: tuple[Any, ...]
+    given_gradients: tuple[tuple[int, Any], ...]
     autocast: tuple[str, ...]
     backward: Backward | None = None
     where: str = ""
@@ -86,6 +88,8 @@ class Entry:
     def holds(self, leaves: list[Any]) -> bool:
         """May this call be a replay?"""
         if self.given_offsets is not None and given.offsets(leaves) != self.given_offsets:
+            return False
+        if any(gradient_of(leaves[place]) != kind for place, kind in self.given_gradients):
             return False
         return self.guard() and self._overlap(leaves) == self.given_held
 
@@ -115,9 +119,8 @@ class Entry:
         if backward is None:
             return made
         saved = values[len(values) - backward.saved :] if backward.saved else ()
-        inputs = [leaves[x] if isinstance(x, int) else x for x in backward.inputs]
-        tensors = [leaves[x] if isinstance(x, int) else x for x in backward.watched]
-        watched = [(x, version_of(x)) for x in tensors]
+        inputs = [given.found(x, leaves) for x in backward.inputs]
+        watched = [(x, version_of(x)) for x in (given.found(where, leaves) for where in backward.watched)]
 
         def run(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
             return self._run_backward(saved, gradients, watched)
@@ -185,7 +188,7 @@ def _reader(program: Program, number: int) -> Callable[[list[Any]], torch.Tensor
         return lambda leaves: local_of(leaves[place])
     if isinstance(source, Gradient):
         parameter = source.parameter
-        return lambda _: local_of(parameter.grad)
+        return lambda leaves: local_of(given.found(parameter, leaves).grad)
     raise TypeError(f"no way to read value {number} ({source!r})")
 
 

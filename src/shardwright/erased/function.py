@@ -13,7 +13,7 @@ from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten
 from shardwright.erased import given, surroundings
 from shardwright.erased.attempt import Attempt
 from shardwright.erased.changed_rates import rates_that_changed
-from shardwright.erased.gradients import Cut, hang, has_hooks, inputs_of, own_backward
+from shardwright.erased.gradients import Cut, hang, has_graph, has_hooks, inputs_of, own_backward
 from shardwright.erased.holds import changed
 from shardwright.erased.report import Report
 from shardwright.tensor.views import write_back
@@ -158,11 +158,11 @@ def _with_edge(out: Any, cut: Cut) -> Any:
     leaves, structure = tree_flatten(out)
     leaves = [cut.original(x) for x in leaves]
     known = set(map(id, cut.originals.values()))
-    places = [i for i, x in enumerate(leaves) if _has_graph(x) and id(x) not in known]
+    places = [i for i, x in enumerate(leaves) if has_graph(x) and id(x) not in known]
     if places:
         results = [leaves[i] for i in places]
         inputs = inputs_of(results)
-        if any(map(has_hooks, inputs)):
+        if not inputs or any(map(has_hooks, inputs)):
             return given.unflatten(leaves, structure)
 
         def backward(gradients: Any) -> Any:
@@ -174,10 +174,6 @@ def _with_edge(out: Any, cut: Cut) -> Any:
         for place, x in zip(places, made, strict=True):
             leaves[place] = x
     return given.unflatten(leaves, structure)
-
-
-def _has_graph(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.grad_fn is not None
 
 
 def erase(function: Callable[..., Any], *, most: int = _MOST) -> Erased:

@@ -29,6 +29,11 @@ def unflatten(leaves: list[Any], structure: Structure) -> Any:
     return tree_unflatten(leaves, structure)
 
 
+def found(where: int | torch.Tensor, leaves: list[Any]) -> Any:
+    """The leaf of the arguments with this number, or the tensor itself."""
+    return leaves[where] if isinstance(where, int) else where
+
+
 def signature(leaves: list[Any]) -> tuple[Any, ...]:
     """What must be the same of the arguments: two calls with equal signatures run the same local program.
 

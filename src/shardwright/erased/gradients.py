@@ -125,3 +125,11 @@ def own_backward(
 def has_hooks(x: torch.Tensor) -> bool:
     """Would a hook on its gradient run twice, here and where the gradient arrives?"""
     return bool(getattr(x, "_backward_hooks", None))
+
+
+def has_graph(x: Any) -> bool:
+    """Not a view from under `no_grad` whose base was written since: torch refuses to say."""
+    try:
+        return isinstance(x, torch.Tensor) and x.grad_fn is not None
+    except RuntimeError:
+        return False

@@ -125,7 +125,7 @@ class Recording(TorchDispatchMode):
         results = out if isinstance(out, list | tuple) else (out,)
         if _without_data([x for x in results if isinstance(x, torch.Tensor)]):
             return out
-        varies = _draws(func) or func.namespace == FUNCTIONAL
+        varies = torch.Tag.nondeterministic_seeded in func.tags or func.namespace == FUNCTIONAL
         varies = varies or any(self.tape.varies(x) for x in tensors)
         self._refuse_op(func, args, kwargs, results, varies)
         if func._schema.name == DATA:  # a constant of the program, which it may write: a fresh one each time
@@ -220,10 +220,6 @@ def _without_data(tensors: list[torch.Tensor]) -> bool:
     if any(x.is_meta for x in tensors):
         return True
     return any(isinstance(mode, FakeTensorMode) for mode in modes_stack())
-
-
-def _draws(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _asked_by_an_optimizer() -> bool:

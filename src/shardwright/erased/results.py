@@ -22,7 +22,6 @@ class Result:
     value: int
     spec: Spec | None
     offset: int
-    requires_grad: bool
 
     @staticmethod
     def of(x: torch.Tensor, tape: Tape) -> Result | None:
@@ -33,7 +32,7 @@ class Result:
         if number is None:
             return None
         spec = x._spec.plain if isinstance(x, DTensor) else None
-        return Result(number, spec, offset_of(x) if spec else 0, x.requires_grad)
+        return Result(number, spec, offset_of(x) if spec else 0)
 
 
 def made_again(result: Result, local: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradient:
-    """The gradient that a parameter has when the call begins."""
+    """The gradient that a parameter, or the argument of this number, has when the call begins."""
 
     path: str
     parameter: Any
