@@ -55,7 +55,8 @@ def from_partition_spec(mesh: Any, spec: Sequence[Entry]) -> OrderedPlacements:
                 raise LayoutError(f"partition spec {tuple(spec)} names axis {name} twice")
             placements[shape.axis_index(name)] = Shard(dim)
             order.append(name)
-    left_to_right = all(_ascending(shape.axes, _axis_names(entry)) for entry in spec)
+    cuts = map(_axis_names, spec)
+    left_to_right = all(list(names) == sorted(names, key=shape.axes.index) for names in cuts)
     return OrderedPlacements(placements, None if left_to_right else order)
 
 
@@ -63,7 +64,3 @@ def _axis_names(entry: Entry) -> tuple[str, ...]:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _ascending(axes: tuple[str, ...], names: tuple[str, ...]) -> bool:
-    return list(names) == sorted(names, key=axes.index)

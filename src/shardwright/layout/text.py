@@ -57,7 +57,8 @@ def _dim(size: int, names: list[str]) -> str:
 
 def _extras(layout: Layout, cuts: list[list[str]]) -> str:
     order = stride = ""
-    if _reread(layout, _implied_order(layout.mesh_shape, cuts)).order != layout.order:
+    implied = _implied_order(layout.mesh_shape, cuts)
+    if layout.with_placements(layout.placements, implied).order != layout.order:
         order = f" order({', '.join(_ordered(layout))})"
     if layout.stride != contiguous_stride(layout.shape):
         stride = f" stride({', '.join(map(str, layout.stride))})"
@@ -68,10 +69,6 @@ def _ordered(layout: Layout) -> list[str]:
     """The axes whose order matters, in order."""
     pairs = conflicts(layout.placements, layout.sizes, layout.shape)
     return [layout.axes[axis] for axis in layout.order if any(axis in pair for pair in pairs)]
-
-
-def _reread(layout: Layout, order: tuple[str, ...]) -> Layout:
-    return layout.with_placements(layout.placements, order)
 
 
 def _implied_order(mesh: MeshShape, cuts: list[list[str]]) -> tuple[str, ...]:

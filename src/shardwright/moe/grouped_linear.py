@@ -92,7 +92,7 @@ def _padded_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     and exactly that in a traced graph, whose shapes cannot depend on the counts.
     """
     groups = counts.shape[0]
-    longest = rows.shape[0] if torch.compiler.is_compiling() else _longest(counts)
+    longest = rows.shape[0] if torch.compiler.is_compiling() or not groups else int(counts.max())
     starts = counts.cumsum(0) - counts
     group_of_row = torch.repeat_interleave(counts, output_size=rows.shape[0])
     position = torch.arange(rows.shape[0], device=rows.device) - starts[group_of_row]
@@ -100,11 +100,6 @@ def _padded_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     padded = rows.new_zeros(groups * longest, rows.shape[1]).index_copy(0, slot, rows)
     product = torch.bmm(padded.view(groups, longest, rows.shape[1]), weight)
     return product.flatten(0, 1).index_select(0, slot)
-
-
-def _longest(counts: Tensor) -> int:
-    """Return the size of the largest group; 0 where there is no group."""
-    return int(counts.max()) if counts.numel() else 0
 
 
 class _ContiguousGradient(torch.autograd.Function):

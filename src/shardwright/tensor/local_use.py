@@ -41,7 +41,8 @@ def _without_axes(layout: Layout, gone: tuple[str, ...], kept: tuple[str, ...], 
     placements = {a: p for a, p in zip(layout.axes, layout.placements, strict=True) if a in kept}
     shape = list(layout.shape)
     if any(p.is_partition for a, p in zip(layout.axes, layout.placements, strict=True) if a in gone):
-        coords = tuple(0 if a in kept else c for a, c in zip(layout.axes, _coords(layout), strict=True))
+        here = layout.coords_of(dist.get_rank())
+        coords = tuple(0 if a in kept else c for a, c in zip(layout.axes, here, strict=True))
         bare = {a: p for a, p in zip(layout.axes, layout.placements, strict=True) if a in gone}
         only_gone = layout.with_placements(_replicate_others(layout, bare))
         shape = list(only_gone.local_shape(coords))
@@ -51,10 +52,6 @@ def _without_axes(layout: Layout, gone: tuple[str, ...], kept: tuple[str, ...], 
 
 def _replicate_others(layout: Layout, kept: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(kept.get(axis, Replicate()) for axis in layout.axes)
-
-
-def _coords(layout: Layout) -> tuple[int, ...]:
-    return layout.coords_of(dist.get_rank())
 
 
 def restored(spec: Spec, grad: torch.Tensor) -> tuple[torch.Tensor, Spec]:
