@@ -46,7 +46,7 @@ def _tried(wanted: list[Case], options: argparse.Namespace, console: Console) ->
         report = stack.enter_context(Path(options.report).open("w")) if options.report else None
         progress = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal))
         task = progress.add_task("compositions", total=len(wanted))
-        for record in sweep(wanted, jobs=options.jobs):
+        for record in sweep(wanted, jobs=options.jobs, erased=options.erased):
             records.append(record)
             if record.verdict in BAD:
                 console.print(failure(record), markup=False, soft_wrap=True)
@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="every variant of every composition")
     parser.add_argument("--every", type=int, default=1, help="only each n-th of the cases")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
+    parser.add_argument("--erased", action="store_true", help="each step as an erased function")
     parser.add_argument("--list", action="store_true", help="print the cases, run none")
     parser.add_argument("--report", help="write every record to this file, a line each")
     return parser

@@ -61,10 +61,12 @@ class Place:
             return rank_mesh(sizes, EXPERT_AXES)
         return rank_mesh((*sizes, self.mesh["tp"].size()), (*EXPERT_AXES, "tp"))[EXPERT_AXES]
 
-    def inside(self) -> AbstractContextManager[Any]:
+    def inside(self, *, check: bool = True) -> AbstractContextManager[Any]:
         """Where the forward runs: by names, the model computes on distributed tensors."""
         return (
-            sw.spmd(self.mesh["tp"]) if self.composition.uses(TENSOR, SOME, WORDS, STREAM) else nullcontext()
+            sw.spmd(self.mesh["tp"], check=check)
+            if self.composition.uses(TENSOR, SOME, WORDS, STREAM)
+            else nullcontext()
         )
 
 

@@ -52,8 +52,7 @@ class _Run:
         trainable = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(trainable, RATE)
         # Torch's styles alone leave parameters plain: every rank computes their whole gradient.
-        placed = [(n, p) for n, p in model.named_parameters() if isinstance(p, TorchDTensor)]
-        self.synchronizer = GradientSynchronizer(model if at.data is not None else placed)
+        self.synchronizer = GradientSynchronizer(model if at.data is not None else placed_parameters(model))
         self.bound = BOUNDS[case.variant.dtype]
 
     def step(self, step: int, expected: StepFacts) -> list[str]:
@@ -99,9 +98,9 @@ class _Run:
             if self.at.data is None or variant.idle:
                 loss = total / count
             else:
-                loss = global_mean(_plain(total), data.counted(targets), self.at.data)
+                loss = global_mean(plain(total), data.counted(targets), self.at.data)
             loss.backward()
-        return None if variant.idle else float(_plain(loss.detach()))
+        return None if variant.idle else float(plain(loss.detach()))
 
     def _losses(self, where: str, losses: list[float | None], expected: StepFacts) -> list[str]:
         return [
@@ -125,6 +124,11 @@ class _Run:
         ]
 
 
+def placed_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Those that a strategy placed."""
+    return [(n, p) for n, p in model.named_parameters() if isinstance(p, TorchDTensor)]
+
+
 def differences(
     what: str,
     got: Mapping[str, Tensor | None],
@@ -145,7 +149,7 @@ def _difference(got: Tensor | None, wanted: Tensor | None) -> float:
     """max|got - wanted| / max|wanted|; infinite where one of them is missing."""
     if got is None or wanted is None:
         return 0.0 if got is wanted else float("inf")
-    full = _plain(got)
+    full = plain(got)
     if full.shape != wanted.shape or full.dtype != wanted.dtype:
         return float("inf")
     error, scale = float((full - wanted).abs().max()), float(wanted.abs().max())
@@ -154,7 +158,8 @@ def _difference(got: Tensor | None, wanted: Tensor | None) -> float:
     return error / scale if scale else float("inf")
 
 
-def _plain(x: Any) -> Any:
+def plain(x: Any) -> Any:
+    """The whole value."""
     return x.full_tensor() if isinstance(x, TorchDTensor) else x
 
 

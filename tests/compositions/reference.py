@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -40,13 +41,23 @@ def one_device(case: Case) -> tuple[StepFacts, ...]:
         return _run(case.model, case.variant, case.composition.data_ranks)
 
 
+def one_device_again(case: Case, steps: int) -> tuple[StepFacts, ...]:
+    """As many steps on the batches of the first."""
+    with _ALONE, warnings.catch_warnings(action="ignore"):
+        name, variant = case.model, case.variant
+        numbers = [batches(variant, 0)] * steps
+        return _steps(built(name, variant), name, variant, case.composition.data_ranks, numbers)
+
+
 @functools.lru_cache(maxsize=64)
 def _run(name: str, variant: Variant, ranks: int) -> tuple[StepFacts, ...]:
     with warnings.catch_warnings(action="ignore"):
-        found = _steps(built(name, variant), name, variant, ranks)
+        # Weights of a half type move by whole roundings: after a step two runs are two models.
+        numbers = [batches(variant, step) for step in range(1 if variant.dtype == "bfloat16" else STEPS)]
+        found = _steps(built(name, variant), name, variant, ranks, numbers)
         if variant.dtype != "bfloat16":
             return found
-        single = _steps(built(name, variant).float(), name, variant, ranks)
+        single = _steps(built(name, variant).float(), name, variant, ranks, numbers)
     return tuple(replace(f, rounding=_rounding(f, s)) for f, s in zip(found, single, strict=True))
 
 
@@ -58,13 +69,14 @@ def _rounding(half: StepFacts, single: StepFacts) -> dict[str, float]:
     }
 
 
-def _steps(model: nn.Module, name: str, variant: Variant, ranks: int) -> tuple[StepFacts, ...]:
+def _steps(
+    model: nn.Module, name: str, variant: Variant, ranks: int, steps: Sequence[range]
+) -> tuple[StepFacts, ...]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)
     facts = []
-    # Weights of a half type move by whole roundings: after a step two runs are two models.
-    for step in range(1 if variant.dtype == "bfloat16" else STEPS):
+    for numbers in steps:
         losses = []
-        for number in batches(variant, step):
+        for number in numbers:
             tokens, targets = data.batch(variant.rows, ranks, number, MODELS[name].vocab)
             loss = data.loss_sum(model(tokens), targets) / data.counted(targets)
             loss.backward()

@@ -13,8 +13,10 @@ import torch
 from shardwright.testing.pool import RankPool
 from shardwright.testing.rank_errors import RankError, RankTimeoutError
 from tests.compositions.cases import Case
+from tests.compositions.erased import STEPS as ERASED_STEPS
+from tests.compositions.erased import check_erased
 from tests.compositions.ranks import TAKEN, Fault, check, refuses
-from tests.compositions.reference import one_device
+from tests.compositions.reference import one_device, one_device_again
 
 OK, WRONG, ERROR, REFUSED = "ok", "wrong", "error", "refused"
 BAD = (WRONG, ERROR)
@@ -33,20 +35,34 @@ class Record:
 
 
 def sweep(
-    cases: Sequence[Case], *, jobs: int, fault: Fault | None = None, pool: RankPool | None = None
+    cases: Sequence[Case],
+    *,
+    jobs: int,
+    fault: Fault | None = None,
+    pool: RankPool | None = None,
+    erased: bool = False,
 ) -> Iterator[Record]:
-    """Try every case; yields each record as soon as it is there. Each job has ranks of its own."""
+    """Try every case; yields each record as soon as it is there. Each job has ranks of its own.
+
+    erased: the steps are erased; cases that are refused, or in which a rank does not run, are left out.
+    """
+    if erased:
+        cases = [
+            case
+            for case in cases
+            if not case.refusal and not case.variant.idle and case.variant.dtype != "bfloat16"
+        ]
     torch.set_num_threads(1)
     state = threading.local()
     pools: list[RankPool] = []
 
     def one(case: Case) -> Record:
         if pool is not None:
-            return attempt(pool, case, fault)
+            return attempt(pool, case, fault, erased=erased)
         if not hasattr(state, "pool"):
             state.pool = RankPool(preload=PRELOAD)
             pools.append(state.pool)
-        return attempt(state.pool, case, fault)
+        return attempt(state.pool, case, fault, erased=erased)
 
     try:
         with ThreadPoolExecutor(jobs) as executor:
@@ -57,7 +73,7 @@ def sweep(
             made.close()
 
 
-def attempt(pool: RankPool, case: Case, fault: Fault | None = None) -> Record:
+def attempt(pool: RankPool, case: Case, fault: Fault | None = None, *, erased: bool = False) -> Record:
     """One case on the ranks of `pool`."""
     start = time.monotonic()
     verdict, text = OK, ""
@@ -66,7 +82,12 @@ def attempt(pool: RankPool, case: Case, fault: Fault | None = None) -> Record:
         if case.refusal:
             verdict = REFUSED
             found = pool.run(world, refuses, case, case.refusal.says, timeout=_LIMIT)
-        if not case.refusal or (case.refusal.either and found == [[TAKEN]] * world):
+        if erased:
+            facts = one_device_again(case, ERASED_STEPS)
+            of_ranks = pool.run(world, check_erased, case, facts, timeout=_LIMIT)
+            found = [texts for texts, _, _ in of_ranks]
+            text = f"{of_ranks[0][1]} replays" if of_ranks[0][1] else of_ranks[0][2].partition("\n")[2]
+        elif not case.refusal or (case.refusal.either and found == [[TAKEN]] * world):
             verdict = OK
             found = pool.run(world, check, case, one_device(case), fault, timeout=_LIMIT)
         ranks = [rank for rank, texts in enumerate(found) if texts]

@@ -46,6 +46,21 @@ def test_every_gradient_loss_norm_and_parameter_is_that_of_one_device(rank_pool,
     assert record.verdict not in BAD, record.text
 
 
+ERASED = [
+    Case("llama", composition("tensor tp", tp=2), VARIANTS["plain"]),
+    Case("decoder", composition("tensor tp, replicate dp", dp=2, tp=2), VARIANTS["uneven"]),
+    Case("gpt2", composition("replicate dp", dp=2), VARIANTS["double"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ERASED, ids=str)
+def test_erased_steps_are_those_of_one_device(rank_pool, case):
+    record = attempt(rank_pool, case, erased=True)
+    assert record.verdict not in BAD, record.text
+    assert "replays" in record.text
+
+
 FAULTS = {
     faults.doubled_on_one_rank: "gradients: ",
     faults.averaged: "gradients: ",

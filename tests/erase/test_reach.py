@@ -29,7 +29,7 @@ def _helper():
     return 0.0
 
 
-_CONTEXT = ContextVar("scale", default=1.0)
+_CONTEXT, _DEFAULT = ContextVar("scale", default=1.0), ContextVar("scales", default=[1.0])  # noqa: B039
 _LOCAL = threading.local()
 _SCALED, _OF_SETTINGS = _Scaled(), _Settings()
 
@@ -49,6 +49,10 @@ HOLDERS = {
     "the class of a module": (_SCALED, lambda v: setattr(_Scaled, "factor", v)),
     "a function": (lambda x: x * (_helper() + _helper.scale), lambda v: setattr(_helper, "scale", v)),
     "a context variable": (lambda x: x * _CONTEXT.get(), _set_context),
+    "what a context variable begins with": (
+        lambda x: x * _DEFAULT.get()[0],
+        lambda v: _DEFAULT.get().__setitem__(0, v),
+    ),
     "the thread": (lambda x: x * _LOCAL.scale, lambda v: setattr(_LOCAL, "scale", v)),
     "the environment": (lambda x: x * float(os.environ["SHARDWRIGHT_TEST_SCALE"]), _set_environment),
 }

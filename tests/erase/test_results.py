@@ -1,5 +1,6 @@
 """What comes back of an erased function takes part in the program around it as the call's own results do."""
 
+import copy
 import gc
 import warnings
 
@@ -157,6 +158,43 @@ def _leaves_made_inside():
 
 def test_leaves_and_flags_that_a_call_leaves_are_refused(ranks):
     ranks(2, _leaves_made_inside)
+
+
+def _tokens():
+    """Tables and losses over cut rows ask on the host whether numbers are in range: replays ask it too."""
+    mesh = rank_mesh((2,), ("tp",))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
+    plan = {"*.weight": {"tp": sw.Shard(0)}, "1.bias": {"tp": sw.Shard(0)}}
+    model = sw.distribute_module(copy.deepcopy(plain), mesh, plan)
+
+    def step(of, tokens):
+        loss = nn.functional.cross_entropy(of(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        return loss.detach()
+
+    def on_ranks(tokens):
+        with sw.spmd(mesh, check=False):
+            return step(model, tokens)
+
+    fast = sw.erase(on_ranks)
+    for turn in range(5):
+        tokens = torch.randint(10, (2, 6), generator=torch.Generator().manual_seed(turn))
+        assert_equal(fast(tokens), step(plain, tokens))
+        for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_equal(one.grad, two.grad)
+            one.grad = two.grad = None
+    assert fast.report().replays >= 2, str(fast.report())
+    replays, wrong = fast.report().replays, torch.full((2, 6), 10)
+    with pytest.raises(RuntimeError, match="out of bounds for dimension with size 10"):
+        fast(wrong)
+    assert fast.report().replays == replays + 1
+    with pytest.raises(IndexError, match="index 10 is out of bounds"):
+        sw.erase(on_ranks)(wrong)
+
+
+def test_steps_that_read_tokens_are_replayed(ranks):
+    ranks(2, _tokens)
 
 
 def _buffers():

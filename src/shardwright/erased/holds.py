@@ -18,6 +18,7 @@ _READ = {
     "cell": "{holder}.cell_contents",
     "attribute": "getattr({holder}, {key})",
     "length": "len({holder})",
+    "context": "{holder}.get({key})",
     "array": "content({holder})",
     FLOAT: "{holder}[{key}]",
 }
@@ -125,6 +126,8 @@ def _read(fact: Fact) -> Any:
         return len(fact.holder)
     if fact.kind == "array":
         return content(fact.holder)
+    if fact.kind == "context":
+        return fact.holder.get(fact.key)
     if fact.kind == "cell":
         return fact.holder.cell_contents
     return getattr(fact.holder, fact.key) if fact.kind == "attribute" else fact.holder[fact.key]

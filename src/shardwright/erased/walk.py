@@ -9,6 +9,7 @@ after.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import sys
@@ -47,12 +48,13 @@ _TOLD_BY_SCHEDULERS = frozenset({
 })  # fmt: skip
 # Values of a class that are looked at: not what makes attributes (functions, properties, other descriptors).
 _VALUES = (*SCALARS, torch.Tensor, list, dict, tuple, set)
-_UNWATCHED = (ContextVar, threading.local, ctypes._SimpleCData)
+_UNWATCHED = (threading.local, ctypes._SimpleCData)
 _HELPERS = ("/site-packages/numpy/",)
 _ABOUT_GRADIENTS = frozenset({"grad", "getattr", "backward", "zero_grad"})
 _MOST = 50_000
 _LARGEST_ARRAY = 4096
 FLOAT = "float"  # a kind of fact
+_UNSET = object()  # what a context variable holds that nobody has set
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Fact:
     """What stood at a place. read(holder, key) looks again.
 
     kind: "item" of a dict or list, "cell" of a closure, "attribute", "length" of a container, "array" for the
-        content of one, "float" of a dict that holds any number there.
+        content of one, "float" of a dict that holds any number there, "context" for its variable.
     """
 
     path: str
@@ -242,8 +244,12 @@ class World:
 
     def _object(self, path: str, value: Any) -> None:
         cls = type(value)
+        if isinstance(value, ContextVar):
+            self._place(f"{path}.get()", "context", value, _UNSET, value.get(_UNSET))
+            with contextlib.suppress(LookupError):
+                self._todo.append((path, value.get()))  # its default, perhaps
         if isinstance(value, _UNWATCHED):
-            why = "what it holds is another thing in each thread or context, or C's: nobody watches it"
+            why = "what it holds is another thing in each thread, or C's: nobody watches it"
             self.refusals.append(Refusal(f"{path} ({cls.__name__})", why))
         if isinstance(value, LRScheduler):
             self.schedulers.append(path)

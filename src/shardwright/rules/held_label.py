@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from shardwright.compat import FakeTensor, assert_async, modes_on
+from shardwright.compat import FakeTensor, assert_async, modes_on, without_modes
 from shardwright.index.runs import Runs, intervals, total
 from shardwright.remember import remembered
 
@@ -64,12 +64,23 @@ class Held:
     def wrapped(self, index: Tensor) -> Tensor:
         """Indices counted from the front. Raises: IndexError: one is outside, where values are read."""
         outside = (index < -self.size) | (index >= self.size)
-        if torch.compiler.is_compiling() or index.device.type != "cpu" or isinstance(index, FakeTensor):
+        seen = (
+            not (torch.compiler.is_compiling() or isinstance(index, FakeTensor))
+            and index.device.type == "cpu"
+        )
+        if seen and modes_on():
+            with without_modes():
+                self._refuse(index, outside)
+        elif seen:
+            self._refuse(index, outside)
+        if not seen or modes_on():  # what is recorded is asked of other indices
             assert_async(~outside.any(), f"an index is out of bounds for dimension with size {self.size}")
-        elif bool(outside.any()):
+        return torch.where(index < 0, index + self.size, index)
+
+    def _refuse(self, index: Tensor, outside: Tensor) -> None:
+        if bool(outside.any()):
             wrong = int(index[outside].reshape(-1)[0])
             raise IndexError(f"index {wrong} is out of bounds for dimension with size {self.size}")
-        return torch.where(index < 0, index + self.size, index)
 
 
 def _kept(made: _lru_cache_wrapper[_Indices], pieces: Pieces, device: torch.device) -> _Indices:
