@@ -41,7 +41,8 @@ def _of_dim(mine: list[Grid], theirs: list[Grid], dim: int) -> tuple[Counts, lis
     """Shared indices of one dim for all pairs of interval lists, and which list each grid has."""
     rows, row_of = _distinct([grid.dims[dim] for grid in mine])
     columns, column_of = _distinct([grid.dims[dim] for grid in theirs])
-    table = [[_shared_indices(a, b) for b in columns] for a in rows]
+    ones, twos = ([(Grid((held,), 0, (1,)),) for held in lists] for lists in (rows, columns))
+    table = [[shared(one, two) for two in twos] for one in ones]
     return np.array(table, dtype=np.int64), row_of, column_of
 
 
@@ -49,10 +50,6 @@ def _distinct(lists: list[tuple[Interval, ...]]) -> tuple[list[tuple[Interval, .
     known: dict[tuple[Interval, ...], int] = {}
     which = [known.setdefault(pieces, len(known)) for pieces in lists]
     return list(known), which
-
-
-def _shared_indices(a: tuple[Interval, ...], b: tuple[Interval, ...]) -> int:
-    return shared((Grid((a,), 0, (1,)),), (Grid((b,), 0, (1,)),))
 
 
 def cut_overlaps(found: Sequence[Overlap], low: int, high: int) -> list[Overlap]:

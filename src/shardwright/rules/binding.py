@@ -182,13 +182,9 @@ def _shape_dim(item: Item, size: int, index: dict[str, int], sizes: LabelSizes) 
 _LINEAR = frozenset({"sum", "avg", "*"})
 
 
-def _is_infinite(value: object) -> bool:
-    return isinstance(value, float | complex) and not isfinite(value)
-
-
 def _homs(formula: Formula, call: Call, slots: tuple[Slot, ...]) -> Iterator[BoundHom]:
     # Terms times an infinite number are infinite with either sign, or none: their sum is no number.
-    is_finite = not any(map(_is_infinite, call.bound.values()))
+    is_finite = all(isfinite(value) for value in call.bound.values() if isinstance(value, float | complex))
     for text in formula.hom:
         for hom in parse_hom(text):
             if not is_finite and hom.source in _LINEAR:

@@ -13,7 +13,7 @@ import torch
 from shardwright.compat import all_schemas
 from shardwright.errors import RuleError
 from shardwright.remember import remembered
-from shardwright.rules.call import Parameter, parameters_of
+from shardwright.rules.call import parameters_of
 from shardwright.rules.formula import Formula, parse_hom
 from shardwright.rules.notation import Ellipsis_, Group, Item, Label, Pattern, parse, parse_pattern
 
@@ -156,14 +156,9 @@ def _counts_fit(stated: Formula, overload: Overload) -> bool:
     ]
     returns = [str(result.type) for result in overload._schema.returns]
     results = ["Tensor" in text for text in returns]
-    fits = any(parameter.is_list for parameter in tensors) or _fits(
-        notation.operands, [not _optional(parameter) for parameter in tensors]
-    )
+    needed = [parameter.required or parameter.default is not None for parameter in tensors]
+    fits = any(parameter.is_list for parameter in tensors) or _fits(notation.operands, needed)
     return fits and (any("List[" in text for text in returns) or _fits(notation.results, results))
-
-
-def _optional(parameter: Parameter) -> bool:
-    return not parameter.required and parameter.default is None
 
 
 def _fits(patterns: tuple[Pattern, ...], needed: list[bool]) -> bool:

@@ -44,14 +44,10 @@ def _without_axes(layout: Layout, gone: tuple[str, ...], kept: tuple[str, ...], 
         here = layout.coords_of(dist.get_rank())
         coords = tuple(0 if a in kept else c for a, c in zip(layout.axes, here, strict=True))
         bare = {a: p for a, p in zip(layout.axes, layout.placements, strict=True) if a in gone}
-        only_gone = layout.with_placements(_replicate_others(layout, bare))
+        only_gone = layout.with_placements(tuple(bare.get(axis, Replicate()) for axis in layout.axes))
         shape = list(only_gone.local_shape(coords))
     order = tuple(name for name in layout.order_names if name in kept)
     return Layout(mesh, placements, tuple(shape), dtype=layout.dtype, order=order)
-
-
-def _replicate_others(layout: Layout, kept: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(kept.get(axis, Replicate()) for axis in layout.axes)
 
 
 def restored(spec: Spec, grad: torch.Tensor) -> tuple[torch.Tensor, Spec]:

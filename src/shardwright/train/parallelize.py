@@ -124,7 +124,8 @@ def _cut_sequence(core: AttentionCore, cp: DeviceMesh, tp: DeviceMesh | None) ->
     cut = ZigZag(2)
 
     def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(DTensor.from_local(_plain(x), cp, [cut], run_check=False) for x in inputs)
+        mine = [x.to_local() if isinstance(x, DTensor) else x for x in inputs]
+        return tuple(DTensor.from_local(x, cp, [cut], run_check=False) for x in mine)
 
     def leave(_module: nn.Module, _inputs: Any, output: DTensor) -> Tensor:
         local = output.redistribute(cp, [cut]).to_local()
@@ -133,10 +134,6 @@ def _cut_sequence(core: AttentionCore, cp: DeviceMesh, tp: DeviceMesh | None) ->
     core.register_forward_pre_hook(enter)
     parallelize_context(core, cp, attention="ring", cut={"q": 2, "k": 2, "v": 2})
     core.register_forward_hook(leave)
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _by_name(axis: str) -> dict[str, dict[str, Placement]]:
