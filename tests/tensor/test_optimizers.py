@@ -79,6 +79,22 @@ def test_a_pending_gradient_is_finished_before_it_is_used(ranks, mode):
     ranks(2, _pending_gradients, mode)
 
 
+def _brought_once():
+    """However often a step reads a gradient that lies elsewhere, it is sent once, with all others."""
+    whole = [sw.Replicate()] * mesh().ndim
+    placed = [place(full(*shape, seed=i), whole, requires_grad=True) for i, shape in enumerate(SHAPES)]
+    for i, p in enumerate(placed):
+        p.grad = place(full(*p.shape, seed=9 + i), [sw.Partial(), *whole[1:]])
+    with sw.trace() as seen:
+        torch.optim.AdamW(placed, lr=0.05, foreach=False).step()
+    assert all("gradients lie as their parameters do" in event.reason for event in seen.collectives)
+    return len(seen.collectives)
+
+
+def test_gradients_are_brought_once_before_a_step(ranks):
+    assert set(ranks(2, _brought_once)) == {1}
+
+
 def _clip():
     plain = [full(5, 7).requires_grad_(), full(4).requires_grad_()]
     placed = [

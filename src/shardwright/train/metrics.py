@@ -35,7 +35,7 @@ class StepRecord:
 
     @classmethod
     def of(cls, step: int, result: StepResult, held_out: float | None, speed: float, seconds: float) -> Self:
-        """Of what a step returned."""
+        """Of what a step returned. speed: tokens a second. seconds: since training began."""
         return cls(
             step=step,
             loss=result.loss,
