@@ -99,7 +99,7 @@ class Attempt:
         if self.cut.pass_on():
             refusals.append(Refusal("an argument", "a backward inside goes on into its graph"))
         refusals += [Refusal(text, _CHANGES) for text in holds.changed(self.world.facts)]
-        stepped = bool(gradients) and self.watch.ran_backward
+        stepped = self.watch.ran_backward and any(was.brought() for was in self.before)
         hanging = [
             i for i, x in enumerate(flat) if has_graph(x) and not any(x is leaf for leaf in self.leaves)
         ]

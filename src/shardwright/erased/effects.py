@@ -25,6 +25,7 @@ class Before:
     x: torch.Tensor
     gradient: torch.Tensor | None
     gradient_kind: Any
+    gradient_version: int | None
     version: int | None
     node: Any
     wants_gradient: bool
@@ -32,8 +33,18 @@ class Before:
     @staticmethod
     def of(path: str, x: torch.Tensor) -> Before:
         """Now."""
-        gradient = x.grad if x.is_leaf and x.requires_grad else None
-        return Before(path, x, gradient, gradient_of(x), version_of(x), x.grad_fn, x.requires_grad)
+        gradient = _gradient(x)
+        written = None if gradient is None else version_of(gradient)
+        return Before(path, x, gradient, gradient_of(x), written, version_of(x), x.grad_fn, x.requires_grad)
+
+    def brought(self) -> bool:
+        """Has it got a gradient since, or more of one?"""
+        now = _gradient(self.x)
+        return now is not self.gradient or (now is not None and version_of(now) != self.gradient_version)
+
+
+def _gradient(x: torch.Tensor) -> torch.Tensor | None:
+    return x.grad if x.is_leaf and x.requires_grad else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,7 @@ def gradients_after(
     changed: list[tuple[Any, Result | None]] = []
     refusals: list[Refusal] = []
     for was in before:
-        now = was.x.grad if was.x.is_leaf and was.x.requires_grad else None
+        now = _gradient(was.x)
         if now is was.gradient:
             continue
         result = None if now is None else Result.of(now, tape)

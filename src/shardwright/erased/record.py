@@ -109,7 +109,7 @@ class Recording(TorchDispatchMode):
         number = self.tape.find(x)
         if number is None or not self.tape.values[number].varies:
             return value
-        if isinstance(value, float) and _asked_by_an_optimizer():
+        if isinstance(value, float) and _first_frame(skip=_BETWEEN).startswith(OPTIMIZERS):
             name = f"n{self._numbers}"
             self._numbers += 1
             self.tape.lines.append(Line(torch.Tensor.item, (Ref(number),), {}, (), False, "", number=name))
@@ -220,10 +220,6 @@ def _without_data(tensors: list[torch.Tensor]) -> bool:
     if any(x.is_meta for x in tensors):
         return True
     return any(isinstance(mode, FakeTensorMode) for mode in modes_stack())
-
-
-def _asked_by_an_optimizer() -> bool:
-    return _first_frame(skip=_BETWEEN).startswith(OPTIMIZERS)
 
 
 def _is_told() -> bool:

@@ -36,7 +36,7 @@ class Report:
 
     def first_refusal(self) -> str:
         """One of them, for a message."""
-        return next(iter(self.refusals), "")
+        return next(iter(self.refusals), "its results want gradients, and no backward came")
 
     def __str__(self) -> str:
         lines = [f"erase({self.name}): {self.recordings} recordings, {self.replays} replays"]

@@ -189,7 +189,7 @@ class Reader:
 
     def _straight(self, want: Want, start: int) -> None:
         """Bytes [start, ...) of the part lie as in the view: whole chunks go there, torn ones by scratch."""
-        memory, chunk = _memory(want.view), self.source.chunk
+        memory, chunk = as_bytes(want.view.detach()).numpy().data, self.source.chunk
         end, whole = start + len(memory), _bytes_of(want)
         first = -(-start // chunk) * chunk
         last = end if end == whole else end // chunk * chunk
@@ -295,8 +295,3 @@ def _extent(whole: tuple[int, ...], low: tuple[int, ...], size: tuple[int, ...])
 
 def _bytes_of(want: Want) -> int:
     return int(prod(want.part.size) * ITEMSIZES[want.dtype])
-
-
-def _memory(view: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, to be written."""
-    return as_bytes(view.detach()).numpy().data

@@ -88,7 +88,7 @@ def _sharded(table: Table) -> Iterator[Call]:
     """Units from the inside to the outside, the root last."""
     named = [(path, m, n.row) for s in (FSDP, HSDP) for n in table.of(s) for path, m in n.modules.items()]
     done = set()
-    for path, module, row in sorted(named, key=lambda each: -_depth(each[0])):
+    for path, module, row in sorted(named, key=lambda each: -each[0].count(".") - bool(each[0])):
         if module in done:
             continue
         done.add(module)
@@ -97,10 +97,6 @@ def _sharded(table: Table) -> Iterator[Call]:
         if row.strategy == HSDP:
             placed = partial(placed, shard_dim=table.axes.shard)
         yield Call(row, row.strategy, path, mesh, placed)
-
-
-def _depth(path: str) -> int:
-    return path.count(".") + 1 if path else 0
 
 
 def _is_experts(module: nn.Module) -> bool:
