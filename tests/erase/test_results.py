@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.grads import GradientSynchronizer
@@ -325,3 +326,82 @@ def test_the_text_says_what_is_sent(ranks):
         assert f"{collectives} collectives, {sent} B sent by this rank" in text
         assert "over tp" in text
         assert "_parameters['weight']" in text
+
+
+class _Recomputed(nn.Module):
+    """Computed again in the backward, in both of torch's ways."""
+
+    def __init__(self, p, reentrant):
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(6, 8), nn.Linear(8, 6), nn.Dropout(p)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return x + checkpoint(self._inner, x, use_reentrant=self.reentrant)
+
+    def _inner(self, x):
+        return self.dropout(self.down(torch.tanh(self.up(x))))
+
+
+def _recomputing(p=0.0, *, reentrant=False):
+    """A model and the layer before it, as one device has them and on the mesh."""
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 6), _Recomputed(p, reentrant)
+    return plain, [
+        sw.distribute_module(copy.deepcopy(m), _mesh(), {"*": {"tp": sw.Replicate()}}) for m in plain
+    ]
+
+
+def _assert_same_gradients(ours, plain):
+    for p, q in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(plain).parameters(), strict=True):
+        assert_equal(p.grad, q.grad)
+
+
+def _checkpointed(reentrant):
+    """A step that computes again is replayed where nothing draws from the generators that it puts back."""
+    (before, plain), (first, model) = _recomputing(reentrant=reentrant)
+
+    def step(one, two, x):
+        loss = two(one(x)).square().sum()
+        loss.backward()
+        return loss
+
+    fast = sw.erase(lambda x: step(first, model, x))
+    for turn in range(5):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(turn))
+        assert_equal(fast(_on_mesh(x)), step(before, plain, x))
+        _assert_same_gradients((first, model), (before, plain))
+    assert fast.report().replays == 3, str(fast.report())
+
+    drops = _recomputing(0.5, reentrant=reentrant)[1]
+    fast = sw.erase(lambda x: step(*drops, x))
+    assert len({fast(_on_mesh(torch.ones(4, 6))).full_tensor().item() for _ in range(5)}) == 5
+    assert not fast.report().replays
+    assert "Generator.set_state: it reads or moves the state" in str(fast.report())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_steps_that_compute_again_are_replayed(ranks, reentrant):
+    ranks(2, _checkpointed, reentrant)
+
+
+def _run_as_a_whole(why):
+    """A backward that cannot be asked for gradients fills them by itself, and goes on before the argument."""
+    (before, plain), (first, model) = _recomputing(reentrant=why != "hook")
+    if why == "hook":
+        for m in (plain, model):
+            m.up.weight.register_hook(lambda g: 2 * g)
+    fast = sw.erase(model)
+    for turn in range(5):  # recorded in vain, and then run as it is
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(turn))
+        wanted, loss = plain(before(x)).square().sum(), fast(first(_on_mesh(x))).square().sum()
+        for each in (wanted, loss):
+            each.backward(retain_graph=True)
+            each.backward()
+        _assert_same_gradients((first, model), (before, plain))
+    assert why in str(fast.report())
+
+
+@pytest.mark.parametrize("why", ["hook", "reentrant"])
+def test_graphs_before_and_behind_meet_where_nothing_is_recorded(ranks, why):
+    ranks(2, _run_as_a_whole, why)

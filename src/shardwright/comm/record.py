@@ -184,14 +184,12 @@ def asker() -> str:
             return "a compiled graph"
         if not of_library(frame.f_code.co_filename):
             return "the program itself"
-        if module.startswith(("torch", _PACKAGE_NAME)) and not _hands_on(module):
+        if module.startswith(("torch", _PACKAGE_NAME)) and not (
+            module.startswith(_HANDS_ON) or module in _BELOW
+        ):
             return module
         frame = frame.f_back
     return "torch"
-
-
-def _hands_on(module: str) -> bool:
-    return module.startswith(_HANDS_ON) or module in _BELOW
 
 
 def record_decision(op: str, reason: str, details: str = "") -> None:

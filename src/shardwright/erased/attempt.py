@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten, tree_
 from shardwright.erased import given, holds
 from shardwright.erased.effects import Before, Effects, gradients_after, written_of
 from shardwright.erased.entry import Backward, Entry, Leaf, overlap
-from shardwright.erased.gradients import Cut, hang, has_graph, has_hooks, inputs_of, own_backward
+from shardwright.erased.gradients import (
+    Cut,
+    Gradients,
+    as_a_whole,
+    behind_edge,
+    has_graph,
+    inputs_of,
+    own_backward,
+)
 from shardwright.erased.program import program_of
 from shardwright.erased.rates import Rate, followed_facts, may_name
 from shardwright.erased.record import Recording
@@ -125,7 +134,8 @@ class Attempt:
         if may_name(self.rates, self.world.named):
             return [Refusal("a number of an optimizer", "the program may read it beside the step")]
         asked = self.world.asked_of_schedulers()
-        return [*self.recording.refusals, *self.watch.refusals, *self.world.refusals, *asked]
+        restored = self.watch.restored if any(line.draws for line in self.tape.lines) else []
+        return [*self.recording.refusals, *self.watch.refusals, *restored, *self.world.refusals, *asked]
 
     def _results(self, flat: list[Any]) -> tuple[list[Leaf], list[torch.Tensor], list[Refusal]]:
         """How each leaf comes back, and the tensors that were made."""
@@ -160,15 +170,9 @@ class Attempt:
         refusals = [*refusals, *self._refusals_of(results, inputs)]
         if refusals:
             self.refused(refusals)
-        if inputs and not any(map(has_hooks, inputs)):
-
-            def backward(gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-                return self._backward(results, inputs, gradients, record=not refusals)
-
-            ends = [self.cut.original(x) for x in inputs]
-            made = hang(lambda: tuple(x.detach() for x in results), backward, ends)
-            for place, x in zip(hanging, made, strict=True):
-                flat[place] = x
+        made = behind_edge(results, self.cut, partial(self._backward, record=not refusals))
+        for place, x in zip(hanging, made, strict=True):
+            flat[place] = x
         return self._given_back(flat, structure)
 
     def _refusals_of(self, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[Refusal]:
@@ -176,25 +180,24 @@ class Attempt:
         view = Refusal("a result", "it is a view of what was given, and wants a gradient")
         found = [view for x in results if given.storage_of(x) in memory]
         found += [] if inputs else [Refusal("a graph", "it ends in no leaf")]
+        whole = as_a_whole(results, inputs)
+        found += [whole] if whole else []
         for x in inputs:
-            if has_hooks(x):
-                found.append(Refusal("a hook on a gradient", "it would run twice"))
-            elif not any(x is leaf for leaf in self.leaves) and not (self.world.holds(x) and x.is_leaf):
+            if not any(x is leaf for leaf in self.leaves) and not (self.world.holds(x) and x.is_leaf):
                 found.append(Refusal("a graph", f"it ends in a tensor {tuple(x.shape)} that was not found"))
         return found
 
     def _backward(
         self,
-        results: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        gradients: Sequence[torch.Tensor | None],
+        results: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        gradients: Gradients,
         *,
         record: bool,
-    ) -> Sequence[torch.Tensor | None]:
+    ) -> Gradients:
         """The call's own backward; the first one is recorded too."""
         if not record or self.finish.done or torch.is_grad_enabled():
-            with in_groups():
-                return own_backward(results, inputs, gradients)
+            return own_backward(results, inputs, gradients)
         self.finish.done = True
         first = len(self.tape.lines)
         gradients = [None if x is None else _dense(x) for x in gradients]
@@ -202,7 +205,7 @@ class Attempt:
             for place, gradient in enumerate(gradients):
                 if gradient is not None:
                     self.tape.enter(local_of(gradient), Tangent(place))
-        with in_groups(), self.recording.events, self.watch, self.recording:
+        with self.recording.events, self.watch, self.recording:
             found = own_backward(results, inputs, gradients)
         with DisableTorchFunctionSubclass():
             self.finish.with_backward(first, results, inputs, gradients, found)
@@ -267,10 +270,10 @@ class _Finish:
     def with_backward(
         self,
         first: int,
-        results: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        gradients: Sequence[torch.Tensor | None],
-        found: Sequence[torch.Tensor | None],
+        results: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        gradients: Gradients,
+        found: Gradients,
     ) -> None:
         """An entry with the backward that was just recorded."""
         attempt, tape = self.attempt, self.attempt.tape

@@ -13,7 +13,7 @@ from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten
 from shardwright.erased import given, surroundings
 from shardwright.erased.attempt import Attempt
 from shardwright.erased.changed_rates import rates_that_changed
-from shardwright.erased.gradients import Cut, hang, has_graph, has_hooks, inputs_of, own_backward
+from shardwright.erased.gradients import Cut, behind_edge, has_graph, own_backward
 from shardwright.erased.holds import changed
 from shardwright.erased.report import Report
 from shardwright.tensor.views import write_back
@@ -160,17 +160,7 @@ def _with_edge(out: Any, cut: Cut) -> Any:
     known = set(map(id, cut.originals.values()))
     places = [i for i, x in enumerate(leaves) if has_graph(x) and id(x) not in known]
     if places:
-        results = [leaves[i] for i in places]
-        inputs = inputs_of(results)
-        if not inputs or any(map(has_hooks, inputs)):
-            return given.unflatten(leaves, structure)
-
-        def backward(gradients: Any) -> Any:
-            with in_groups():
-                return own_backward(results, inputs, gradients)
-
-        ends = [cut.original(x) for x in inputs]
-        made = hang(lambda: tuple(x.detach() for x in results), backward, ends)
+        made = behind_edge([leaves[i] for i in places], cut, own_backward)
         for place, x in zip(places, made, strict=True):
             leaves[place] = x
     return given.unflatten(leaves, structure)

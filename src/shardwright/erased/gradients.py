@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 
+from shardwright.comm.traced import in_groups
 from shardwright.compat import DisableTorchFunctionSubclass, tree_map_only
+from shardwright.erased.refuse import Refusal
 
-Backward = Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]
+Gradients = Sequence[torch.Tensor | None]
+Backward = Callable[[Gradients], Gradients]
 
 
 class Edge(torch.autograd.Function):
@@ -79,10 +82,59 @@ class Cut:
 
     def pass_on(self) -> bool:
         """Hand on what a backward inside left at the ends; was there anything?"""
-        reached = [x for x in self.ends if x.grad is not None]
+        reached = {self.original(x): g for x, g in zip(self.ends, self.taken(), strict=True) if g is not None}
         if reached:
-            torch.autograd.backward([self.original(x) for x in reached], [x.grad for x in reached])
+            torch.autograd.backward(list(reached), list(reached.values()))
         return bool(reached)
+
+    def taken(self) -> Gradients:
+        """The gradients of the ends, which have none afterwards."""
+        found = [x.grad for x in self.ends]
+        for x in self.ends:
+            x.grad = None
+        return found
+
+
+def behind_edge(
+    results: Sequence[torch.Tensor],
+    cut: Cut,
+    run: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Gradients], Gradients],
+) -> Sequence[torch.Tensor]:
+    """The results of a call, which hang on the graphs around it.
+
+    Args: run: the backward from results to inputs. Where that can only be run as a whole, it fills the
+        gradients of leaves, and its own graph ends at the arguments alone.
+    """
+    inputs: Sequence[torch.Tensor] = inputs_of(results)
+    if as_a_whole(results, inputs):
+        inputs = cut.ends
+
+        def run(results: Any, _inputs: Any, gradients: Gradients) -> Gradients:
+            asked = [i for i, g in enumerate(gradients) if g is not None]
+            with in_groups():
+                torch.autograd.backward(
+                    [results[i] for i in asked],
+                    [gradients[i] for i in asked],
+                    retain_graph=True,
+                    create_graph=torch.is_grad_enabled(),
+                )
+            return cut.taken()
+
+    if not inputs:
+        return results
+    around = [cut.original(x) for x in inputs]
+    return hang(
+        lambda: tuple(x.detach() for x in results), lambda gradients: run(results, inputs, gradients), around
+    )
+
+
+def as_a_whole(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Refusal | None:
+    """Why the graph of the results cannot be asked for the gradients of its inputs."""
+    if any(map(has_hooks, inputs)):
+        return Refusal("a hook on a gradient", "it would run twice")
+    if any(node.name() == "CheckpointFunctionBackward" for node in _nodes(results)):
+        return Refusal("a reentrant checkpoint", "it fills gradients by itself")
+    return None
 
 
 def inputs_of(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -90,19 +142,19 @@ def inputs_of(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     Read from the graph: no list of parameters can miss one.
     """
-    found: dict[int, torch.Tensor] = {}
-    seen: set[Any] = set()
-    todo = [x.grad_fn for x in results]
+    leaves = [getattr(node, "variable", None) for node in _nodes(results)]
+    return list({id(leaf): leaf for leaf in leaves if leaf is not None}.values())
+
+
+def _nodes(results: Sequence[torch.Tensor]) -> list[Any]:
+    seen: dict[Any, None] = {}
+    todo: list[Any] = [x.grad_fn for x in results]
     while todo:
-        node: Any = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found[id(leaf)] = leaf
-        todo.extend(following for following, _ in node.next_functions)
-    return list(found.values())
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            todo.extend(following for following, _ in node.next_functions)
+    return list(seen)
 
 
 def own_backward(
@@ -112,14 +164,15 @@ def own_backward(
     asked = [(x, g) for x, g in zip(results, gradients, strict=True) if g is not None]
     if not asked:
         return (None,) * len(inputs)
-    return torch.autograd.grad(
-        [x for x, _ in asked],
-        list(inputs),
-        [g for _, g in asked],
-        retain_graph=True,
-        create_graph=torch.is_grad_enabled(),
-        allow_unused=True,
-    )
+    with in_groups():
+        return torch.autograd.grad(
+            [x for x, _ in asked],
+            list(inputs),
+            [g for _, g in asked],
+            retain_graph=True,
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
 
 
 def has_hooks(x: torch.Tensor) -> bool:

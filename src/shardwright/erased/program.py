@@ -65,7 +65,7 @@ def _acts(line: Line) -> bool:
     call = line.call
     if not isinstance(call, torch._ops.OpOverload):
         return True
-    if call.namespace == FUNCTIONAL or torch.Tag.nondeterministic_seeded in call.tags:
+    if call.namespace == FUNCTIONAL or line.draws:
         return True
     return call._schema.is_mutable or call._schema.name in _KEPT_FOR_EFFECT
 

@@ -55,6 +55,11 @@ class Line:
         call = self.call
         return str(call) if isinstance(call, torch._ops.OpOverload) else getattr(call, "__name__", str(call))
 
+    @property
+    def draws(self) -> bool:
+        """Does it draw random numbers?"""
+        return torch.Tag.nondeterministic_seeded in getattr(self.call, "tags", ())
+
 
 @dataclass(slots=True, eq=False)
 class Value:

@@ -34,18 +34,20 @@ _CLOCK = "it reads the clock, which says something else in a replay"
 _DRAWS = "Python draws a random number; a replay would not"
 _VALUES = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
 _GENERATOR = frozenset({"set_state", "get_state", "manual_seed", "seed"})
+_STATES = frozenset({"contextlib", "torch.random", "torch.cuda.random"})
 _NAMES = frozenset({*_BUILTIN, *_VALUES, *_GENERATOR, "run_backward", "now", "today", "utcnow", "urandom"})
 
 
 class Watch:
     """Within the block the program is looked at; nothing of what it does is changed.
 
-    ran_backward: did a backward run inside?
+    ran_backward: did a backward run inside? restored: refusals that fall where no random number is drawn.
     """
 
     def __init__(self, world: World, values_read: Callable[[torch.Tensor, str], None]) -> None:
         self.world, self.values_read = world, values_read
         self.refusals: list[Refusal] = []
+        self.restored: list[Refusal] = []
         self.ran_backward = False
         self._of_users: dict[CodeType, bool] = {}
 
@@ -89,7 +91,8 @@ class Watch:
             self.ran_backward = True
         elif name in _GENERATOR and isinstance(owner, torch.Generator):  # whoever asks
             why = "it reads or moves the state of a generator of random numbers"
-            self.refusals.append(Refusal(f"Generator.{name}", why, source_line()))
+            found = self.restored if _by_checkpointing(frame) else self.refusals
+            found.append(Refusal(f"Generator.{name}", why, source_line()))
         else:
             why = _why(name, owner, getattr(function, "__module__", None))
             if why and _by_the_user(frame):
@@ -112,6 +115,13 @@ def _why(name: str, owner: Any, module: str | None) -> str:
 def _imports(caller: FrameType | None) -> bool:
     """Is a module found or run because something is imported for the first time?"""
     return caller is not None and caller.f_code.co_filename.startswith("<frozen importlib")
+
+
+def _by_checkpointing(frame: FrameType | None) -> bool:
+    """Does `torch.utils.checkpoint` ask? It puts the generators as they were, and back."""
+    while frame is not None and frame.f_globals.get("__name__") in _STATES:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
 
 def _by_the_user(frame: FrameType | None) -> bool:

@@ -106,7 +106,7 @@ class SequenceScope:
     def _end(self, module: nn.Module, _: tuple[Any, ...], __: dict[str, Any], out: Any) -> Any:
         if end(module):
             self._open.pop().__exit__(None, None, None)
-        return tree_map_only(TorchDTensor, _whole, out) if self.output == "whole" else None
+        return tree_map_only(TorchDTensor, lambda x: x.full_tensor(), out) if self.output == "whole" else None
 
     def _begin_inner(self, module: nn.Module, *_: Any) -> None:
         begin(self.asked, module)
@@ -156,7 +156,3 @@ def find_scope(module: nn.Module) -> SequenceScope | None:
         if isinstance(owner, SequenceScope) and getattr(hook, "__func__", None) is SequenceScope._begin:
             return owner
     return None
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, TorchDTensor) else x

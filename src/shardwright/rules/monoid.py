@@ -100,10 +100,9 @@ def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
         return False
     if source == torch.bool or target.is_floating_point:
         return True
-    return not source.is_floating_point and _holds(torch.iinfo(target), torch.iinfo(source))
-
-
-def _holds(outer: torch.iinfo, inner: torch.iinfo) -> bool:
+    if source.is_floating_point:
+        return False
+    outer, inner = torch.iinfo(target), torch.iinfo(source)
     return outer.max >= inner.max and outer.min <= inner.min
 
 

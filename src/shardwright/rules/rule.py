@@ -72,14 +72,10 @@ class _Stated:
         self.unseen = unseen
 
     def __call__(self, call: Call) -> Formula | None:
-        if self.unseen is not None and not _derived(call.op, self.unseen):
+        # An op may be served by the rule of another: an in-place form by that of the plain one.
+        if self.unseen is not None and call.op._schema.name == self.unseen.partition(".")[0]:
             fits_op(self.unseen, self.stated, call.op)
         return self.stated if self.when is None or self.when(call) else None
-
-
-def _derived(op: torch._ops.OpOverload, key: str) -> bool:
-    """Whether an op is served by the rule of another: an in-place form by that of the plain one."""
-    return str(op._schema.name) != key.partition(".")[0]
 
 
 def register_rule(*ops: OpName, any_size: bool = False, later: bool = False) -> Callable[[Make], Make]:

@@ -102,10 +102,6 @@ def _forward_of_convolution(call: Call) -> tuple[Sliding, ...] | None:
     return None if out is None else _of_convolution(call, out.shape)
 
 
-def _convolve(op: torch._ops.OpOverload, given: Given, pieces: Sequence[Piece]) -> tuple[Any, ...]:
-    return (op(**_unpadded(given, pieces)),)
-
-
 def _convolve_back(op: torch._ops.OpOverload, given: Given, pieces: Sequence[Piece]) -> tuple[Any, ...]:
     found: tuple[Any, ...] = op(**_unpadded(given, pieces))
     return found
@@ -192,7 +188,9 @@ def _counts(like: Tensor, given: Given, pieces: Sequence[Piece]) -> Tensor:
 
 # ----------------------------------------------------------------------------------------- the table
 
-_CONVOLUTION = WindowOp(SlidingOp("input", _forward_of_convolution), _convolve)
+_CONVOLUTION = WindowOp(
+    SlidingOp("input", _forward_of_convolution), lambda op, given, pieces: (op(**_unpadded(given, pieces)),)
+)
 _CONVOLUTION_BACK = WindowOp(
     SlidingOp(
         "input",

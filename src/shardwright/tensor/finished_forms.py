@@ -79,17 +79,14 @@ class _OfMemory:
 def may_keep(x: DTensor) -> bool:
     """Is `x` a value whose finished form is kept?"""
     spec = x._spec
-    if not spec.pending or spec.use is not None or not _one_program():
+    if not spec.pending or spec.use is not None:
+        return False
+    if not state.blocks and current_graph_task_id() == -1:  # ranks may run other calls
         return False
     local = x._local_tensor
     if x.is_inference() or local.is_inference() or records_a_graph() or in_hands(local):
         return False
     return _all_hold_some(spec.layout)
-
-
-def _one_program() -> bool:
-    """Do all ranks run this very call?"""
-    return bool(state.blocks) or current_graph_task_id() != -1
 
 
 @remembered(4096)

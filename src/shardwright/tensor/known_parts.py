@@ -33,7 +33,8 @@ class Part(NamedTuple):
 
     def adopt(self, local: torch.Tensor) -> DTensor:
         """The DTensor of a local tensor like the first."""
-        if (torch.is_grad_enabled() and local.requires_grad) or _transformed():
+        differentiated = transforms_on() or forward_names["_current_level"] >= 0
+        if (torch.is_grad_enabled() and local.requires_grad) or differentiated:
             return apply(_FromPart, local, self.spec, self.grad_layout)
         return adopted(local, self.spec)
 
@@ -85,8 +86,3 @@ def learn(key: tuple[Any, ...], mesh: DeviceMesh, made: DTensor) -> None:
     if len(parts) >= _MANY:
         parts.clear()
     parts[key] = Part(made._spec, finished(made._spec.layout), mesh)
-
-
-def _transformed() -> bool:
-    """Does a transform, or a derivative forward, see the functions of autograd?"""
-    return transforms_on() or forward_names["_current_level"] >= 0

@@ -182,7 +182,9 @@ class Spec(DTensorSpec):
             return True
         if not isinstance(other, Spec):
             return NotImplemented
-        if self.mesh is not other.mesh and not _lead_to_one(self.mesh, other.mesh):
+        if self.mesh is not other.mesh and not (
+            self.mesh == other.mesh and root_mesh(self.mesh) == root_mesh(other.mesh)
+        ):  # torch calls slices of two meshes equal if ranks and names are
             return False
         return self.layout == other.layout and self.use == other.use
 
@@ -198,11 +200,6 @@ def _asking_token(plain: Spec) -> Token:
     spec.__dict__.update(plain.__dict__, kind=None)
     token = plain.__dict__["_asking"] = spec.__dict__["token"] = Token(spec)
     return token
-
-
-def _lead_to_one(one: DeviceMesh, two: DeviceMesh) -> bool:
-    """Equal, and slices of equal meshes? torch calls slices of two meshes equal if ranks and names are."""
-    return one == two and root_mesh(one) == root_mesh(two)
 
 
 def _without_sizes(

@@ -28,7 +28,11 @@ def micro_batches(
     """
     flat, tree = tree_flatten((args, kwargs, target))
     named = _dims_of(args, kwargs, target, dims)
-    lengths = [x.shape[_place(x, d)] for x, d in zip(flat, named, strict=True) if _has_rows(x, d)]
+    lengths = [
+        x.shape[_place(x, d)]
+        for x, d in zip(flat, named, strict=True)
+        if isinstance(x, Tensor) and x.ndim > 0 and d is not None
+    ]
     rows = next((length for length in lengths if length != 1), 1)  # one row may stand for all
     if not lengths:
         raise ParallelError("pipeline: no tensor among the arguments has rows that could be cut")
@@ -49,10 +53,6 @@ def _place(x: Tensor, dim: Dim) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise ParallelError(f"pipeline: batch_dims says {dim} of a tensor of shape {tuple(x.shape)}")
     return dim % x.ndim
-
-
-def _has_rows(x: Any, dim: Dim) -> bool:
-    return isinstance(x, Tensor) and x.ndim > 0 and dim is not None
 
 
 def _dims_of(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, dims: Dims) -> list[Dim]:

@@ -99,16 +99,12 @@ def _sharded(table: Table) -> Iterator[Call]:
         yield Call(row, row.strategy, path, mesh, placed)
 
 
-def _is_experts(module: nn.Module) -> bool:
-    return isinstance(module, MoELayer)
-
-
 _UNITS: Mapping[str, Callable[..., object]] = MappingProxyType(
     {FSDP: parallelize_fsdp, HSDP: parallelize_hsdp}
 )
 _IN_ORDER = (
     _tensor,
-    _by_module(EXPERT, parallelize_expert_parallel, _is_experts),
+    _by_module(EXPERT, parallelize_expert_parallel, lambda m: isinstance(m, MoELayer)),
     _by_module(CONTEXT, parallelize_context),
     _by_module(BATCH_NORM, parallelize_batch_norm, is_batch_norm),
     _by_module(REPLICATE, parallelize_replicate),

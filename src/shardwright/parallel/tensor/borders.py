@@ -97,7 +97,7 @@ def hang(borders: Borders, mesh: DeviceMesh) -> None:
     for module, border in borders.items():
         if border.gathers or border.cuts or border.beside is not None:
             whole = _whole if border.shared is None else border.shared.of
-            first = whole if border.gathers else _some if border.cuts else _as_it_is
+            first = whole if border.gathers else _some if border.cuts else lambda _, value: value
             others = first if border.beside is None else border.beside.of
             module.register_forward_pre_hook(
                 partial(_before, partial(first, axis), partial(others, axis)), with_kwargs=True
@@ -127,10 +127,6 @@ def _after(axis: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if shape is None or not isinstance(out, DTensor) or out.shape != (shape[0] * shape[1], shape[2]):
         return _some(axis, out)
     return _some(axis, out.view(shape)).flatten(0, 1)
-
-
-def _as_it_is(_: str, value: Any) -> Any:
-    return value
 
 
 def _whole(axis: str, value: Any) -> Any:

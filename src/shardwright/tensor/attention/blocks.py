@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby, pairwise, product
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from shardwright.remember import remembered
@@ -132,11 +132,3 @@ def _columns(keys: Sequence[Span], kinds: Sequence[Sees]) -> Iterator[tuple[slic
             yield slice(spans_of[0].at, spans_of[-1].at + spans_of[-1].length), kind
         elif kind is not Sees.NONE:
             yield from ((slice(span.at, span.at + span.length), kind) for span in spans_of)
-
-
-def causal_work(parts: Sequence[Held]) -> tuple[int, ...]:
-    """How many pairs of a query and a key each rank computes in a causal ring over these parts."""
-    work = [0] * len(parts)
-    for (rank, queries), keys in product(enumerate(parts), parts):
-        work[rank] += sum(block.pairs for block in causal_blocks(queries, keys))
-    return tuple(work)

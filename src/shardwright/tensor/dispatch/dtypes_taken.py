@@ -44,7 +44,9 @@ def refuse_dtypes(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) 
     key = (func, tensors[0].device.type, *dtypes)
     if key in _taken or any(x.numel() > _LARGEST for x in tensors):
         return
-    zeros, named = tree_map_only(DTensor, _zeros, (args, dict(kwargs)))
+    zeros, named = tree_map_only(
+        DTensor, lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device), (args, dict(kwargs))
+    )
     try:
         with warnings.catch_warnings(), without_modes(), torch.no_grad(), WithoutTangents():
             warnings.simplefilter("ignore")
@@ -61,7 +63,3 @@ def _may_be_asked(func: Op) -> bool:
     names = {a.name for a in func._schema.arguments if "Tensor" in str(a.type)}
     computes = func.namespace == "aten" and "backward" not in func._schema.name
     return computes and names <= _HARMLESS and torch.Tag.nondeterministic_seeded not in func.tags
-
-
-def _zeros(x: DTensor) -> torch.Tensor:
-    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)

@@ -78,7 +78,9 @@ def adapt(
     if not known.form.fits(shapes, arguments):
         return None
     if known.simple:
-        return None if _holds_nothing(tensors) else _spec(known, 0, specs, shapes)
+        if any(0 in t._local_tensor.shape for t in tensors):  # a rule may then need another local call
+            return None
+        return _spec(known, 0, specs, shapes)
     moves = _moves(known.form, tensors)
     if moves is None:
         return None

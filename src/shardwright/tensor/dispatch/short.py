@@ -190,7 +190,7 @@ def _of_prepared(
         holds = take.gives(prepared.call, prepared.results)
         call = None if holds is None or prepared.moves else call
     elif prepared.moves:
-        call, holds = _on_terms(prepared, func, args, tensors), _nobody_records
+        call, holds = _on_terms(prepared, func, args, tensors), lambda: not recording()
     elif prepared.derived:
         holds = derived.in_a_backward
     if call is None:
@@ -241,10 +241,6 @@ def _with_zeros(op: Callable[..., Any], zeros: Sequence[int], *args: Any, **kwar
     for place in zeros:
         given[place] = args[place].new_zeros(()).expand(args[place].shape)
     return op(*given, **kwargs)
-
-
-def _nobody_records() -> bool:
-    return not recording()
 
 
 def _by_place(prepared: Prepared, func: Op, given: int) -> tuple[tuple[int, Any], ...] | None:

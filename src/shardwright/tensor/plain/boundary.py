@@ -326,12 +326,9 @@ def _refuse_plain(func: Any, args: Args, kwargs: dict[str, Any]) -> None:
             return
         if (func in WITH_LENGTHS and is_lengths(value)) or _made_of_lengths():
             continue
-        raise RuleError(plain_among(func, args, kwargs, value, _again))
-
-
-def _again(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
-    """The call once more, with other arguments."""
-    return call(torch.Tensor, func, (), args, kwargs)
+        raise RuleError(
+            plain_among(func, args, kwargs, value, lambda f, a, k: call(torch.Tensor, f, (), a, k))
+        )
 
 
 def _made_of_lengths() -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardwright.compat import pack_padded_rows, pad_packed_rows, pad_sequences
-from shardwright.rules.call import Args
 from shardwright.tensor.plain.boundary import Own
 
 
@@ -66,8 +65,4 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _run(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
-    return _INSTEAD[func](*args, **kwargs)
-
-
-OWN: dict[Any, Own] = dict.fromkeys(_INSTEAD, _run)
+OWN: dict[Any, Own] = dict.fromkeys(_INSTEAD, lambda func, args, kwargs: _INSTEAD[func](*args, **kwargs))

@@ -222,12 +222,8 @@ def _chance(x: DTensor, probability: Tensor, generator: torch.Generator | None) 
     """One where a number of 32 bits is below the probability."""
     if not isinstance(x, DTensor):
         return NotImplemented
-    drawn = made_like(x, _fraction, {"generator": generator}, torch.float64)
+    drawn = made_like(x, lambda source, *_: source.fraction(), {"generator": generator}, torch.float64)
     return (drawn < probability).to(x.dtype)
-
-
-def _fraction(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:  # noqa: ARG001
-    return source.fraction()
 
 
 def dropout(x: DTensor, layout: Layout, p: float, train: bool | None) -> tuple[DTensor, DTensor]:
