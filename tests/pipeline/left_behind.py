@@ -447,3 +447,24 @@ class CountsItsCalls(Base):
 
     def __init__(self):
         super().__init__(self.Counts)
+
+
+class HooksOnce(Base):
+    """At their first call layers put a hook in place, and take one away."""
+
+    class Hooks(Part):
+        def __init__(self):
+            super().__init__()
+            self.first = True
+            self.handle = self.linear.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+
+        def forward(self, x):
+            y = super().forward(x)
+            if self.first:
+                self.linear.register_forward_hook(lambda _, __, out: 1.5 * out)
+                self.handle.remove()
+                self.first = False
+            return y
+
+    def __init__(self):
+        super().__init__(self.Hooks)

@@ -110,6 +110,7 @@ def _right(name, given, cuts, *, late):
         ("KeepsForTheUser", []),
         ("MakesWhatItReads", []),
         ("SameMemory", []),
+        ("HooksOnce", []),
         ("Transposes", []),
         *(("LayerNoise", [kind]) for kind in GENERATORS),
     ],

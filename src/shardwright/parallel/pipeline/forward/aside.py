@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,11 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.rng_state import read_rng, write_rng
 from shardwright.parallel.pipeline.forward.hollow import is_hollow
-from shardwright.parallel.pipeline.forward.memory import Memory, same_elements
+from shardwright.parallel.pipeline.forward.memory import NOT_OF_THE_MODEL, Memory, same_elements
 from shardwright.parallel.pipeline.forward.outside import Look, Outside
+
+# Beside them torch keeps which want keyword arguments: by numbers that are never given again.
+_HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"})
 
 
 @dataclass
@@ -35,6 +39,8 @@ class Aside:
         self._modules = dict(model.named_modules())
         self._buffers = {n: {k: _was(b) for k, b in m._buffers.items()} for n, m in self._modules.items()}
         self.memory = Memory(self._modules, values=True)
+        named = (item for module in self._modules.values() for item in vars(module).items())
+        self._hooks = [(now, dict(now)) for name, now in named if name in _HOOKS]
         self._generators = read_rng()
         self._gradients = [(p, p.grad) for p in model.parameters()]
         for parameter, _ in self._gradients:
@@ -55,9 +61,23 @@ class Aside:
         self._outside.put_back()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+        for now, before in self._hooks:
+            for key in {**before, **now}:
+                if key not in before and _is_the_models(now[key]):
+                    del now[key]
+                elif key not in now and _is_the_models(before[key]):
+                    now[key] = before[key]
         with torch.no_grad():
             for path, module in self._modules.items():
                 _restore(module._buffers, self._buffers[path])
+
+
+def _is_the_models(hook: Any) -> bool:
+    """Not of a strategy, which may put hooks in a module, or take them away, as it runs first."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    module = getattr(hook, "__module__", None) or ""
+    return module.partition(".")[0] not in NOT_OF_THE_MODEL
 
 
 def _was(value: Any) -> _Was:

@@ -18,6 +18,7 @@ from shardwright.remember import remembered
 
 _PLAIN = (int, float, complex, str, bytes)
 _MACHINERY = frozenset(nn.Module().__dict__)
+_OURS = ("_fsdp", "_shardwright", "pipeline_stages")
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, nn.Module)
 NOT_OF_THE_MODEL = ("torch", "shardwright", "numpy", "builtins", "functools", "threading", "logging")
 
@@ -61,7 +62,7 @@ class Memory:
                 self._enter(value)
 
     def _named(self, module: nn.Module) -> dict[str, Any]:
-        found = {k: v for k, v in module.__dict__.items() if k not in _MACHINERY and not _ours(k)}
+        found = {k: v for k, v in module.__dict__.items() if k not in _MACHINERY and not k.startswith(_OURS)}
         return {**module._buffers, **found} if self._buffers else found
 
     def _enter(self, value: Any) -> None:
@@ -158,10 +159,6 @@ class Memory:
             module.__dict__.update(before)
 
 
-def _ours(name: str) -> bool:
-    return name.startswith(("_fsdp", "_shardwright", "pipeline_stages"))
-
-
 def _is_as_it_was(seen: _Seen) -> bool:
     return seen.kind.same(seen.it, seen.inside)
 
@@ -249,14 +246,6 @@ def _set_on(x: Tensor) -> dict[str, Any]:
     return {k: v for k, v in vars(x).items() if not k.startswith("_") and k != "in_hands"}
 
 
-def _kept(x: Tensor) -> _InTensor:
-    return _InTensor(x._version, x.detach().clone(), _set_on(x))
-
-
-def _looked_at(x: Tensor) -> _InTensor:
-    return _InTensor(x._version, None, _set_on(x))
-
-
 def same_elements(now: Any, before: Any) -> bool:
     """Have two tensors the same elements? Of anything else: is it the same object?"""
     if not isinstance(now, Tensor) or not isinstance(before, Tensor):
@@ -279,8 +268,12 @@ def _write_array(it: Any, inside: Any) -> None:
     it[...] = inside
 
 
-_TENSOR = _Kind(_kept, lambda x, before: before.is_in(x), lambda x, before: before.write_to(x))
-_TENSOR_SEEN = _Kind(_looked_at, _TENSOR.same, _TENSOR.write)
+_TENSOR = _Kind(
+    lambda x: _InTensor(x._version, x.detach().clone(), _set_on(x)),
+    lambda x, before: before.is_in(x),
+    lambda x, before: before.write_to(x),
+)
+_TENSOR_SEEN = _Kind(lambda x: _InTensor(x._version, None, _set_on(x)), _TENSOR.same, _TENSOR.write)
 _LIST = _Kind(_stored, lambda it, was: _same_list(_stored(it), was), _refill, lambda inside: inside)
 _SET = _Kind(set, lambda now, before: bool(now == before), _refill)
 _DICT = _Kind(_stored, lambda it, was: _same_dict(_stored(it), was), _refill, lambda inside: inside.values())
