@@ -141,6 +141,8 @@ def _models():
     hessian = func.hessian(lambda x: (x.softmax(-1) ** 3).sum())
     for layout in layouts_of(2):
         close(hessian(place(rows, layout)), hessian(rows), f"hessian {layout}")
+        linear = [func.hessian(lambda x, b=b: b @ x)(b) for b in (place(bias, (sw.Replicate(),)), bias)]
+        close(*linear, f"hessian of a line {layout}")  # its tangents are zeros without memory
 
 
 def test_gradients_of_a_functional_call_are_those_of_one_device(ranks):

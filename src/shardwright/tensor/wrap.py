@@ -117,6 +117,8 @@ def as_ours(x: TorchDTensor) -> DTensor:
 
 def as_replicated(x: torch.Tensor, mesh: DeviceMesh, use: LocalUse | None = None) -> DTensor:
     """The DTensor that every rank holds whole; not differentiable."""
+    if x._is_zerotensor():  # autograd's, without memory: a kernel below this dispatch would read it
+        x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     layout = Layout(mesh, (Replicate(),) * mesh.ndim, tuple(x.shape), dtype=x.dtype, stride=tuple(x.stride()))
     return wrap(x.detach(), spec_of(layout, mesh, use))
 

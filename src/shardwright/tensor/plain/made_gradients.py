@@ -128,8 +128,7 @@ def laid_out(grads: Iterable[torch.Tensor | None], inputs: Iterable[Any]) -> tup
 
 
 def _laid_out(grad: torch.Tensor, mesh: DeviceMesh, like: Layout) -> DTensor:
-    whole = torch.zeros(grad.shape, dtype=grad.dtype) if grad._is_zerotensor() else grad
-    placed = as_replicated(whole, mesh)
+    placed = as_replicated(grad, mesh)
     target = placed._spec.layout.with_placements(like.placements, order=like.order_names)
     local = move_asked(placed, target, reason="a gradient that torch makes of a size")
     return wrap(local, spec_of(target, mesh))
