@@ -11,7 +11,7 @@ from tests.fuzz.families import control, functions, indexing, layers, networks, 
 from tests.fuzz.program import Program
 from tests.fuzz.scope import Ends, Nope, Scope
 
-MESHES = ((2,), (3,), (4,), (2, 2))
+MESHES = ((2,), (3,), (4,), (2, 2), (2, 2, 1))
 _DTYPES = {
     torch.float64: 52, torch.float32: 10, torch.bfloat16: 7, torch.float16: 4, torch.int64: 6, torch.int32: 2,
     torch.uint8: 3, torch.int8: 1, torch.bool: 3, torch.complex128: 8, torch.complex64: 2,

@@ -12,7 +12,7 @@ _TEXT = """\
 # torchrun --nproc-per-node {ranks} this.py     (in the root of the repository; seed {seed})
 import torch, torch.distributed as dist, torch.nn.functional as F
 import shardwright as sw
-from tests.fuzz.placing import place, placement_of, values_of
+from tests.fuzz.placing import place, placements_of, values_of
 from tests.fuzz.program import Leaf
 
 def program(leaf, move):
@@ -27,7 +27,7 @@ mesh = sw.init_device_mesh("cpu", {mesh}, mesh_dim_names={axes})
 plain = lambda *a, **k: values_of(made(*a, **k)).requires_grad_(k["grad"])
 wanted = program(plain, lambda x, p: x.clone())
 got = program(lambda *a, **k: place(made(*a, **k), mesh),
-    lambda x, p: x.redistribute(placements=[placement_of(q) for q in p]).clone())
+    lambda x, p: x.redistribute(placements=placements_of(p, mesh)).clone())
 for name, x in wanted.items():
     if isinstance(x, torch.Tensor):
         same = torch.allclose(got[name].detach().full_tensor(), x.detach(), equal_nan=True)
@@ -46,5 +46,5 @@ def source(program: Program, verdict: Verdict) -> str:
         seed=program.seed,
         body="\n".join(f"    {line}" for line in program.lines()),
         mesh=program.mesh,
-        axes=("dp", "tp")[: len(program.mesh)],
+        axes=("dp", "tp", "pp")[: len(program.mesh)],
     )

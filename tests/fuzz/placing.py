@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
+from shardwright.layout.arrangement import OrderedPlacements
 from tests.fuzz.program import Leaf
 from tests.placement.user_placements import PermutedRows
 
@@ -86,6 +88,7 @@ def draw_placement(rng: Random, shape: tuple[int, ...], dtype: torch.dtype, n: i
     return f"{'ZigZag' if kind == 'ZigZag' else 'Shard'}({dim})"
 
 
+REVERSED = "reversed"
 _KINDS, _WEIGHTS = zip(
     *{
         "Shard": 6, "Replicate": 3, "pending": 4, "Interleaved": 1.5, "Ragged": 2, "Owner": 1, "ZigZag": 1,
@@ -109,19 +112,39 @@ def _class_of(dtype: torch.dtype) -> str:
 def draw_placements(
     rng: Random, shape: tuple[int, ...], dtype: torch.dtype, mesh: tuple[int, ...]
 ) -> tuple[str, ...]:
-    """One for each axis."""
-    return tuple(draw_placement(rng, shape, dtype, n, taken=axis > 0) for axis, n in enumerate(mesh))
+    """One for each axis; "reversed" at the end: they are applied from the right."""
+    found = [draw_placement(rng, shape, dtype, n, taken=axis > 0) for axis, n in enumerate(mesh)]
+    if len(mesh) > 1 and rng.random() < 0.4:
+        alike = rng.random() < 0.5 and found[0].startswith(("Shard", "Interleaved", "BlockCyclic", "ZigZag"))
+        found = [found[0]] * len(mesh) if alike else found
+        found += [REVERSED] if "PermutedRows" not in str(found) else []
+    return tuple(found)
+
+
+def turned(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """The same placements, applied the other way round."""
+    if "PermutedRows" in str(texts):  # it is the first, or has no meaning
+        return texts
+    return texts[:-1] if texts[-1] == REVERSED else (*texts, REVERSED)
+
+
+def placements_of(texts: Sequence[str], mesh: DeviceMesh) -> OrderedPlacements:
+    """What `draw_placements` drew."""
+    names, placed = mesh.mesh_dim_names or (), [text for text in texts if text != REVERSED]
+    order = names[::-1] if len(placed) < len(texts) else names
+    return OrderedPlacements([placement_of(text) for text in placed], order)
 
 
 def place(leaf: Leaf, mesh: DeviceMesh) -> sw.DTensor:
     """The leaf on the ranks: a pending one holds terms unlike the value, which combine to it exactly."""
     x = values_of(leaf)
-    wanted = [placement_of(p) for p in leaf.placements]
-    cut = [sw.Replicate() if p.is_pending else p for p in wanted]
+    wanted = placements_of(leaf.placements, mesh)
+    cut = OrderedPlacements((sw.Replicate() if p.is_pending else p for p in wanted), wanted.order)
     made = sw.distribute_tensor(x, mesh, cut, src_data_rank=None)
     if any(p.is_pending for p in wanted):
         local = made.to_local()
-        for axis, p in enumerate(wanted):
+        for axis in map((mesh.mesh_dim_names or ()).index, wanted.order or ()):
+            p = wanted[axis]
             if p.is_pending:
                 local = term(p.reduce_op, local, mesh.size(axis), mesh.get_local_rank(axis))
         made = sw.DTensor.from_local(local, mesh, wanted, shape=x.shape, stride=x.stride())

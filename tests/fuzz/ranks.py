@@ -32,7 +32,7 @@ def check_programs(programs: list[Program], file: str, erased: bool = False) -> 
     warnings.simplefilter("ignore")
     with Path(f"{file}.{dist.get_rank()}").open("a") as out:
         for number, program in enumerate(programs):
-            mesh = rank_mesh(program.mesh, ("dp", "tp")[: len(program.mesh)])
+            mesh = rank_mesh(program.mesh, ("dp", "tp", "pp")[: len(program.mesh)])
             meeting = _Meeting(f"{file}/{number}")
             verdict = check(program, mesh, meeting.alike, erased=erased)
             out.write(json.dumps(asdict(verdict)) + "\n")

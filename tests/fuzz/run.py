@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
-from tests.fuzz.placing import place, placement_of, values_of
+from tests.fuzz.placing import place, placements_of, values_of
 from tests.fuzz.program import Leaf, Program, Ref, Step
 
 Value = Any
@@ -81,7 +81,7 @@ class OnMesh:
 
     def move(self, x: torch.Tensor, placements: tuple[str, ...]) -> torch.Tensor:
         assert isinstance(x, sw.DTensor)
-        return x.redistribute(placements=[placement_of(p) for p in placements]).clone()
+        return x.redistribute(placements=placements_of(placements, self.mesh)).clone()
 
     def after(self, env: Env, names: tuple[str, ...]) -> None:
         """Nothing."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.fuzz.hazards import collides, slips
-from tests.fuzz.placing import draw_placements
+from tests.fuzz.placing import draw_placements, turned
 from tests.fuzz.program import Leaf, Program, Ref, Step
 from tests.fuzz.run import Env, Plain, execute, resolved, versions
 
@@ -103,6 +103,9 @@ class Scope:
         placements = draw_placements(self.rng, shape, dtype, self.mesh)
         while not pending and any(p.startswith("Partial") for p in placements):
             placements = draw_placements(self.rng, shape, dtype, self.mesh)
+        like = [x.placements for x in self.leaves if x.shape == tuple(shape) and "Partial" not in str(x)]
+        if len(self.mesh) > 1 and like and self.chance(0.3):
+            placements = turned(like[-1])
         name = self.name("x")
         made = Leaf(name, tuple(shape), str(dtype).removeprefix("torch."), placements, values,
                     self.rng.randrange(1000), wants)  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
+from tests.fuzz.placing import REVERSED
 from tests.fuzz.program import Leaf, Program, Ref, renamed
 from tests.fuzz.run import Plain, run
 from tests.fuzz.sweep import Worlds
@@ -136,6 +137,9 @@ def _plainer(program: Program) -> Iterator[Program]:
 
 def _plainer_leaves(leaf: Leaf) -> Iterator[Leaf]:
     for axis, p in enumerate(leaf.placements):
+        if p == REVERSED:
+            yield replace(leaf, placements=leaf.placements[:axis])
+            break
         for plain in ("Replicate()", "Shard(0)"):
             if p != plain and (plain == "Replicate()" or (leaf.shape and p != "Replicate()")):
                 yield replace(leaf, placements=(*leaf.placements[:axis], plain, *leaf.placements[axis + 1 :]))

@@ -74,7 +74,8 @@ def between(gradient: Token, parameter: Token) -> GradientState:
     have, want = gradient.spec.layout, parameter.spec.layout
     pairs = list(zip(have.placements, want.placements, strict=True))
     pending = tuple(h == SUM and w.is_replicate() for h, w in pairs)
-    if any(h != w for (h, w), term in zip(pairs, pending, strict=True) if not term):
+    moves = any(h != w for (h, w), term in zip(pairs, pending, strict=True) if not term)
+    if moves or not have.is_ordered_as(want):
         return GradientState(other=True, pending=(False,) * len(pairs))
     return GradientState(finished=not any(pending), pending=pending)
 

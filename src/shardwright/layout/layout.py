@@ -22,6 +22,7 @@ from shardwright.layout.mesh_shape import Coords, MeshShape, as_mesh_shape
 from shardwright.layout.text import format_layout, parse_layout
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.convert import as_placement
+from shardwright.remember import remembered
 
 Placements = Mapping[str, Any] | Sequence[Any]
 
@@ -265,6 +266,16 @@ class Layout:
             self.mesh_shape, self.placements, shape, dtype=dtype or self.dtype, stride=stride, order=names
         )
 
+    def is_placed_as(self, other: Layout) -> bool:
+        """The same placements, applied in the same order, of a tensor of the same shape?"""
+        return self.placements == other.placements and self.order == other.order
+
+    def is_ordered_as(self, other: Layout) -> bool:
+        """Would the axes of this order apply the placements of the other in the same way?"""
+        if self.order == other.order:
+            return True
+        return self.with_placements(other.placements, order=self.order_names).order == other.order
+
     # ---------------------------------------------------------------------------------------- tensors
 
     def split(self, full: Tensor, coords: Coords) -> Tensor:
@@ -335,6 +346,12 @@ class Layout:
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = (self.mesh_shape, self.placements, self.shape, self.dtype, self.stride, self.order_names)
         return _rebuild, arguments
+
+
+@remembered(4096)
+def all_hold_some(layout: Layout) -> bool:
+    """Does every rank surely hold elements?"""
+    return layout.numel > 0 and layout.is_even
 
 
 def _rebuild(

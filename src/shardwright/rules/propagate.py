@@ -186,7 +186,7 @@ def _aliased(
     found = list(outputs)
     for result, operand in enumerate(equation.aliases):
         output = found[result]
-        if operand is not None and output is not None and output.placements == inputs[operand].placements:
+        if operand is not None and output is not None and output.is_placed_as(inputs[operand]):
             found[result] = inputs[operand]
     return tuple(found)
 

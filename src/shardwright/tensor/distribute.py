@@ -51,10 +51,10 @@ def distribute_tensor(
     refuse_source(mesh, src_data_rank)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, stated = resolve_placements(mesh, given, default="replicate")
-    if isinstance(tensor, TorchDTensor):
-        return _already(as_ours(tensor), mesh, resolved)
     stride, order = tuple(tensor.stride()), order or stated
     layout = Layout(mesh, resolved, tuple(tensor.shape), dtype=tensor.dtype, stride=stride, order=order)
+    if isinstance(tensor, TorchDTensor):
+        return _already(as_ours(tensor), mesh, layout)
     coords = coords_of(mesh)
     if coords is None:
         return wrap(tensor.new_empty(0), spec_of(layout, mesh), requires_grad=tensor.requires_grad)
@@ -123,8 +123,8 @@ def _scattered(
     return mine.copy_(run[: mine.numel()].view(mine.shape))
 
 
-def _already(x: DTensor, mesh: DeviceMesh, placements: tuple[object, ...]) -> DTensor:
-    if x.device_mesh != mesh or x.placements != placements:
+def _already(x: DTensor, mesh: DeviceMesh, asked: Layout) -> DTensor:
+    if x.device_mesh != mesh or not x._spec.layout.is_placed_as(asked):
         raise LayoutError(
             f"the tensor is already distributed as {x._spec.layout}; use redistribute to move it to a "
             "different device mesh, or to a different placements"

@@ -26,7 +26,7 @@ import torch
 
 from shardwright.comm.record import record_decision, recording
 from shardwright.compat import current_graph_task_id, records_a_graph, view_again
-from shardwright.layout.layout import Layout
+from shardwright.layout.layout import Layout, all_hold_some
 from shardwright.placement.base import Replicate
 from shardwright.remember import remembered
 from shardwright.tensor.dtensor import DTensor
@@ -86,20 +86,15 @@ def may_keep(x: DTensor) -> bool:
     local = x._local_tensor
     if x.is_inference() or local.is_inference() or records_a_graph() or in_hands(local):
         return False
-    return _all_hold_some(spec.layout)
-
-
-@remembered(4096)
-def _all_hold_some(layout: Layout) -> bool:
-    return layout.numel > 0 and layout.is_even
+    return all_hold_some(spec.layout)
 
 
 def finishes(have: Layout, want: Layout) -> bool:
     """Does the move finish all that is pending, and nothing else?"""
-    return have.mesh_shape == want.mesh_shape and all(
-        new.is_replicated if old.is_pending else new == old
-        for old, new in zip(have.placements, want.placements, strict=True)
-    )
+    if have.mesh_shape != want.mesh_shape or not have.is_ordered_as(want):
+        return False
+    pairs = zip(have.placements, want.placements, strict=True)
+    return all(new.is_replicated if old.is_pending else new == old for old, new in pairs)
 
 
 @remembered(4096)

@@ -73,7 +73,7 @@ def _keeps_writes(optimizer: torch.optim.Optimizer) -> bool:
 def _finished_before(name: str, gradient: DTensor, layout: Layout) -> DTensor | None:
     """A copy of the form that was made for the gradient's norm, say."""
     form = finished_forms.known(gradient)
-    if form is None or form._spec.layout.placements != layout.placements:
+    if form is None or not form._spec.layout.is_placed_as(layout):
         return None
     finished_forms.taken(name, gradient, form)
     copied: DTensor = form.clone()  # type: ignore[assignment]
@@ -90,7 +90,7 @@ def _away(parameters: list[Any]) -> list[Gradient]:
         if not isinstance(gradient, DTensor) or gradient._spec is parameter._spec or gradient.requires_grad:
             continue
         own, has = parameter._spec, gradient._spec
-        if own.mesh is not has.mesh or own.layout.placements == has.layout.placements:
+        if own.mesh is not has.mesh or own.layout.is_placed_as(has.layout):
             continue
         up_to_date(gradient)
         layout = has.layout.with_placements(own.layout.placements, order=own.layout.order_names)

@@ -116,9 +116,10 @@ def _move(
     refuse = partial(refuse_implicit, func, args, kwargs, prepared, tensors)
     for move in prepared.moves:
         x = tensors[move.operand]
-        if move.of_terms and _reads(prepared, func, move.operand) and may_keep(x):
+        reads = move.operand not in prepared.mutated and not is_view(func)  # and gives tensors of their own
+        if move.of_terms and reads and may_keep(x):
             form = _form_of(prepared, func, x, move, refuse)
-            if form is not None and form._spec.layout.placements == move.target.placements:
+            if form is not None and form._spec.layout.is_placed_as(move.target):
                 locals_[move.operand] = form._local_tensor
                 continue
             if form is not None:
@@ -145,7 +146,7 @@ def _form_of(
     form = derived.finished(func.name(), x, prepared.reason, refuse)
     if form is None and finishes(x._spec.layout, move.target):
         form = finished_forms.known(x)
-        if form is not None and form._spec.layout.placements == move.target.placements:
+        if form is not None and form._spec.layout.is_placed_as(move.target):
             finished_forms.taken(func.name(), x, form)
     return form
 
@@ -155,11 +156,6 @@ def reads_finished(prepared: Prepared, func: Op, tensors: Sequence[DTensor], mov
     x = tensors[move.operand]
     is_written = any(tensors[operand] is x for operand in prepared.mutated)
     return not is_written and not is_view(func) and finished_forms.takes_over(x)
-
-
-def _reads(prepared: Prepared, func: Op, operand: int) -> bool:
-    """Does the call only read the operand, and give tensors of their own?"""
-    return operand not in prepared.mutated and not is_view(func)
 
 
 def _bring_back(func: Op, written: DTensor, held: Layout, local: torch.Tensor) -> None:

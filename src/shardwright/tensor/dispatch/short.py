@@ -227,7 +227,8 @@ def _on_terms(
 def _becomes(layout: Layout, target: Layout) -> bool:
     """Do axes on which a tensor is whole make a sum of it, and the others nothing?"""
     pairs = zip(layout.placements, target.placements, strict=True)
-    return all(old == new or (old.is_replicated and new == Partial("sum")) for old, new in pairs)
+    terms = all(old == new or (old.is_replicated and new == Partial("sum")) for old, new in pairs)
+    return terms and layout.is_ordered_as(target)
 
 
 def _is_own_term(x: DTensor, target: Layout) -> bool:

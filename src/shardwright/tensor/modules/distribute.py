@@ -159,8 +159,9 @@ def _to_be_placed(
     ours = as_ours(tensor)
     if not getattr(tensor, "_fully_sharded", "") and is_free_for(ours, mesh):
         return True
-    resolved, _ = resolve_placements(mesh, placements, default="replicate")
-    if named_by and not (ours.device_mesh == mesh and ours._spec.layout.placements == tuple(resolved)):
+    layout, (resolved, order) = ours._spec.layout, resolve_placements(mesh, placements, default="replicate")
+    asked = layout.with_placements(resolved, order=order) if ours.device_mesh == mesh else None
+    if named_by and (asked is None or not layout.is_placed_as(asked)):
         raise ParallelError(
             f"{named_by}: the plan places {name}, which is placed already ({ours._spec.layout}); call "
             f"{named_by} before the strategy that placed it"

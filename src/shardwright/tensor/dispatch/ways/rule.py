@@ -68,7 +68,7 @@ def _returns(
         held = decision.inputs[operand]
         if operand in written:
             made = decision.outputs[written.index(operand)]
-            if made is not None and made.placements != held.placements:
+            if made is not None and not made.is_placed_as(held):
                 held = held.with_placements(made.placements, order=made.order_names)
         if held != tensors[operand]._spec.layout:
             yield Return(operand, held)
