@@ -106,3 +106,14 @@ READ = {
 @pytest.mark.parametrize("kinds", only([PENDING[0]], PENDING))
 def test_a_rank_of_a_cut_leaves_what_is_pending_on_another_axis(ranks, kinds):
     ranks(4, _beside_what_is_pending, kinds, every=kinds != PENDING[0], timeout=120)
+
+
+def _no_rows():
+    for cut in (sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial("sum")):
+        x = sw.distribute_tensor(torch.ones(0, 3), rank_mesh((2,), ("tp",)), [cut]).requires_grad_()
+        assert list(x) == []
+        assert (x * 1).unbind(0) == () == x.t().unbind(1)
+
+
+def test_there_are_no_rows_of_no_rows(ranks):
+    ranks(2, _no_rows)

@@ -1,4 +1,4 @@
-"""What the kernel of one device refuses for its dtypes is refused by every rank, those without data too."""
+"""What the kernel of one device refuses is refused by every rank, those without data too."""
 
 from functools import partial
 
@@ -27,13 +27,23 @@ REFUSED = {
     "nll_loss": (functional.nll_loss, _X, _X[0]),
     "logcumsumexp of integers": (torch.logcumsumexp, _X.long(), 0),
 }
+BY_SHAPE = {
+    "softmax along a dim that is not there": (torch.softmax, _X, 3),
+    "sort along a dim that is not there": (torch.sort, _X, 2),
+    "bucketize by a matrix": (torch.bucketize, _X, _X),
+    "a reduction that is none": (torch.index_reduce, _X, 0, _INDEX, _X[:2], "bad"),
+    "the largest of nothing": (torch.max, _X[:0]),
+    "the largest of no row": (torch.max, _X[:0], 0),
+    "the median of no row": (torch.median, _X[:0], 0),
+}
 
 
 def _refused(name):
-    function, *arguments = REFUSED[name]
-    with pytest.raises((RuntimeError, NotImplementedError)) as wanted:
+    function, *arguments = {**REFUSED, **BY_SHAPE}[name]
+    even = () if name in BY_SHAPE else (sw.Shard(0), sw.Replicate())  # all ranks ask the kernel
+    with pytest.raises((RuntimeError, IndexError)) as wanted:
         function(*arguments)
-    for cut in (sw.Owner(1), sw.Shard(0), sw.Replicate()):
+    for cut in (sw.Owner(1), sw.Ragged((0, 1), 0), *even):
         placed = [place(x, (cut,)) if isinstance(x, torch.Tensor) else x for x in arguments]
         with sw.trace() as trace, pytest.raises(type(wanted.value)):
             function(*placed)
@@ -41,7 +51,7 @@ def _refused(name):
     dist.barrier()  # nobody waits for anybody
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED, *BY_SHAPE])
 def test_all_ranks_refuse_what_one_device_refuses(name, ranks):
     ranks(2, _refused, name, timeout=60)
 
@@ -59,6 +69,9 @@ def _taken():
         close(place(_X, (cut,)) + x, _X + half, "add")
         large = place(torch.zeros(1, 1 << 15), (cut,))
         close(large @ place(torch.ones(1 << 15, 2), (sw.Replicate(),)), torch.zeros(1, 2), "large")
+        roots = place(4 * torch.eye(4), (cut,))  # zeros have none, and no inverse
+        close(torch.linalg.solve(roots, torch.linalg.cholesky(roots)), torch.eye(4) / 2, "roots")
+        close(x.long() // place(torch.full((4, 4), 2), (cut,)), half.long() // 2, "division by no zero")
         with pytest.raises(RuntimeError):
             large @ place(torch.ones(1 << 15, 2).double(), (sw.Replicate(),))
 

@@ -183,12 +183,16 @@ def _posted(tasks: Sequence[Mailing], xs: Sequence[Tensor], *, copies: bool) -> 
         return Arriving(tasks, slots_of, (), (), ())  # a rehearsal: there is nothing to send
     places = list(_place(tasks[0], slots_of[0]) if len(tasks) == 1 else _shared_places(tasks, slots_of))
     parts = _parts(tasks[0], xs[0], copies=copies) if len(tasks) == 1 else _shared_parts(tasks, xs)
-    # gloo starts each message when it is posted: the first travel while the others are packed.
-    post = _post_singly if xs[0].device.type == "cpu" else _post_as_one_batch
+    post = _post_singly if _posts_singly(xs[0]) else _post_as_one_batch
     received, works, sent, batch = post(places, parts)
     for task, x, slots in zip(tasks, xs, slots_of, strict=True):
         task.keep_own(x, slots)
     return Arriving(tasks, slots_of, received, works, sent, batch)
+
+
+def _posts_singly(x: Tensor) -> bool:
+    """gloo starts each message when it is posted: the first travel while the others are packed."""
+    return x.device.type == "cpu"
 
 
 _Posted = tuple[list[tuple[Work | None, _Arrival]], list[Work], list[Tensor], Sequence[Work]]

@@ -128,20 +128,12 @@ def _is_root(call: GroupCall, position: int) -> bool:
     return bool(call.args[position] == call.group.rank())
 
 
-def _from_root(call: GroupCall) -> int:
-    return _to_each_peer(call) if _is_root(call, 2) else 0
+def _from_root(position: int, sent: Callable[[GroupCall], int]) -> Callable[[GroupCall], int]:
+    return lambda call: sent(call) if _is_root(call, position) else 0
 
 
 def _to_root(position: int) -> Callable[[GroupCall], int]:
     return lambda call: 0 if _is_root(call, position) else _bytes(call.tensors)
-
-
-def _scattered(call: GroupCall) -> int:
-    return _all_but_own(call) if _is_root(call, 3) else 0
-
-
-def _everything(call: GroupCall) -> int:
-    return _bytes(call.tensors)
 
 
 def _nothing(_: GroupCall) -> int:
@@ -160,11 +152,11 @@ _KINDS = {
     "reduce_scatter_tensor_coalesced_": _Kind("reduce_scatter", 1, 2, _all_but_a_part),
     "alltoall_base_": _Kind("all_to_all", 1, 2, _rows_of_others),
     "alltoall_": _Kind("all_to_all", 1, 2, _all_but_own),
-    "broadcast_": _Kind("broadcast", 0, 1, _from_root),
+    "broadcast_": _Kind("broadcast", 0, 1, _from_root(2, _to_each_peer)),
     "reduce_": _Kind("reduce", 0, 1, _to_root(3)),
     "gather_": _Kind("gather", 1, 2, _to_root(3)),
-    "scatter_": _Kind("scatter", 1, 2, _scattered),
-    "send": _Kind("send", 0, 1, _everything),
+    "scatter_": _Kind("scatter", 1, 2, _from_root(3, _all_but_own)),
+    "send": _Kind("send", 0, 1, lambda call: _bytes(call.tensors)),
     "recv_": _Kind("recv", 0, 1, _nothing),
     "recv_any_source_": _Kind("recv", 0, 1, _nothing),
     "barrier": _Kind("barrier", 0, 1, _nothing),

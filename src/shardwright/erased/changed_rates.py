@@ -24,7 +24,8 @@ def rates_that_changed(
     """
     facts, optimizers = list(facts), list(optimizers)
     groups = {id(group): (group, each) for each in optimizers for group in each.param_groups}
-    if any(id(f.value) in groups and not _is_its_own(f, optimizers) for f in facts):
+    theirs = {id(each.param_groups) for each in optimizers}
+    if any(id(f.value) in groups and id(f.holder) not in theirs for f in facts):
         return []  # the program holds a group itself: it may read the number under no name
     found = []
     for fact in filter(has_changed, facts):
@@ -36,10 +37,6 @@ def rates_that_changed(
             return []
         found.append(rate)
     return found
-
-
-def _is_its_own(fact: Fact, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-    return any(fact.holder is each.param_groups for each in optimizers)
 
 
 def _can_follow(optimizer: torch.optim.Optimizer) -> bool:

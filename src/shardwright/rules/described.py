@@ -189,7 +189,8 @@ def _solve_groups(pending: list[tuple[Described, int, Group]], sizes: LabelSizes
         left.sort(key=lambda entry: len(_unknown(entry[2], sizes)))
         tensor, dim, group = left.pop(0)
         size, unknown = tensor.shape[dim], _unknown(group, sizes)
-        rest = prod(_length(part, sizes) for part in group.parts if part not in unknown)
+        known = [part for part in group.parts if part not in unknown]
+        rest = prod(part.size if isinstance(part, Fixed) else sizes.known[part.name] for part in known)
         if len(unknown) > 1:
             names = " and ".join(part.name for part in unknown)
             raise BindingError(f"dim {dim} of {tensor.name}: nothing tells the sizes of {names}")
@@ -203,7 +204,3 @@ def _solve_groups(pending: list[tuple[Described, int, Group]], sizes: LabelSizes
 
 def _unknown(group: Group, sizes: LabelSizes) -> list[Label]:
     return [part for part in group.parts if isinstance(part, Label) and part.name not in sizes.known]
-
-
-def _length(part: Label | Fixed, sizes: LabelSizes) -> int:
-    return part.size if isinstance(part, Fixed) else sizes.known[part.name]

@@ -54,17 +54,14 @@ def converts(placement: Pending, source: torch.dtype, target: torch.dtype) -> bo
     One device has the value in `source`: a sum of half types is rounded there, one of integers wraps around.
     A sum of wider parts would not.
     """
-    return source == target or _CONVERSIONS.get(placement.reduce_op, _never)(source, target)
+    known = _CONVERSIONS.get(placement.reduce_op)
+    return source == target or (known is not None and known(source, target))
 
 
 @remembered(1024)
 def stays_neutral(placement: Pending, source: torch.dtype, target: torch.dtype) -> bool:
     """Whether what combines with nothing in `source` does so in `target`: an infinity is no integer."""
     return placement.reduce_op not in {"max", "min"} or converts(placement, source, target)
-
-
-def _never(source: torch.dtype, target: torch.dtype) -> bool:  # noqa: ARG001  whatever the dtypes
-    return False
 
 
 def _is_integer(dtype: torch.dtype) -> bool:

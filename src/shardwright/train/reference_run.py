@@ -86,7 +86,9 @@ class ReferenceRun:
             loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             loss.backward()
         gradients = {name: _gradient(parameter) for name, parameter in model.named_parameters()}
-        return Gradients(loss.item(), gradients, [_scores(layer) for layer in _layers(model)])
+        return Gradients(
+            loss.item(), gradients, [torch.empty(0) if x.scores is None else x.scores for x in _layers(model)]
+        )
 
 
 @contextmanager
@@ -102,10 +104,6 @@ def _threads_of_all(ranks: int) -> Iterator[None]:
 
 def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-
-
-def _scores(layer: ReferenceMoE) -> Tensor:
-    return torch.empty(0) if layer.scores is None else layer.scores
 
 
 def _layers(model: Decoder) -> list[ReferenceMoE]:

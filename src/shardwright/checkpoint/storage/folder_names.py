@@ -120,12 +120,8 @@ def _look_at_manifest(store: Store, content: Content) -> None:
         content.manifest = Head.parse(text)
     content.legacy = () if text.startswith(PREFIX) else legacy.files_of(text)
     ours = text.startswith(PREFIX) or bool(content.legacy)
-    content.recognised = ours or _made_by_us(store, content.names)
-
-
-def _made_by_us(store: Store, names: list[str]) -> bool:
-    """Whether a data file beside a damaged manifest says of itself that this library wrote it."""
-    return any(wrote(store, name) for name in names if DATA.fullmatch(name))
+    # Beside a damaged manifest a data file says of itself that this library wrote it.
+    content.recognised = ours or any(wrote(store, n) for n in content.names if DATA.fullmatch(n))
 
 
 def wrote(store: Store, name: str) -> bool:

@@ -6,13 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from shardwright.layout.dtypes import HALF
-from shardwright.rules.held_label import Held
 from shardwright.rules.rule import rule
 
 _LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
@@ -34,11 +31,12 @@ _LIBRARY.impl("finish", _finish, "CompositeExplicitAutograd")
 FINISH: torch._ops.OpOverload = torch.ops.shardwright.finish.default
 
 
-def _held_positions(_op: object, held: Mapping[str, Held], x: Tensor, _dim: int) -> Tensor:
-    return held["d"].positions(x.device)
-
-
-rule("shardwright::positions", "~...[dim:d] -> d", local=_held_positions, held=("d",))
+rule(
+    "shardwright::positions",
+    "~...[dim:d] -> d",
+    local=lambda _op, held, x, _dim: held["d"].positions(x.device),
+    held=("d",),
+)
 
 
 def positions(x: Tensor, dim: int) -> Tensor:

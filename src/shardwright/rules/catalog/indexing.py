@@ -262,12 +262,8 @@ def _index_parts(
     rank = max(len(info.shape) for _, info in given)
     own = [f"d{dim}{mark}" if dim in dict(given) else f"a{dim}" for dim in range(len(shape))]
     places = [f"i{i}!" if whole else f"i{i}" for i in range(rank)]
-    index_items = [_optional(places[rank - len(info.shape) :]) for _, info in given]
+    index_items = [[f"{place}?" for place in places[rank - len(info.shape) :]] for _, info in given]
     return own, index_items, _indexed(own, [dim for dim, _ in given], places)
-
-
-def _optional(items: Sequence[str]) -> list[str]:
-    return [f"{item}?" for item in items]
 
 
 def _indexed(own: list[str], dims: list[int], places: list[str]) -> list[str]:

@@ -39,13 +39,9 @@ def reduction(call: Call) -> Formula:
     """Sum, extremes, any, all, product."""
     name = _plain_name(call)
     monoid, facts = _REDUCTIONS[name]
-    if name in {"any", "all"} and _no_bool(call):
+    if name in {"any", "all"} and str(call.operands[0].dtype) != "torch.bool":
         facts = ()
     return formula(f"... -> {_reduced(call)}", reduce=monoid, hom=facts)
-
-
-def _no_bool(call: Call) -> bool:
-    return str(call.operands[0].dtype) != "torch.bool"
 
 
 def _plain_name(call: Call) -> str:

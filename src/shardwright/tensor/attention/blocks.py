@@ -76,15 +76,12 @@ def causal_blocks(queries: Held, keys: Held) -> tuple[Block, ...]:
     """
     if not (queries.length and keys.length):
         return ()
-    if queries.runs == keys.runs and _ascending(spans(queries)):
+    ascend = all(one.stop <= other.start for one, other in pairwise(spans(queries)))
+    if queries.runs == keys.runs and ascend:
         return (Block(slice(0, queries.length), slice(0, keys.length), Sees.EARLIER),)
     if len(queries.pieces) * len(keys.pieces) > _FEW_PAIRS:
         return (Block(slice(0, queries.length), slice(0, keys.length), Sees.SOME),)
     return blocks(spans(queries), spans(keys), _causal)
-
-
-def _ascending(pieces: Sequence[Span]) -> bool:
-    return all(one.stop <= other.start for one, other in pairwise(pieces))
 
 
 def _causal(queries: Span, keys: Span) -> Sees:

@@ -25,11 +25,8 @@ functions: set[Any] = memo("functions of any number", set())
 def only_computes(func: torch._ops.OpOverload) -> bool:
     """Is every number that the op takes only computed with?"""
     settings = (str(a.type) for a in func._schema.arguments if a.name not in computed_with(func))
-    return bool(computed_with(func)) and not any(map(_takes_numbers, settings))
-
-
-def _takes_numbers(kind: str) -> bool:
-    return any(name in kind for name in ("int", "float", "bool", "number"))
+    numbers = ("int", "float", "bool", "number")
+    return bool(computed_with(func)) and not any(name in kind for kind in settings for name in numbers)
 
 
 def split(key: Sequence[Any]) -> tuple[Key, Key]:

@@ -42,10 +42,6 @@ def _in_the_format_of(place: int) -> Order:
     return order
 
 
-def _contiguous(_args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor:
-    return _laid(made, torch.contiguous_format)
-
-
 def _as_a_product(args: Args, made: torch.Tensor) -> torch.Tensor:
     order = torch.mul(args[0], args[1]).stride()
     return torch.empty_strided(made.shape, order, dtype=made.dtype, device="meta")
@@ -84,7 +80,7 @@ _ON_CPU: dict[str, Order] = {
             "aten::log_sigmoid_forward", "aten::normal", "aten::_log_softmax_backward_data",
             "aten::glu_backward", "aten::nll_loss2d_forward", "aten::masked_fill",
         ),
-        _contiguous,
+        lambda _args, made: _laid(made, torch.contiguous_format),
     ),
     "aten::native_dropout_backward": _as_a_product,
 }  # fmt: skip

@@ -1,19 +1,21 @@
-"""Dtypes that a kernel refuses are refused by all ranks, before anything is sent.
+"""Dtypes and shapes that a kernel refuses are refused by all ranks, before anything is sent.
 
 torch's functions for tensors without data take many calls that their kernels refuse (`linear` of float32 and
-float64, `grid_sample` of integers). A rank whose part is empty never asks the kernel: it would wait for the
-others, who have raised.
+float64, `grid_sample` of integers; `sort` along a dim that is not there). A rank whose part is empty never
+asks the kernel, or asks it about less: it would wait for the others, who have raised.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shardwright.compat import WithoutTangents, tree_map_only, without_modes
+from shardwright.layout.layout import all_hold_some
 from shardwright.remember import memo, remembered
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dtensor import DTensor
@@ -24,37 +26,55 @@ _ABOUT_DTYPES = re.compile(r"type|not implemented for|must be long|Float|Double|
 # Operands that kernels take as numbers, or as indices whose bounds they check: zeros are good ones. Pivots,
 # offsets and lengths are trusted instead, and what is saved for a backward too.
 _HARMLESS = frozenset({
-    "A", "B", "batch1", "batch2", "bias", "condition", "end", "exponent", "grid", "high", "index", "indices",
-    "input", "low", "mask", "mat", "mat1", "mat2", "max", "min", "other", "out", "pos_weight", "running_mean",
-    "running_var", "self", "source", "src", "start", "target", "tensor1", "tensor2", "tensors", "value",
-    "values", "vec", "vec1", "vec2", "weight", "x", "x1", "x2",
+    "A", "B", "batch1", "batch2", "bias", "boundaries", "condition", "end", "exponent", "grid", "high",
+    "index", "indices", "input", "low", "mask", "mat", "mat1", "mat2", "max", "min", "other", "out",
+    "pos_weight", "running_mean", "running_var", "self", "sorted_sequence", "source", "src", "start",
+    "target", "tensor1", "tensor2", "tensors", "value", "values", "vec", "vec1", "vec2", "weight", "x", "x1",
+    "x2",
 })  # fmt: skip
 _taken: dict[tuple[Any, ...], bool] = memo("dtypes that kernels take", {})
 
 
-def refuse_dtypes(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> None:
-    """Raise what one device raises for operands of these dtypes, if it does.
+def refuse_alike(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> None:
+    """Raise what one device raises for operands of these dtypes and, if a rank has none of one, these shapes.
 
     Args: tensors: those among the arguments.
-    Asks the op's own kernel, with zeros of the logical shapes, until it has taken these dtypes once.
+    Asks the op's own kernel, with zeros of the logical shapes, until it has taken these dtypes once; and with
+    other values, which may be no reason.
     """
-    dtypes = tuple([x.dtype for x in tensors])
-    if set(dtypes) in _ALWAYS_TAKEN or not _may_be_asked(func):
+    all_have_some, dtypes = True, []
+    for x in tensors:
+        dtypes.append(x.dtype)
+        all_have_some = all_have_some and all_hold_some(x._spec.layout)
+    all_have_some = all_have_some or torch.compiler.is_compiling()  # one trace for all
+    if (all_have_some and set(dtypes) in _ALWAYS_TAKEN) or not _may_be_asked(func):
         return
     key = (func, tensors[0].device.type, *dtypes)
-    if key in _taken or any(x.numel() > _LARGEST for x in tensors):
+    if (all_have_some and key in _taken) or any(x.numel() > _LARGEST for x in tensors):
         return
-    zeros, named = tree_map_only(
-        DTensor, lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device), (args, dict(kwargs))
+    error = _raised(func, args, kwargs, torch.zeros)
+    if error is None:
+        _taken[key] = True
+        return
+    other = error if _ABOUT_DTYPES.search(str(error)) else None
+    if not (all_have_some or other):
+        other = _raised(func, args, kwargs, torch.ones)
+    if type(other) is type(error) and str(other) == str(error):
+        raise error
+
+
+def _raised(func: Op, args: Args, kwargs: Kwargs, values: Callable[..., torch.Tensor]) -> Exception | None:
+    """What the kernel says to operands of these values."""
+    given, named = tree_map_only(
+        DTensor, lambda x: values(x.shape, dtype=x.dtype, device=x.device), (args, dict(kwargs))
     )
     try:
         with warnings.catch_warnings(), without_modes(), torch.no_grad(), WithoutTangents():
             warnings.simplefilter("ignore")
-            func(*zeros, **named)
-            _taken[key] = True
-    except Exception as error:  # zeros may be refused for other reasons, which are no answer
-        if isinstance(error, RuntimeError | TypeError | IndexError) and _ABOUT_DTYPES.search(str(error)):
-            raise
+            func(*given, **named)
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:  # the caller tells reasons apart
+        return error
+    return None
 
 
 @remembered(4096)

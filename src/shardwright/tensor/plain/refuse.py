@@ -42,7 +42,10 @@ def plain_among(func: Any, args: Args, kwargs: dict[str, Any], x: torch.Tensor, 
     ours = [t for t in tensors if isinstance(t, TorchDTensor)]
     names = {id(t): f"operand {i}" for i, t in enumerate(tensors)}
     said: dict[str, object] = {
-        names[id(t)]: layout_of(t) if isinstance(t, TorchDTensor) else _plain_text(t) for t in tensors
+        names[id(t)]: layout_of(t)
+        if isinstance(t, TorchDTensor)
+        else f"plain tensor of shape {tuple(t.shape)}"
+        for t in tensors
     }
     lines = scene(_headline(name, x), said, {names[id(x)]: "the whole tensor, or this rank's part of one?"})
     if asked_by_context_parallel():
@@ -62,10 +65,6 @@ _CUT_SEQUENCE = (
 
 def _headline(name: str, x: torch.Tensor) -> str:
     return f"{name}: a plain tensor of shape {tuple(x.shape)} beside a DTensor: where does it live?"
-
-
-def _plain_text(x: torch.Tensor) -> str:
-    return f"plain tensor of shape {tuple(x.shape)}"
 
 
 def _ways_out(x: str, placements: str, *, checked: bool) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,16 +35,12 @@ class ElementView:
     op: torch._ops.OpOverload
     view: LocalView
     shape: tuple[int, ...]
+    overlaps: ClassVar[bool] = False  # such an op sees every element once
 
     @property
     def nothing(self) -> bool:
         """Whether it sees no element."""
         return self.view.nothing
-
-    @property
-    def overlaps(self) -> bool:
-        """Such an op sees every element once."""
-        return False
 
     def take(self, local: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """The local result, and whether it is a copy."""
@@ -78,16 +74,12 @@ class PairView:
 
     real: LocalView
     imaginary: LocalView
+    overlaps: ClassVar[bool] = False  # every number is seen once
 
     @property
     def nothing(self) -> bool:
         """Whether it sees no element."""
         return self.real.nothing
-
-    @property
-    def overlaps(self) -> bool:
-        """Every number is seen once."""
-        return False
 
     def take(self, local: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """The local result, and whether it is a copy."""

@@ -131,10 +131,10 @@ def finished(x: DTensor, why: str) -> DTensor:
 
     Not differentiable. Cost: an all-reduce per pending axis.
     """
-    pending: dict[str, Any] = {x._spec.layout.axes[axis]: Replicate() for axis in x._spec.layout.pending_axes}
-    if not pending:
+    if not x._spec.pending:
         return x
-    target = x._spec.layout.with_placements(pending)
+    layout = x._spec.layout
+    target = layout.with_placements({layout.axes[axis]: Replicate() for axis in layout.pending_axes})
     return wrap(
         move_in_algorithm(why, x, target, "it finishes terms"), spec_of(target, x.device_mesh, x._spec.use)
     )

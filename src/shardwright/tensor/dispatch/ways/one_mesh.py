@@ -68,15 +68,14 @@ def _home(func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> D
     fixed = [x for x, o in zip(tensors, operands, strict=True) if o.mutated or x.numel() != 1]
     if fixed and not _are_together(fixed):
         return None
-    for mesh in [fixed[0].device_mesh] if fixed else _and_roots([x.device_mesh for x in tensors]):
+    found = [(fixed or tensors)[0].device_mesh]
+    if not fixed:  # the largest, and what each is a slice of: slices of two may both belong to one of these
+        found = [x.device_mesh for x in tensors]
+        found = [max(found, key=lambda mesh: mesh.ndim), *map(root_mesh, found)]
+    for mesh in found:
         if all(_are_relatives(as_mesh_shape(x.device_mesh), as_mesh_shape(mesh)) for x in tensors):
             return mesh
     return None
-
-
-def _and_roots(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:
-    """The largest, then what each is a slice of: slices of two meshes may both belong to one of these."""
-    return [max(meshes, key=lambda mesh: mesh.ndim), *map(root_mesh, meshes)]
 
 
 def _are_relatives(one: MeshShape, two: MeshShape) -> bool:

@@ -18,7 +18,7 @@ from shardwright.rules import registry
 from shardwright.rules.algorithms.ops import FINISH
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dispatch.asked import Asked
-from shardwright.tensor.dispatch.dtypes_taken import refuse_dtypes
+from shardwright.tensor.dispatch.kernel_refusals import refuse_alike
 from shardwright.tensor.dispatch.ways import steps, view
 from shardwright.tensor.dispatch.ways.algorithm import by_algorithm, finish
 from shardwright.tensor.dispatch.ways.fresh_results import fresh
@@ -61,7 +61,7 @@ def _rewritten(func: Op) -> Handler | None:
 
     def rewritten(func: Op, args: Args, kwargs: Kwargs) -> Any:
         tensors = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor)]
-        refuse_dtypes(func, args, kwargs, tensors)
+        refuse_alike(func, args, kwargs, tensors)
         return function(*args, **kwargs)
 
     return rewritten
@@ -104,7 +104,7 @@ def decide(asked: Asked, *, by_other_ops: bool = True) -> Any:
     Args: by_other_ops: False: only ways that run this very op.
     Raises: what one device raises for these shapes and dtypes, or RuleError.
     """
-    refuse_dtypes(asked.func, asked.args, asked.kwargs, asked.tensors)
+    refuse_alike(asked.func, asked.args, asked.kwargs, asked.tensors)
     for way in WAYS:
         if way.of_call is not None and (by_other_ops or not way.by_other_ops):
             found = way.of_call(asked)

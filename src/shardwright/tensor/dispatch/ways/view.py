@@ -11,7 +11,8 @@ def of_a_cut_dim(asked: Asked) -> ViewCall | None:
     """Some indices of a dim that an axis cuts: the rules could only make it whole."""
     if asked.needs_whole_operands or asked.views is None or on_elements(asked.func):
         return None
-    return _taken(asked) if cuts_through(asked.views[0][0], asked.layouts[0]) else None
+    none = not asked.views  # the rows of what has none
+    return _taken(asked) if none or cuts_through(asked.views[0][0], asked.layouts[0]) else None
 
 
 def instead_of_a_move(asked: Asked) -> ViewCall | None:
