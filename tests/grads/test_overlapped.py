@@ -359,6 +359,38 @@ def test_contradictions_are_refused_on_every_rank(ranks):
     ranks(2, _contradiction)
 
 
+def _left():
+    """An exception that leaves the block, on all ranks, before its backward and after it."""
+    rows = torch.ones(3, WIDTH)
+    model = parallelize_replicate(nn.Linear(WIDTH, 2), rank_mesh((2,), ("a",)))
+    synchronizer = GradientSynchronizer(model)
+
+    def block(*, backward):
+        with synchronizer.overlapped():
+            if backward:
+                model(rows).sum().backward()
+            raise ValueError("a bad batch")
+
+    model(rows).sum().backward()
+    with pytest.raises(ValueError, match="a bad batch"):
+        block(backward=False)
+    synchronizer.synchronize()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), 2 * rows.sum(0).expand(2, -1))
+    with pytest.raises(ValueError, match="a bad batch"):
+        block(backward=True)
+    for call in (synchronizer.synchronize, lambda: synchronizer.overlapped().__enter__()):
+        with pytest.raises(ParallelError, match="while gradients travelled: they are lost"):
+            call()
+    model.zero_grad()
+    model(rows).sum().backward()
+    GradientSynchronizer(model).synchronize()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), 2 * rows.sum(0).expand(2, -1))
+
+
+def test_gradients_that_an_exception_loses_are_not_missed_in_silence(ranks):
+    ranks(2, _left)
+
+
 def _nested():
     model = parallelize_replicate(_Net().double(), rank_mesh((2,), ("a",)))
     synchronizer = GradientSynchronizer(model)

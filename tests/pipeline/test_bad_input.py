@@ -5,7 +5,15 @@ import torch
 from torch import nn
 
 from shardwright.errors import ParallelError
-from shardwright.parallel import Pipeline, parallelize_fsdp, parallelize_pipeline, parallelize_tensor
+from shardwright.parallel import (
+    Pipeline,
+    parallelize_context,
+    parallelize_fsdp,
+    parallelize_hsdp,
+    parallelize_pipeline,
+    parallelize_replicate,
+    parallelize_tensor,
+)
 from shardwright.testing import rank_mesh
 from tests.pipeline.models import HIDDEN, Block, Decoder, hugging_face, loss_sum
 
@@ -161,6 +169,41 @@ def test_what_no_border_carries_is_said_on_every_rank(ranks, what, said):
     assert said in texts[0]
 
 
+STRATEGIES = {
+    "replicate": parallelize_replicate,
+    "fsdp": lambda m, mesh: (
+        parallelize_fsdp(m, mesh) if mesh.ndim == 1 else parallelize_hsdp(m, mesh, shard_dim="dp")
+    ),
+    "context": parallelize_context,
+    "tensor": lambda m, mesh: parallelize_tensor(m, mesh, {"linear": "colwise"}),
+}
+
+
+def _over_the_stages(name):
+    """A strategy on ranks that hold other layers, of the model and of one layer, after the cut and before."""
+    mesh, place = rank_mesh((2, 1), ("pp", "dp")), STRATEGIES[name]
+    texts = []
+    for given in (mesh["pp"], mesh) if name in {"replicate", "fsdp"} else (mesh["pp"],):
+        model = Decoder()
+        parallelize_pipeline(model, mesh["pp"], ["layers.2"])
+        before = [p.detach().clone() for p in model.parameters()]
+        layer = model.layers[0 if mesh.get_local_rank("pp") == 0 else 2]
+        texts += [_text(place, part, given) for part in ((model, layer) if name != "tensor" else (layer,))]
+        assert all(map(torch.equal, before, model.parameters()))
+    if name in {"replicate", "context"}:
+        model = place(Decoder(), mesh["pp"])
+        text = _text(parallelize_pipeline, model, mesh["pp"], ["layers.2"])
+        assert "is placed on ('pp',), whose ranks would hold other stages over 'pp'" in text
+    return texts
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_over_the_stages_is_refused(ranks, name):
+    for texts in ranks(2, _over_the_stages, name):
+        for text in texts:
+            assert "hold other stages of the pipeline over 'pp'" in text
+
+
 def _moved():
     mesh = rank_mesh((2,), ("pp",))
     torch.manual_seed(0)
@@ -203,11 +246,11 @@ def test_a_count_that_is_no_number_is_told_to_all_ranks(ranks):
 
 
 def _taken_apart(way):
-    mesh = rank_mesh((2,), ("pp",))
+    mesh = rank_mesh((2, 1), ("pp", "dp"))
     model = Decoder()
-    parallelize_pipeline(model, mesh, ["layers.1", "layers.2", "layers.3"])
+    parallelize_pipeline(model, mesh["pp"], ["layers.1", "layers.2", "layers.3"])
     if way == "fsdp":
-        parallelize_fsdp(model, rank_mesh((2,), ("dp",)))
+        parallelize_fsdp(model, mesh["dp"])
     else:
         next(model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
     return _text(Pipeline, model, loss_sum, micro_batches=4, schedule="interleaved_zero_bubble")

@@ -88,6 +88,11 @@ class OverlappedSum:
         self._next = 0
         self._ends = False
 
+    @property
+    def took_any(self) -> bool:
+        """Is there a gradient that is in a message alone?"""
+        return bool(self._had)
+
     def listen(self) -> Callable[[], None]:
         """Take each gradient as it becomes complete. Returns: what ends that."""
         leaves = [entry.parameter for bucket in self._plan.buckets for entry in bucket.members]

@@ -49,6 +49,7 @@ class GradientSynchronizer:
         self._static = static
         self._covered: list[object] = []  # parameters and specs that `refuse_uncovered` let pass
         self._plan: Plan | None = None  # for these parameters
+        self._lost = False  # an exception left a block
         self._known = self._distributed()
 
     def synchronize(self) -> None:
@@ -71,7 +72,8 @@ class GradientSynchronizer:
         block ends they are None. Backwards before the block only add up, and send nothing. A rank may leave
         its backward out, or have another graph: what it lacks counts as zeros.
 
-        Raises: as `synchronize`, at the end of the block; ParallelError: a second backward in the block.
+        Raises: as `synchronize`, at the end of the block; ParallelError: a second backward in the block. What
+            travels when an exception leaves the block is lost, and later calls raise: make another one.
         Cost: 2(n-1)/n of the bytes of these gradients and two numbers for each, sent while the backward
             computes. For those that are complete on each rank (sharded units, spread experts) 128 numbers in
             the last of these messages, if it goes to the same ranks; for all others that of `synchronize`.
@@ -83,6 +85,9 @@ class GradientSynchronizer:
         stop = sums.listen()
         try:
             yield
+        except BaseException:
+            self._lost = sums.took_any
+            raise
         finally:
             stop()
         for left, alike in sums.finish():
@@ -94,6 +99,11 @@ class GradientSynchronizer:
         gathered: what stands for those that `fully_shard` shows whole from a forward to its backward: plain
             ones, or DTensors on the other axes.
         """
+        if self._lost:
+            raise ParallelError(
+                "an exception left a block of `overlapped()` while gradients travelled: they are lost\n"
+                "  fix: zero_grad(), and make another GradientSynchronizer"
+            )
         wanted = trainable(named_parameters(self._source))
         for name, parameter in (gathered or {}).items():
             if name in wanted and _is_sharded(parameter) and not _is_sharded(wanted[name]):

@@ -11,13 +11,23 @@ from shardwright.tensor.modules.more_axes import shared_ranks
 
 
 def named_axes(mesh: DeviceMesh, verb: str, module: object = None) -> tuple[str, ...]:
-    """The axis names of a mesh that a strategy works on. Raises: ParallelError: it has none; no module."""
+    """The axis names of a mesh that a strategy works on.
+
+    Raises: ParallelError: it has none; no module; the mesh has ranks that hold other stages of the module.
+    """
     if module is not None and not isinstance(module, nn.Module):
         raise ParallelError(f"{verb} places a module, got {type(module).__name__}")
     if getattr(mesh, "mesh_dim_names", None) is None:
         given: object = mesh
         got = "" if isinstance(given, DeviceMesh) else f", got {type(given).__name__}"
         raise ParallelError(f"{verb} needs a mesh with axis names{got}; make it with mesh_dim_names=(...)")
+    for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+        stages = getattr(parameter, "shared_by_stages", None)
+        if stages is not None and shared_ranks(mesh, stages.mesh):
+            raise ParallelError(
+                f"{verb}: ranks of {axis_names(mesh)} hold other stages of the pipeline over "
+                f"{axis_names(stages.mesh)[0]!r}, thus other layers\n  fix: slice the mesh: mesh['dp']"
+            )
     return axis_names(mesh)
 
 

@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.pipeline.mark import ATTRIBUTE
 from shardwright.parallel.pipeline.places import VERB, Stages, read_places
 from shardwright.parallel.pipeline.schedules import rank_of_stage
-from shardwright.parallel.pipeline.split import find_split, refuse_sharded, take_apart
+from shardwright.parallel.pipeline.split import refuse_placed, take_apart
 
 
 def parallelize_pipeline(
@@ -39,12 +40,12 @@ def parallelize_pipeline(
     Cost: none. The module is whole on every rank before; make a large one on the meta device.
     Source: GPipe, arXiv 1811.06965; 1F1B: PipeDream, arXiv 2006.09503; interleaved: arXiv 2104.04473.
     """
+    if hasattr(module, ATTRIBUTE):
+        raise ParallelError(f"{VERB}: {type(module).__name__} is cut into stages already; cut it once")
     axes = named_axes(mesh, VERB, module)
     if len(axes) != 1:
         raise ParallelError(f"{VERB} takes one axis, got {axes}; slice the mesh: mesh['pp']")
-    if find_split(module) is not None:
-        raise ParallelError(f"{VERB}: {type(module).__name__} is cut into stages already; cut it once")
-    refuse_sharded(module)
+    refuse_placed(module, mesh)
     places = read_places(module, cuts, stages or {})
     take_apart(module, mesh, places, rank_of_stage(places.stages, mesh.size()))
     return module

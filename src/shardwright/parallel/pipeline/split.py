@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import intercept_calls
+from shardwright.compat import axis_names, intercept_calls
 from shardwright.errors import ParallelError
 from shardwright.grads.stages import SharedByStages, note_cut
 from shardwright.parallel.pipeline.border import Leaf
@@ -22,6 +23,7 @@ from shardwright.parallel.pipeline.forward.outside import Outside
 from shardwright.parallel.pipeline.mark import ATTRIBUTE
 from shardwright.parallel.pipeline.places import VERB, Place, Places
 from shardwright.parallel.pipeline.serving import Units
+from shardwright.tensor.modules.more_axes import shared_ranks
 from shardwright.tensor.modules.replaced import taken_away
 from shardwright.tensor.modules.slots import slots_of
 
@@ -89,10 +91,16 @@ def find_split(module: nn.Module) -> Split | None:
     return split
 
 
-def refuse_sharded(module: nn.Module) -> None:
-    """Raise ParallelError for what `fully_shard` manages: a unit does not lose parameters."""
+def refuse_placed(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise ParallelError for what `fully_shard` manages, or what lies on ranks that get other stages."""
     for slot in slots_of(module):
-        if getattr(slot.get(), "_fully_sharded", ""):
+        parameter = slot.get()
+        if isinstance(parameter, TorchDTensor) and shared_ranks(parameter.device_mesh, mesh):
+            raise ParallelError(
+                f"{VERB}: {slot.path} is placed on {axis_names(parameter.device_mesh)}, whose ranks would "
+                f"hold other stages over {axis_names(mesh)[0]!r}; place it on other axes, such as mesh['dp']"
+            )
+        if getattr(parameter, "_fully_sharded", ""):
             raise ParallelError(
                 f"{VERB}: {slot.path} is sharded already; cut the model into stages before parallelize_fsdp "
                 "and parallelize_hsdp"
