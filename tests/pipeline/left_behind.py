@@ -1,5 +1,6 @@
 """Models whose forwards leave something behind that later code reads, from some step on."""
 
+import itertools
 import random
 from collections import OrderedDict
 
@@ -447,6 +448,39 @@ class CountsItsCalls(Base):
 
     def __init__(self):
         super().__init__(self.Counts)
+
+
+def _ramp():
+    yield from itertools.count(1)
+
+
+class Advances(Base):
+    """What layers multiply by stands in a place of its own, and goes on by one at each call."""
+
+    class Counts(Part):
+        def __init__(self):
+            super().__init__()
+            self.raw = bytearray(b"\0")
+
+        def forward(self, x):
+            return super().forward(x) * self.next()
+
+        def next(self):
+            if self.kind == "bytearray":
+                self.raw[0] += 1
+                return self.raw[0]
+            self.linear.weight.calls = getattr(self.linear.weight, "calls", 0) + 1
+            return self.linear.weight.calls if self.kind == "parameter" else next(self.numbers)
+
+    def __init__(self, kind):
+        super().__init__(self.Counts)
+        for layer in self.layers:
+            layer.kind = kind
+            if kind in ITERATORS:
+                layer.numbers = ITERATORS[kind]()
+
+
+ITERATORS = {"count": lambda: itertools.count(1), "generator": _ramp, "list": lambda: iter([1] * 9)}
 
 
 class HooksOnce(Base):

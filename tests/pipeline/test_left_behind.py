@@ -93,6 +93,21 @@ def test_what_a_stage_cannot_know_is_refused(ranks, name, given, cuts, said):
         assert said in text
 
 
+def _iterator(kind):
+    torch.manual_seed(0)  # a generator cannot be copied: there is no other model beside this one
+    model = left_behind.Advances(kind)
+    parallelize_pipeline(model, rank_mesh((2,), ("pp",)), HALF)
+    text = _refused(Pipeline(model, total, micro_batches=2))
+    return text, [next(layer.numbers) for layer in model.layers if hasattr(layer, "numbers")]
+
+
+@pytest.mark.parametrize("kind", left_behind.ITERATORS)
+def test_an_iterator_is_refused_before_it_is_advanced(ranks, kind):
+    for text, following in ranks(2, _iterator, kind):
+        assert "layers.0.numbers leads to an iterator" in text
+        assert set(following) == {1}
+
+
 def _right(name, given, cuts, *, late):
     model, alone, pipeline = _cut(name, *given, cuts=cuts)
     for step in range(4):
@@ -111,6 +126,8 @@ def _right(name, given, cuts, *, late):
         ("MakesWhatItReads", []),
         ("SameMemory", []),
         ("HooksOnce", []),
+        ("Advances", ["bytearray"]),
+        ("Advances", ["parameter"]),
         ("Transposes", []),
         *(("LayerNoise", [kind]) for kind in GENERATORS),
     ],

@@ -94,3 +94,22 @@ def test_what_one_data_rank_cannot_begin_is_told_to_all(ranks, knows_data):
     texts = ranks(4, _one_cannot_begin, knows_data, timeout=30)
     assert all("do not divide a batch of 3 rows" in text for text in texts[::2])
     assert texts[1::2] == ["pipeline: a step failed on ranks of other data, which say why"] * 2
+
+
+def _new_dtype(dtype):
+    """The inputs are numbers of tokens: nothing but the parameters tells of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    alone = copy.deepcopy(model).to(dtype)
+    parallelize_pipeline(model, rank_mesh((2,), ("pp",)), ["2"])
+    pipeline = Pipeline(model, _summed, micro_batches=2)
+    tokens = torch.arange(8).view(4, 2)
+    pipeline.step(tokens)
+    model.to(dtype)
+    found, wanted = pipeline.step(tokens), sum(_summed(alone(rows)) for rows in tokens.chunk(2))
+    torch.testing.assert_close(found.to(dtype), wanted.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_dtype_is_learned_anew(ranks, dtype):
+    ranks(2, _new_dtype, dtype, timeout=30)

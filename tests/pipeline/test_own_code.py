@@ -50,6 +50,8 @@ def _beside(name, cuts, steps=3, **given):
     ("name", "cuts"),
     [
         ("ReturnsAFloat", HALF),
+        ("WritesIntoResults", HALF),
+        ("WritesIntoResults", QUARTERS),
         ("AsksTheClass", HALF),
         ("ReplacesABuffer", HALF),
         ("CountsParameters", HALF),

@@ -203,7 +203,8 @@ class Pipeline:
                 )
         except BaseException as failed:  # noqa: BLE001  the other ranks are told
             error = failed
-        key = (*said, *(module.training for module in self.module.modules()))
+        dtypes = (x.dtype for x in (*self.module.parameters(), *self.module.buffers()))
+        key = (*said, *(module.training for module in self.module.modules()), *dtypes)
         known, seed = self._agreement.begin(said, known=key in self._ready, error=error)
         if not known:
             self._ready[key] = self._made(batches)

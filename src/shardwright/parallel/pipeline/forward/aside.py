@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.rng_state import read_rng, write_rng
+from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.forward.hollow import is_hollow
-from shardwright.parallel.pipeline.forward.memory import NOT_OF_THE_MODEL, Memory, same_elements
+from shardwright.parallel.pipeline.forward.memory import NOT_OF_THE_MODEL, Memory, looked_at, same_elements
 from shardwright.parallel.pipeline.forward.outside import Look, Outside
 
 # Beside them torch keeps which want keyword arguments: by numbers that are never given again.
@@ -31,7 +32,7 @@ class Aside:
     """The buffers, attributes, generators and gradients of a model, and globals that its code names, as now.
 
     Of gradients there are none until then. `memory` and `changed_buffers` say what a forward has left;
-    `put_back` undoes it. Parameters are no part of it, nor what torch and the strategies keep in a module.
+    `put_back` undoes it. Values of parameters are no part of it, nor what torch and the strategies keep.
     """
 
     def __init__(self, model: nn.Module, outside: Outside) -> None:
@@ -41,9 +42,14 @@ class Aside:
         self.memory = Memory(self._modules, values=True)
         named = (item for module in self._modules.values() for item in vars(module).items())
         self._hooks = [(now, dict(now)) for name, now in named if name in _HOOKS]
+        for path, name in self.memory.iterators():
+            raise ParallelError(
+                f"{path}.{name} leads to an iterator, which learning the borders would advance, and nobody "
+                "can put back\n  fix: hold what it goes over, and the number of the next"
+            )
         self._generators = read_rng()
-        self._gradients = [(p, p.grad) for p in model.parameters()]
-        for parameter, _ in self._gradients:
+        self._parameters = [(p, p.grad, looked_at(p)) for p in model.parameters()]
+        for parameter, _, _ in self._parameters:
             parameter.grad = None  # a layer may run a backward of its own
 
     def changed_buffers(self) -> Iterator[tuple[str, str]]:
@@ -59,8 +65,9 @@ class Aside:
         write_rng(self._generators)
         self.memory.put_back()
         self._outside.put_back()
-        for parameter, gradient in self._gradients:
+        for parameter, gradient, attributes in self._parameters:
             parameter.grad = gradient
+            attributes.write_to(parameter)
         for now, before in self._hooks:
             for key in {**before, **now}:
                 if key not in before and _is_the_models(now[key]):

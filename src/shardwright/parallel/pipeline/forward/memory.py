@@ -83,6 +83,8 @@ class Memory:
             return None
         if isinstance(it, Tensor):
             return None if is_hollow(it) or it.is_meta or it.is_inference() else self._tensors
+        if isinstance(it, types.GeneratorType) or _is_of_python(type(it)):
+            return _ITERATOR
         for kind, classes in _KINDS:
             if isinstance(it, classes):
                 return kind
@@ -103,12 +105,17 @@ class Memory:
 
     def changed_generators(self) -> Iterator[tuple[str, str]]:
         """(module, name) of attributes that lead to a generator which has drawn."""
-        drew = {
-            key for key, seen in self._seen.items() if seen.kind in _GENERATORS and not _is_as_it_was(seen)
-        }
-        for path, before in self._was.items() if drew else ():
+        return self._leading_to(lambda seen: seen.kind in _GENERATORS and not _is_as_it_was(seen))
+
+    def iterators(self) -> Iterator[tuple[str, str]]:
+        """(module, name) of attributes that lead to an iterator, which nobody can put back."""
+        return self._leading_to(lambda seen: seen.kind is _ITERATOR)
+
+    def _leading_to(self, what: Callable[[_Seen], bool]) -> Iterator[tuple[str, str]]:
+        keys = {key for key, seen in self._seen.items() if what(seen)}
+        for path, before in self._was.items() if keys else ():
             for name, value in before.items():
-                if drew & self._reached(value):
+                if keys & self._reached(value):
                     yield path, name
 
     def changed_numbers(self) -> Iterator[tuple[str, str]]:
@@ -157,6 +164,14 @@ class Memory:
             for name in set(self._named(module)) - set(before):
                 del module.__dict__[name]
             module.__dict__.update(before)
+
+
+def _is_of_python(cls: type) -> bool:
+    """An iterator of `itertools`, or over a container; a file is one too, and has its place."""
+    home, name = cls.__module__, cls.__name__
+    return hasattr(cls, "__next__") and (
+        home == "itertools" or (home == "builtins" and name.endswith("iterator"))
+    )
 
 
 def _is_as_it_was(seen: _Seen) -> bool:
@@ -246,6 +261,11 @@ def _set_on(x: Tensor) -> dict[str, Any]:
     return {k: v for k, v in vars(x).items() if not k.startswith("_") and k != "in_hands"}
 
 
+def looked_at(x: Tensor) -> _InTensor:
+    """Its version, and what was set on it."""
+    return _InTensor(x._version, None, _set_on(x))
+
+
 def same_elements(now: Any, before: Any) -> bool:
     """Have two tensors the same elements? Of anything else: is it the same object?"""
     if not isinstance(now, Tensor) or not isinstance(before, Tensor):
@@ -273,10 +293,12 @@ _TENSOR = _Kind(
     lambda x, before: before.is_in(x),
     lambda x, before: before.write_to(x),
 )
-_TENSOR_SEEN = _Kind(lambda x: _InTensor(x._version, None, _set_on(x)), _TENSOR.same, _TENSOR.write)
+_TENSOR_SEEN = _Kind(looked_at, _TENSOR.same, _TENSOR.write)
 _LIST = _Kind(_stored, lambda it, was: _same_list(_stored(it), was), _refill, lambda inside: inside)
 _SET = _Kind(set, lambda now, before: bool(now == before), _refill)
 _DICT = _Kind(_stored, lambda it, was: _same_dict(_stored(it), was), _refill, lambda inside: inside.values())
+_BYTES = _Kind(bytes, lambda now, was: bytes(now) == was, lambda it, was: it.__setitem__(slice(None), was))
+_ITERATOR = _Kind(lambda _: None, lambda *_: True, lambda *_: None)
 _TUPLE = _Kind(tuple, lambda *_: True, lambda *_: None, lambda inside: inside)
 _ARRAY = _Kind(lambda it: it.copy(), lambda now, before: now.tobytes() == before.tobytes(), _write_array)
 _OBJECT = _Kind(
@@ -295,6 +317,7 @@ _GENERATORS = (_TORCH, _PYTHON, _NUMPY, _OLD_NUMPY)
 _KINDS: tuple[tuple[_Kind, Any], ...] = (
     (_LIST, (list, deque)),
     (_SET, set),
+    (_BYTES, bytearray),
     (_DICT, dict),
     (_TUPLE, tuple),
     (_ARRAY, np.ndarray),

@@ -257,7 +257,7 @@ class Run:
                 self.kept[name] = value.clone() if name in self.copied else value
                 self.versions[name] = value._version
         if self.wanted is None:
-            self.trees[call] = out
+            self.trees[call] = tree_map(lambda leaf: leaf, out)  # as returned: own code may write into it
 
     def _late(self, part: Held) -> str:
         held, key = part.stages[-1], part.key
