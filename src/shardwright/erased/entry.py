@@ -91,10 +91,7 @@ class Entry:
             return False
         if any(gradient_of(leaves[place]) != kind for place, kind in self.given_gradients):
             return False
-        return self.guard() and self._overlap(leaves) == self.given_held
-
-    def _overlap(self, leaves: list[Any]) -> tuple[Any, ...]:
-        return overlap(leaves, self.held_storages)
+        return self.guard() and overlap(leaves, self.held_storages) == self.given_held
 
     def replay(self, leaves: list[Any]) -> Any:
         """The call on plain tensors; torch's functions are not asked about subclasses here."""

@@ -70,7 +70,9 @@ def put_region(out: Tensor, region: Region, part: Tensor) -> None:
 
 
 def _put_runs(out: Tensor, runs: tuple[Runs, ...], part: Tensor, dim: int) -> None:
-    while dim < len(runs) and part.shape[dim] == out.shape[dim] and _is_prefix(runs[dim]):
+    while dim < len(runs) and part.shape[dim] == out.shape[dim]:
+        if len(runs[dim]) != 1 or runs[dim][0].offset or runs[dim][0].repeat != 1:  # no prefix
+            break
         dim += 1
     if dim == len(runs):
         out.copy_(part)
@@ -79,10 +81,6 @@ def _put_runs(out: Tensor, runs: tuple[Runs, ...], part: Tensor, dim: int) -> No
     for offset, size in intervals(runs[dim]):
         _put_runs(out.narrow(dim, offset, size), runs, part.narrow(dim, start, size), dim + 1)
         start += size
-
-
-def _is_prefix(runs: Runs) -> bool:
-    return len(runs) == 1 and runs[0].offset == 0 and runs[0].repeat == 1
 
 
 @remembered(4096)

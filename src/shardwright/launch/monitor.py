@@ -174,11 +174,10 @@ class Monitor:
         if paused:
             self._progress.forgive(now)
         busy = [one for one in self.handles if not one.ended and one.returned is None]
-        dead = [one for one in busy if self._progress.silent_for("tick", one.rank, now) > self._allowed(one)]
+        early = max(self.timeout, START_SECONDS)
+        allowed = {one.rank: self.timeout if self.board.ticks(one.rank) else early for one in busy}
+        dead = [one for one in busy if self._progress.silent_for("tick", one.rank, now) > allowed[one.rank]]
         return dead or self._without_progress(busy, now)
-
-    def _allowed(self, one: RankHandle) -> float:
-        return self.timeout if self.board.ticks(one.rank) else max(self.timeout, START_SECONDS)
 
     def _without_progress(self, busy: list[RankHandle], now: float) -> list[RankHandle]:
         if not busy or not all(self.board.beats(one.rank) for one in self.handles):

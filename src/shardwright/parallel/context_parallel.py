@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
-from shardwright.parallel.meshes import is_other_view, named_axes
+from shardwright.parallel.meshes import is_other_view, named_axes, refuse_twice
 from shardwright.parallel.sequence_scope import SequenceScope, find_scope
 from shardwright.parallel.swap import replace_parameters
 from shardwright.placement.base import Partition, Replicate
@@ -158,11 +158,7 @@ def _placed(path: str, parameter: nn.Parameter, mesh: DeviceMesh, source: int | 
         before = as_ours(parameter)
         if is_other_view(before.device_mesh, mesh) or _is_complete(before, mesh):
             return None
-        if axis_names(mesh)[0] in axis_names(before.device_mesh):
-            raise ParallelError(
-                f"{path}: axis {axis_names(mesh)[0]!r} places this parameter already "
-                f"({before._spec.layout}); apply a strategy once per parameter and axis"
-            )
+        refuse_twice(path, before, axis_names(mesh))
         value = _computing(on_more_axes(before, mesh, whole, KEPT, source))
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
     carry_over(parameter, new)

@@ -21,7 +21,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of
 from shardwright.layout.strided import same_regions
 from shardwright.parallel.direct_calls import serve_direct_calls
-from shardwright.parallel.meshes import is_other_view, named_axes
+from shardwright.parallel.meshes import is_other_view, named_axes, refuse_twice
 from shardwright.parallel.place import local_plain, place_parameters
 from shardwright.parallel.sharded_traffic import record_sharded_traffic
 from shardwright.parallel.swap import put_all
@@ -213,17 +213,12 @@ def _refuse_twice(slots: list[Slot], axes: tuple[str, ...], ignored: set[nn.Para
         parameter = slot.get()
         if parameter in ignored or not isinstance(parameter, TorchDTensor):
             continue
-        twice = [axis for axis in axes if axis in axis_names(parameter.device_mesh)]
         if unit := _unit(parameter):
             raise ParallelError(
                 f"{slot.path}: it belongs to a sharded unit on axis {unit!r} already; a parameter belongs to "
                 "one unit: shard it over one axis, and replicate it over others with parallelize_hsdp"
             )
-        if twice:
-            raise ParallelError(
-                f"{slot.path}: axis {twice[0]!r} places this parameter already "
-                f"({as_ours(parameter)._spec.layout}); apply a strategy once per parameter and axis"
-            )
+        refuse_twice(slot.path, as_ours(parameter), axes)
 
 
 def _refuse_shared_with_another_unit(module: nn.Module) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.modules.more_axes import shared_ranks
 
 
@@ -29,6 +32,16 @@ def named_axes(mesh: DeviceMesh, verb: str, module: object = None) -> tuple[str,
                 f"{axis_names(stages.mesh)[0]!r}, thus other layers\n  fix: slice the mesh: mesh['dp']"
             )
     return axis_names(mesh)
+
+
+def refuse_twice(path: str, placed: DTensor, axes: Sequence[str]) -> None:
+    """Raise ParallelError where one of the axes places this parameter already."""
+    twice = [axis for axis in axes if axis in placed._spec.layout.axes]
+    if twice:
+        raise ParallelError(
+            f"{path}: axis {twice[0]!r} places this parameter already ({placed._spec.layout}); "
+            "apply a strategy once per parameter and axis"
+        )
 
 
 def is_other_view(placed: DeviceMesh, mesh: DeviceMesh) -> bool:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
-from shardwright.parallel.meshes import is_other_view
+from shardwright.parallel.meshes import is_other_view, refuse_twice
 from shardwright.parallel.swap import replace_parameters
 from shardwright.placement.base import Placement
 from shardwright.tensor.distribute import distribute_tensor
@@ -70,7 +70,7 @@ def placed_parameter(
         before = as_ours(parameter)
         if is_other_view(before.device_mesh, mesh) or _nothing_to_do(before, mesh):
             return None
-        _refuse_twice(path, before, mesh)
+        refuse_twice(path, before, axis_names(mesh))
         _refuse_sharded(path, parameter, mesh)
         value = on_more_axes(before, mesh, placements, use, source)
     else:
@@ -85,15 +85,6 @@ def _nothing_to_do(before: DTensor, mesh: DeviceMesh) -> bool:
     """On a mesh of one rank a parameter that computes locally already is complete."""
     same = set(axis_names(before.device_mesh)) & set(axis_names(mesh))
     return mesh.size() == 1 and before._spec.use is not None and not same
-
-
-def _refuse_twice(path: str, before: DTensor, mesh: DeviceMesh) -> None:
-    twice = [axis for axis in axis_names(mesh) if axis in before._spec.layout.axes]
-    if twice:
-        raise ParallelError(
-            f"{path}: axis {twice[0]!r} places this parameter already ({before._spec.layout}); "
-            "apply a strategy once per parameter and axis"
-        )
 
 
 def _refuse_sharded(path: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:

@@ -20,18 +20,7 @@ from shardwright.plan.holders import Map
 from shardwright.plan.lines import Ints
 from shardwright.plan.rank_map import RankMap
 from shardwright.plan.step import NONE, Holds, Step, most_held
-from shardwright.plan.work import (
-    Apply,
-    Filling,
-    Held,
-    InPieces,
-    Move,
-    Reduction,
-    Seat,
-    Terms,
-    TermsOf,
-    stacked,
-)
+from shardwright.plan.work import Apply, Filling, InPieces, Move, Reduction, Seat, Terms, TermsOf, stacked
 
 # Dtypes that the backends reduce themselves; the others are carried by one of 4 bytes.
 _REDUCED = HALF | {torch.int8, torch.uint8}
@@ -92,10 +81,7 @@ class Combine(Step):
 
     def work(self, seat: Seat) -> Apply:  # noqa: ARG002 - the same everywhere
         """The same on every rank."""
-        return Apply(self._combined)
-
-    def _combined(self, held: Held) -> Tensor:
-        return (held if isinstance(held, Terms) else stacked(held)).combined(self.pendings)
+        return Apply(lambda x: (x if isinstance(x, Terms) else stacked(x)).combined(self.pendings))
 
     def holds(self, term: Ints, dtype: torch.dtype) -> Holds:
         """All results of one Pending before the next one is combined, and totals under way."""

@@ -50,9 +50,8 @@ class LayoutTable:
         table.add_column("bytes", f"{self.total_bytes:,}", justify="right")
         for row in self.rows:
             sizes = f"{row.local_bytes:,}", f"{row.total_bytes:,}"
-            table.add_row(
-                row.name, _shape(row.shape), _plain(row.layout), row.mesh, _shape(row.local), *sizes
-            )
+            layout = row.layout.replace("[", "\\[")  # rich reads `[...]` as markup
+            table.add_row(row.name, _shape(row.shape), layout, row.mesh, _shape(row.local), *sizes)
         return table
 
     @property
@@ -86,8 +85,3 @@ def _row(name: str, value: Any, rank: int | None) -> Row:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
-
-
-def _plain(text: str) -> str:
-    """Rich reads `[...]` as markup."""
-    return text.replace("[", "\\[")

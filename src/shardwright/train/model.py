@@ -69,12 +69,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]."""
-        q, k, v = (self._heads(linear(x)) for linear in (self.wq, self.wk, self.wv))
+        heads = (linear(x).unflatten(-1, (-1, self.head_size)) for linear in (self.wq, self.wk, self.wv))
+        q, k, v = (each.transpose(1, 2) for each in heads)  # [b, n, s, d]
         return self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """[b, s, (n d)] -> [b, n, s, d]."""
-        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
 class AttentionCore(nn.Module):

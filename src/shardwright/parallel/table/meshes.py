@@ -76,9 +76,6 @@ class Axes:
             return submesh(self._dense, (*self.replicas, self.shard))
         return submesh(self._dense, self.shard)
 
-    def _cp(self) -> int:
-        return self.degrees.context_parallel_shard * self.degrees.context_parallel_replicate
-
     def problems(self, strategies: frozenset[str]) -> list[str]:
         """Rows for which the context has no ranks, and ranks for which there is no row."""
         if self.context.world_size == 1:
@@ -95,7 +92,8 @@ class Axes:
                 f"gradients over {' and '.join(self.replicas)}\n    fix: 'hsdp', which cuts over the one and "
                 "replicates over the others"
             )
-        if self.context.dropout == "logical" and self.shard == "dp_cp_shard" and self._cp() > 1:
+        cut = self.degrees.context_parallel_shard * self.degrees.context_parallel_replicate > 1
+        if self.context.dropout == "logical" and self.shard == "dp_cp_shard" and cut:
             found.append(
                 "context.seed(..., dropout='logical') and context ranks, but no row says 'context': where "
                 "the tokens of a rank are in a sequence that you cut by hand is unknown\n"

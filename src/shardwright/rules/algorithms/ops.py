@@ -17,16 +17,14 @@ _LIBRARY.define("positions(Tensor x, int dim) -> Tensor")
 _LIBRARY.define("finish(Tensor x, str why) -> Tensor")
 
 
-def _positions(x: Tensor, dim: int) -> Tensor:
-    return torch.arange(x.shape[dim], device=x.device)
-
-
 def _finish(x: Tensor, why: str) -> Tensor:  # noqa: ARG001  for the record of a DTensor
     same: Tensor = torch.ops.aten.alias.default(x)
     return same
 
 
-_LIBRARY.impl("positions", _positions, "CompositeExplicitAutograd")
+_LIBRARY.impl(
+    "positions", lambda x, dim: torch.arange(x.shape[dim], device=x.device), "CompositeExplicitAutograd"
+)
 _LIBRARY.impl("finish", _finish, "CompositeExplicitAutograd")
 FINISH: torch._ops.OpOverload = torch.ops.shardwright.finish.default
 

@@ -118,10 +118,6 @@ def _unsqueeze(call: Call) -> list[View]:
     return [inserted(shape, int(call.arg("dim")) % (len(shape) + 1))]
 
 
-def _expand(call: Call) -> list[View]:
-    return [expanded(_shape(call), _results(call)[0])]
-
-
 def _slice(call: Call) -> list[View]:
     shape, dim, step = _shape(call), _dim(call), int(call.arg("step"))
     start = call.arg("start")
@@ -207,7 +203,7 @@ _VIEWS: dict[str, Describe] = {
     "as_strided": _strided,
     "detach": _identity,
     "diagonal": _diagonal,
-    "expand": _expand,
+    "expand": lambda call: [expanded(_shape(call), _results(call)[0])],
     "permute": _permute,
     "select": _select,
     "slice": _slice,

@@ -33,26 +33,6 @@ def _normal(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype)
     return source.normal(dtype).mul_(given.get("std", 1.0)).add_(given.get("mean", 0.0))
 
 
-def _log_normal(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-    return _normal(source, given, dtype).exp_()
-
-
-def _exponential(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-    return source.inside(dtype).log_().div_(-given["lambd"])
-
-
-def _cauchy(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-    return source.inside(dtype).sub_(0.5).mul_(math.pi).tan_().mul_(given["sigma"]).add_(given["median"])
-
-
-def _geometric(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-    return source.inside(dtype).log_().div_(math.log1p(-given["p"])).ceil_().clamp_(min=1)
-
-
-def _bernoulli(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:  # noqa: ARG001
-    return source.below(given["p"])
-
-
 def _random(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
     low, high = given.get("from", 0), given.get("to")
     return source.integers(low, (_limit(dtype) if high is None else high) - low)
@@ -74,11 +54,15 @@ _FILLING: dict[str, Draw] = {
     "uniform": _uniform,
     "normal": _normal,
     "normal_functional": _normal,
-    "log_normal": _log_normal,
-    "exponential": _exponential,
-    "cauchy": _cauchy,
-    "geometric": _geometric,
-    "bernoulli": _bernoulli,
+    "log_normal": lambda source, given, dtype: _normal(source, given, dtype).exp_(),
+    "exponential": lambda source, given, dtype: source.inside(dtype).log_().div_(-given["lambd"]),
+    "cauchy": lambda source, given, dtype: (
+        source.inside(dtype).sub_(0.5).mul_(math.pi).tan_().mul_(given["sigma"]).add_(given["median"])
+    ),
+    "geometric": lambda source, given, dtype: (
+        source.inside(dtype).log_().div_(math.log1p(-given["p"])).ceil_().clamp_(min=1)
+    ),
+    "bernoulli": lambda source, given, _: source.below(given["p"]),
     "random": _random,
     "rand_like": _uniform,
     "randn_like": _normal,
@@ -230,8 +214,7 @@ def dropout(x: DTensor, layout: Layout, p: float, train: bool | None) -> tuple[D
     """What `x` is multiplied with (0 or 1 / (1 - p)), and the mask of what is kept, in a finished layout."""
     keep = 1.0 - p if train or train is None else 1.0
     device, mesh = x._local_tensor.device, x.device_mesh
-    mask = made(
-        with_dtype(layout, torch.bool), mesh, device, _bernoulli, {"generator": None, "p": keep}, x._spec.use
-    )
+    make, given = _FILLING["bernoulli"], {"generator": None, "p": keep}
+    mask = made(with_dtype(layout, torch.bool), mesh, device, make, given, x._spec.use)
     scale = 0.0 if keep == 0 else 1.0 / keep
     return cast(DTensor, mask.to(x.dtype) * scale), mask

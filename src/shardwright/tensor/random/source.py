@@ -57,7 +57,7 @@ class CounterSource:
     def uniform(self, dtype: torch.dtype) -> Tensor:
         """In [0, 1), as many bits as the dtype has digits."""
         if dtype == torch.float64:
-            return self._values(_uniform_double, 2, dtype)
+            return self._values(lambda w: (_unit_double(*w[:2]), _unit_double(*w[2:])), 2, dtype)
         shift = 32 - _DIGITS.get(dtype, _DIGITS_OF_OTHERS)
         return self._values(lambda words: tuple(_unit(w, shift) for w in words), 4, torch.float32)
 
@@ -68,7 +68,9 @@ class CounterSource:
 
     def normal(self, dtype: torch.dtype) -> Tensor:
         """Standard normal, in pairs by the method of Box and Muller (1958), in double precision."""
-        transform = _normal_wide if dtype == torch.float64 else _normal
+        transform = _normal
+        if dtype == torch.float64:
+            transform = lambda words: _box_muller(*_inside_wide(words))  # noqa: E731
         return self._values(transform, 2 if dtype == torch.float64 else 4, torch.float64)
 
     def integers(self, low: int, count: int) -> Tensor:
@@ -124,10 +126,6 @@ def _unit(word: Tensor, shift: int) -> Tensor:
     return (word >> shift).to(torch.float32).mul_(2.0 ** (shift - 32))
 
 
-def _uniform_double(words: Words) -> tuple[Tensor, ...]:
-    return _unit_double(words[0], words[1]), _unit_double(words[2], words[3])
-
-
 def _unit_double(low: Tensor, high: Tensor) -> Tensor:
     """53 bits of two words."""
     return ((high << 21) | (low >> 11)).to(torch.float64).mul_(2.0**-53)
@@ -149,10 +147,6 @@ def _inside_double(low: Tensor, high: Tensor) -> Tensor:
 def _normal(words: Words) -> tuple[Tensor, ...]:
     u, v, x, y = _inside(words)
     return *_box_muller(u, v), *_box_muller(x, y)
-
-
-def _normal_wide(words: Words) -> tuple[Tensor, ...]:
-    return _box_muller(*_inside_wide(words))
 
 
 def _box_muller(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
