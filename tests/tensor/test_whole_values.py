@@ -180,3 +180,22 @@ def _a_dtype_beside_out():
 
 def test_softmax_takes_a_dtype_beside_out(ranks):
     ranks(2, _a_dtype_beside_out)
+
+
+def _a_function_of_python():
+    for cut in (sw.Shard(0), sw.Replicate(), sw.Partial("sum"), sw.Owner(1)):
+        plain = torch.arange(6.0).view(3, 2)
+        ours = place(plain, (cut,))
+        rows, placements = ours[1], ours.placements
+        for x in (plain, ours):
+            assert x.apply_(lambda element: element * element + 1) is x
+        assert ours.placements == placements
+        torch.testing.assert_close(whole(ours), plain)
+        torch.testing.assert_close(whole(rows), plain[1])
+    with pytest.raises(RuntimeError, match="requires grad"):
+        ours.requires_grad_().apply_(lambda element: element)
+
+
+def test_a_function_of_python_is_applied_to_each_element(ranks):
+    """It had ended the process: torch went to the address of a tensor that has none."""
+    ranks(2, _a_function_of_python)

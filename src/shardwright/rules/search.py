@@ -172,13 +172,11 @@ class Search:
         if not self._found:
             return False
         best = self._found[-1].price
-        least = sum(
-            transfers.joint(self._wanted(operand)) for operand, transfers in enumerate(self._transfers)
-        )
+        least = 0
+        for operand, transfers in enumerate(self._transfers):
+            wanted = [None if chosen is None else chosen.inputs[operand] for chosen in self._chosen]
+            least += transfers.joint(tuple(wanted))
         return (rewritten.bit_count(), least - self._discount) > (best.rewritten, best.total)
-
-    def _wanted(self, operand: int) -> tuple[Placement | None, ...]:
-        return tuple(None if chosen is None else chosen.inputs[operand] for chosen in self._chosen)
 
     def _consider(self, rewritten: int) -> bool:
         chosen = tuple(candidate for candidate in self._chosen if candidate is not None)

@@ -21,6 +21,7 @@ from shardwright.tensor.localized import LocalizedDTensor, compute_view
 from shardwright.tensor.modules.replaced import refuse_replaced
 from shardwright.tensor.optimizer_gradients import bring_gradients, give_back
 from shardwright.tensor.plain import backward, boundary, made_gradients, own_terms, packed_sequences, set_data
+from shardwright.tensor.plain.host_reads import OWN as HOST
 from shardwright.tensor.random import full
 from shardwright.tensor.safe_globals import allow_safe_loading
 from shardwright.tensor.under_way import start_redistribution
@@ -32,6 +33,7 @@ OWN: tuple[dict[Any, boundary.Own], ...] = (
     strided.OWN,
     made_gradients.OWN,
     set_data.OWN,
+    HOST,
     backward.OWN,
     packed_sequences.OWN,
     attention.OWN,

@@ -52,7 +52,8 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _whole(model: nn.Module, choose: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    mine = {name: _full(choose(parameter)).clone() for name, parameter in model.named_parameters()}
+    parts = {name: choose(parameter) for name, parameter in model.named_parameters()}
+    mine = {n: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for n, x in parts.items()}
     merged: dict[str, Tensor] = {}
     for part in of_all_stages(model, mine):
         merged |= part
@@ -71,7 +72,3 @@ def of_all_stages(model: nn.Module, mine: T) -> list[T]:
     with because("weights of all stages"):
         dist.all_gather_object(everybody, mine, group=split.mesh.get_group())
     return everybody
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -166,7 +166,8 @@ class _Loading:
             refuse_unwritable(tensor, name)
         self._make()
         places = {name: local_of(self.made.get(id(one), one)) for name, one in self.tensors.items()}
-        apart = [name for name, local in places.items() if not self._is_new(name, local)]
+        new = {n for n, x in places.items() if x.is_contiguous() and x.device.type == "cpu"}
+        apart = [name for name in places if name not in new or id(self.tensors[name]) not in self.made]
         arena = Arena(sum(room_for(places[name].nbytes) for name in apart))
         for name in apart:
             places[name] = arena.take(tuple(places[name].shape), places[name].dtype)
@@ -177,9 +178,6 @@ class _Loading:
                 for link in self.links[name]:
                     wanted += self._wants(link, box, view)
         self.reader.read(wanted)
-
-    def _is_new(self, name: str, local: torch.Tensor) -> bool:
-        return id(self.tensors[name]) in self.made and local.is_contiguous() and local.device.type == "cpu"
 
     def _make(self) -> None:
         """Memory for what is on the meta device; the model has it when everything is read."""

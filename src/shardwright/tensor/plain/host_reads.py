@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import pack_padded_rows, pad_packed_rows
 from shardwright.rules.call import Args
 from shardwright.tensor.move import announce
-from shardwright.tensor.wrap import as_ours
+from shardwright.tensor.wrap import as_ours, as_replicated
 
 _WHOLE = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 _POINTS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
@@ -59,6 +59,15 @@ def _finished(value: Any) -> Any:
     ours = as_ours(value)
     announce(_READ.name(), ours, ours._spec.layout.replicated(), "the host reads the finished value")
     return ours.full_tensor()
+
+
+def applied(_: Any, args: Args, kwargs: dict[str, Any]) -> Any:
+    """`x.apply_(f)`: a Python function of each element; every rank calls it for all of them."""
+    x, function = args
+    return x.copy_(as_replicated(_finished(x).clone().apply_(function, **kwargs), x.device_mesh))
+
+
+OWN: dict[Any, Any] = {torch.Tensor.apply_: applied}
 
 
 def _of_no_graph(value: Any) -> Any:
