@@ -274,4 +274,4 @@ def _without_manifest(store: Store) -> str:
         return "is the folder of a run: name one of its checkpoints (`latest(folder)` is the newest)"
     if any(one.endswith(".safetensors") and not one.startswith("data-") for one in store.names()):
         return "holds safetensors files of another program: `load_hf` reads those of Hugging Face"
-    return "was never finished (the run ended while it was written): choose a finished checkpoint"
+    return "has no manifest: it is no checkpoint, or was never finished (the run ended while it was written)"
