@@ -76,8 +76,7 @@ def causal_blocks(queries: Held, keys: Held) -> tuple[Block, ...]:
     """
     if not (queries.length and keys.length):
         return ()
-    ascend = all(one.stop <= other.start for one, other in pairwise(spans(queries)))
-    if queries.runs == keys.runs and ascend:
+    if queries.runs == keys.runs and all(a.stop <= b.start for a, b in pairwise(spans(queries))):
         return (Block(slice(0, queries.length), slice(0, keys.length), Sees.EARLIER),)
     if len(queries.pieces) * len(keys.pieces) > _FEW_PAIRS:
         return (Block(slice(0, queries.length), slice(0, keys.length), Sees.SOME),)
