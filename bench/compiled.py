@@ -15,6 +15,7 @@ import shardwright as sw
 from bench.erased import by_hand, on_dtensors
 from bench.turns import calls_for, timed
 from shardwright.testing import RankPool, rank_mesh
+from shardwright.testing.rank_device import here
 
 _TURNS = 41
 _SIZES = ((64, 32, 4), (256, 128, 4))  # width, tokens, rows
@@ -50,7 +51,7 @@ def measure(width: int, tokens: int, rows: int) -> tuple[dict[str, float], Times
     torch.set_num_threads(1)
     world = dist.get_world_size()
     mesh = rank_mesh((world,), ("tp",))
-    x = torch.randn(rows, tokens, width, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(rows, tokens, width, generator=torch.Generator(here()).manual_seed(1))
     given = sw.distribute_tensor(x, mesh, {"tp": sw.Replicate()})
     hand, ours = _compiled(by_hand(width, world)), _compiled(on_dtensors(width, mesh))
     programs: dict[str, Callable[[], Tensor]] = {

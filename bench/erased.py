@@ -20,6 +20,7 @@ from torch.nn import functional
 import shardwright as sw
 from bench.turns import calls_for, timed
 from shardwright.testing import RankPool, rank_mesh
+from shardwright.testing.rank_device import here
 from tests.witness.witness import Witness
 
 _HEADS = 4
@@ -161,7 +162,7 @@ def measure(width: int, tokens: int, rows: int) -> Found:
     torch.set_num_threads(1)
     world = dist.get_world_size()
     mesh = rank_mesh((world,), ("tp",))
-    x = torch.randn(rows, tokens, width, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(rows, tokens, width, generator=torch.Generator(here()).manual_seed(1))
     given = sw.distribute_tensor(x, mesh, {"tp": sw.Replicate()})
     hand, ours = by_hand(width, world), on_dtensors(width, mesh)
     erased, only = sw.erase(step_of(on_dtensors(width, mesh))), on_dtensors(width, mesh)

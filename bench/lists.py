@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright as sw
 from bench.paired import HEADER_OVER_PLAIN, compare
+from shardwright.testing.rank_device import device_of_ranks, here, take_device
 
 _Step = Callable[[], object]
 _Parameters = list[torch.nn.Parameter]
@@ -57,9 +58,10 @@ _STEPS: dict[str, Callable[[_Parameters], _Step]] = {
 
 def run() -> None:
     """Print one line per step and number of parameters."""
+    take_device(0)
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_of_ranks(), (4,), mesh_dim_names=("dp",))
     print(HEADER_OVER_PLAIN)
     for count, calls in ((100, 10), (1500, 1)):
         for name, step in _STEPS.items():
@@ -73,7 +75,7 @@ def run() -> None:
 
 
 def _values(count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator(here()).manual_seed(0)
     made = [torch.randn((8, 8), generator=draw) for _ in range(2 * count)]
     return made[:count], made[count:]
 

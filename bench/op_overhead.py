@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright as sw
 from bench.paired import HEADER_OVER_PLAIN, Comparison, compare
+from shardwright.testing.rank_device import device_of_ranks, take_device
 
 _Op = Callable[..., object]
 _VECTOR = -2  # of one dim, whole; -1: a whole square
@@ -48,6 +49,7 @@ _OPS: dict[str, tuple[_Op, tuple[int, ...]]] = {
 
 def run() -> None:
     """Print one line per op, without gradients and with."""
+    take_device(0)
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     torch.set_num_threads(1)
     print(HEADER_OVER_PLAIN)
@@ -60,11 +62,11 @@ def run() -> None:
 
 
 def _compare(name: str, op: _Op, dims: tuple[int, ...], *, grad: bool = False) -> Comparison:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_of_ranks(), (4,), mesh_dim_names=("tp",))
     full = [torch.randn((8,) if dim == _VECTOR else (8, 8), requires_grad=grad) for dim in dims]
     ours, peers = (
         [
-            library.distribute_tensor(x, mesh, [_placed(library, dim)])
+            library.distribute_tensor(x, mesh, [_placed(library, dim)], src_data_rank=None)
             for x, dim in zip(full, dims, strict=True)
         ]
         for library in (sw, theirs)
@@ -77,7 +79,7 @@ def _compare(name: str, op: _Op, dims: tuple[int, ...], *, grad: bool = False) -
 
 def _unmoved() -> Iterator[Comparison]:
     """A redistribution to the own layout; torch takes no mapping, and is given a list both times."""
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_of_ranks(), (4,), mesh_dim_names=("tp",))
     for grad in (False, True):
         full = torch.randn(8, 8, requires_grad=grad)
         ours, peer = (library.distribute_tensor(full, mesh, [library.Shard(0)]) for library in (sw, theirs))
@@ -91,7 +93,7 @@ def _unmoved() -> Iterator[Comparison]:
 
 def _in_and_out() -> Iterator[Comparison]:
     """From local tensors and back."""
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_of_ranks(), (4,), mesh_dim_names=("tp",))
     for grad in (False, True):
         full, local = (torch.randn(size, 8, requires_grad=grad) for size in (8, 2))
         ours, peer = (library.distribute_tensor(full, mesh, [library.Shard(0)]) for library in (sw, theirs))

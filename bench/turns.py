@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
+from shardwright.testing.rank_device import here
 from tests.witness.witness import Asked, Witness
 
 Step = Callable[[], Tensor]
@@ -67,10 +68,18 @@ def _sent(asked: Asked) -> float:
 def timed(step: Callable[[], object], calls: int = 1) -> float:
     """Seconds of a call, from when all ranks are there."""
     dist.barrier()
+    _finish()
     start = time.perf_counter()
     for _ in range(calls):
         step()
+    _finish()
     return (time.perf_counter() - start) / calls
+
+
+def _finish() -> None:
+    """Wait for what an accelerator still computes."""
+    if here().type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def calls_for(step: Callable[[], object], seconds: float = 0.02) -> int:

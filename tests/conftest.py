@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from shardwright.testing.pool import RankPool
+from shardwright.testing.rank_device import VARIABLE, device_of_ranks
 
 pytest_plugins = ["tests.tiers"]
 
@@ -41,7 +43,13 @@ _COSTLY = {
 _POOL = pytest.StashKey[RankPool]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ranks-on", choices=("cpu", "cuda"), help="the device of the ranks; cuda: one for all")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--ranks-on"):
+        os.environ[VARIABLE] = config.getoption("--ranks-on")
     # What a script starts in the background ignores SIGINT, and so would all that the tests start and stop.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -58,7 +66,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     _collect_garbage_of_tests_only()
     costly = [name for collected, names in _COSTLY.items() if collected in sys.modules for name in names]
-    pool = session.config.stash[_POOL] = RankPool(preload=(*_PRELOAD, *costly))
+    on_gpu = () if device_of_ranks() == "cpu" else ("tests.on_gpu",)
+    pool = session.config.stash[_POOL] = RankPool(preload=(*on_gpu, *_PRELOAD, *costly))
     if any("rank_pool" in getattr(item, "fixturenames", ()) for item in session.items):
         pool.start()
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardwright.testing.rank_device import here
+
 LENGTH = 6  # torch's styles cut it over two or three ranks, evenly
 IGNORED = -100
 _EVEN, _UNEVEN, _NONE = "even", "uneven", "none"
@@ -27,8 +29,9 @@ def rows_of_ranks(kind: str, ranks: int, number: int) -> list[int]:
 def batch(kind: str, ranks: int, number: int, vocab: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets of the whole batch; some targets are ignored, so that counts differ more."""
     rows = sum(rows_of_ranks(kind, ranks, number))
-    generator = torch.Generator().manual_seed(100 + number)
-    tokens = torch.randint(3, vocab, (rows, LENGTH + 1), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(100 + number)
+    tokens = torch.randint(3, vocab, (rows, LENGTH + 1), generator=generator, device="cpu")
+    tokens = tokens.to(here())
     targets = tokens[:, 1:].clone()
     targets[::2, 0] = IGNORED
     return tokens[:, :-1].contiguous(), targets

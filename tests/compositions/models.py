@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwright as sw
+from shardwright.testing.rank_device import here
 from tests.compositions import huggingface, strangers
 from tests.compositions.decoder import VOCAB, Decoder, ExpertStack
 
@@ -183,14 +184,15 @@ def build(name: str, *, tied: bool, frozen: bool, twice: bool, checkpointing: st
     torch.manual_seed(0)
     huggingface.quiet()
     family = MODELS[name]
-    model = family.build(tied=tied).train()
+    with torch.device("cpu"):  # whose generator draws the same for everybody
+        model = family.build(tied=tied).train()
     if twice:
         _share(model, family)
     if frozen:
         _freeze(model)
     if checkpointing:
         _checkpoint(model, checkpointing)
-    return model.to(getattr(torch, dtype))
+    return model.to(here(), getattr(torch, dtype))
 
 
 def blocks_of(model: nn.Module, name: str) -> list[nn.Module]:

@@ -149,7 +149,7 @@ def _difference(got: Tensor | None, wanted: Tensor | None) -> float:
     """max|got - wanted| / max|wanted|; infinite where one of them is missing."""
     if got is None or wanted is None:
         return 0.0 if got is wanted else float("inf")
-    full = plain(got)
+    full = plain(got).to(wanted.device)
     if full.shape != wanted.shape or full.dtype != wanted.dtype:
         return float("inf")
     error, scale = float((full - wanted).abs().max()), float(wanted.abs().max())

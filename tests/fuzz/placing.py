@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
 from shardwright.layout.arrangement import OrderedPlacements
+from shardwright.testing.rank_device import here
 from tests.fuzz.program import Leaf
 from tests.placement.user_placements import PermutedRows
 
@@ -34,7 +35,7 @@ def values_of(leaf: Leaf) -> torch.Tensor:
     normal; positive: 0.5 to 2.5; quarters: multiples of 0.25, with ties; integers: -4 to 4; bytes: 0 to 255;
     index N: below N; permutation; bool; ones; eye.
     """
-    g = torch.Generator().manual_seed(leaf.seed)
+    g = torch.Generator(here()).manual_seed(leaf.seed)
     kind, _, rest = leaf.values.partition(" ")
     shape, dtype = leaf.shape, leaf.torch_dtype
     if kind == "ones":

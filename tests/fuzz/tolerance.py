@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwright.testing.rank_device import here
 from tests.fuzz.program import Program
 from tests.fuzz.run import Env, Outcome, Plain, run
 
@@ -37,7 +38,7 @@ class Noisy(Plain):
     """
 
     def __init__(self, seed: int, times: float = 1.0, *, alike: bool = False) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator(here()).manual_seed(seed)
         self._times = times
         self._alike = alike
         self._flushed = CANCELLED * times if alike and seed % 2 else 0.0

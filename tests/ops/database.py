@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from shardwright.testing.rank_device import here
 from tests import torch_samples
 from tests.ops.excluded import EXCLUDED
 from tests.torch_samples import op_db
@@ -31,10 +32,15 @@ def operators() -> dict[str, Any]:
 
 
 def dtypes_of(info: Any, wanted: tuple[torch.dtype, ...]) -> list[torch.dtype]:
-    """The wanted dtypes that the operator takes on the CPU; its simplest one if it takes none of them."""
-    supported = info.supported_dtypes("cpu")
+    """The wanted dtypes that the operator takes here; its simplest one if it takes none of them."""
+    supported = info.supported_dtypes(_device())
     chosen = [dtype for dtype in wanted if dtype in supported]
     return chosen or sorted(supported, key=lambda dtype: (dtype.itemsize, str(dtype)))[-1:]
+
+
+def _device() -> str:
+    """Where this process makes tensors."""
+    return here().type
 
 
 def seed() -> None:
@@ -64,14 +70,14 @@ def samples_of(info: Any, dtype: torch.dtype, count: int, source: str = SAMPLE) 
 def _offered(info: Any, dtype: torch.dtype, source: str) -> Iterator[Any]:
     grad = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     if source == SAMPLE:
-        yield from info.sample_inputs("cpu", dtype, requires_grad=grad)
+        yield from info.sample_inputs(_device(), dtype, requires_grad=grad)
     elif source == REFERENCE:
-        for sample in info.reference_inputs("cpu", dtype):  # some cannot be made with gradients
+        for sample in info.reference_inputs(_device(), dtype):  # some cannot be made with gradients
             if grad and isinstance(sample.input, torch.Tensor) and sample.input.dtype == dtype:
                 sample.input.requires_grad_()
             yield sample
     elif info.error_inputs_func is not None:
-        yield from (refused.sample_input for refused in info.error_inputs("cpu"))
+        yield from (refused.sample_input for refused in info.error_inputs(_device()))
 
 
 def _in_other_dtypes(sample: Any) -> Iterator[Any]:

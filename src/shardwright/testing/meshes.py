@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.errors import MeshError, refuse_no_number
+from shardwright.testing.rank_device import device_of_ranks
 
 
 def sizes_of(name: str, given: Any) -> tuple[int, ...]:
@@ -34,4 +35,4 @@ def rank_mesh(sizes: tuple[int, ...], axes: tuple[str, ...] | None = None) -> De
     """
     sizes = sizes_of("sizes", sizes)
     names = axes if axes is not None else tuple(f"axis{index}" for index in range(len(sizes)))
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return init_device_mesh(device_of_ranks(), sizes, mesh_dim_names=names)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.testing.gloo_device import share_one_device
+from shardwright.testing.rank_device import take_device
 
 HOST = "127.0.0.1"
 _GROUP_TIMEOUT = timedelta(minutes=10)  # the pool gives up long before: only it can name the rank that hangs
@@ -100,7 +101,7 @@ def _join(seat: RankSeat, connection: Connection) -> None:
     os.environ.update(_torchrun_environment(seat, port))
     share_one_device()
     dist.init_process_group(
-        "gloo", store=store, rank=seat.rank, world_size=seat.world, timeout=_GROUP_TIMEOUT
+        take_device(seat.rank), store=store, rank=seat.rank, world_size=seat.world, timeout=_GROUP_TIMEOUT
     )
 
 

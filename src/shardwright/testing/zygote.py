@@ -22,6 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shardwright.testing.rank_device import device_of_ranks
 from shardwright.testing.rank_process import RankSeat, run_rank
 
 MAX_RANKS = 64
@@ -32,11 +33,13 @@ _PR_SET_PDEATHSIG = 1
 def main(argv: list[str]) -> None:
     """Preload and serve until the owner closes its end of the socket."""
     control = socket.socket(fileno=int(argv[0]))
+    alone = argv[1:] if device_of_ranks() != "cpu" else []  # CUDA, which an import may start, knows no forks
     for name in argv[1:]:
-        _preload(name)
+        if name not in alone:
+            _preload(name)
     _check_single_threaded()
     gc.freeze()  # a collection in a child would otherwise touch, and so copy, every page
-    _serve(control)
+    _serve(control, alone)
 
 
 def _preload(name: str) -> None:
@@ -59,7 +62,8 @@ def _check_single_threaded() -> None:
         )
 
 
-def _serve(control: socket.socket) -> None:
+def _serve(control: socket.socket, alone: list[str]) -> None:
+    """alone: what each rank imports for itself."""
     children: set[int] = set()
     while True:
         message, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, MAX_RANKS)
@@ -68,7 +72,7 @@ def _serve(control: socket.socket) -> None:
             return
         request = json.loads(message)
         if request["verb"] == "fork":
-            pids = _fork(control, fds, Path(request["folder"]))
+            pids = _fork(control, fds, Path(request["folder"]), alone)
             children.update(pids)
             answer: dict[str, Any] = {"pids": pids}
         else:
@@ -78,7 +82,7 @@ def _serve(control: socket.socket) -> None:
         control.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _fork(control: socket.socket, fds: list[int], folder: Path) -> list[int]:
+def _fork(control: socket.socket, fds: list[int], folder: Path, alone: list[str]) -> list[int]:
     pids = []
     for rank, fd in enumerate(fds):
         pid = os.fork()
@@ -87,18 +91,20 @@ def _fork(control: socket.socket, fds: list[int], folder: Path) -> list[int]:
             for other in fds:
                 if other != fd:
                     os.close(other)
-            _live(RankSeat(rank, len(fds), fd, folder))
+            _live(RankSeat(rank, len(fds), fd, folder), alone)
         pids.append(pid)
     for fd in fds:
         os.close(fd)
     return pids
 
 
-def _live(seat: RankSeat) -> NoReturn:
+def _live(seat: RankSeat, alone: list[str]) -> NoReturn:
     """Be a rank until the end; never return into the loop of the parent."""
     status = 1
     try:
         _die_with_parent()
+        for name in alone:
+            _preload(name)
         run_rank(seat)
         status = 0
     except BaseException:  # noqa: BLE001 - what a rank dies of goes to its output, which the pool shows
