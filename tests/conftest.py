@@ -15,7 +15,7 @@ import torch
 from shardwright.testing.pool import RankPool
 from shardwright.testing.rank_device import VARIABLE, device_of_ranks
 
-pytest_plugins = ["tests.tiers"]
+pytest_plugins = ["tests.releases", "tests.tiers"]
 
 # What rank functions and their test modules import; a rank that is forked has it already.
 _PRELOAD = (

@@ -14,6 +14,7 @@ from shardwright.parallel import (
     parallelize_replicate,
     parallelize_tensor,
 )
+from shardwright.parallel.pipeline import schedules
 from shardwright.testing import rank_mesh
 from tests.pipeline.models import HIDDEN, Block, Decoder, hugging_face, loss_sum
 
@@ -260,3 +261,11 @@ def _taken_apart(way):
 def test_a_backward_is_not_taken_apart_where_it_must_be_whole(ranks, way):
     for text in ranks(2, _taken_apart, way):
         assert "takes a backward apart" in text
+
+
+@pytest.mark.parametrize("release", [(2, 11), (2, 12)])
+def test_a_backward_is_not_taken_apart_by_older_releases_of_torch(monkeypatch, release):
+    monkeypatch.setattr(schedules, "RELEASE", release)
+    said = _text(schedules.check_schedule, "interleaved_zero_bubble", 4, 2, 4)
+    assert "asks for torch 2.13 or later" in said
+    assert schedules.check_schedule("interleaved_1f1b", 4, 2, 4) == "interleaved_1f1b"

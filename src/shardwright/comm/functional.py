@@ -105,6 +105,8 @@ def start_reduction(
     if x.is_complex():
         pairs = _start_reduction(torch.view_as_real(x.resolve_conj()), op, told)
         return lambda: torch.view_as_complex(pairs())
+    if carried == x.dtype:  # a function that ends in no cast at all has no gradient if torch 2.11 compiles it
+        return _start_reduction(x, op, told)
     reduced, dtype = _start_reduction(x.to(carried), op, told), x.dtype
     return lambda: reduced().to(dtype)
 
@@ -218,5 +220,5 @@ def sum_in_order(terms: Tensor) -> Tensor:
     wide = torch.float32 if terms.dtype in (torch.float16, torch.bfloat16) else terms.dtype
     total = terms[0].to(wide, copy=True)
     for term in terms[1:]:
-        total += term
-    return total.to(terms.dtype)
+        total = total.add(term) if torch.compiler.is_compiling() else total.add_(term)
+    return total if total.dtype == terms.dtype else total.to(terms.dtype)

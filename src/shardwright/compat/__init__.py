@@ -80,6 +80,10 @@ preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
 transforms_on = torch._C._are_functorch_transforms_active
 view_tracking = torch.autograd._force_original_view_tracking
 without_modes = _python_dispatch._disable_current_modes
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+# Does torch's pipeline wait for a gradient of all that crossed a border, integers too? Does it send such a
+# one, for which nobody waits?
+WAITS_FOR_ALL_GRADIENTS, SENDS_ALL_GRADIENTS = RELEASE == (2, 11), RELEASE == (2, 12)
 # What says that a tensor's strides do not merge to a view: the kernels, and torch's descriptions of them.
 CANNOT_VIEW = (RuntimeError, ValueError)
 # Calls a function below the classes of its arguments: (function, types, args, kwargs).
@@ -160,6 +164,52 @@ def warn_if_untried(version: str) -> None:
 
 
 warn_if_untried(torch.__version__)
+
+
+class _ByTorch(type):
+    """The class of a stand-in for torch's DTensor: of its objects torch runs the ops, in C++."""
+
+    def __instancecheck__(cls, x: object) -> bool:
+        own = DTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
+        return isinstance(x, DTensor) and getattr(type(x).__torch_dispatch__, "__func__", None) is own
+
+
+class _Probe(DTensor):
+    """A DTensor with a dispatch of its own, and nothing else."""
+
+    def __new__(cls) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (1,))
+
+    def __init__(self) -> None:
+        """It has no parts."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        return torch.empty(1)
+
+
+def ask_subclasses() -> None:
+    """torch 2.11 runs the ops of every DTensor itself, those with a dispatch of their own too: tell it which.
+
+    It looks the class up at the first op on any subclass of Tensor, and keeps it; that op is run here.
+
+    Raises: RuntimeError: there was one before.
+    """
+    distributed = sys.modules[DTensor.__module__]
+    distributed.DTensor = _ByTorch("DTensor", (), {})  # type: ignore[attr-defined]
+    try:
+        torch.neg(_Probe())
+    except AttributeError:  # torch's own way read what the probe has not
+        raise RuntimeError(
+            "torch 2.11 has run an op on a tensor subclass, and will not ask others' DTensors any more: "
+            "import shardwright.DTensor before that, or install torch 2.12 or later"
+        ) from None
+    finally:
+        distributed.DTensor = DTensor  # type: ignore[attr-defined]
+
+
+if RELEASE == (2, 11):
+    ask_subclasses()
 
 
 def overload_for(
@@ -330,6 +380,13 @@ def default_store() -> Any:
 def saved_tensors_hooks_on() -> object:
     """The pair of hooks that sees what is saved for a backward now, as in a checkpoint; None without one."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def leave_checkpoints(error: BaseException) -> None:
+    """Take off the hooks of checkpoints that an error has left: up to torch 2.12 frames keep them on."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            frame.clear()
 
 
 def version_of(x: torch.Tensor) -> int | None:

@@ -33,6 +33,26 @@ def call_in_graphs(*functions: Callable[..., Any]) -> None:
 def _allow(functions: Sequence[Callable[..., Any]]) -> None:
     for function in functions:
         torch.compiler.allow_in_graph(function)
+    if not hasattr(torch.compiler, "_compile_session_context"):
+        _say_what_compiles(sys.modules["torch._dynamo.convert_frame"])
+
+
+def _say_what_compiles(frames: Any) -> None:
+    """Let `torch.compiler.is_compiling()` hold until a graph is made, as from torch 2.13 on.
+
+    Before, it holds while Dynamo reads a frame, and not where the ops of our tensors are traced.
+    """
+    names, compiles = vars(torch.compiler), frames._compile
+
+    def says_so(*args: Any, **kwargs: Any) -> Any:
+        before = names["_is_compiling_flag"]
+        names["_is_compiling_flag"] = True
+        try:
+            return compiles(*args, **kwargs)
+        finally:
+            names["_is_compiling_flag"] = before
+
+    frames._compile = says_so
 
 
 def never_traced(function: _F) -> _F:

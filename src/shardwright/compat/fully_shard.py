@@ -135,13 +135,14 @@ class FsdpParameter:
         def init_unsharded_param() -> None:
             known = hasattr(fsdp, "_unsharded_param")
             if not known:
-                fsdp._unsharded_dtensor_spec = None
+                fsdp.is_dtensor, fsdp._unsharded_dtensor_spec = False, None
             original()
             if not known:
                 plain = fsdp._unsharded_param
-                wrapped = wrap_inner(plain.detach(), spec)
+                wrapped: Any = wrap_inner(plain.detach(), spec)
                 fsdp._unsharded_param = nn.Parameter(wrapped, requires_grad=plain.requires_grad)
-                fsdp._unsharded_dtensor_spec = wrapped._spec  # type: ignore[attr-defined]
+                fsdp._unsharded_dtensor_spec = fsdp._tp_spec = wrapped._spec  # its name in torch 2.11
+                fsdp.is_dtensor = True
 
         fsdp.init_unsharded_param = init_unsharded_param
 

@@ -302,7 +302,6 @@ class Replicate(TorchReplicate, Placement):
     __hash__ = TorchReplicate.__hash__
     __repr__ = TorchReplicate.__repr__
     __str__ = TorchReplicate.__str__
-    __fx_repr__ = TorchReplicate.__fx_repr__
 
     def text(self) -> str:
         """How the text of a layout names this placement."""

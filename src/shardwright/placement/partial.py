@@ -185,7 +185,6 @@ class Partial(TorchPartial, Pending):
     __hash__ = TorchPartial.__hash__
     __repr__ = TorchPartial.__repr__
     __str__ = TorchPartial.__str__
-    __fx_repr__ = TorchPartial.__fx_repr__
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.reduce_op,)

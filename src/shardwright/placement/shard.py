@@ -79,7 +79,6 @@ class Shard(TorchShard, AlongDim):
     __hash__ = TorchShard.__hash__
     __repr__ = TorchShard.__repr__
     __str__ = TorchShard.__str__
-    __fx_repr__ = TorchShard.__fx_repr__
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.dim,)

@@ -20,7 +20,7 @@ from shardwright.placement.base import Placement
 from shardwright.plan import network
 from shardwright.rules.registry import registry, sources
 from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
-from shardwright.tensor.flattened import spec_again
+from shardwright.tensor.flattened import constants_of, spec_again
 from shardwright.tensor.placements import PlacementsArgument, placements_of, resolve_placements
 from shardwright.tensor.spec import Spec, finished, spec_of
 from shardwright.tensor.wrap import REMEMBERED, hand_out, up_to_date, wrap
@@ -243,9 +243,8 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     def __tensor_unflatten__(
         inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        local, mesh = inner_tensors["_local_tensor"], inner_tensors["device_mesh"]
-        spec = spec_again(mesh, flatten_spec, outer_size, outer_stride, local)
-        return wrap(local, spec, requires_grad=flatten_spec[3])
+        spec = spec_again(inner_tensors, flatten_spec, outer_size, outer_stride)
+        return wrap(inner_tensors["_local_tensor"], spec, requires_grad=flatten_spec[-1])
 
     def _stable_hash_for_caching(self) -> str:
         """What a compiled program is found by: whose it is, the groups that it names, and what decided.
@@ -269,7 +268,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     ) -> DTensor | None:
         if expected_type is not None:
             return None
-        return self.redistribute(self.device_mesh, flatten_spec[0])
+        return self.redistribute(self.device_mesh, constants_of(flatten_spec)[1])
 
     # -- protocol: pickling ---------------------------------------------------------------------------
 

@@ -17,9 +17,11 @@ _MANY = 16384
 _known: dict[tuple[Any, ...], tuple[Spec, Any, Any]] = memo("specs of compiled results", {})
 
 
-def spec_again(mesh: DeviceMesh, kept: tuple[Any, ...], size: Any, stride: Any, local: Any) -> Spec:
-    """What the tensor had: `kept` is the second that `__tensor_flatten__` returned, the rest is of now."""
-    dtype = local.dtype if isinstance(local, torch.Tensor) else kept[1].dtype
+def spec_again(inner: dict[str, Any], kept: tuple[Any, ...], size: Any, stride: Any) -> Spec:
+    """What the tensor had: `inner` and `kept` are what `__tensor_flatten__` named, the rest is of now."""
+    mesh, _, meta, _ = constants_of(kept)
+    mesh, local = inner.get("device_mesh", mesh), inner["_local_tensor"]
+    dtype = local.dtype if isinstance(local, torch.Tensor) else meta.dtype
     sizes = (*size, *stride)
     if any(type(n) is not int for n in sizes):  # while a graph of any size is traced
         return _made(mesh, kept, size, stride, dtype)
@@ -32,8 +34,16 @@ def spec_again(mesh: DeviceMesh, kept: tuple[Any, ...], size: Any, stride: Any, 
     return known[0]
 
 
+def constants_of(kept: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+    """The mesh (None where the graph holds it by itself), placements, meta and order."""
+    spec = kept[0]
+    if isinstance(spec, Spec):  # torch 2.11
+        return spec.mesh, spec.placements, spec.tensor_meta, spec.shard_order
+    return None, *kept[:3]
+
+
 def _made(mesh: DeviceMesh, kept: tuple[Any, ...], size: Any, stride: Any, dtype: torch.dtype) -> Spec:
-    placements, _, extra, _ = kept
+    _, placements, _, extra = constants_of(kept)
     layout = Layout(
         mesh, placements, tuple(size), dtype=dtype, stride=tuple(stride), order=_names(mesh, extra)
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardwright.compat import WAITS_FOR_ALL_GRADIENTS
 from shardwright.parallel.pipeline.forward.journal import Journal
 
 
@@ -48,6 +49,9 @@ def nothing(examples: Sequence[Tensor], arrived: Sequence[Tensor], anchor: Tenso
     )
 
 
-def raised(came: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradients of what arrived, of a backward that has failed."""
-    return tuple(torch.zeros_like(x) if x.requires_grad else None for x in came)
+def gradients(came: Sequence[Tensor], made: Sequence[Tensor | None] = ()) -> tuple[Tensor | None, ...]:
+    """The gradients of what arrived: those that a backward made, and zeros, which torch 2.13 sends itself."""
+    return tuple(
+        torch.zeros_like(x) if gradient is None and (x.requires_grad or WAITS_FOR_ALL_GRADIENTS) else gradient
+        for gradient, x in zip(made or [None] * len(came), came, strict=True)
+    )

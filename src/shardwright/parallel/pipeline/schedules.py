@@ -11,6 +11,7 @@ from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.compat import RELEASE
 from shardwright.errors import ParallelError
 from shardwright.parallel.sequence_scope import find_scope
 from shardwright.tensor.wrap import as_ours
@@ -61,6 +62,11 @@ def check_schedule(name: str | None, stages: int, ranks: int, count: int) -> str
         )
     if name not in KNOWN:
         raise ParallelError(f"pipeline: schedule={name!r}; there are {', '.join(map(repr, KNOWN))}")
+    if name in _TAKE_APART and RELEASE < (2, 13):
+        raise ParallelError(
+            f"pipeline: schedule {name!r} asks for torch 2.13 or later, which leaves out no gradient of a "
+            "weight where it takes a backward apart\n  fix: schedule='interleaved_1f1b'"
+        )
     if name in SINGLE and stages != ranks:
         raise ParallelError(
             f"pipeline: schedule {name!r} runs one stage on each rank, and there are {stages} stages on "

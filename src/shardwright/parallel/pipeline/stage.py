@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import tree_leaves
+from shardwright.compat import SENDS_ALL_GRADIENTS, tree_leaves
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.batch import Batch, copied
 from shardwright.parallel.pipeline.border import FindMesh, arriving, leaving
-from shardwright.parallel.pipeline.failing import Failures, nothing, raised
+from shardwright.parallel.pipeline.failing import Failures, gradients, nothing
 from shardwright.parallel.pipeline.forward.borders import Borders
 from shardwright.parallel.pipeline.forward.hollow import Value, is_hollow
 from shardwright.parallel.pipeline.forward.returned import another_branch
@@ -215,7 +215,35 @@ class Stage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         except BaseException as error:  # noqa: BLE001  the other stages wait for gradients
             self._failed(error)
-            self.bwd_cache[bwd_chunk_id] = raised(came)
+            self.bwd_cache[bwd_chunk_id] = ()
+        if self.has_backward:
+            self.bwd_cache[bwd_chunk_id] = gradients(came, self.bwd_cache[bwd_chunk_id])
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, of which 2.11 has every border require a gradient, also one of integers."""
+        metas = getattr(self, "inputs_meta", None)  # of torch 2.11
+        with_backward, self.has_backward = self.has_backward, self.has_backward and metas is None
+        made = super()._prepare_forward_infra(*args, **kwargs)
+        self.has_backward = with_backward
+        if metas is not None and with_backward and not self.is_first:
+            infos: Any = self.args_recv_info.values()
+            for came in infos:
+                for info, meta in zip(came, metas, strict=True):
+                    info.buffer.requires_grad_(meta.requires_grad)
+        return made
+
+    def _create_grad_send_info(self, came: Any) -> Any:
+        """As torch's, of which 2.12 sends gradients of integers too, for which nobody waits."""
+        made = super()._create_grad_send_info(came)
+        if not SENDS_ALL_GRADIENTS:
+            return made
+        return [to if info.tensor_meta.requires_grad else None for to, info in zip(made, came, strict=True)]
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """As torch 2.11 does, but for the loss, whose dtype is the model's."""
+        checks: Any = super()
+        if not self.is_last:
+            checks._validate_fwd_outputs(outputs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """As torch's, of a backward that is taken apart; nothing where its first half has failed."""

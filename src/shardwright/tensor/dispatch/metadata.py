@@ -102,6 +102,10 @@ def result_infos(func: Op, args: Args, kwargs: Kwargs) -> tuple[TensorInfo | Non
     infos = [_info(value) for value in tree_flatten(out)[0]]
     if func._schema.name in _STATISTICS:
         _in_the_widest_type(infos, [x for x in tree_flatten((args, kwargs))[0] if _is_ours(x)])
+    elif func._schema.name == "aten::_scaled_dot_product_flash_attention_for_cpu" and infos[1] is not None:
+        # up to torch 2.12 its sums of exponentials are told to be of float32, whatever they are of
+        wide = torch.promote_types(args[0].dtype, torch.float32)
+        infos[1] = TensorInfo(infos[1].shape, infos[1].stride, wide)
     return tuple(infos)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwright.compat import leave_checkpoints
 from shardwright.compat.fully_shard import FsdpUnit
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.batch import Batch, versions
@@ -34,7 +35,10 @@ class Caller:
         try:
             with self._quiet(), run.followed(conductor.parts):
                 out = self.module(*args, **kwargs)
-        except Stopped:
+        except BaseException as error:
+            leave_checkpoints(error)
+            if not isinstance(error, Stopped):
+                raise
             self._leave_units(tuple(run.kept.values()))
             return None
         finally:
