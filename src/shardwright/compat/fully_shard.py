@@ -75,6 +75,8 @@ class FsdpParameter:
         self._before_adding(as_term)
         if inner_spec is not None:
             self._keep_distributed(inner_spec, wrap_inner)
+        elif isinstance(self.owner, nn.RNNBase):
+            self._stay_where_gathered()
         self._allocate_outside_inference()
 
     @property
@@ -119,6 +121,23 @@ class FsdpParameter:
                 fsdp.sharded_param.grad = as_term(gradient)
 
         fsdp.accumulate_unsharded_grad_if_needed = accumulate_unsharded_grad_if_needed
+
+    def _stay_where_gathered(self) -> None:
+        """Let the layer compute with what is gathered, each time.
+
+        On CUDA it copies its weights into one buffer when it first sees them, and has them point there: torch
+        would gather into memory that nobody reads any more.
+        """
+        fsdp = self.inner
+        original = fsdp.init_unsharded_param
+
+        def init_unsharded_param() -> None:
+            original()
+            (gathered,), whole = fsdp.all_gather_outputs, fsdp._unsharded_param
+            if whole.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr():
+                whole.data = gathered.as_strided(fsdp._orig_size, fsdp._contiguous_orig_stride, 0)
+
+        fsdp.init_unsharded_param = init_unsharded_param
 
     def _allocate_outside_inference(self) -> None:
         """Let a first forward in `torch.inference_mode()` leave buffers that a training step may write."""
