@@ -33,6 +33,7 @@ from shardwright.rules.call import Args
 from shardwright.tensor.autograd import Adopt, apply
 from shardwright.tensor.dispatch.ways.out import call_with_out, fills_itself
 from shardwright.tensor.plain.host_reads import READING, WITH_LENGTHS, is_lengths, with_host_values
+from shardwright.tensor.plain.mixed_lists import in_turn, positions_apart
 from shardwright.tensor.plain.refuse import plain_among, tensors_in
 from shardwright.tensor.wrap import CLASSES, as_replicated
 
@@ -160,6 +161,9 @@ def call(
         if alike and not leaves_alone(func):
             args, kwargs = _taken_as_replicated(func, args, kwargs)
         elif not state.blocks:
+            apart = positions_apart(func, args, kwargs)
+            if apart is not None:
+                return in_turn(func, args, kwargs, apart)
             _refuse_plain(func, args, kwargs)
     if func in READING:
         args, kwargs = with_host_values(func, args, kwargs)
@@ -322,13 +326,17 @@ def _refuse_plain(func: Any, args: Args, kwargs: dict[str, Any]) -> None:
     for value in tensors_in((*args, *kwargs.values())):
         if is_same_everywhere(value) or wraps_distributed(value) or _is_written(func, value, args, kwargs):
             continue
-        if func in AUTOGRAD or func in OF_SIZES or getattr(func, "__name__", "") == "__set__":
+        if func in AUTOGRAD or func in OF_SIZES or getattr(func, "__name__", "") in _EACH_FOR_ITSELF:
             return
         if (func in WITH_LENGTHS and is_lengths(value)) or _made_of_lengths():
             continue
         raise RuleError(
             plain_among(func, args, kwargs, value, lambda f, a, k: call(torch.Tensor, f, (), a, k))
         )
+
+
+# A scaler looks at each gradient, and says of all together whether one is not finite.
+_EACH_FOR_ITSELF = frozenset({"__set__", "_amp_foreach_non_finite_check_and_unscale_"})
 
 
 def _made_of_lengths() -> bool:
