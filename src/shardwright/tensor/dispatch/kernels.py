@@ -13,8 +13,33 @@ from shardwright.layout.dtypes import HALF
 from shardwright.tensor.dispatch.grouped_products import grouped_mm
 from shardwright.tensor.dispatch.memory_order import is_dense
 
-# Their operands must lie in memory as the parts of a tensor need not.
-_ALIGNED: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": grouped_mm}
+_BIAS_ROWS = 16  # elements
+
+
+def with_aligned_bias(func: torch._ops.OpOverload, *args: Any, **named: Any) -> Any:
+    """Attention whose bias has rows that begin where CUDA's kernel wants them, as torch lays a whole one."""
+    place = [argument.name for argument in func._schema.arguments].index("attn_bias")
+    bias = args[place] if place < len(args) else None
+    if bias is None or all(step % _BIAS_ROWS == 0 for step in bias.stride()[:-1]):
+        return func(*args, **named)
+    width = bias.shape[-1]
+    padded = bias.new_zeros(*bias.shape[:-1], width + -width % _BIAS_ROWS)[..., :width].copy_(bias)
+    return func(*args[:place], padded, *args[place + 1 :], **named)
+
+
+def with_buffer(func: torch._ops.OpOverload, *args: Any, **named: Any) -> Any:
+    """A log-sigmoid with its second result, which CUDA's kernel leaves without elements."""
+    out, buffer = func(*args, **named)
+    return out, buffer if named or buffer.shape == out.shape else torch.zeros_like(out)
+
+
+# Their operands must lie in memory as the parts of a tensor need not, or they leave out what the CPU's make.
+_OF_THEIR_OWN: dict[str, Callable[..., Any]] = {
+    "aten::_grouped_mm": grouped_mm,
+    "aten::_scaled_dot_product_efficient_attention": with_aligned_bias,
+    "aten::_scaled_dot_product_efficient_attention_backward": with_aligned_bias,
+    "aten::log_sigmoid_forward": with_buffer,
+}
 # They conjugate lazily inside and need the dispatch key that resolves it. Below `__torch_dispatch__` torch
 # has excluded that key, for any subclass and any mode: a kernel that multiplies by `x.conj()` of its own then
 # multiplies by `x`, at least where the product is small enough for torch's own loop. Found by comparing every
@@ -33,8 +58,8 @@ _LINEAR = frozenset({
 def kernel_of(func: torch._ops.OpOverload, dtypes: set[torch.dtype]) -> Callable[..., Any] | None:
     """What to call in place of the op on operands of these dtypes; None: the op."""
     name = func._schema.name
-    if name in _ALIGNED:
-        return partial(_ALIGNED[name], func)
+    if name in _OF_THEIR_OWN:
+        return partial(_OF_THEIR_OWN[name], func)
     if is_linear(func):
         return partial(_of_dense, func)
     if name in _CONJUGATE_INSIDE and any(dtype.is_complex for dtype in dtypes):

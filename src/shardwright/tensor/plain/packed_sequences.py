@@ -22,7 +22,7 @@ from shardwright.tensor.plain.boundary import Own
 
 
 def _packed(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:  # noqa: A002  torch's name
-    numbers = torch.arange(input.shape[0] * input.shape[1]).view(input.shape[:2])
+    numbers = torch.arange(input.shape[0] * input.shape[1], device=input.device).view(input.shape[:2])
     rows, sizes = pack_padded_rows(numbers, lengths, batch_first)
     return input.flatten(0, 1).index_select(0, rows), sizes
 
@@ -30,7 +30,7 @@ def _packed(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, 
 def _padded(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    numbers = torch.arange(data.shape[0])
+    numbers = torch.arange(data.shape[0], device=data.device)
     rows, lengths = pad_packed_rows(numbers, batch_sizes, batch_first, -1, total_length)
     flat = rows.flatten()
     found = data.index_select(0, flat.clamp_min(0))
