@@ -170,6 +170,16 @@ def test_a_dead_rank_is_named_with_how_it_died(ranks, how, said):
         ranks(3, die_on, 2, how)
 
 
+def abort_on(rank):
+    if dist.get_rank() == rank:
+        os.abort()
+
+
+def test_a_rank_that_crashes_says_where(ranks):
+    with pytest.raises(RankError, match=r"was killed by SIGABRT(.|\n)*Fatal Python error(.|\n)*in abort_on"):
+        ranks(2, abort_on, 1)
+
+
 def test_ranks_are_reused_after_success_and_replaced_after_failure(ranks):
     first = ranks(2, pid)
     assert ranks(2, pid) == first

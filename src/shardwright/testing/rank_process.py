@@ -72,6 +72,7 @@ def run_rank(seat: RankSeat) -> None:
     connection = Connection(seat.fd)
     with _redirected(seat), (seat.folder / f"{seat.rank}.stack").open("a") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        faulthandler.enable(sys.stderr)  # what a rank dies of shows where it was
         with contextlib.suppress(EOFError, BrokenPipeError):
             _join(seat, connection)
             while True:
