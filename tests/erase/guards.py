@@ -167,6 +167,18 @@ def default_dtype():
         torch.set_default_dtype(torch.float32)
 
 
+def default_device():
+    fast = sw.erase(lambda x: x * (3 if torch.empty(0).is_meta else 2))
+    x = _on_mesh(_x(4))
+    for _ in range(3):
+        assert_equal(fast(x), _x(4) * 2)
+    for _ in range(3):
+        with torch.device("meta"):
+            found = fast(x)
+        assert_equal(found, _x(4) * 3)
+    assert fast.report().replays >= 3
+
+
 def explicit():
     fast = sw.erase(lambda x: x.softmax(0))
     x = _on_mesh(_x(4, 4), sw.Shard(0))
@@ -433,6 +445,7 @@ CASES = {
     grad_mode: lambda: _without_flag("grad mode"),
     autocast: lambda: _without_flag("autocast"),
     default_dtype: lambda: _without_flag("default dtype"),
+    default_device: lambda: _without_flag("default device"),
     explicit: lambda: _without_flag("explicit"),
     deterministic: lambda: _without_flag("deterministic"),
     training: _ends_in(".training"),

@@ -123,7 +123,7 @@ def _compared(
 def _blocks(reader: Reader, key: str, tensor: SavedTensor) -> Iterator[torch.Tensor]:
     """The elements of a tensor in row-major order, flat, in blocks of whole rows of about 8 MiB."""
     for box in _rows(tensor):
-        block = torch.empty(box.size, dtype=DTYPES[tensor.dtype])
+        block = torch.empty(box.size, dtype=DTYPES[tensor.dtype], device="cpu")
         reader.read(wants(key, tensor, [(box, block)]))
         yield block.reshape(-1)
 

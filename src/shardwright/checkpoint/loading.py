@@ -211,7 +211,7 @@ class Loading:
         saved = self.manifest.tensors.get(key)
         if saved is None:
             raise CheckpointError(f"{key} is named by a value and is no tensor of the checkpoint")
-        whole = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+        whole = torch.empty(saved.shape, dtype=DTYPES[saved.dtype], device="cpu")
         self.reader.read(self._wants(key, whole, whole))
         return whole
 

@@ -147,7 +147,7 @@ def _kept(found: Targets, manifest: Manifest, value: Any, like: Any) -> None:
         elif saved.distributed:
             raise CheckpointError(f"{key} is {saved}, and there is no tensor like it here to say how it lies")
         else:
-            found.fresh[key] = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+            found.fresh[key] = torch.empty(saved.shape, dtype=DTYPES[saved.dtype], device="cpu")
 
 
 def kept_in(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[str, tuple[Any, ...]]]:

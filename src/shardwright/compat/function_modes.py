@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import overrides
+from torch.utils._device import DeviceContext
 
 if TYPE_CHECKING:
+    import torch
     from torch.overrides import TorchFunctionMode
+
+
+def default_devices() -> tuple[torch.device, ...] | None:
+    """Where tensors are made if nobody says so, for each `torch.device` block; None if another mode is on."""
+    modes = overrides._get_current_function_mode_stack()
+    found = tuple(mode.device for mode in modes if isinstance(mode, DeviceContext))
+    return found if len(found) == len(modes) else None
 
 
 class PushedDown:

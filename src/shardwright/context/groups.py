@@ -31,7 +31,7 @@ class GroupCache:
 
         Collective: every rank of the world calls it with the same axes.
         """
-        ranks = torch.arange(dist.get_world_size()).view(tuple(axes.values()))
+        ranks = torch.arange(dist.get_world_size(), device="cpu").view(tuple(axes.values()))
         groups = [self._group(_partition(ranks, index)) for index in range(ranks.ndim)]
         mesh = DeviceMesh.from_group(groups, self._device_type, ranks, mesh_dim_names=tuple(axes))
         return self._view_of_root(mesh)

@@ -16,6 +16,7 @@ from shardwright.compat import (
     modes_on,
     transforms_on,
 )
+from shardwright.compat.function_modes import default_devices
 from shardwright.rules import registry
 from shardwright.tensor import explicit_mode
 from shardwright.tensor.random import mode as random_mode
@@ -50,6 +51,7 @@ FLAGS: dict[str, Callable[[], Any]] = {
     "rules": lambda: registry.registry.generation,
     "implicit replication": implicitly_replicated,
     "loss parallel": in_loss_parallel,
+    "default device": lambda: default_devices() if function_modes_on() else (),
 }
 
 
@@ -75,6 +77,6 @@ def why_unerased() -> str:
         return "a transform of torch.func follows it"
     if modes_on():
         return "a dispatch mode of torch looks at each operator"
-    if function_modes_on():
-        return "a mode changes torch's functions around the call (sw.spmd, a default device): put it inside"
+    if function_modes_on() and default_devices() is None:
+        return "a mode changes torch's functions around the call (sw.spmd): put it inside"
     return ""

@@ -179,12 +179,12 @@ def _total_norm(
         stages: the axes of pipelines that the parameters are of, frozen ones too: their stages may train.
     """
     if not groups and not stages:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     powers = [
         known[key] if key in known else _reduced_power(key, locals_, p, fused=fused)
         for key, locals_ in groups.items()
     ]
-    zero = torch.zeros((), dtype=torch.float64, device=stages[0].device_type if stages else None)
+    zero = torch.zeros((), dtype=torch.float64, device=stages[0].device_type if stages else "cpu")
     device = next((power.device for power in (*powers, zero) if power.device.type != "cpu"), zero.device)
     here, staged = [zero.to(device)], [zero.to(device)]
     for (_, _, held), power in zip(groups, powers, strict=True):
@@ -235,7 +235,7 @@ def _local_power(locals_: Sequence[Tensor], p: float, *, fused: bool) -> Tensor:
     """Return the sum of |x|^p (for inf: the largest |x|) of this rank's parts, 0-d float64."""
     filled = [local.abs() if local.is_complex() else local for local in locals_ if local.numel()]
     if not filled:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     if fused:
         norms: Sequence[Tensor] = foreach_norm(filled, p, dtype=torch.float64)
     else:

@@ -63,7 +63,7 @@ def takes_padding(pending: Pending, dtype: torch.dtype) -> bool:
 
     Not where signs matter: a rank that holds no negative number would go on where another one refuses.
     """
-    empty = torch.empty((), dtype=dtype)
+    empty = torch.empty((), dtype=dtype, device="cpu")
     if pending.identity(empty) is None:
         return False
     signed = dtype.is_floating_point and pending.in_domain(torch.ones_like(empty))
@@ -78,7 +78,7 @@ def refuse_target(target: Layout, axis: int) -> None:
             f"{placement} on axis {target.axes[axis]!r} cannot be a target: it has no embed; "
             "redistribute to Replicate or a Partition instead"
         )
-    blank = torch.zeros((), dtype=target.dtype)
+    blank = torch.zeros((), dtype=target.dtype, device="cpu")
     if not placement.in_domain(blank):
         others = [name for name in ("sum", "max", "bor") if Partial(name).in_domain(blank)]
         fix = " or ".join(["Replicate()", *(f'Partial("{name}")' for name in others)])
@@ -89,7 +89,7 @@ def refuse_target(target: Layout, axis: int) -> None:
 
 
 def _check_domains(layout: Layout, pendings: tuple[AxisPending, ...]) -> None:
-    zero = torch.zeros((), dtype=layout.dtype)
+    zero = torch.zeros((), dtype=layout.dtype, device="cpu")
     for axis, pending in pendings:
         if not pending.in_domain(zero):
             raise PlanError(

@@ -20,7 +20,7 @@ def identity_of(placement: Placement, dtype: torch.dtype) -> float | int | bool:
     if not isinstance(placement, Pending):
         raise RuleError(f"{placement} reduces nothing, so it has no identity")
     with without_modes():  # a number, also where tensors without data are traced
-        filled = placement.identity(torch.zeros((), dtype=dtype))
+        filled = placement.identity(torch.zeros((), dtype=dtype, device="cpu"))
         value: float | int | bool | None = None if filled is None else filled.item()
     if value is None:
         raise RuleError(f"{placement} has no identity for {dtype}")

@@ -37,13 +37,13 @@ def pending_of(name: str) -> Pending:
 @remembered(1024)
 def has_meaning(placement: Pending, dtype: torch.dtype) -> bool:
     """Whether values of this dtype can be reduced so: no sum of bools, no average of integers."""
-    return placement.in_domain(torch.zeros((), dtype=dtype))
+    return placement.in_domain(torch.zeros((), dtype=dtype, device="cpu"))
 
 
 @remembered(1024)
 def holds_any(placement: Pending, dtype: torch.dtype) -> bool:
     """Whether terms can be made of every finished value of this dtype: a length is of no negative number."""
-    blank = torch.ones((), dtype=dtype)
+    blank = torch.ones((), dtype=dtype, device="cpu")
     return placement.in_domain(blank) and (not dtype.is_floating_point or placement.in_domain(-blank))
 
 

@@ -122,7 +122,7 @@ class _Stage(DeviceMesh):
 
 @remembered(256)
 def _stage(shape: MeshShape, rank: int) -> _Stage:
-    grid = torch.tensor(shape.ranks).view(shape.sizes)
+    grid = torch.tensor(shape.ranks, device="cpu").view(shape.sizes)
     stage = _Stage("meta", grid, mesh_dim_names=shape.axes, _init_backend=False, _rank=rank)
     stage.as_rank = rank
     coords = shape.coords_of(rank)

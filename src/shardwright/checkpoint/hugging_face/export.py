@@ -154,7 +154,7 @@ class _Export:
 
     def _entry(self, out: _Out) -> Entry:
         shape = out.link.shape
-        return Entry(out.name, out.dtype, ((0,) * len(shape), shape), True, torch.empty(0))
+        return Entry(out.name, out.dtype, ((0,) * len(shape), shape), True, torch.empty(0, device="cpu"))
 
     def finish(self) -> None:
         """Wait until this rank's files are on the disk."""

@@ -137,7 +137,8 @@ class Pieces:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.views = {entry.cell[0]: entry.view for entry in entries}
         if first and not self.shape.numel():
-            self.views = {(0,) * len(self.shape): torch.empty(self.shape, dtype=self.dtype)}
+            nothing = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+            self.views = {(0,) * len(self.shape): nothing}
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         """One item for each box."""

@@ -28,7 +28,7 @@ class ForeignTensor(NamedTuple):
 
     def whole(self) -> torch.Tensor:
         """All of it, in memory."""
-        found = torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+        found = torch.empty(self.shape, dtype=getattr(torch, self.dtype), device="cpu")
         for offset, size, read in self.boxes:
             found[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))] = read()
         return found

@@ -29,7 +29,8 @@ class Arena:
             pinned: in memory that an accelerator copies to by itself.
         """
         self.pinned = pinned
-        self._at, self._block = 0, torch.empty(nbytes if pinned else 0, dtype=torch.uint8, pin_memory=pinned)
+        size = nbytes if pinned else 0
+        self._at, self._block = 0, torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu")
         if nbytes and not pinned:
             memory = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             _in_large_pages(memory)
@@ -48,7 +49,7 @@ class Arena:
         """A contiguous tensor on the CPU, of any content."""
         nbytes = prod(shape) * dtype.itemsize
         if not nbytes:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         found = self._block[self._at : self._at + nbytes]
         self._at += room_for(nbytes)
         return found.view(dtype).view(shape)

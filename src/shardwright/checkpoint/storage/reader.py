@@ -131,7 +131,7 @@ class Reader:
             yield self._read_run(run, nbytes)
 
     def _read_run(self, run: list[Want], nbytes: int) -> Pair:
-        block = torch.empty(nbytes, dtype=torch.uint8)
+        block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         memory = block.numpy().data
         self._read(run[0].part.file, [memory], run[0].part.at)
         at, views = 0, [want.view for want in run]

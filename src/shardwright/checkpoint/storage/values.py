@@ -204,7 +204,11 @@ def _decode_array(tag: str, value: dict[str, Any]) -> Any:
         dtype = DTYPES[value["dtype"]]
         if len(data) != math.prod(shape) * ITEMSIZES[value["dtype"]]:
             raise ValueError(f"{len(data)} bytes are no {value['dtype']}{list(shape)}")
-        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        flat = (
+            torch.frombuffer(bytearray(data), dtype=dtype)
+            if data
+            else torch.empty(0, dtype=dtype, device="cpu")
+        )
         return flat.reshape(shape)
     found = np.dtype(value["dtype"])
     if found.kind not in "biufc":

@@ -85,10 +85,8 @@ class Agreement:
         differ = next((i for i, check in enumerate(checks) if check), None)
         others = 0.0
         if self._data is not None:
-            over_data = torch.tensor(
-                [loss, float(bool(failing or clash) or differ is not None)], dtype=torch.float64
-            )
-            over_data = over_data.to(self._device)
+            both = [loss, float(bool(failing or clash) or differ is not None)]
+            over_data = torch.tensor(both, dtype=torch.float64, device=self._device)
             for axis, group in groups_above_one(self._data):
                 over_data = reduce_over(over_data, "sum", group, axis=axis, reason="loss of a pipeline")
             all_losses, others = over_data.tolist()
@@ -102,7 +100,7 @@ class Agreement:
         if others:
             raise ParallelError(_OTHER_DATA + _NO_GRADIENTS)
         if seed_is_used and self._split.mesh.get_local_rank() == 0:
-            torch.rand(())  # the next step has another seed
+            torch.rand((), device="cpu")  # the next step has another seed
         return torch.tensor(loss, dtype=_DTYPES[int(dtype) - 1] if dtype else None, device=self._device)
 
     def tell(self, error: BaseException | None, more: str = "") -> None:

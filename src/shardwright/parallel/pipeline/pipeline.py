@@ -196,7 +196,7 @@ class Pipeline:
             refuse_recording(self.module, kwargs)
             said += [*signature(batches), str(self.module.training), str(autocast(self._device))]
             said.append("no count" if count is None else "a count")
-            number = torch.as_tensor(0 if count is None else count)
+            number = torch.as_tensor(0 if count is None else count, device=getattr(count, "device", "cpu"))
             if number.numel() != 1 or (not isinstance(count, Tensor) and number < 0):
                 raise ParallelError(
                     f"count={count!r} is no number: how many tokens the loss sums on this rank"

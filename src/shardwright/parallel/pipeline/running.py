@@ -21,7 +21,7 @@ def as_it_is(output: Any, _: Any) -> Any:
 
 def numbers(batches: list[Batch]) -> Tensor:
     """What torch's schedule cuts into targets; the stage has its own."""
-    return torch.zeros(len(batches))
+    return torch.zeros(len(batches), device="cpu")
 
 
 def device_of(kind: str) -> torch.device:

@@ -67,7 +67,7 @@ def _place(x: Tensor, dim: int | None, *, largest: bool, keepdim: bool) -> Tenso
     if dim is not None:
         return _along(x, dim, largest=largest, keepdim=keepdim)[1]
     top = finish(x.amax() if largest else x.amin(), _WHY)
-    flat = torch.zeros((), dtype=torch.int64)
+    flat = torch.zeros((), dtype=torch.int64, device=x.device)
     places = sum((positions(x, d) * prod(x.shape[d + 1 :]) for d in range(x.dim())), flat)
     place = finish(_first(x, top, places.expand(x.shape), x.numel()).amin(), _WHY)
     return place.view([1] * x.dim()) if keepdim else place

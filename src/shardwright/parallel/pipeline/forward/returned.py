@@ -22,7 +22,7 @@ def values_in(tree: Any) -> list[Any]:
 
 def number_of(value: float) -> Tensor:
     """A float as it travels."""
-    return torch.tensor(value, dtype=torch.float64)
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def described(call: Call, tree: Any) -> Any:
