@@ -170,6 +170,12 @@ def test_a_dead_rank_is_named_with_how_it_died(ranks, how, said):
         ranks(3, die_on, 2, how)
 
 
+def test_a_wrong_device_of_ranks_is_an_error_before_anything_is_started(monkeypatch):
+    monkeypatch.setenv("SHARDWRIGHT_RANKS_ON", "gpu")
+    with pytest.raises(ConfigError, match="RANKS_ON='gpu' is no device of ranks: use 'cpu' or 'cuda'"):
+        RankPool().start()
+
+
 def abort_on(rank):
     if dist.get_rank() == rank:
         os.abort()

@@ -11,12 +11,17 @@ import warnings
 
 import torch
 
+from shardwright.errors import ConfigError
+
 VARIABLE = "SHARDWRIGHT_RANKS_ON"  # "cpu" (the default) or "cuda"
 
 
 def device_of_ranks() -> str:
-    """The device type of the tensors of ranks, as the environment has it."""
-    return os.environ.get(VARIABLE, "cpu")
+    """The device type of the tensors of ranks, by the environment. Raises: ConfigError: no such one."""
+    found = os.environ.get(VARIABLE, "cpu")
+    if found not in ("cpu", "cuda"):
+        raise ConfigError(f"{VARIABLE}={found!r:.60} is no device of ranks: use 'cpu' or 'cuda'")
+    return found
 
 
 def here() -> torch.device:

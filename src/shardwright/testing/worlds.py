@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from shardwright.testing.rank_device import device_of_ranks
 from shardwright.testing.rank_errors import RankError
 
 _SIGNAL_SECONDS = 0.3  # how long a rank may take to write where it is
@@ -83,6 +84,7 @@ class Zygote:
     """The parent's end of the zygote."""
 
     def __init__(self, preload: Sequence[str]) -> None:
+        device_of_ranks()  # a wrong one is an error here, not in another process
         self._folder = tempfile.TemporaryDirectory(prefix="shardwright-ranks-", ignore_cleanup_errors=True)
         self._path = Path(self._folder.name)
         self._control, theirs = socket.socketpair()
