@@ -105,7 +105,7 @@ def start_reduction(
     if x.is_complex():
         pairs = _start_reduction(torch.view_as_real(x.resolve_conj()), op, told)
         return lambda: torch.view_as_complex(pairs())
-    if carried == x.dtype:  # a function that ends in no cast at all has no gradient if torch 2.11 compiles it
+    if carried == x.dtype:  # compiled by torch 2.11, what ends in a cast to its own dtype has no gradient
         return _start_reduction(x, op, told)
     reduced, dtype = _start_reduction(x.to(carried), op, told), x.dtype
     return lambda: reduced().to(dtype)

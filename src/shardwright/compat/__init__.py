@@ -81,8 +81,7 @@ transforms_on = torch._C._are_functorch_transforms_active
 view_tracking = torch.autograd._force_original_view_tracking
 without_modes = _python_dispatch._disable_current_modes
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
-# Does torch's pipeline wait for a gradient of all that crossed a border, integers too? Does it send such a
-# one, for which nobody waits?
+# Does torch's pipeline wait for gradients of integers; does it send them where nobody waits?
 WAITS_FOR_ALL_GRADIENTS, SENDS_ALL_GRADIENTS = RELEASE == (2, 11), RELEASE == (2, 12)
 # What says that a tensor's strides do not merge to a view: the kernels, and torch's descriptions of them.
 CANNOT_VIEW = (RuntimeError, ValueError)
@@ -384,7 +383,7 @@ def saved_tensors_hooks_on() -> object:
 
 def leave_checkpoints(error: BaseException) -> None:
     """Take off the hooks of checkpoints that an error has left: up to torch 2.12 frames keep them on."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
+    for frame, _ in traceback.walk_tb(error.__traceback__ if RELEASE < (2, 13) else None):
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             frame.clear()
 
