@@ -57,59 +57,6 @@ def _llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes))
 
 
-def _calls():
-    mesh = rank_mesh((2,), ("tp",))
-    x, whole = torch.randn(6, 5), {"tp": sw.Replicate()}
-    index = torch.zeros(6, 5, dtype=torch.int64)
-    with _elsewhere():
-        d = sw.distribute_tensor(x, mesh, {"tp": sw.Shard(0)})
-        found = {
-            "argmax": d.argmax(),
-            "cumsum": d.cumsum(0),
-            "sort": d.sort(0)[0],
-            "median": d.median(),
-            "std": d.std(),
-            "topk": d.topk(2, 0)[0],
-            "flip": d.flip(0),
-            "unfold": d.unfold(0, 2, 1),
-            "max": d.max(0)[0],
-            "gather": d.gather(0, sw.distribute_tensor(index, mesh, whole)),
-        }
-        kinds = (
-            sw.ZigZag(0),
-            sw.BlockCyclic(0, 1),
-            sw.Owner(1),
-            sw.Ragged((1, 2), (0,)),
-            sw.Interleaved(0, 2),
-        )
-        moved = [d.redistribute({"tp": p}).full_tensor() for p in kinds]
-        drawn = torch.dropout(d, 0.5, True), torch.rand_like(d)
-    assert all(torch.equal(each, x) for each in moved)
-    assert all(each.to_local().device.type == "cpu" for each in drawn)
-    calls = {
-        "sort": lambda: x.sort(0)[0], "topk": lambda: x.topk(2, 0)[0], "unfold": lambda: x.unfold(0, 2, 1),
-        "max": lambda: x.max(0)[0], "cumsum": lambda: x.cumsum(0), "flip": lambda: x.flip(0),
-        "gather": lambda: x.gather(0, index),
-    }  # fmt: skip
-    for name, got in found.items():
-        torch.testing.assert_close(got.full_tensor(), calls.get(name, getattr(x, name))())
-
-
-def _packed():
-    mesh = rank_mesh((2,), ("tp",))
-    rows, lengths = torch.randn(3, 4, 2), torch.tensor([4, 2, 1])
-    torch.manual_seed(0)
-    layer = nn.GRU(2, 3, batch_first=True)
-    alone = copy.deepcopy(layer)
-    wanted = nn.utils.rnn.pack_padded_sequence(rows, lengths, batch_first=True)
-    with _elsewhere(), sw.spmd(mesh):
-        sw.distribute_module(layer, mesh, {"*": {"tp": sw.Replicate()}})
-        given = sw.distribute_tensor(rows, mesh, {"tp": sw.Shard(0)})
-        packed = nn.utils.rnn.pack_padded_sequence(given, lengths, batch_first=True)
-        out = layer(packed)[0].data
-    torch.testing.assert_close(out.full_tensor(), alone(wanted)[0].data)
-
-
 def _training():
     mesh, x = rank_mesh((2,), ("dp",)), torch.randn(4, 6)
     for strategy in (parallelize_fsdp, parallelize_replicate):
@@ -226,7 +173,7 @@ def test_packed_rows_are_numbered_beside_them():
 
 
 CASES = {
-    "calls": _calls, "packed": _packed, "training": _training, "models": _models, "experts": _experts,
+    "training": _training, "models": _models, "experts": _experts,
     "pipelines": _pipelines, "checkpoints": _checkpoints, "hugging face": _hugging_face,
 }  # fmt: skip
 

@@ -33,10 +33,10 @@ _PR_SET_PDEATHSIG = 1
 def main(argv: list[str]) -> None:
     """Preload and serve until the owner closes its end of the socket."""
     control = socket.socket(fileno=int(argv[0]))
-    alone = argv[1:] if device_of_ranks() != "cpu" else []  # CUDA, which an import may start, knows no forks
-    for name in argv[1:]:
-        if name not in alone:
-            _preload(name)
+    # CUDA, which an import may start, knows no forks: there each rank imports for itself.
+    shared, alone = (argv[1:], []) if device_of_ranks() == "cpu" else ([], argv[1:])
+    for name in shared:
+        _preload(name)
     _check_single_threaded()
     gc.freeze()  # a collection in a child would otherwise touch, and so copy, every page
     _serve(control, alone)

@@ -204,11 +204,8 @@ def _decode_array(tag: str, value: dict[str, Any]) -> Any:
         dtype = DTYPES[value["dtype"]]
         if len(data) != math.prod(shape) * ITEMSIZES[value["dtype"]]:
             raise ValueError(f"{len(data)} bytes are no {value['dtype']}{list(shape)}")
-        flat = (
-            torch.frombuffer(bytearray(data), dtype=dtype)
-            if data
-            else torch.empty(0, dtype=dtype, device="cpu")
-        )
+        nothing = torch.empty(0, dtype=dtype, device="cpu")
+        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else nothing
         return flat.reshape(shape)
     found = np.dtype(value["dtype"])
     if found.kind not in "biufc":

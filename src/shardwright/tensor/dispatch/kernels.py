@@ -16,7 +16,7 @@ from shardwright.tensor.dispatch.memory_order import is_dense
 _BIAS_ROWS = 16  # elements
 
 
-def with_aligned_bias(func: torch._ops.OpOverload, *args: Any, **named: Any) -> Any:
+def _with_aligned_bias(func: torch._ops.OpOverload, *args: Any, **named: Any) -> Any:
     """Attention whose bias has rows that begin where CUDA's kernel wants them, as torch lays a whole one."""
     place = [argument.name for argument in func._schema.arguments].index("attn_bias")
     bias = args[place] if place < len(args) else None
@@ -27,7 +27,7 @@ def with_aligned_bias(func: torch._ops.OpOverload, *args: Any, **named: Any) -> 
     return func(*args[:place], padded, *args[place + 1 :], **named)
 
 
-def with_buffer(func: torch._ops.OpOverload, *args: Any, **named: Any) -> Any:
+def _with_buffer(func: torch._ops.OpOverload, *args: Any, **named: Any) -> Any:
     """A log-sigmoid with its second result, which CUDA's kernel leaves without elements."""
     out, buffer = func(*args, **named)
     return out, buffer if named or buffer.shape == out.shape else torch.zeros_like(out)
@@ -36,9 +36,9 @@ def with_buffer(func: torch._ops.OpOverload, *args: Any, **named: Any) -> Any:
 # Their operands must lie in memory as the parts of a tensor need not, or they leave out what the CPU's make.
 _OF_THEIR_OWN: dict[str, Callable[..., Any]] = {
     "aten::_grouped_mm": grouped_mm,
-    "aten::_scaled_dot_product_efficient_attention": with_aligned_bias,
-    "aten::_scaled_dot_product_efficient_attention_backward": with_aligned_bias,
-    "aten::log_sigmoid_forward": with_buffer,
+    "aten::_scaled_dot_product_efficient_attention": _with_aligned_bias,
+    "aten::_scaled_dot_product_efficient_attention_backward": _with_aligned_bias,
+    "aten::log_sigmoid_forward": _with_buffer,
 }
 # They conjugate lazily inside and need the dispatch key that resolves it. Below `__torch_dispatch__` torch
 # has excluded that key, for any subclass and any mode: a kernel that multiplies by `x.conj()` of its own then

@@ -59,9 +59,16 @@ def _of_vector_norm(
     return made
 
 
+def _of_attention(query: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Up to torch 2.12 the sums of exponentials are told to be of float32, whatever they are of."""
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, *rest, **named)
+    return out, sums.to(torch.promote_types(query.dtype, torch.float32))
+
+
 # Ops whose function for tensors without data asks for more than their kernels do, and one that does not.
 _OWN: dict[str, Callable[..., Any]] = {
     "aten::_grouped_mm": grouped_product,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _of_attention,
     "aten::linalg_vector_norm": _of_vector_norm,
     "aten::native_group_norm_backward": _of_group_norm_backward,
     "aten::view_copy": _of_view_copy,
@@ -102,10 +109,6 @@ def result_infos(func: Op, args: Args, kwargs: Kwargs) -> tuple[TensorInfo | Non
     infos = [_info(value) for value in tree_flatten(out)[0]]
     if func._schema.name in _STATISTICS:
         _in_the_widest_type(infos, [x for x in tree_flatten((args, kwargs))[0] if _is_ours(x)])
-    elif func._schema.name == "aten::_scaled_dot_product_flash_attention_for_cpu" and infos[1] is not None:
-        # up to torch 2.12 its sums of exponentials are told to be of float32, whatever they are of
-        wide = torch.promote_types(args[0].dtype, torch.float32)
-        infos[1] = TensorInfo(infos[1].shape, infos[1].stride, wide)
     return tuple(infos)
 
 
