@@ -105,6 +105,21 @@ def test_only_names_that_an_index_needs_are_known(tmp_path: Path, name: str) -> 
         convert(tmp_path, tmp_path / "ours")
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("manifest.json", "is a checkpoint of this library: `load` reads it"),
+        ("checkpoints", "is the folder of a run: name one of its checkpoints"),
+        ("model-00001-of-00002.safetensors", "`load_hf` reads them"),
+        ("__0_0.distcp", "has no .metadata, which a save writes last"),
+    ],
+)
+def test_a_folder_of_another_kind_is_named(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=words):
+        convert(tmp_path, tmp_path / "ours")
+
+
 def test_a_name_that_leads_out_is_refused(tmp_path: Path) -> None:
     warnings.simplefilter("ignore")
     torch_checkpoint.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path / "theirs", no_dist=True)

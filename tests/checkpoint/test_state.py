@@ -148,6 +148,20 @@ def test_plain_values_come_back_with_their_types(tmp_path: Path, value: Any) -> 
         assert found == value
 
 
+def test_none_is_a_plain_value_and_asks_for_one(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    save(tmp_path / "c", model, best=None, epoch=3)
+    found = load(tmp_path / "c", model, best=0.5, epoch=None, absent=None)
+    assert found.values == {"best": None, "epoch": 3}
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters(), lr=1))
+    with pytest.raises(CheckpointError, match="best has a state here, and was None when it was saved"):
+        load(tmp_path / "c", model, best=scheduler)
+    assert torch.equal(model.weight, before + 1)
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_numbers_that_json_does_not_have_come_back(tmp_path: Path, value: float) -> None:
     save(tmp_path / "c", nn.Linear(1, 1), extra=value)

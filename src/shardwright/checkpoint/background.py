@@ -16,6 +16,7 @@ from shardwright.checkpoint.agree import Group, rank, world
 from shardwright.checkpoint.collector import no_collection
 from shardwright.checkpoint.job import Job, prepared
 from shardwright.checkpoint.save import State
+from shardwright.checkpoint.state import given
 from shardwright.checkpoint.storage.arena import Arena, copy_bytes, room_for
 from shardwright.checkpoint.storage.element_types import DTYPES
 from shardwright.checkpoint.storage.place import Place, place_of
@@ -120,7 +121,7 @@ def async_save(
     call makes.
     """
     group = _group()
-    everything = {"model": model, "optimizer": optimizer, **state}
+    everything = given(model, optimizer) | state
     with contextlib.ExitStack() as stack, no_collection():
         job = stack.enter_context(prepared(place_of(path), everything, extra, step, config, _finish_last))
         taken = _taken()

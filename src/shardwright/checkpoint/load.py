@@ -9,6 +9,7 @@ from shardwright.checkpoint.collector import no_collection
 from shardwright.checkpoint.loading import Loaded, loaded
 from shardwright.checkpoint.patterns import Patterns
 from shardwright.checkpoint.save import State
+from shardwright.checkpoint.state import given
 from shardwright.checkpoint.storage.place import Place, place_of
 
 
@@ -34,7 +35,8 @@ def load(
             (`"model/layers.0.*"`, `"optimizer"`); the generators stay as they are.
         in_place: read straight into the tensors, without memory beside them. What that gives up: a damaged
             file, or a rank that dies, leaves the state partly changed; then load another checkpoint.
-        state: as it was saved, by name. Plain values are not changed here but returned, in `Loaded.values`.
+        state: as it was saved, by name. Plain values are not changed here but returned, in `Loaded.values`;
+            None asks for the value, if there is one.
 
     Raises: CheckpointError: on every rank, with nothing changed (but with `in_place`): the checkpoint is
     unfinished or damaged, or is of another model or optimizer; or a pattern fits nothing. Where a
@@ -42,7 +44,7 @@ def load(
     Cost: no tensor data is communicated; each rank reads what it holds, and needs memory for it twice
     (the second is the system's cache of the files where it lets this user lock memory: `ulimit -l`).
     """
-    everything = {"model": model, "optimizer": optimizer, **state}
+    everything = given(model, optimizer) | state
     place = place_of(path)
     with no_collection():  # what a load makes is gone when the collector may look again
         return loaded(place, lambda: Patterns(only), everything, in_place=in_place)

@@ -143,7 +143,8 @@ class Loading:
 
     def _compare(self, state: Mapping[str, Any]) -> Identity:
         """Find where the tensors of modules go; what this rank has."""
-        self.nodes = nodes_of(state)
+        saved = self.manifest.values
+        self.nodes = [node for node in nodes_of(state) if node.live is not None or node.path in saved]
         self.targets = tensors_of(self.nodes, self.patterns.want)
         self.chosen = [node for node in self.nodes if self._wants_node(node)]
         live = self.targets.live
@@ -178,7 +179,7 @@ class Loading:
         take = self.targets.fresh.__getitem__
         try:
             self.values = {path: decode(one, path, take) for path, one in self.targets.values.items()}
-            self._try_generators()
+            self._try_states()
             self._prepare_optimizers()
             self.config = decode(self.manifest.config, "config")
             if self.patterns.everything:
@@ -187,10 +188,12 @@ class Loading:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path} cannot be used: {error}") from None
 
-    def _try_generators(self) -> None:
+    def _try_states(self) -> None:
         for node in self.nodes:
             if node.kind is Kind.GENERATOR and node.path in self.values:
                 check_generator(node.live, self.values[node.path], node.path)
+            if node.kind is Kind.STATEFUL and self.values.get(node.path, node) is None:
+                raise CheckpointError(f"{node.path} has a state here, and was None when it was saved")
 
     def _prepare_optimizers(self) -> None:
         loaded = {**self.targets.live, **self.targets.fresh}

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.job import about_run, prepared
 from shardwright.checkpoint.others.dcp_export import save_for_torch
+from shardwright.checkpoint.state import given
 from shardwright.checkpoint.storage.place import Place, folder_of, place_of
 from shardwright.errors import CheckpointError
 
@@ -48,7 +49,8 @@ def save(
             `get_state_dict`. It has no checksums, no generators' states and one value for all ranks; `path`
             must be new.
         state: more, by name: modules, optimizers, schedulers, data loaders or whatever else has `state_dict`
-            and `load_state_dict`, generators, tensors, plain values, and dicts, lists and tuples of them.
+            and `load_state_dict`, generators, tensors, plain values (None is one), and dicts, lists and tuples
+            of them.
             A value that differs between ranks is kept for each rank.
 
     Returns: `path`, made absolute.
@@ -59,7 +61,7 @@ def save(
     Cost: no tensor data is communicated; three gathers of descriptions, one write of each byte. Memory: 1 MiB
     beside tensors that lie on the CPU in one piece, 8 MiB beside others.
     """
-    everything = {"model": model, "optimizer": optimizer, **state}
+    everything = given(model, optimizer) | state
     if format == "dcp":
         return save_for_torch(folder_of(path), everything, extra, about_run(step, config))
     if format != "shardwright":

@@ -44,9 +44,12 @@ def nodes_of(state: Mapping[str, Any]) -> list[Node]:
     taken = _RESERVED & set(state)
     if taken:
         raise CheckpointError(f"a state cannot be called {min(taken)!r}: the checkpoint has one of its own")
-    return [
-        node for name, value in state.items() if value is not None for node in _walk(_name(name), value, 0)
-    ]
+    return [node for name, value in state.items() for node in _walk(_name(name), value, 0)]
+
+
+def given(model: Any, optimizer: Any) -> dict[str, Any]:
+    """The two that have names of their own, by these; None is one that there is not."""
+    return {name: one for name, one in (("model", model), ("optimizer", optimizer)) if one is not None}
 
 
 def _walk(path: str, value: Any, depth: int) -> Iterator[Node]:

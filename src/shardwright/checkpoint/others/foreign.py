@@ -18,6 +18,12 @@ from shardwright.errors import CheckpointError
 Steps = tuple[Any, ...]  # names, and numbers for places in a list
 Shape = tuple[int, ...]
 
+_UNFINISHED = f"is no checkpoint of torch's: it has no {dcp.INDEX}, which a save writes last"
+_OTHERS = {  # what is in a folder that another function reads
+    "manifest.json": 'is a checkpoint of this library: `load` reads it, and `save(format="dcp")` writes torch\'s',
+    "checkpoints": "is the folder of a run: name one of its checkpoints",
+    "*.safetensors": "has files in the format of Hugging Face: `load_hf` reads them",
+}
 
 class ForeignTensor(NamedTuple):
     """A tensor of the source: boxes (offset, size, what reads it), read when they are written."""
@@ -36,6 +42,9 @@ class ForeignTensor(NamedTuple):
 
 def read_folder(source: Path) -> Iterator[tuple[Steps, Any]]:
     """What a folder of torch's distributed checkpoint holds: tensors and values."""
+    if not (source / dcp.INDEX).exists():
+        found = (said for pattern, said in _OTHERS.items() if any(source.glob(pattern)))
+        raise CheckpointError(f"{source} {next(found, _UNFINISHED)}")
     folder = dcp.read_index(source)
     for name, (dtype, shape, pieces) in folder.tensors.items():
         boxes = [(one.offset, one.size, partial(dcp.read_piece, folder, name, one)) for one in pieces]
