@@ -483,6 +483,51 @@ class Advances(Base):
 ITERATORS = {"count": lambda: itertools.count(1), "generator": _ramp, "list": lambda: iter([1] * 9)}
 
 
+class FitsOnce(Base):
+    """Layers whose first batch gives some of their parameters their values, in one of several ways."""
+
+    class Fits(Part):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.shift = (nn.Parameter(torch.full((H,), v)) for v in (1.0, 0.25))
+            self.register_buffer("fitted", torch.tensor(False))
+
+        def forward(self, x):
+            if not self.fitted:
+                FITS[self.kind](self, 1 + x.detach().square().mean(0), x.detach().mean(0))
+                self.fitted.fill_(True)
+            return super().forward(x) * self.scale + self.shift
+
+    def __init__(self, kind):
+        super().__init__(self.Fits)
+        for layer in self.layers:
+            layer.kind = kind
+
+
+def _in_place(layer, scale, shift):
+    with torch.no_grad():
+        layer.scale.mul_(scale)
+        layer.shift[1:].sub_(shift[1:])
+
+
+def _through_data(layer, scale, shift):
+    layer.scale.data.mul_(scale)
+    torch._foreach_add_([layer.shift.detach()], [shift])
+
+
+def _other_memory(layer, scale, shift):
+    layer.scale.data = layer.scale.data * scale
+    layer.shift.data = layer.shift.data + shift
+
+
+def _by_out(layer, scale, shift):
+    torch.mul(layer.scale.data, scale, out=layer.scale.data)
+    nn.init.constant_(layer.shift, float(shift.sum()))
+
+
+FITS = {"in place": _in_place, "data": _through_data, "other memory": _other_memory, "out": _by_out}
+
+
 class HooksOnce(Base):
     """At their first call layers put a hook in place, and take one away."""
 

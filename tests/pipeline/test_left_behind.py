@@ -11,7 +11,7 @@ from shardwright.errors import ParallelError
 from shardwright.parallel import Pipeline, parallelize_pipeline
 from shardwright.testing import rank_mesh
 from tests.pipeline import left_behind
-from tests.pipeline.left_behind import GENERATORS
+from tests.pipeline.left_behind import FITS, GENERATORS
 from tests.pipeline.own_code import H, total
 
 HALF, QUARTERS = ["layers.2"], ["layers.1", "layers.2", "layers.3"]
@@ -128,6 +128,7 @@ def _right(name, given, cuts, *, late):
         ("HooksOnce", []),
         ("Advances", ["bytearray"]),
         ("Advances", ["parameter"]),
+        *(("FitsOnce", [kind]) for kind in FITS),
         ("Transposes", []),
         *(("LayerNoise", [kind]) for kind in GENERATORS),
     ],

@@ -15,6 +15,7 @@ from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.forward.hollow import is_hollow
 from shardwright.parallel.pipeline.forward.memory import NOT_OF_THE_MODEL, Memory, looked_at, same_elements
 from shardwright.parallel.pipeline.forward.outside import Look, Outside
+from shardwright.parallel.pipeline.forward.written import Written
 
 # Beside them torch keeps which want keyword arguments: by numbers that are never given again.
 _HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"})
@@ -32,7 +33,8 @@ class Aside:
     """The buffers, attributes, generators and gradients of a model, and globals that its code names, as now.
 
     Of gradients there are none until then. `memory` and `changed_buffers` say what a forward has left;
-    `put_back` undoes it. Values of parameters are no part of it, nor what torch and the strategies keep.
+    `put_back` undoes it. What torch and the strategies keep is no part of it; of parameters that are written
+    into, `written` has to be on meanwhile.
     """
 
     def __init__(self, model: nn.Module, outside: Outside) -> None:
@@ -51,6 +53,7 @@ class Aside:
         self._parameters = [(p, p.grad, looked_at(p)) for p in model.parameters()]
         for parameter, _, _ in self._parameters:
             parameter.grad = None  # a layer may run a backward of its own
+        self.written = Written(model.parameters())
 
     def changed_buffers(self) -> Iterator[tuple[str, str]]:
         """(module, name) of buffers that have other values than before."""
@@ -65,6 +68,7 @@ class Aside:
         write_rng(self._generators)
         self.memory.put_back()
         self._outside.put_back()
+        self.written.put_back()
         for parameter, gradient, attributes in self._parameters:
             parameter.grad = gradient
             attributes.write_to(parameter)

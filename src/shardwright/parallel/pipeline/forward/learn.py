@@ -102,7 +102,8 @@ def _stage(
         )
         aside = Aside(model, split.outside)
         try:
-            out = forward(run)
+            with aside.written:
+                out = forward(run)
             asked = frozenset().union(*(origins(x) for x in tree_leaves(out)))
             if not last or not asked:
                 split.units.learned(stage)
