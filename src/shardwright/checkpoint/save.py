@@ -49,9 +49,8 @@ def save(
             `get_state_dict`. It has no checksums, no generators' states and one value for all ranks; `path`
             must be new.
         state: more, by name: modules, optimizers, schedulers, data loaders or whatever else has `state_dict`
-            and `load_state_dict`, generators, tensors, plain values (None is one), and dicts, lists and tuples
-            of them.
-            A value that differs between ranks is kept for each rank.
+            and `load_state_dict`, generators, tensors, plain values (None is one), and dicts, lists and
+            tuples of them. A value that differs between ranks is kept for each rank.
 
     Returns: `path`, made absolute.
     Raises: CheckpointError: on every rank, where one rank failed; what was at `path` is as it was. Causes: a

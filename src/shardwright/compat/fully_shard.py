@@ -220,6 +220,11 @@ def managing_unit(parameter: torch.Tensor) -> FsdpParameter | None:
     return None if inner is None or inner.sharded_param is not parameter else FsdpParameter(inner)
 
 
+def is_gathered_copy(parameter: torch.Tensor) -> bool:
+    """Is it what `fully_shard` shows in the place of a parameter while its unit holds the whole of it?"""
+    return any(parameter is getattr(inner, "_unsharded_param", None) for inner in list(_managed.values()))
+
+
 def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:
     """The parameters that the `fully_shard` of this very module manages."""
     return [FsdpParameter(p, group) for group in _fsdp_groups(module) for p in group.fsdp_params]

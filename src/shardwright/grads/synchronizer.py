@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
+from shardwright.compat.fully_shard import is_gathered_copy
 from shardwright.errors import ParallelError, refuse_no_number
 from shardwright.grads.buckets import Plan, planned
 from shardwright.grads.coverage import refuse_uncovered
@@ -132,6 +133,12 @@ def _refuse_plain(wanted: dict[str, Tensor]) -> None:
         if not isinstance(p, TorchDTensor) and ((held := stages_of(p)) is None or held.mesh.size() != world)
     ]
     if plain and world > 1:
+        whole = [name for name in plain if is_gathered_copy(wanted[name])]
+        if whole:
+            raise ParallelError(
+                f"{name_list(whole)}: gathered by `fully_shard` since the last forward\n"
+                "  fix: make the GradientSynchronizer before, or call reshard() of the unit"
+            )
         raise ParallelError(
             f"{name_list(plain)}: plain trainable tensors in a world of {world} ranks, whose gradients "
             "nobody would sum; place them with parallelize_replicate(module, mesh), or freeze them"

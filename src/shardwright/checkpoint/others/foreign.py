@@ -20,10 +20,11 @@ Shape = tuple[int, ...]
 
 _UNFINISHED = f"is no checkpoint of torch's: it has no {dcp.INDEX}, which a save writes last"
 _OTHERS = {  # what is in a folder that another function reads
-    "manifest.json": 'is a checkpoint of this library: `load` reads it, and `save(format="dcp")` writes torch\'s',
+    "manifest.json": "is a checkpoint of this library: `load` reads it; `save(format='dcp')` writes torch's",
     "checkpoints": "is the folder of a run: name one of its checkpoints",
     "*.safetensors": "has files in the format of Hugging Face: `load_hf` reads them",
 }
+
 
 class ForeignTensor(NamedTuple):
     """A tensor of the source: boxes (offset, size, what reads it), read when they are written."""

@@ -25,8 +25,8 @@ class Written(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._of_memory: dict[int, list[Tensor]] = {}
         self._before: list[tuple[Tensor, Tensor]] = []
-        self._held = [(parameter, local_of(parameter)) for parameter in parameters]
-        for _, local in self._held:
+        self._held = [(parameter, parameter.data) for parameter in parameters]
+        for local in (local_of(data) for _, data in self._held):
             self._of_memory.setdefault(_memory(local), []).append(local)
         self._of_memory.pop(0, None)  # without elements
 
@@ -47,10 +47,10 @@ class Written(TorchDispatchMode):
         with torch.no_grad():
             for local, before in self._before:
                 local.copy_(before)
-        for parameter, local in self._held:
-            now = local_of(parameter)
-            if _memory(now) != _memory(local) and not same_elements(now, local):
-                parameter.data = local
+        for parameter, data in self._held:
+            now, before = local_of(parameter), local_of(data)
+            if _memory(now) != _memory(before) and not same_elements(now, before):
+                parameter.data = data
 
 
 def _memory(x: Tensor) -> int:
