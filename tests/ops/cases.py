@@ -13,13 +13,17 @@ BAD = (WRONG, ERROR, CRASH)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to try of an operator. `mesh`: sizes of the axes; `dtypes`: names as in torch."""
+    """What to try of an operator. `mesh`: sizes of the axes; `dtypes`: names as in torch.
+
+    inference: inside `torch.inference_mode`, where torch takes other ways to the same kernels.
+    """
 
     mesh: tuple[int, ...] = (2,)
     kinds: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "int64")
     samples: int = 3
     backward: bool = True
+    inference: bool = False
     source: str = "sample"  # which inputs of the database: see `database.SOURCES`
 
     def torch_dtypes(self) -> tuple[torch.dtype, ...]:

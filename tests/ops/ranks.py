@@ -41,7 +41,8 @@ def check_operator(name: str, options: Options, file: str, start: int) -> int:
             continue
         note(file, {"begin": number, "case": _asdict(case)})
         meeting = Meeting(f"{file}/{number}")
-        record = check(info, case, sample, mesh, meeting.alike, backward=options.backward)
+        with torch.inference_mode(options.inference):
+            record = check(info, case, sample, mesh, meeting.alike, backward=options.backward)
         note(file, {"end": number, **meeting.worst(record).as_dict()})
         if meeting.parted:
             raise UnlikeRanksError(str(case))

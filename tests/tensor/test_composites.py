@@ -39,3 +39,32 @@ def _filled():
 @pytest.mark.parametrize("world", [2])
 def test_a_diagonal_is_filled_where_the_logical_tensor_has_it(ranks, world):
     ranks(world, _filled, timeout=120)
+
+
+# What autograd would take apart before a subclass sees it: inside `inference_mode` the whole of it comes.
+WHOLE = {
+    "expand_as": lambda x: x[:, 2:3].expand_as(x),
+    "view_as": lambda x: x[3:].view_as(x[:6].reshape(5, 12)),
+    "reshape_as": lambda x: x[3:].reshape_as(x[:6].reshape(5, 12)),
+    "narrow by a tensor": lambda x: x.narrow(0, (x[0, 0] * 0 + 2).long(), 3),
+    "normalize": torch.nn.functional.normalize,
+    "cosine_similarity": lambda x: torch.nn.functional.cosine_similarity(x, x.flip(0)),
+    "solve": lambda x: torch.linalg.solve(x @ x.mT + torch.diag_embed(x[:, 0] * 0 + 9), x),
+}
+
+
+def _taken_apart_in_inference():
+    """Law: a composite of computed tensors is the same in inference mode, and begins in memory there too."""
+    for name, function in WHOLE.items():
+        for layout in layouts_of(2):
+            for _ in range(2):  # the second may be a known call
+                plain = full(9, 10, dtype=torch.float64)
+                placed = place(plain, layout)
+                with torch.inference_mode():
+                    wanted, got = function(plain * 2), function(placed * 2)
+                    close(got, wanted, (name, layout))
+                assert got.storage_offset() == wanted.storage_offset(), (name, layout)
+
+
+def test_composites_are_taken_apart_in_inference_mode(ranks):
+    ranks(2, _taken_apart_in_inference)

@@ -72,6 +72,8 @@ def _raised(func: Op, args: Args, kwargs: Kwargs, values: Callable[..., torch.Te
         with warnings.catch_warnings(), without_modes(), torch.no_grad(), WithoutTangents():
             warnings.simplefilter("ignore")
             func(*given, **named)
+    except torch.linalg.LinAlgError:  # of the values: there is no inverse of zeros
+        return None
     except (RuntimeError, TypeError, IndexError, ValueError) as error:  # the caller tells reasons apart
         return error
     return None

@@ -38,18 +38,21 @@ _BEGIN_THERE = frozenset(
 
 # Copies of all of a storage, that begin in it where their operand does.
 _OF_ALL_MEMORY = frozenset({"aten::diagonal_scatter", "aten::select_scatter", "aten::slice_scatter"})
-_WHERE_IT_IS = _BEGIN_THERE | _OF_ALL_MEMORY
 
 
 def begins_there(func: Op) -> bool | None:
     """Do the op's results begin in memory exactly where its first argument does?
 
-    None: where they begin does not follow from where that does.
+    None: where they begin does not follow from where that does; or it is a view as another tensor says
+    (`expand_as`), which is taken apart into views that pass here themselves.
     """
     name = func._schema.name
-    if not write_back.is_view(func) and name not in _OF_ALL_MEMORY:
+    if name in _OF_ALL_MEMORY:
+        return True
+    tensors = sum(argument.type.kind() == "TensorType" for argument in func._schema.arguments)
+    if tensors > 1 or not write_back.is_view(func):
         return None
-    return name in _WHERE_IT_IS and func._schema.overload_name != "dtype"
+    return name in _BEGIN_THERE and func._schema.overload_name != "dtype"
 
 
 def as_on_one_device(route: Call, there: bool, func: Op, args: Args, kwargs: Kwargs) -> Any:
