@@ -1,4 +1,4 @@
-"""Tensors in the places of sharded parameters are refused: `fully_shard` would compute with its own."""
+"""Tensors in the places of sharded parameters are refused, and writes into what `fully_shard` gathered."""
 
 import copy
 
@@ -43,6 +43,56 @@ def _substituted():
 
 def test_functional_call_with_other_tensors_is_refused(ranks):
     ranks(2, _substituted)
+
+
+class _Writes(nn.Module):
+    """Its forward writes into its parameters, or into none."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.table = nn.Embedding(6, 4, max_norm=0.1 if how == "renorm" else None)
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, rows):
+        with torch.no_grad():
+            if self.how == "clamp":
+                self.weight.clamp_(-0.1, 0.1)
+            elif self.how == "other memory":
+                self.weight.data = nn.functional.normalize(self.weight)
+        return self.table(rows) @ self.weight
+
+
+def _lost(how, cut_apart, keep):
+    torch.manual_seed(0)
+    mesh, model = rank_mesh((2,), ("dp",)), _Writes(how)
+    if cut_apart:
+        parallelize_fsdp(model.table, mesh)
+    parallelize_fsdp(model, mesh, reshard_after_forward=not keep)
+    rows = torch.tensor([1, 2])
+    if how == "nothing":
+        for _ in range(3):
+            model(rows).sum().backward()
+            with torch.no_grad():
+                model(rows)
+            model.reshard()
+            for parameter in model.parameters():
+                with torch.no_grad():
+                    parameter.clamp_(-0.1, 0.1)
+        return ""
+    with pytest.raises(ParallelError) as caught:
+        model(rows)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("cut_apart", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("how", ["clamp", "other memory", "renorm", "nothing"])
+def test_what_a_forward_writes_into_gathered_parameters_is_refused(ranks, how, cut_apart, keep):
+    for said in ranks(2, _lost, how, cut_apart, keep):
+        assert (
+            how == "nothing" or "weight: what fully_shard has gathered of it was written into, by the" in said
+        )
 
 
 def _used_as_ever():

@@ -78,11 +78,24 @@ class FsdpParameter:
         elif isinstance(self.owner, nn.RNNBase):
             self._stay_where_gathered()
         self._allocate_outside_inference()
+        self._notice_writes()
 
     @property
     def is_gathered(self) -> bool:
         """Does the unit hold the whole parameter in the place of this one now?"""
         return self.owner._parameters[self.name] is not self.inner.sharded_param
+
+    @property
+    def has_lost_a_write(self) -> bool:
+        """Was the whole parameter written, or given other memory, since it was gathered or this was asked?
+
+        Either goes with what is gathered. Not seen: what is written through `parameter.data`.
+        """
+        if isinstance(self.owner, nn.RNNBase):  # moves its weights on CUDA, which is followed
+            return False
+        known, now = getattr(self.inner, "gathered_as", None), _written_as(self.inner)
+        self.inner.gathered_as = now
+        return known is not None and known != now
 
     @property
     def reached(self) -> int:
@@ -145,6 +158,16 @@ class FsdpParameter:
         for name in ("init_all_gather_outputs", "init_unsharded_param"):
             setattr(fsdp, name, torch.inference_mode(mode=False)(getattr(fsdp, name)))
 
+    def _notice_writes(self) -> None:
+        fsdp = self.inner
+        original = fsdp.init_unsharded_param
+
+        def init_unsharded_param() -> None:
+            original()
+            fsdp.gathered_as = _written_as(fsdp)
+
+        fsdp.init_unsharded_param = init_unsharded_param
+
     def _keep_distributed(self, spec: Any, wrap_inner: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
         fsdp = self.inner
         fsdp.is_dtensor = True
@@ -164,6 +187,12 @@ class FsdpParameter:
                 fsdp.is_dtensor = True
 
         fsdp.init_unsharded_param = init_unsharded_param
+
+
+def _written_as(fsdp: Any) -> tuple[int, int]:
+    """The version of a whole parameter, and its memory."""
+    whole = fsdp._unsharded_param
+    return whole._version, getattr(whole, "_local_tensor", whole).untyped_storage()._cdata
 
 
 _MORE, _PRIME = 1_000_003, 2**61 - 1

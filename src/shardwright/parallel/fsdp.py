@@ -273,6 +273,7 @@ def _shard(
     put_all(slots, plain)
     fully_shard(module, mesh=mesh, shard_placement_fn=said.get, **kwargs)
     module.register_forward_pre_hook(_refuse_replaced, prepend=True)  # before torch's own
+    module.register_forward_hook(_refuse_lost, prepend=True)
     module.register_load_state_dict_pre_hook(_refuse_assigned)
     if kwargs.get("reshard_after_forward") is None:
         module.register_forward_hook(_reshard_without_backward)
@@ -295,6 +296,20 @@ def _refuse_replaced(module: nn.Module, _args: Any) -> None:
             "which would compute with its own\n"
             "  fix: under torch.func.functional_call use parallelize_replicate; to set values, write into "
             "the parameters (load_state_dict without assign=True)"
+        )
+
+
+def _refuse_lost(module: nn.Module, _args: Any, _out: Any) -> None:
+    """Raise ParallelError for what was written into gathered parameters, which goes with their copy."""
+    compiled = torch.compiler.is_compiling()
+    lost = [] if compiled else [each.name for each in fsdp_parameters(module) if each.has_lost_a_write]
+    if lost:
+        raise ParallelError(
+            f"{lost[0]}: what fully_shard has gathered of it was written into, by the forward of "
+            f"{type(module).__name__} or since the one before; that is lost with the copy\n"
+            "  fix: write after the step, into the sharded parameter (`with torch.no_grad(): "
+            "module.weight.clamp_(-1, 1)`; after reshard(), where the unit stays gathered), or use "
+            "parallelize_replicate"
         )
 
 

@@ -46,12 +46,15 @@ class Written(TorchDispatchMode):
         """What was written is as it was, also where it is other memory now (`parameter.data = x`)."""
         with torch.no_grad():
             for local, before in self._before:
-                local.copy_(before)
+                if _memory(local):
+                    local.copy_(before)
         for parameter, data in self._held:
             now, before = local_of(parameter), local_of(data)
-            if _memory(now) != _memory(before) and not same_elements(now, before):
+            memories = {_memory(now), _memory(before)}
+            if len(memories) == 2 and 0 not in memories and not same_elements(now, before):
                 parameter.data = data
 
 
 def _memory(x: Tensor) -> int:
+    """Where its elements lie; 0 where there are none, and of what `fully_shard` had gathered and has freed."""
     return 0 if is_hollow(x) or x.is_meta else x.untyped_storage().data_ptr()
