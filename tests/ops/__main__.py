@@ -17,6 +17,7 @@ from shardwright.testing.pool import RankPool
 from tests.ops.cases import BAD, Options, Record
 from tests.ops.database import SAMPLE, SOURCES, operators
 from tests.ops.excluded import EXCLUDED
+from tests.ops.modes import MODES, WITHOUT_GRADIENTS
 from tests.ops.placing import KINDS, MORE_KINDS, UNLIKE
 from tests.ops.report import failures, summary
 from tests.ops.sweep import sweep
@@ -38,8 +39,8 @@ def main(arguments: list[str] | None = None, pool: RankPool | None = None) -> in
             kinds=tuple(options.placements.split(";")) if options.placements else (),
             dtypes=tuple(options.dtypes.split(",")),
             samples=options.samples,
-            backward=not (options.no_backward or options.inference),
-            inference=options.inference,
+            backward=not options.no_backward and options.under not in WITHOUT_GRADIENTS,
+            under=options.under,
             source=options.inputs,
         )
         for mesh in options.mesh.split(";")
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--inputs", choices=SOURCES, default=SAMPLE, help="which inputs of the database")
     parser.add_argument("--jobs", type=int, default=2, help="operators at a time")
     parser.add_argument("--no-backward", action="store_true")
-    parser.add_argument("--inference", action="store_true", help="inside torch.inference_mode()")
+    parser.add_argument("--under", choices=MODES, default="", help="a mode of torch in which all runs")
     parser.add_argument("--report", help="write every record to this file, one JSON object per line")
     parser.add_argument("--failures", help="write the failures, grouped by operator, to this file")
     return parser

@@ -15,7 +15,7 @@ BAD = (WRONG, ERROR, CRASH)
 class Options:
     """What to try of an operator. `mesh`: sizes of the axes; `dtypes`: names as in torch.
 
-    inference: inside `torch.inference_mode`, where torch takes other ways to the same kernels.
+    under: one of `modes.MODES`, in which all runs; empty for none.
     """
 
     mesh: tuple[int, ...] = (2,)
@@ -23,7 +23,7 @@ class Options:
     dtypes: tuple[str, ...] = ("float32", "int64")
     samples: int = 3
     backward: bool = True
-    inference: bool = False
+    under: str = ""
     source: str = "sample"  # which inputs of the database: see `database.SOURCES`
 
     def torch_dtypes(self) -> tuple[torch.dtype, ...]:

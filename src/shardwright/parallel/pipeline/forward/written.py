@@ -56,5 +56,5 @@ class Written(TorchDispatchMode):
 
 
 def _memory(x: Tensor) -> int:
-    """Where its elements lie; 0 where there are none, and of what `fully_shard` had gathered and has freed."""
+    """Where its elements lie; 0 where there are none: of what `fully_shard` had gathered and has freed."""
     return 0 if is_hollow(x) or x.is_meta else x.untyped_storage().data_ptr()
