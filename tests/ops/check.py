@@ -17,6 +17,7 @@ from shardwright.tensor.dispatch.ways.algorithm import ByAlgorithm
 from tests.ops.cases import ERROR, LENIENT, OK, WRONG, Case, Record
 from tests.ops.compare import difference, strides_differ, whole
 from tests.ops.database import seed
+from tests.ops.modes import MODES
 from tests.ops.placing import copied, place, placed, placements_for
 
 Arguments = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -33,22 +34,31 @@ class Outcome:
 
 
 def check(
-    info: Any, case: Case, sample: Any, mesh: DeviceMesh, alike: Callable[[str], bool], *, backward: bool
+    info: Any,
+    case: Case,
+    sample: Any,
+    mesh: DeviceMesh,
+    alike: Callable[[str], bool],
+    *,
+    backward: bool,
+    under: str = "",
 ) -> Record:
-    """Compare one case; every rank of the mesh calls it together.
+    """Compare one case; every rank of the mesh calls it together. `under`: in which of the modes both run.
 
     `alike(text)`: do all ranks say the same text here? Where they do not, nothing is gathered any more.
     """
     given: Arguments = (sample.input, sample.args, sample.kwargs)
     process = _process(case, sample)
-    wanted = reference(info, case, given, process, backward=backward)
+    with MODES[under]():
+        wanted = reference(info, case, given, process, backward=backward)
     record = Record(case, tuple(mesh.shape), OK)
     try:
-        arguments = placed(copied(given), case.kind, mesh, mixed=case.mixed)
+        with MODES[under]():
+            arguments = placed(copied(given), case.kind, mesh, mixed=case.mixed)
     except Exception as error:  # noqa: BLE001
         record.verdict, record.text, record.stage = ERROR, _line(error), "placing"
         return record
-    with sw.trace() as trace, _seen(record.rules):
+    with sw.trace() as trace, _seen(record.rules), MODES[under]():
         got = _run(info, case, arguments, wanted, mesh, process, backward=backward)
     record.bytes = trace.bytes
     record.fallbacks = sorted({d.op for d in trace.decisions if d.reason.startswith("fallback")})

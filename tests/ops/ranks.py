@@ -17,7 +17,6 @@ from shardwright.testing.meshes import rank_mesh
 from tests.ops.cases import BAD, OK, Case, Options, Record
 from tests.ops.check import check
 from tests.ops.database import dtypes_of, operators, samples_of
-from tests.ops.modes import MODES
 from tests.ops.placing import KINDS
 
 _PATIENCE = timedelta(seconds=30)  # for the slowest rank of one case
@@ -42,8 +41,9 @@ def check_operator(name: str, options: Options, file: str, start: int) -> int:
             continue
         note(file, {"begin": number, "case": _asdict(case)})
         meeting = Meeting(f"{file}/{number}")
-        with MODES[options.under]():
-            record = check(info, case, sample, mesh, meeting.alike, backward=options.backward)
+        record = check(
+            info, case, sample, mesh, meeting.alike, backward=options.backward, under=options.under
+        )
         note(file, {"end": number, **meeting.worst(record).as_dict()})
         if meeting.parted:
             raise UnlikeRanksError(str(case))
