@@ -263,24 +263,6 @@ def test_plain_trainable_parameters_are_refused_by_name(ranks):
     assert "parameter 1 of shape (2,)" in positions
 
 
-def _between_forward_and_backward():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    parallelize_fsdp(module, _mesh(2))
-    loss = module(torch.ones(2, 2)).sum()
-    with pytest.raises(ParallelError) as caught:
-        GradientSynchronizer(module)
-    loss.backward()
-    GradientSynchronizer(module).synchronize()
-    return str(caught.value)
-
-
-def test_parameters_that_a_unit_has_gathered_are_called_so(ranks):
-    assert ranks(2, _between_forward_and_backward)[0] == (
-        "0.weight, 0.bias, 1.weight, 1.bias: gathered by `fully_shard` since the last forward\n"
-        "  fix: make the GradientSynchronizer before, or call reshard() of the unit"
-    )
-
-
 def _replaced_and_frozen():
     mesh = _mesh(2)
     module = nn.Linear(3, 2)

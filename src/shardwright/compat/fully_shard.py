@@ -78,24 +78,11 @@ class FsdpParameter:
         elif isinstance(self.owner, nn.RNNBase):
             self._stay_where_gathered()
         self._allocate_outside_inference()
-        self._notice_writes()
 
     @property
     def is_gathered(self) -> bool:
         """Does the unit hold the whole parameter in the place of this one now?"""
         return self.owner._parameters[self.name] is not self.inner.sharded_param
-
-    @property
-    def has_lost_a_write(self) -> bool:
-        """Was the whole parameter written, or given other memory, since it was gathered or this was asked?
-
-        Either goes with what is gathered. Not seen: what is written through `parameter.data`.
-        """
-        if isinstance(self.owner, nn.RNNBase):  # moves its weights on CUDA, which is followed
-            return False
-        known, now = getattr(self.inner, "gathered_as", None), _written_as(self.inner)
-        self.inner.gathered_as = now
-        return known is not None and known != now
 
     @property
     def reached(self) -> int:
@@ -111,13 +98,17 @@ class FsdpParameter:
         """The ranks have compared what reached it."""
         self.inner.was_left_out = False
 
+    def hand_out(self) -> None:
+        """Somebody may write the sharded parameter from here on, in memory whose versions are others."""
+        self.inner.handed_out += 1
+
     def follow_local(self) -> None:
         """Gather from the local tensor that the sharded parameter has now."""
         self.inner.reset_sharded_param()
 
     def _before_adding(self, as_term: Callable[[torch.Tensor], torch.Tensor]) -> None:
         fsdp, group = self.inner, self.group
-        fsdp.reached, fsdp.was_left_out = 0, False
+        fsdp.reached, fsdp.was_left_out, fsdp.handed_out = 0, False, 0
         original = fsdp.accumulate_unsharded_grad_if_needed
         backwards = count(1)
 
@@ -158,16 +149,6 @@ class FsdpParameter:
         for name in ("init_all_gather_outputs", "init_unsharded_param"):
             setattr(fsdp, name, torch.inference_mode(mode=False)(getattr(fsdp, name)))
 
-    def _notice_writes(self) -> None:
-        fsdp = self.inner
-        original = fsdp.init_unsharded_param
-
-        def init_unsharded_param() -> None:
-            original()
-            fsdp.gathered_as = _written_as(fsdp)
-
-        fsdp.init_unsharded_param = init_unsharded_param
-
     def _keep_distributed(self, spec: Any, wrap_inner: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
         fsdp = self.inner
         fsdp.is_dtensor = True
@@ -187,12 +168,6 @@ class FsdpParameter:
                 fsdp.is_dtensor = True
 
         fsdp.init_unsharded_param = init_unsharded_param
-
-
-def _written_as(fsdp: Any) -> tuple[int, int]:
-    """The version of a whole parameter, and its memory."""
-    whole = fsdp._unsharded_param
-    return whole._version, getattr(whole, "_local_tensor", whole).untyped_storage()._cdata
 
 
 _MORE, _PRIME = 1_000_003, 2**61 - 1
@@ -247,11 +222,6 @@ def managing_unit(parameter: torch.Tensor) -> FsdpParameter | None:
     """What `fully_shard` knows of a sharded parameter, None for any other tensor."""
     inner = _managed.get(id(parameter))
     return None if inner is None or inner.sharded_param is not parameter else FsdpParameter(inner)
-
-
-def is_gathered_copy(parameter: torch.Tensor) -> bool:
-    """Is it what `fully_shard` shows in the place of a parameter while its unit holds the whole of it?"""
-    return any(parameter is getattr(inner, "_unsharded_param", None) for inner in list(_managed.values()))
 
 
 def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
-from shardwright.compat.fully_shard import is_gathered_copy
 from shardwright.errors import ParallelError, refuse_no_number
 from shardwright.grads.buckets import Plan, planned
 from shardwright.grads.coverage import refuse_uncovered
@@ -51,7 +50,7 @@ class GradientSynchronizer:
         self._covered: list[object] = []  # parameters and specs that `refuse_uncovered` let pass
         self._plan: Plan | None = None  # for these parameters
         self._lost = False  # an exception left a block
-        self._known = self._distributed()
+        self._distributed()
 
     def synchronize(self) -> None:
         """Sum what is pending. Collective over the meshes of the parameters.
@@ -79,7 +78,7 @@ class GradientSynchronizer:
             computes. For those that are complete on each rank (sharded units, spread experts) 128 numbers in
             the last of these messages, if it goes to the same ranks; for all others that of `synchronize`.
         """
-        distributed = self._distributed(gathered=self._known)
+        distributed = self._distributed()
         if self._plan is None:
             self._plan = planned(distributed, self._bucket_bytes)
         sums = OverlappedSum(self._plan)
@@ -94,34 +93,21 @@ class GradientSynchronizer:
         for left, alike in sums.finish():
             finish_gradients(left, self._bucket_bytes, agreed=alike or self._static)
 
-    def _distributed(self, gathered: Mapping[str, TorchDTensor] | None = None) -> dict[str, TorchDTensor]:
-        """Return the trainable parameters, none of which may be plain in a world of several ranks.
-
-        gathered: what stands for those that `fully_shard` shows whole from a forward to its backward: plain
-            ones, or DTensors on the other axes.
-        """
+    def _distributed(self) -> dict[str, TorchDTensor]:
+        """Return the trainable parameters, none of which may be plain in a world of several ranks."""
         if self._lost:
             raise ParallelError(
                 "an exception left a block of `overlapped()` while gradients travelled: they are lost\n"
                 "  fix: zero_grad(), and make another GradientSynchronizer"
             )
         wanted = trainable(named_parameters(self._source))
-        for name, parameter in (gathered or {}).items():
-            if name in wanted and _is_sharded(parameter) and not _is_sharded(wanted[name]):
-                wanted[name] = parameter
         _refuse_plain(wanted)
         found = {name: p for name, p in wanted.items() if isinstance(p, TorchDTensor)}
         placed: list[object] = [part for p in found.values() for part in (p, p._spec)]
         if len(placed) != len(self._covered) or not all(map(operator.is_, placed, self._covered)):
             refuse_uncovered(found)
             self._covered, self._plan = placed, None
-        self._known = found
         return found
-
-
-def _is_sharded(parameter: Tensor) -> bool:
-    """Is it a part that `fully_shard` manages? What it gathers for a forward is another parameter."""
-    return getattr(parameter, "_fully_sharded", "") != ""
 
 
 def _refuse_plain(wanted: dict[str, Tensor]) -> None:
@@ -133,12 +119,6 @@ def _refuse_plain(wanted: dict[str, Tensor]) -> None:
         if not isinstance(p, TorchDTensor) and ((held := stages_of(p)) is None or held.mesh.size() != world)
     ]
     if plain and world > 1:
-        whole = [name for name in plain if is_gathered_copy(wanted[name])]
-        if whole:
-            raise ParallelError(
-                f"{name_list(whole)}: gathered by `fully_shard` since the last forward\n"
-                "  fix: make the GradientSynchronizer before, or call reshard() of the unit"
-            )
         raise ParallelError(
             f"{name_list(plain)}: plain trainable tensors in a world of {world} ranks, whose gradients "
             "nobody would sum; place them with parallelize_replicate(module, mesh), or freeze them"

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import axis_names, union_mesh
+from shardwright.compat import axis_names, tree_leaves, union_mesh
 from shardwright.compat.fully_shard import FsdpParameter, follow_dtype, fsdp_parameters, replaced_parameters
+from shardwright.compat.fully_shard_shown import show_sharded_between
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of
@@ -273,7 +274,7 @@ def _shard(
     put_all(slots, plain)
     fully_shard(module, mesh=mesh, shard_placement_fn=said.get, **kwargs)
     module.register_forward_pre_hook(_refuse_replaced, prepend=True)  # before torch's own
-    module.register_forward_hook(_refuse_lost, prepend=True)
+    show_sharded_between(module, _refuse_lost)
     module.register_load_state_dict_pre_hook(_refuse_assigned)
     if kwargs.get("reshard_after_forward") is None:
         module.register_forward_hook(_reshard_without_backward)
@@ -299,18 +300,13 @@ def _refuse_replaced(module: nn.Module, _args: Any) -> None:
         )
 
 
-def _refuse_lost(module: nn.Module, _args: Any, _out: Any) -> None:
-    """Raise ParallelError for what was written into gathered parameters, which goes with their copy."""
-    compiled = torch.compiler.is_compiling()
-    lost = [] if compiled else [each.name for each in fsdp_parameters(module) if each.has_lost_a_write]
-    if lost:
-        raise ParallelError(
-            f"{lost[0]}: what fully_shard has gathered of it was written into, by the forward of "
-            f"{type(module).__name__} or since the one before; that is lost with the copy\n"
-            "  fix: write after the step, into the sharded parameter (`with torch.no_grad(): "
-            "module.weight.clamp_(-1, 1)`; after reshard(), where the unit stays gathered), or use "
-            "parallelize_replicate"
-        )
+def _refuse_lost(module: nn.Module, name: str) -> None:
+    """Raise ParallelError for what was written into a gathered parameter."""
+    raise ParallelError(
+        f"{name}: the forward of {type(module).__name__} wrote into what fully_shard had gathered of it, "
+        "which is lost with the copy\n  fix: write after the step, into the sharded parameter (`with "
+        "torch.no_grad(): module.weight.clamp_(-1, 1)`), or use parallelize_replicate"
+    )
 
 
 def _refuse_assigned(
@@ -333,14 +329,16 @@ def _lies_as(given: torch.Tensor, parameter: nn.Parameter) -> bool:
     return isinstance(given, TorchDTensor) and same_regions(layout_of(given), layout_of(parameter))
 
 
-def _reshard_without_backward(module: nn.Module, _args: Any, _out: Any) -> None:
-    """torch leaves a root gathered for its backward; where none can come, nobody would cut it again.
-
-    Norms, optimizers and writes would then meet whole copies of the parameters, and the next forward old
-    ones.
-    """
-    if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
+def _reshard_without_backward(module: nn.Module, _args: Any, out: Any) -> None:
+    """torch leaves a root gathered for its backward; where none can come, nobody would free the memory."""
+    if isinstance(module, FSDPModule) and not _expects_backward(out):
         module.reshard()
+
+
+def _expects_backward(out: Any) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(out)
+    )
 
 
 def _sum_gradients(module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""`x.data = value`: another value, and its memory, for the same tensor object.
+"""`x.data`, and `x.data = value`: another value, and its memory, for the same tensor object.
 
 torch replaces what the wrapper knows of sizes and strides; the local tensor and the layout are ours to
 replace.
@@ -47,6 +47,14 @@ def set_data(func: Any, args: Args, kwargs: dict[str, Any]) -> None:
         unit.follow_local()
 
 
+def get_data(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
+    """`x.data`: the same memory, whose writes raise no version of `x`. A unit is told that gathers it."""
+    unit = managing_unit(args[0])
+    if unit is not None:
+        unit.hand_out()
+    return func(*args, **kwargs)
+
+
 def _refuse_managed(unit: FsdpParameter, x: DTensor, value: torch.Tensor) -> None:
     if unit.is_gathered:
         raise RuleError(
@@ -90,4 +98,5 @@ def _target(x: DTensor, value: DTensor) -> Layout:
     return new.with_placements(old.placements, order=old.order_names)
 
 
-OWN: dict[Any, boundary.Own] = {torch.Tensor.data.__set__: set_data}  # type: ignore[attr-defined]
+_DATA: Any = torch.Tensor.data
+OWN: dict[Any, boundary.Own] = {_DATA.__get__: get_data, _DATA.__set__: set_data}
