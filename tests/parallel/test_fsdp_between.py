@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwright.compat.fully_shard import groups_of
 from shardwright.grads import GradientSynchronizer, clip_grad_norm_
 from shardwright.parallel import parallelize_fsdp
 from shardwright.testing.meshes import rank_mesh
@@ -249,7 +250,7 @@ def _frozen():
     torch.testing.assert_close(teacher(x), alone(x).detach())
     for parameter, whole in zip(teacher.state_dict().values(), wanted, strict=True):
         assert torch.equal(parameter.full_tensor(), whole)
-    held = teacher._get_fsdp_state()._fsdp_param_group
+    (held,) = groups_of(teacher._get_fsdp_state())
     assert held.is_sharded  # no backward comes that would free the memory
 
 

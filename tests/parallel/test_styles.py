@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwright as sw
 from shardwright.context import DeviceMeshParameters
+from shardwright.compat.fully_shard import groups_of
 from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer
 from shardwright.parallel import (
@@ -264,7 +265,7 @@ def _options_by_position():
     texts = []
     kept = parallelize_fsdp(nn.Sequential(nn.Linear(4, 4)), mesh, False)
     kept(torch.ones(2, 4))
-    held = tuple(kept[0].weight.shape), isinstance(kept[0].weight, sw.DTensor)
+    held = groups_of(kept._get_fsdp_state())[0].is_unsharded, isinstance(kept[0].weight, sw.DTensor)
     for args, kwargs in (((False,), {"reshard_after_forward": True}), ((None,) * 9, {})):
         model = nn.Linear(4, 4)
         with pytest.raises(TypeError) as caught:
@@ -275,8 +276,8 @@ def _options_by_position():
 
 
 def test_options_of_fully_shard_are_taken_by_position_too(ranks):
-    """What is not resharded after the forward is whole and plain then."""
+    """What is not resharded after the forward is kept whole then, behind the sharded parameters."""
     held, (twice, many) = ranks(2, _options_by_position)[0]
-    assert held == ((4, 4), False)
+    assert held == (True, True)
     assert twice == "parallelize_fsdp got ['reshard_after_forward'] by position and by name"
     assert many.startswith("parallelize_fsdp takes at most")

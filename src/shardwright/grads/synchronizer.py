@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
 from shardwright.errors import ParallelError, refuse_no_number
+from shardwright.grads.at_steps import are_finished
 from shardwright.grads.buckets import Plan, planned
 from shardwright.grads.coverage import refuse_uncovered
 from shardwright.grads.overlapped import OverlappedSum
@@ -61,7 +62,9 @@ class GradientSynchronizer:
         Cost: per mesh axis a few bytes per parameter to agree (none if `static`), then 2(n-1)/n of the bytes
         of the pending gradients.
         """
-        finish_gradients(self._distributed(), self._bucket_bytes, agreed=self._static)
+        distributed = self._distributed()
+        finish_gradients(distributed, self._bucket_bytes, agreed=self._static)
+        are_finished(distributed.values())
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
@@ -92,6 +95,7 @@ class GradientSynchronizer:
             stop()
         for left, alike in sums.finish():
             finish_gradients(left, self._bucket_bytes, agreed=alike or self._static)
+        are_finished(distributed.values())
 
     def _distributed(self) -> dict[str, TorchDTensor]:
         """Return the trainable parameters, none of which may be plain in a world of several ranks."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
+from shardwright.grads.at_steps import watch_steps
 from shardwright.parallel.meshes import is_other_view, refuse_twice
 from shardwright.parallel.swap import replace_parameters
 from shardwright.placement.base import Placement
@@ -66,6 +67,7 @@ def placed_parameter(
     source: Source,
 ) -> nn.Parameter | None:
     """The parameter on one mesh more; None when it belongs to another view of these ranks."""
+    watch_steps()
     if isinstance(parameter, TorchDTensor):
         before = as_ours(parameter)
         if is_other_view(before.device_mesh, mesh) or _nothing_to_do(before, mesh):

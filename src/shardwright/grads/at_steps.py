@@ -1,0 +1,64 @@
+"""A step that nobody has synchronised: ranks agree about gradients before an optimizer reads them.
+
+Gradients of parameters that compute as their local tensors are terms of sums, and each rank has those that
+its own rows reach. An optimizer would add each up where it reads it: two ranks whose rows took other branches
+would add gradients of different parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
+from shardwright.grads.pending import finish_gradients
+from shardwright.tensor.dtensor import read_gradient
+from shardwright.tensor.explicit_mode import here
+
+_FINISHED = "_gradient_is_finished"  # on a parameter, from a synchronisation to the next step
+_watching: list[Any] = []
+
+
+def watch_steps() -> None:
+    """From here on every optimizer finishes what is pending of such parameters first."""
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(finish_unasked))
+
+
+def are_finished(parameters: Iterable[TorchDTensor]) -> None:
+    """Note that all ranks have agreed about the gradients of these."""
+    for parameter in parameters:
+        if parameter._spec.use is not None:  # type: ignore[attr-defined]
+            vars(parameter)[_FINISHED] = True
+
+
+def finish_unasked(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """What `GradientSynchronizer` does, for the parameters of an optimizer that it has left out.
+
+    Not inside `explicit()`, where what would be sent is refused one by one.
+    Raises: ParallelError: as `GradientSynchronizer.synchronize`.
+    Cost: as that; nothing after a synchronisation.
+    """
+    if torch.compiler.is_compiling() or here.explicit:
+        return
+    found, left = {}, False
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        use = getattr(getattr(parameter, "_spec", None), "use", None)
+        if use is None or not use.summed or not parameter.requires_grad:
+            continue
+        found[f"parameter {number} of {type(optimizer).__name__}"] = parameter
+        left |= vars(parameter).pop(_FINISHED, None) is None or _is_away(parameter)
+    if left:
+        finish_gradients(found, DEFAULT_BUCKET_BYTES, agreed=False)
+
+
+def _is_away(parameter: Any) -> bool:
+    """Came a backward after the synchronisation?"""
+    gradient = read_gradient(parameter)
+    spec = getattr(gradient, "_spec", None)
+    return spec is not None and spec is not parameter._spec and bool(spec.layout.pending_axes)
