@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright as sw
-from shardwright.context import DeviceMeshParameters
 from shardwright.compat.fully_shard import groups_of
+from shardwright.context import DeviceMeshParameters
 from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer
 from shardwright.parallel import (

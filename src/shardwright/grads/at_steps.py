@@ -33,7 +33,7 @@ def watch_steps() -> None:
 def are_finished(parameters: Iterable[TorchDTensor]) -> None:
     """Note that all ranks have agreed about the gradients of these."""
     for parameter in parameters:
-        if parameter._spec.use is not None:  # type: ignore[attr-defined]
+        if getattr(parameter._spec, "use", None) is not None:  # torch's own class has none
             vars(parameter)[_FINISHED] = True
 
 
