@@ -46,6 +46,10 @@ def _steps(world, optimizer, branches, idle):
         alone(used, of[: len(used)]).backward()
         if rank < len(used):
             model(rows[rank : rank + 1], of[rank : rank + 1]).backward()
+        if step == 1 and not idle:  # a backward that comes after a synchronisation
+            GradientSynchronizer(model).synchronize()
+            alone(rows.flip(0), of).backward()
+            model(rows.flip(0)[rank : rank + 1], of[rank : rank + 1]).backward()
         if step == 2:
             wanted = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
             torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1).cpu(), wanted)

@@ -99,10 +99,16 @@ def _clamped_after_a_metric(model, x):
 
 
 def _written_through_data(model, x):
-    model(x)
-    for parameter in model.parameters():
-        parameter.data.mul_(2)
-    return model(x).detach()
+    seen = []
+    for _ in range(3):
+        model(x)
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5)
+        seen.append(model(x).detach().sum())
+        for parameter in model.parameters():
+            parameter.data.clamp_(-1, 1)
+        seen.append(model(x).detach().sum())
+    return seen
 
 
 def _read_between(model, x):
@@ -132,6 +138,10 @@ def _compare(program, apart, keep, world):
     model = _sharded(copy.deepcopy(alone), rank_mesh((world,), ("dp",)), apart, keep)
     rank = torch.distributed.get_rank()
     wanted, got = program(alone, x), program(model, x.chunk(world)[rank])
+    if program is _written_through_data:
+        got = torch.stack(got)
+        torch.distributed.all_reduce(got)
+        torch.testing.assert_close(got, torch.stack(wanted), rtol=1e-4, atol=1e-4)
     if program in (_clipped_after_a_metric, _clipped_by_torch, _read_between):
         for one, other in zip(*map(torch.utils._pytree.tree_leaves, (wanted, got)), strict=True):
             torch.testing.assert_close(_whole(other), one, rtol=1e-4, atol=1e-6)
@@ -248,10 +258,10 @@ def _frozen():
     alone = _Net()
     alone.load_state_dict(dict(zip(dict(alone.named_parameters()), wanted, strict=True)))
     torch.testing.assert_close(teacher(x), alone(x).detach())
-    for parameter, whole in zip(teacher.state_dict().values(), wanted, strict=True):
-        assert torch.equal(parameter.full_tensor(), whole)
     (held,) = groups_of(teacher._get_fsdp_state())
     assert held.is_sharded  # no backward comes that would free the memory
+    for parameter, whole in zip(teacher.state_dict().values(), wanted, strict=True):
+        assert torch.equal(parameter.full_tensor(), whole)
 
 
 def test_an_average_of_a_frozen_model_is_what_it_computes_with(ranks):

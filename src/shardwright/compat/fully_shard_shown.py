@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.utils import _apply_to_tensors
 
-from shardwright.compat import current_graph_task_id
 from shardwright.compat.fully_shard import groups_of
 
 
@@ -66,8 +65,7 @@ class _Shown:
     def post_forward(self, module: Any, args: Any, out: Any) -> Any:
         self._refuse_written()
         out = self._post_forward(module, args, self._with_memory_of_its_own(out))
-        if current_graph_task_id() == -1:  # else an activation checkpoint computes again, in a backward
-            self._show(whole=False)
+        self._show(whole=False)
         return out
 
     def post_backward(self, *unused: Any) -> None:
