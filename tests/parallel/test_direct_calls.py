@@ -75,3 +75,41 @@ def _raises():
 
 def test_a_child_that_fails_leaves_the_unit_usable(ranks):
     ranks(2, _raises)
+
+
+class _Encodes(nn.Module):
+    """A part is a unit of its own, and is called before the whole ever was."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.decoder = nn.Linear(4, 4)
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def forward(self, x):
+        return self.decoder(self.encode(x).tanh())
+
+
+def _part_first(apart, own_backward):
+    torch.manual_seed(0)
+    alone, mesh, x = _Encodes(), rank_mesh((2,), ("dp",)), torch.randn(4, 4)
+    model, rank = copy.deepcopy(alone), torch.distributed.get_rank()
+    for name in apart:
+        parallelize_fsdp(model.get_submodule(name), mesh)
+    parallelize_fsdp(model, mesh)
+    for each, rows in ((alone, x), (model, x.chunk(2)[rank])):
+        for _ in range(2):
+            code = each.encode(rows).square().sum()
+            if own_backward:
+                code.backward()
+            each(rows).square().sum().backward()
+    for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), other.grad, msg=name)
+
+
+@pytest.mark.parametrize("own_backward", [False, True])
+@pytest.mark.parametrize("apart", [["encoder"], ["encoder.0", "encoder"], ["encoder.0", "encoder.1"]])
+def test_a_unit_may_be_called_before_the_whole(ranks, apart, own_backward):
+    ranks(2, _part_first, apart, own_backward)

@@ -196,6 +196,7 @@ class FsdpUnit:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather the parameters, before a forward with these arguments; they may be cast."""
+        begin_at_the_root(self.module)
         entered: tuple[tuple[Any, ...], dict[str, Any]] = self._state._pre_forward(self.module, args, kwargs)
         return entered
 
@@ -222,6 +223,23 @@ def managing_unit(parameter: torch.Tensor) -> FsdpParameter | None:
     """What `fully_shard` knows of a sharded parameter, None for any other tensor."""
     inner = _managed.get(id(parameter))
     return None if inner is None or inner.sharded_param is not parameter else FsdpParameter(inner)
+
+
+def is_around(unit: nn.Module, inner: nn.Module) -> None:
+    """Note that a unit holds another one."""
+    inner._get_fsdp_state().around = unit._get_fsdp_state()  # type: ignore[operator]
+
+
+def begin_at_the_root(unit: nn.Module) -> None:
+    """Before a unit's first forward: torch takes the first unit that runs for the root of all inside of it.
+
+    Of a model of which a part is called first (`model.encode(x)`), it would refuse the whole afterwards.
+    """
+    root = state = unit._get_fsdp_state()  # type: ignore[operator]
+    while getattr(root, "around", None) is not None:
+        root = root.around
+    if state._is_root is None:
+        root._lazy_init()
 
 
 def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:

@@ -15,7 +15,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names, tree_leaves, union_mesh
-from shardwright.compat.fully_shard import FsdpParameter, follow_dtype, fsdp_parameters, replaced_parameters
+from shardwright.compat.fully_shard import (
+    FsdpParameter,
+    begin_at_the_root,
+    follow_dtype,
+    fsdp_parameters,
+    is_around,
+    replaced_parameters,
+)
 from shardwright.compat.fully_shard_shown import show_sharded_between
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
@@ -273,11 +280,15 @@ def _shard(
     said = {plain[old]: answers.get(place) for place, old in where.items()}
     put_all(slots, plain)
     fully_shard(module, mesh=mesh, shard_placement_fn=said.get, **kwargs)
-    module.register_forward_pre_hook(_refuse_replaced, prepend=True)  # before torch's own
+    for hook in (_begin, _refuse_replaced):
+        module.register_forward_pre_hook(hook, prepend=True)  # before torch's own
     show_sharded_between(module, _refuse_lost)
     module.register_load_state_dict_pre_hook(_refuse_assigned)
     if kwargs.get("reshard_after_forward") is None:
         module.register_forward_hook(_reshard_without_backward)
+    for inner in module.modules():
+        if inner is not module and isinstance(inner, FSDPModule):
+            is_around(module, inner)
     _sum_gradients(module)
     record_sharded_traffic(module, axis_names(mesh)[0])
     follow_dtype(module)
@@ -307,6 +318,11 @@ def _refuse_lost(module: nn.Module, name: str) -> None:
         "which is lost with the copy\n  fix: write after the step, into the sharded parameter (`with "
         "torch.no_grad(): module.weight.clamp_(-1, 1)`), or use parallelize_replicate"
     )
+
+
+def _begin(module: nn.Module, _args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        begin_at_the_root(module)
 
 
 def _refuse_assigned(
