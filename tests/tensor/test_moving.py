@@ -439,3 +439,45 @@ def _dtypes():
 
 def test_a_redistribution_can_cast(ranks):
     ranks(2, _dtypes)
+
+
+_WHOLE_SOMEWHERE = [
+    sw.Owner(0),
+    sw.Owner(1),
+    sw.Shard(0),
+    sw.Ragged((2, 0)),
+    sw.BlockCyclic(0, 4),
+    sw.Partial(),
+]
+_SOURCES = [sw.Replicate(), sw.Shard(0), sw.Partial(), sw.Partial("max"), sw.Owner(0)]
+
+
+def _moved_and_written():
+    """Law: what is written into a moved tensor reaches its source on no rank."""
+    mesh, other = rank_mesh((2,), ("tp",)), rank_mesh((2,), ("dp",))
+    ways = {
+        "alone": lambda x, target: x.redistribute({"tp": target}),
+        "many": lambda x, target: sw.redistribute_many([x, x], [[target], [target]])[0],
+        "later": lambda x, target: x.redistribute({"tp": target}, async_op=True),
+        "between": lambda x, target: x.redistribute(other, [target]),
+    }
+    for rows in (1, 3):
+        for source in _SOURCES:
+            for target in _WHOLE:
+                for name, way in ways.items():
+                    if source == target:
+                        continue
+                    x = sw.distribute_tensor(torch.ones(rows), mesh, [source])
+                    own = x.to_local().clone()
+                    for _ in range(2):  # the second is a known move
+                        way(x, target).zero_()
+                        assert torch.equal(x.to_local(), own), (name, rows, source, target)
+    leaf = sw.distribute_tensor(torch.ones(3), mesh, [sw.Replicate()]).requires_grad_()
+    kept = leaf.exp()
+    kept.redistribute({"tp": sw.Owner(0)}).mul_(0)
+    kept.sum().backward()
+    assert torch.equal(leaf.grad.to_local(), torch.ones(3).exp())
+
+
+def test_a_moved_tensor_has_memory_of_its_own_on_every_rank(ranks):
+    ranks(2, _moved_and_written)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm import guard, traced
 from shardwright.comm.async_result import Later
-from shardwright.comm.program import Program, program_of, seat_of
+from shardwright.comm.program import Program, apart, program_of, seat_of
 from shardwright.comm.traced import goes_in_groups, is_traced, refuse_between
 from shardwright.plan.by_axis import plans_by_axis
 from shardwright.plan.plan import Plan
@@ -22,8 +22,8 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh | None, *, reason: str =
     """The local tensor in the plan's target layout, from the one in its source layout. No autograd.
 
     Every rank of the mesh calls it (between two meshes: of both); a rank outside does nothing and gets
-    `local` back. The result may be
-    `local` itself when nothing changes; `local` is never written.
+    `local` back, as all do where the plan has no steps. Else the result has memory of its own; `local` is
+    never written.
 
     Args:
         plan: from `plan_redistribution`, equal on all ranks.
@@ -145,7 +145,7 @@ def _together(
     why = f"{reason}: {first.reason}" if reason else first.reason
     for tasks in zip(*(program.tasks for program in programs), strict=True):
         held = tasks[0].together(tasks, held, why)
-    return cast("list[Tensor]", held)
+    return list(map(apart, cast("list[Tensor]", held), locals_))
 
 
 def _given(program: Program, local: Tensor) -> Tensor:

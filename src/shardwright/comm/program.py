@@ -45,7 +45,7 @@ class Program:
         held: Held = local
         for task in self.tasks:
             held = task.run(held, why)
-        return cast("Tensor", held)
+        return apart(cast("Tensor", held), local)
 
     def start(self, local: Tensor, why: str) -> Tensor | Later:
         """As `run`, but return once the last task that sends has posted what it sends.
@@ -57,7 +57,7 @@ class Program:
             return self.run(local, why)
         self.refuse(local)
         finish = self.tasks[last].start(run_all(self.tasks[:last], local, why), why)
-        return Later(lambda: run_all(self.tasks[last + 1 :], finish(), why))
+        return Later(lambda: apart(run_all(self.tasks[last + 1 :], finish(), why), local))
 
     def refuse(self, local: Tensor) -> None:
         """Raises: PlanError: `local` is not what the source layout says; a rank outside has nothing."""
@@ -84,6 +84,18 @@ class Program:
         per_rank = work.moved * self.dtype.itemsize // len(self.plan.ranks)
         least = STRAIGHT_BYTES if work.repeated else STRAIGHT_BYTES_UNREPEATED
         return not self.in_groups and per_rank >= least
+
+
+def apart(moved: Tensor, local: Tensor) -> Tensor:
+    """What was moved, in memory of its own: on the other ranks it is, for a part may be the whole on one.
+
+    A write into it would reach the source there, and part what all ranks hold.
+    """
+    if moved is not local and (
+        type(moved) is not Tensor or moved.untyped_storage()._cdata != local.untyped_storage()._cdata
+    ):
+        return moved
+    return moved.clone()
 
 
 def _local_shape(plan: Plan, seat: Seat) -> torch.Size | None:
