@@ -441,7 +441,7 @@ def test_a_redistribution_can_cast(ranks):
     ranks(2, _dtypes)
 
 
-_WHOLE_SOMEWHERE = [
+_WHOLE = [
     sw.Owner(0),
     sw.Owner(1),
     sw.Shard(0),

@@ -57,7 +57,7 @@ class Program:
             return self.run(local, why)
         self.refuse(local)
         finish = self.tasks[last].start(run_all(self.tasks[:last], local, why), why)
-        return Later(lambda: apart(run_all(self.tasks[last + 1 :], finish(), why), local))
+        return Later(lambda: run_all(self.tasks[last + 1 :], finish(), why))
 
     def refuse(self, local: Tensor) -> None:
         """Raises: PlanError: `local` is not what the source layout says; a rank outside has nothing."""
