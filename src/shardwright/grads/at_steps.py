@@ -46,15 +46,17 @@ def finish_unasked(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """
     if torch.compiler.is_compiling() or here.explicit:
         return
-    found, left = {}, False
-    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        use = getattr(getattr(parameter, "_spec", None), "use", None)
-        if use is None or not use.summed or not parameter.requires_grad:
-            continue
-        found[f"parameter {number} of {type(optimizer).__name__}"] = parameter
-        left |= vars(parameter).pop(_FINISHED, None) is None or _is_away(parameter)
+    found: list[Any] = []
+    left = False
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            use = getattr(getattr(parameter, "_spec", None), "use", None)
+            if use is not None and use.summed and parameter.requires_grad:
+                found.append(parameter)
+                left |= vars(parameter).pop(_FINISHED, None) is None or _is_away(parameter)
     if left:
-        finish_gradients(found, DEFAULT_BUCKET_BYTES, agreed=False)
+        named = {f"parameter {i} of {type(optimizer).__name__}": p for i, p in enumerate(found)}
+        finish_gradients(named, DEFAULT_BUCKET_BYTES, agreed=False)
 
 
 def _is_away(parameter: Any) -> bool:
