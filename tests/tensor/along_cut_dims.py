@@ -1,18 +1,21 @@
 """A table of ops that need a whole dim, run where that dim is cut, beside plain torch: value and gradient.
 
-`python -m tests.tensor.along_cut_dims [NAME ...]` runs the whole table on worlds 2, 3, 4 and (2, 2);
-the tests run a sample of it.
+`python -m tests.tensor.along_cut_dims [NAME ...]` runs the whole table on worlds 2, 3, 4 and (2, 2), and with
+axes of one coord; the tests run a sample of it.
 """
 
 import contextlib
+import itertools
 import random
 import sys
 import traceback
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 import shardwright as sw
+from shardwright.errors import PlacementError
 from shardwright.rules.algorithms.algorithm import Chosen
 from shardwright.rules.registry import registry
 from shardwright.tensor.dispatch.ways import algorithm as ways
@@ -41,6 +44,27 @@ def integers(high, *shape, seed=0):
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
+@dataclass(frozen=True)
+class Descending(sw.Partition):
+    """Coord i of n holds a run of a dim, the last index of it first: also where it is the only coord."""
+
+    dim: int
+
+    def validate(self, shape, n):
+        """It cuts a dim that the tensor has."""
+        if not -len(shape) <= self.dim < len(shape):
+            raise PlacementError(f"there is no dim {self.dim}")
+
+    def region(self, shape, n, coord):
+        """One box per index, and per index of the dims before."""
+        low, high = (i * shape[self.dim] // n for i in (coord, coord + 1))
+        before, after = shape[: self.dim], shape[self.dim + 1 :]
+        cells = itertools.product(*map(range, before), range(high - 1, low - 1, -1))
+        ones = (1,) * (len(before) + 1)
+        boxes = [sw.Box((*cell, *[0] * len(after)), (*ones, *after)) for cell in cells]
+        return sw.Region(boxes, (*before, high - low, *after))
+
+
 def line_ways(n):
     """Partitions of one axis along dim 1, dim 0 and of elements."""
     ways = [sw.Shard(1), sw.Interleaved(1, 2), sw.ZigZag(1), sw.BlockCyclic(1, 2), sw.Owner(n - 1)]
@@ -50,6 +74,8 @@ def line_ways(n):
 
 def layouts(sizes):
     """Placements for a mesh of these sizes, for a tensor of two dims."""
+    if 1 in sizes:
+        return ways_of_one_coord(sizes)
     if len(sizes) == 1:
         return line_ways(sizes[0])
     return [
@@ -60,6 +86,13 @@ def layouts(sizes):
         (sw.Replicate(), sw.Interleaved(1, 2)),
         (sw.BlockCyclic(1, 2), sw.Ragged((1, 2), (1,))),
     ]
+
+
+def ways_of_one_coord(sizes):
+    """An axis of one coord that holds dim 1 in another order, beside what the other axis may do."""
+    beside = (sw.Shard(1), sw.Shard(0), sw.Replicate(), Descending(1)) if len(sizes) > 1 else (None,)
+    pairs = [tuple(Descending(1) if n == 1 else p for n in sizes) for p in beside]
+    return [*pairs, tuple(Descending(0) if n == 1 else sw.Shard(1) for n in sizes)]
 
 
 def run_case(name, sizes, placements):
@@ -335,7 +368,7 @@ CASES = {
     "cummin, integers": (lambda x: tuple(x.cummin(1)), [integers(3, ROWS, LONG)], False),
 }
 
-WORLDS = ((2,), (3,), (4,), (2, 2))
+WORLDS = ((2,), (3,), (4,), (2, 2), (1,), (2, 1), (1, 2))
 
 
 def main():

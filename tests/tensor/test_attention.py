@@ -8,6 +8,7 @@ import shardwright as sw
 from shardwright.testing import rank_mesh
 from tests.tiers import only
 
+from .along_cut_dims import Descending
 from .cases import close, full, mesh, place
 
 QUERIES, KEYS = 5, 7
@@ -86,6 +87,23 @@ def _values():
 @pytest.mark.parametrize("world", only([2], [2, 4]))
 def test_values_and_gradients_are_those_of_one_device(ranks, world):
     ranks(world, _values)
+
+
+def _in_another_order():
+    """On (2, 1), where the axis of one coord holds the sequence from its last position."""
+    grid = rank_mesh((2, 1), ("dp", "cp"))
+    operands = full(2, 4, 8, 8), full(2, 4, 8, 8, seed=1), full(2, 4, 8, 8, seed=2)
+    wanted = functional.scaled_dot_product_attention(*operands, is_causal=True)
+    cut, whole = (sw.Shard(2), Descending(2)), (sw.Replicate(),) * 2
+    for queries in (cut, whole):  # a ring, and parts of the keys
+        placed = [
+            sw.distribute_tensor(x, grid, p) for x, p in zip(operands, (queries, cut, cut), strict=True)
+        ]
+        close(functional.scaled_dot_product_attention(*placed, is_causal=True), wanted, queries)
+
+
+def test_an_axis_of_one_coord_may_hold_the_sequence_in_another_order(ranks):
+    ranks(2, _in_another_order)
 
 
 def _sent():

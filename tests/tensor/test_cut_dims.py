@@ -22,6 +22,26 @@ def test_a_sample_of_the_table_equals_one_device(ranks, sizes):
     assert found == [[]] * world, "\n".join(dict.fromkeys(line for of_rank in found for line in of_rank))
 
 
+# What `tensor/algorithms` itself runs, not a program in torch's ops.
+SCANS_AND_ORDERS = (
+    "cumsum",
+    "cumsum, half",
+    "cumprod",
+    "logcumsumexp",
+    "cummax, ties",
+    "cummin",
+    "topk",
+    "kthvalue",
+)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2, 1), (1, 2)], ids=str)
+def test_an_axis_of_one_coord_may_hold_a_dim_in_another_order(ranks, sizes):
+    world = max(sizes)
+    found = ranks(world, sweep, list(SCANS_AND_ORDERS), sizes)
+    assert found == [[]] * world, "\n".join(dict.fromkeys(line for of_rank in found for line in of_rank))
+
+
 def all_reduce(numbers, n, itemsize=FLOAT):
     """What one rank sends to reduce that many numbers over n ranks: few go to all in one round."""
     size = numbers * itemsize

@@ -13,6 +13,7 @@ from shardwright.rules import windows as plans
 from shardwright.testing import rank_mesh
 from tests.tiers import only
 
+from .along_cut_dims import Descending
 from .cases import close, full, mesh, place
 
 # By number of spatial dims; the weight of convolutions is 6 x 4 x 3 ...
@@ -83,6 +84,22 @@ def _values(names):
 @pytest.mark.parametrize("world", only([3], [2, 3, 4]))
 def test_values_and_gradients_are_those_of_one_device(ranks, world):
     ranks(world, _values, list(OPS) if world == 2 else FEW)
+
+
+def _in_another_order():
+    """On (2, 1), where the axis of one coord holds the rows of the image, or its columns, from the last."""
+    grid = rank_mesh((2, 1), ("dp", "tp"))
+    x, w = full(2, 4, 9, 7), full(6, 4, 3, 3, seed=1)
+    weight, whole = sw.distribute_tensor(w, grid, [sw.Replicate()] * 2), functional.conv2d(x, w, padding=1)
+    for dim in (2, 3):
+        image = sw.distribute_tensor(x, grid, [sw.Shard(2), Descending(dim)])
+        with sw.trace() as seen:
+            close(functional.conv2d(image, weight, padding=1), whole, dim)
+        assert any("the borders of windows" in event.reason for event in seen.collectives), dim
+
+
+def test_an_axis_of_one_coord_may_hold_a_dim_in_another_order(ranks):
+    ranks(2, _in_another_order)
 
 
 def _network():

@@ -8,7 +8,9 @@ from math import prod
 
 import torch
 
-from shardwright.layout.applied import cut_form
+from shardwright.index.region import Box, Region, joined
+from shardwright.index.runs import intervals
+from shardwright.layout.applied import cut_form, shapes_seen
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.placement.shard import Shard
@@ -24,7 +26,7 @@ from shardwright.tensor.wrap import wrap
 
 @dataclass(frozen=True)
 class CutDim:
-    """A dim and the mesh axes that cut it.
+    """A dim and the mesh axes that cut it, or that hold it in another order alone (an axis of one coord).
 
     Args:
         dim: counted from the front.
@@ -48,10 +50,10 @@ class CutDim:
 def find_cut(layout: Layout, dim: int) -> CutDim | None:
     """Who holds what along a dim; None where no axis cuts it, or one does so as no label can tell."""
     dim = dim % max(1, len(layout.shape))
-    found = cutting_axes(layout, (dim,))
-    if not found:
+    cutting, ordering = cutting_axes(layout, (dim,)), ordering_axes(layout, dim)
+    if not cutting or ordering is None:
         return None
-    axes = tuple(axis for axis in layout.order if axis in found)
+    axes = tuple(axis for axis in layout.order if axis in cutting or axis in ordering)
     cuts = []
     for axis in axes:
         form = cut_form(layout, axis)
@@ -66,6 +68,44 @@ def find_cut(layout: Layout, dim: int) -> CutDim | None:
             coords[axis] = coord
         held.append(label.held_at(coords))
     return CutDim(dim, axes, tuple(held))
+
+
+@remembered(1024)
+def ordering_axes(layout: Layout, dim: int) -> tuple[int, ...] | None:
+    """The axes of one coord that hold a dim in another order than its own; None: one does so over several.
+
+    One coord holds every element, but the laws leave to a partition in which order.
+    """
+    found = []
+    for axis in range(len(layout.sizes)):
+        if not reorders(layout, axis):
+            continue
+        form = cut_form(layout, axis)
+        if form is None:
+            return None
+        if form[0] == dim:
+            found.append(axis)
+    return tuple(found)
+
+
+def reorders(layout: Layout, axis: int) -> bool:
+    """Whether an axis is cut over one coord, which holds elements in another order."""
+    if layout.sizes[axis] > 1 or not layout.placements[axis].is_partition:
+        return False
+    at, step = next((at, step) for at, step in enumerate(layout.applied) if axis in step.axes)
+    if step.size > 1:  # of the axes that cut together, the others have more coords: these are asked
+        return False
+    shapes = shapes_seen(layout.applied, layout.shape)[at]
+    regions = [step.region(shape, None, 0) for shape in shapes]
+    return any(not _in_order(region) for region in regions if region is not None)
+
+
+def _in_order(region: Region) -> bool:
+    """Whether a region of all elements has them in the order of the tensor."""
+    if region.runs is not None:
+        return all(len(tuple(intervals(runs))) <= 1 for runs in region.runs)
+    boxes: list[Box] = joined(list(region.boxes))
+    return len(boxes) <= 1
 
 
 def gather_along(x: DTensor, cut: CutDim, local: torch.Tensor, why: str) -> torch.Tensor:
