@@ -5,6 +5,7 @@ import torch
 
 import shardwright as sw
 from shardwright.testing.meshes import rank_mesh
+from tests.placement.user_placements import LogSumExp
 from tests.tiers import only
 
 from .cases import close, full, layouts_of, mesh, place
@@ -198,6 +199,21 @@ def _aliases():
 
 def test_a_write_into_the_base_is_seen_through_a_view(ranks):
     ranks(2, _aliases)
+
+
+def _detached():
+    """A view that wants a gradient, after a write into its base; also of a reduction of the user's."""
+    x = full(3, 2)
+    for placement in (LogSumExp(None), sw.Partial("sum"), sw.Shard(0)):
+        d = sw.distribute_tensor(x, mesh(), [placement]).requires_grad_()
+        seen = d[1:]
+        with torch.no_grad():
+            d.add_(1)
+        close(seen.detach(), x[1:] + 1, placement)
+
+
+def test_a_view_is_detached_after_a_write_into_its_base(ranks):
+    ranks(2, _detached)
 
 
 def _gradients_through_views(name):

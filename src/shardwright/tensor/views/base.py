@@ -12,14 +12,20 @@ import torch
 
 from shardwright.compat import current_autograd_node, current_graph_task_id
 from shardwright.layout.layout import Layout
+from shardwright.rules.call import Op
 from shardwright.tensor.dtensor import DTensor
 
 _KEY = "shardwright: layouts of the results"
+# Autograd has not asked for the node before these run. To ask here is to make it anew where the tensor is a
+# view whose base was written, with views that are themselves calls: below autograd there is no way to them.
+_WITHOUT_GRADIENT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.view.dtype})
 
 
-def note(x: DTensor) -> None:
-    """Remember the layout of a tensor of which a view is taken, as long as its graph lives."""
-    if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+def note(x: DTensor, func: Op) -> None:
+    """Remember the layout of a tensor of which `func` takes a view, as long as its graph lives."""
+    if not x.requires_grad or func in _WITHOUT_GRADIENT:
+        return
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     node: Any = x.grad_fn
     if node is not None:

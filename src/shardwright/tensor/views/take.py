@@ -54,7 +54,7 @@ class ViewCall:
     def run(self, func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """The results: aliases of the local tensor, or copies that remember where they came from."""
         source = tensors[0]._local_tensor
-        graph_bases.note(tensors[0])
+        graph_bases.note(tensors[0], func)
         found = []
         for index, (spec, local) in enumerate(zip(self.results, self.locals, strict=True)):
             taken, copied = local.take(source)
