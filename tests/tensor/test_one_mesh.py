@@ -6,6 +6,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import ImplicitRedistributionError, RuleError
+from shardwright.parallel import parallelize_replicate, parallelize_tensor
 from shardwright.testing.meshes import rank_mesh
 
 from .cases import close
@@ -49,6 +50,52 @@ def _numbers():
         b.sub(a.amin())
     assert [c.axis for c in steps.collectives] == ["tp"]  # what was pending is finished, on the slice alone
     assert steps.bytes == 4
+
+
+def _scaled(value):
+    """A step of torch's scaler inside of a block on a slice; the gradient of one element may be infinite."""
+    parameter, plain = _put("a"), nn.Parameter(_VALUES["a"].clone())
+    mesh, scales = parameter.device_mesh, []
+    for p in (parameter, plain):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer = torch.optim.SGD([p], lr=0.5)
+        with sw.spmd(mesh["tp"]):
+            gradient = torch.full((4, 6), 8.0).index_put(
+                (torch.tensor(3), torch.tensor(5)), torch.tensor(value)
+            )
+            p.grad = gradient if p is plain else sw.distribute_tensor(gradient, mesh, p.placements)
+            scaler.scale(torch.zeros(()))
+            scaler.step(optimizer)
+            scaler.update()
+        scales.append(scaler.get_scale())
+    close(parameter, plain.detach())
+    assert scales[0] == scales[1] == (8.0 if value == 16.0 else 4.0)
+
+
+@pytest.mark.parametrize("value", [16.0, float("inf")])
+def test_a_scaler_steps_inside_of_a_block_on_a_slice(ranks, value):
+    ranks(4, _scaled, value)
+
+
+def _plain_numbers():
+    """A plain number inside of a block on a slice goes to the mesh of the others, rows of a batch do not."""
+    a, number = _put("a"), torch.tensor([3.0], requires_grad=True)
+    mesh = a.device_mesh
+    layer = nn.Linear(6, 4, bias=False)
+    parallelize_tensor(layer, mesh["tp"], {"": "colwise"})
+    parallelize_replicate(layer, mesh["dp"])
+    with sw.spmd(mesh["tp"]):
+        (a * number).sum().backward()
+        for on_slice in (_put("b"), layer.weight):  # the weight computes as its local tensor over dp
+            assert (on_slice * number).device_mesh == mesh["tp"]
+        with pytest.raises(RuleError, match="different meshes"):
+            a * torch.ones(6)
+    close(number.grad, _VALUES["a"].sum()[None])
+    close(a.grad, torch.full((4, 6), 3.0))
+
+
+def test_plain_numbers_go_along_inside_of_a_block_on_a_slice(ranks):
+    ranks(4, _plain_numbers)
 
 
 def _refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -16,10 +17,13 @@ from shardwright.comm.record import source_line
 from shardwright.compat import is_functorch_wrapped_tensor, outside_transforms, transforms_on, version_of
 from shardwright.compat.dynamo import never_compiled_alone, never_traced
 from shardwright.errors import SpmdError
+from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Replicate
 from shardwright.rules.call import Args
+from shardwright.tensor.dispatch.ways.one_mesh import are_relatives
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain.boundary import leaves_alone, state, with_replicated, wraps_distributed
+from shardwright.tensor.plain.refuse import tensors_in
 
 Check = Literal["first"] | bool
 
@@ -39,7 +43,8 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
     of what was computed inside needs no block of its own.
 
     Args:
-        mesh: where plain tensors count as replicated.
+        mesh: where plain tensors count as replicated; one of one element beside DTensors of a larger mesh, of
+            which this one is a slice, counts so there, as it does outside of the block.
         check: compare plain tensors across the ranks: "first" (the first time that this line of the program
             runs), True (always) or False. Raises SpmdError that names the line of one that differs.
     Cost: none for the program's own tensors; each comparison is one small all-reduce per axis.
@@ -75,7 +80,8 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
     ) -> Any:
         kwargs = kwargs or {}
         if not state.rank_local and _mixed(args, kwargs) and not leaves_alone(func):
-            args, kwargs = with_replicated(func, args, kwargs, self._replicate)
+            replicate = partial(self._replicate, beside=(*args, *kwargs.values()))
+            args, kwargs = with_replicated(func, args, kwargs, replicate)
         return func(*args, **kwargs)
 
     def replicated(self, value: torch.Tensor) -> DTensor:
@@ -83,22 +89,42 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         made: DTensor = self._replicate(value)
         return made
 
-    def _replicate(self, value: Any) -> Any:
+    def _replicate(self, value: Any, beside: Any = ()) -> Any:
         if isinstance(value, torch.Tensor) and not _is_distributed(value):
             if torch.compiler.is_compiling() or not transforms_on():
-                return self._replicated(value)
+                return self._replicated(value, beside)
             if is_functorch_wrapped_tensor(value):
                 raise SpmdError(_TRANSFORMED.format(source_line(), tuple(value.shape)))
             with outside_transforms():  # a constant of the transform
-                return self._replicated(value)
+                return self._replicated(value, beside)
         if isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value):
-            return type(value)(self._replicate(v) for v in value)
+            return type(value)(self._replicate(v, beside) for v in value)
         return value
 
-    def _replicated(self, value: torch.Tensor) -> DTensor:
+    def _replicated(self, value: torch.Tensor, beside: Any) -> DTensor:
         if self._check and value.device.type != "meta":
             self._compare(value)
-        return DTensor.from_local(value, self._mesh, (Replicate(),) * self._mesh.ndim)
+        mesh = self._mesh
+        if not torch.compiler.is_compiling() and value.numel() == 1:
+            mesh = self._home_of_numbers(beside)
+        return DTensor.from_local(value, mesh, (Replicate(),) * mesh.ndim)
+
+    def _home_of_numbers(self, beside: Any) -> DeviceMesh:
+        """The mesh of the DTensors beside a plain tensor of one element, where the block's is a slice of it.
+
+        As outside of a block. Anything larger may be this slice's own rows of a batch. A parameter that
+        computes as its local tensor says nothing: it computes on the slice.
+        """
+        distributed = (x for x in tensors_in(beside) if isinstance(x, torch.distributed.tensor.DTensor))
+        meshes = {
+            as_mesh_shape(x.device_mesh): x.device_mesh
+            for x in distributed
+            if not isinstance(x, DTensor) or x._spec.use is None
+        }
+        own = as_mesh_shape(self._mesh)
+        home = next(iter(meshes)) if len(meshes) == 1 else own
+        larger = len(home.axes) > len(own.axes) and are_relatives(own, home)
+        return meshes[home] if larger else self._mesh
 
     @never_traced  # it ends on the host: a graph breaks here
     def _compare(self, value: torch.Tensor) -> None:

@@ -73,12 +73,12 @@ def _home(func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> D
         found = [x.device_mesh for x in tensors]
         found = [max(found, key=lambda mesh: mesh.ndim), *map(root_mesh, found)]
     for mesh in found:
-        if all(_are_relatives(as_mesh_shape(x.device_mesh), as_mesh_shape(mesh)) for x in tensors):
+        if all(are_relatives(as_mesh_shape(x.device_mesh), as_mesh_shape(mesh)) for x in tensors):
             return mesh
     return None
 
 
-def _are_relatives(one: MeshShape, two: MeshShape) -> bool:
+def are_relatives(one: MeshShape, two: MeshShape) -> bool:
     """Is one of them this rank's slice of the other?"""
     small, large = sorted((one, two), key=lambda mesh: len(mesh.axes))
     if not set(small.axes) <= set(large.axes) or not set(small.ranks) <= set(large.ranks):
