@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import shardwright as sw
@@ -59,3 +60,24 @@ def _by_algorithm():
 def test_a_form_that_writes_keeps_what_goes_by_name(ranks):
     """`dim=`, `keepdim=` and `dtype=` reach the steps of the form that writes nothing."""
     ranks(2, _by_algorithm)
+
+
+def _into_an_operand():
+    """What is written element by element resizes `out`, but none that it reads."""
+    small, large = full(1, 2, 1), full(1, 2, 3, seed=1)
+    for function in (torch.sub, torch.maximum, torch.true_divide, torch.lt):
+        for placement in (sw.Replicate(), sw.Shard(1)):
+            x, y = (place(v, [placement]) for v in (small, large))
+            with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+                function(x, y, out=x)
+            with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+                function(y, x, out=x)
+            torch.testing.assert_close(whole(x), small, rtol=0, atol=0)
+            other = x.new_empty(0)
+            wanted = function(small, large, out=torch.empty(0))
+            torch.testing.assert_close(whole(function(x, y, out=other)), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_an_operand_is_not_resized_to_be_written(ranks):
+    ranks(2, _into_an_operand)

@@ -27,6 +27,12 @@ _DIFFERENTIATES = frozenset({
     "squeeze_copy", "t_copy", "tensordot", "transpose_copy", "unfold_copy", "unsqueeze_copy", "view_copy",
 })  # fmt: skip
 
+# Composed of one op that goes element by element.
+_OTHER_NAMES = frozenset({
+    "arctan2", "clip", "divide", "float_power", "greater", "greater_equal", "less", "less_equal", "multiply",
+    "not_equal", "subtract", "true_divide",
+})  # fmt: skip
+
 
 @remembered(4096)
 def fills_itself(func: Callable[..., Any]) -> bool:
@@ -44,7 +50,8 @@ def fills_itself(func: Callable[..., Any]) -> bool:
 def call_with_out(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
     """`func(*args, out=...)` by its meaning.
 
-    Raises: RuntimeError: as torch does, an operand that requires a gradient, a dtype that cannot be cast.
+    Raises: RuntimeError: as torch does, an operand that requires a gradient, a dtype that cannot be cast,
+        an operand that would be resized by what goes element by element.
     Cost: what the function costs, and bringing its result to the layout of `out`.
     """
     rest = {name: value for name, value in kwargs.items() if name != "out"}
@@ -58,6 +65,8 @@ def call_with_out(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) 
         )
     result = func(*args, **rest)
     results = [result] if isinstance(result, torch.Tensor) else list(result)
+    if func.__name__ in _OTHER_NAMES:
+        _refuse_operands(func.__name__, [args, *rest.values()], [(out, tuple(result.shape))])
     for target, value in zip(targets, results, strict=True):
         _write(target, value)
     return out if isinstance(result, torch.Tensor) else type(result)(targets)
@@ -117,8 +126,7 @@ def fits(func: torch._ops.OpOverload, made: torch.Tensor, shape: tuple[int, ...]
     Raises: RuntimeError: as the kernels do, of an op that writes element by element.
     """
     if tuple(made.shape) != tuple(shape):
-        into, of = list(shape), list(made.shape)
-        raise RuntimeError(f"{func.name()}: output with shape {into} doesn't match the broadcast shape {of}")
+        raise RuntimeError(_other_shape(func.name(), shape, made.shape))
     if not torch.can_cast(made.dtype, dtype):
         raise RuntimeError(
             f"{func.name()}: result type {made.dtype} can't be cast to {dtype}, which it is written into"
@@ -132,15 +140,38 @@ def out_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
 
 
 def resized_first(func: torch._ops.OpOverload, sizes: Sequence[tuple[int, ...]]) -> Callable[..., Any]:
-    """`func` on `out` tensors that get the sizes of the results before it runs, as on one device."""
+    """`func` on `out` tensors that get the sizes of the results before it runs, as on one device.
+
+    Calling it raises: RuntimeError: `out` is an operand too of an op that goes element by element. (Others
+    read on one device what the resized operand happens to hold.)
+    """
+    names = out_names(func)
+    keeps_operands = is_pointwise(func)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        for target, size in zip(tree_leaves([kwargs[name] for name in out_names(func)]), sizes, strict=True):
+        targets = list(zip(tree_leaves([kwargs[name] for name in names]), sizes, strict=True))
+        if keeps_operands:
+            operands = [args, *(value for name, value in kwargs.items() if name not in names)]
+            _refuse_operands(func.name(), operands, targets)
+        for target, size in targets:
             if tuple(target.shape) != size:
                 target.resize_(size)
         return func(*args, **kwargs)
 
     return call
+
+
+def _refuse_operands(
+    name: str, operands: Sequence[Any], targets: Sequence[tuple[torch.Tensor, tuple[int, ...]]]
+) -> None:
+    """Raises: RuntimeError: a target that is an operand too has another size than what it is to get."""
+    for target, size in targets:
+        if tuple(target.shape) != size and any(target is x for x in tree_leaves(operands)):
+            raise RuntimeError(_other_shape(name, target.shape, size))
+
+
+def _other_shape(name: str, into: Sequence[int], of: Sequence[int]) -> str:
+    return f"{name}: output with shape {list(into)} doesn't match the broadcast shape {list(of)}"
 
 
 def written_from(func: torch._ops.OpOverload, functional: torch._ops.OpOverload) -> Callable[..., Any]:
