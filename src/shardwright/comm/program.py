@@ -45,7 +45,10 @@ class Program:
         held: Held = local
         for task in self.tasks:
             held = task.run(held, why)
-        return apart(cast("Tensor", held), local)
+        moved = cast("Tensor", held)
+        if type(moved) is Tensor and moved.untyped_storage()._cdata == local.untyped_storage()._cdata:
+            return moved.clone()  # as `apart`, without a call at each move
+        return moved
 
     def start(self, local: Tensor, why: str) -> Tensor | Later:
         """As `run`, but return once the last task that sends has posted what it sends.
@@ -91,11 +94,9 @@ def apart(moved: Tensor, local: Tensor) -> Tensor:
 
     A write into it would reach the source there, and part what all ranks hold.
     """
-    if moved is not local and (
-        type(moved) is not Tensor or moved.untyped_storage()._cdata != local.untyped_storage()._cdata
-    ):
-        return moved
-    return moved.clone()
+    if type(moved) is Tensor and moved.untyped_storage()._cdata == local.untyped_storage()._cdata:
+        return moved.clone()
+    return moved
 
 
 def _local_shape(plan: Plan, seat: Seat) -> torch.Size | None:

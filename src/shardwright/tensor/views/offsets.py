@@ -49,10 +49,12 @@ def begins_there(func: Op) -> bool | None:
     name = func._schema.name
     if name in _OF_ALL_MEMORY:
         return True
-    tensors = sum(argument.type.kind() == "TensorType" for argument in func._schema.arguments)
-    if tensors > 1 or not write_back.is_view(func):
+    if not write_back.is_view(func):
         return None
-    return name in _BEGIN_THERE and func._schema.overload_name != "dtype"
+    if name in _BEGIN_THERE:
+        return func._schema.overload_name != "dtype"
+    kinds = [argument.type.kind() for argument in func._schema.arguments]
+    return None if kinds.count("TensorType") > 1 else False
 
 
 def as_on_one_device(route: Call, there: bool, func: Op, args: Args, kwargs: Kwargs) -> Any:
