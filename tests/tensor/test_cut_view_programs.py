@@ -87,6 +87,20 @@ def test_lists_of_views_and_norms_in_inference_mode(ranks):
     ranks(2, _in_inference_mode)
 
 
+def _read_after_inference_mode():
+    """A view that had to copy is derived again where it is read, also when the mode is over."""
+    for cut in (sw.BlockCyclic(1, 2), sw.Interleaved(1, 2)):
+        with torch.inference_mode():
+            d = place(full(4, 9), (cut,)) * 2
+            view = d.view(-1)[1::3]
+            d.add_(1)
+        close(view, (full(4, 9) * 2 + 1).view(-1)[1::3], str(cut))
+
+
+def test_a_view_of_inference_mode_is_read_outside(ranks):
+    ranks(2, _read_after_inference_mode)
+
+
 def _copied():
     """A view starts inside its base's storage, on some ranks; the copy has one of its own."""
     for cut in (sw.Shard(0), sw.Shard(1), sw.BlockCyclic(1, 2), sw.Replicate()):

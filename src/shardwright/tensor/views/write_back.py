@@ -11,6 +11,7 @@ Rejected: raising on such writes. `x[2] = 0` and `x[:, 1:3].mul_(2)` are common 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -126,7 +127,9 @@ def refresh(view: DTensor) -> None:
     with torch.no_grad():  # below autograd, which is about to note the write that made the base another
         out = origin.func(origin.base, *origin.args, **origin.kwargs)
     fresh = out if origin.index is None else out[origin.index]
-    view._local_tensor.copy_(fresh._local_tensor)
+    local = view._local_tensor
+    with torch.inference_mode() if local.is_inference() else nullcontext():  # it may be over by now
+        local.copy_(fresh._local_tensor)
     origin.version = version
 
 
