@@ -49,6 +49,7 @@ WHOLE = {
     "narrow by a tensor": lambda x: x.narrow(0, (x[0, 0] * 0 + 2).long(), 3),
     "normalize": torch.nn.functional.normalize,
     "cosine_similarity": lambda x: torch.nn.functional.cosine_similarity(x, x.flip(0)),
+    "hfft": lambda x: torch.fft.hfft(torch.complex(x, x.flip(0))),
     "solve": lambda x: torch.linalg.solve(x @ x.mT + torch.diag_embed(x[:, 0] * 0 + 9), x),
 }
 

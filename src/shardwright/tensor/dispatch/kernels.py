@@ -63,7 +63,7 @@ def kernel_of(func: torch._ops.OpOverload, dtypes: set[torch.dtype]) -> Callable
     if is_linear(func):
         return partial(_of_dense, func)
     if name in _CONJUGATE_INSIDE and any(dtype.is_complex for dtype in dtypes):
-        return partial(_resolving_conjugates, func)
+        return partial(resolving_conjugates, func)
     if name in _NOT_OF_ONE_ELEMENT and dtypes & HALF:
         return partial(_of_wider_rows, func)
     return None
@@ -103,7 +103,8 @@ def _lies_as(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.stride() == other.stride() and is_dense(one.shape, one.stride())
 
 
-def _resolving_conjugates(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def resolving_conjugates(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call it with tensors that say they are conjugates carried out before each kernel that does not know."""
     key = DispatchKey.Conjugate
     before = is_key_excluded(key)
     exclude_key(key, False)

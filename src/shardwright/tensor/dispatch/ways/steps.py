@@ -11,6 +11,7 @@ from shardwright.compat import TensorType, is_composite, tree_leaves
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dispatch.asked import Asked
+from shardwright.tensor.dispatch.kernels import resolving_conjugates
 from shardwright.tensor.dispatch.ways.fresh_results import fresh, laid
 from shardwright.tensor.dispatch.ways.out import functional_form, out_names, resized_first, written_from
 from shardwright.tensor.plain.boundary import helpers
@@ -51,7 +52,9 @@ def decomposed(asked: Asked) -> Steps | None:
     if registry.rules_of(func):
         return None
     if is_composite(func):
-        return Steps(func.decompose)
+        # It comes whole in inference mode alone. The conjugates that it makes are carried out, as they are
+        # above dispatch: kernels do not see them.
+        return Steps(partial(resolving_conjugates, func.decompose))
     function = registry.fallback_decomposition(func)
     return _functional(func) if function is None else Steps(laid(asked, fresh(func, function)))
 
