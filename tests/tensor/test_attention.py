@@ -100,6 +100,10 @@ def _in_another_order():
             sw.distribute_tensor(x, grid, p) for x, p in zip(operands, (queries, cut, cut), strict=True)
         ]
         close(functional.scaled_dot_product_attention(*placed, is_causal=True), wanted, queries)
+    for dim in (0, 1, 3):  # rows, heads or width of the queries alone
+        other = [(sw.Shard(2), Descending(dim)), (sw.Shard(2), sw.Replicate()), (sw.Shard(2), sw.Replicate())]
+        placed = [sw.distribute_tensor(x, grid, p) for x, p in zip(operands, other, strict=True)]
+        close(functional.scaled_dot_product_attention(*placed, is_causal=True), wanted, dim)
 
 
 def test_an_axis_of_one_coord_may_hold_the_sequence_in_another_order(ranks):

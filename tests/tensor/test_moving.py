@@ -441,14 +441,7 @@ def test_a_redistribution_can_cast(ranks):
     ranks(2, _dtypes)
 
 
-_WHOLE = [
-    sw.Owner(0),
-    sw.Owner(1),
-    sw.Shard(0),
-    sw.Ragged((2, 0)),
-    sw.BlockCyclic(0, 4),
-    sw.Partial(),
-]
+_WHOLE = [sw.Owner(0), sw.Owner(1), sw.Shard(0), sw.Ragged((2, 0)), sw.BlockCyclic(0, 4), sw.Partial()]
 _SOURCES = [sw.Replicate(), sw.Shard(0), sw.Partial(), sw.Partial("max"), sw.Owner(0)]
 
 

@@ -16,7 +16,7 @@ from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
 from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import remembered
-from shardwright.tensor.algorithms.cut_dim import CutDim, find_cut
+from shardwright.tensor.algorithms.cut_dim import CutDim, find_cut, reorders
 
 AUTO, RING, EXCHANGE = "auto", "ring", "all_to_all"
 WAYS = (AUTO, RING, EXCHANGE)
@@ -89,7 +89,7 @@ def cut_call(query: Layout, key: Layout, value: Layout) -> CutCall | None:
     queries, keys, values = (find_cut(layout, _SEQUENCE) for layout in (query, key, value))
     if queries is None or keys is None or keys != values or queries.axes != keys.axes:
         return None
-    others = [axis for axis, n in enumerate(query.sizes) if n > 1 and axis not in keys.axes]
+    others = [axis for axis in range(len(query.sizes)) if axis not in keys.axes]
     if not all(_alike(axis, query, key, value) for axis in others):
         return None
     return CutCall(query, key, value, queries, keys)
@@ -107,6 +107,8 @@ def _fits(query: Layout, key: Layout, value: Layout) -> bool:
 
 def _alike(axis: int, query: Layout, key: Layout, value: Layout) -> bool:
     """Does an axis beside the sequence leave each rank with queries and keys that belong together?"""
+    if query.sizes[axis] == 1 and not any(reorders(x, axis) for x in (query, key, value)):
+        return True
     forms = [cut_form(x, axis) if x.placements[axis].is_partition else None for x in (query, key, value)]
     if all(x.placements[axis].is_replicated for x in (query, key, value)):
         return True
