@@ -18,9 +18,10 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.base import Partition, Pending, Placement
 from shardwright.placement.convert import as_placement
+from shardwright.placement.partition_laws import PARTITION_HOOKS, PARTITION_LAWS, resolved_means_the_same
 from shardwright.placement.shard import Shard
-from shardwright.testing.hook_laws import PARTITION_HOOKS, PENDING_HOOKS, resolved_means_the_same
-from shardwright.testing.placement_laws import PARTITION_LAWS, PENDING_LAWS, is_a_value, samples
+from shardwright.testing.hook_laws import PENDING_HOOKS
+from shardwright.testing.placement_laws import PENDING_LAWS, is_a_value, samples
 
 AXIS_SIZES = (1, 2, 3, 5)
 _LARGEST_AXIS = 32
