@@ -11,6 +11,7 @@ from shardwright.layout.applied import Applied, applied_placements, by_own_names
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.along_dim import states_runs
 from shardwright.placement.base import Partition, Pending, Placement
+from shardwright.placement.first_use import PLAIN, check_dims, check_partition, is_own
 from shardwright.remember import remembered
 
 Order = tuple[int, ...]
@@ -38,7 +39,8 @@ class Arrangement(NamedTuple):
     """Placements under their own names, the order without what does not matter, the steps in that order.
 
     partitions: the steps that cut. by_runs: each says which indices of its dim a coord holds, so every
-    region is a product. any_size: no placement looks at sizes beyond 0, 1 and more.
+    region is a product. any_size: no placement looks at sizes beyond 0, 1 and more. foreign: a class is not
+    the library's own: what it says is compared with each new shape.
     """
 
     placements: tuple[Placement, ...]
@@ -47,6 +49,7 @@ class Arrangement(NamedTuple):
     partitions: tuple[Applied, ...]
     by_runs: bool
     any_size: bool
+    foreign: bool
 
 
 @remembered(16384)
@@ -58,8 +61,12 @@ def arranged(
     Raises: PlacementError: a placement has no meaning for this shape or axis.
     """
     resolved = tuple([placement.resolved(len(shape)) for placement in placements])
-    for placement, n in zip(resolved, sizes, strict=True):
+    foreign = False
+    for given, placement, n in zip(placements, resolved, sizes, strict=True):
         placement.validate(shape, n)
+        if type(given) not in PLAIN and not is_own(given):
+            check_dims(given, placement, shape, n)
+            foreign = True
     named = by_own_names(complete(resolved, shape), sizes, order, shape)
     if order != tuple(range(len(order))):
         order = canonical(order, conflicts(named, sizes, shape))
@@ -67,7 +74,23 @@ def arranged(
     partitions = tuple([step for step in steps if step.partition is not None])
     by_runs = all(step.partition is not None and states_runs(step.partition) for step in partitions)
     any_size = all(placement.any_size for placement in named)
-    return Arrangement(named, order, steps, partitions, by_runs, any_size)
+    if foreign:
+        check_steps(steps, shape)
+    return Arrangement(named, order, steps, partitions, by_runs, any_size, foreign)
+
+
+def check_steps(steps: Sequence[Applied], shape: Shape) -> None:
+    """Compare what classes that are not the library's own say with each shape that earlier axes leave them.
+
+    Raises: PlacementError: one of them is no partition of it, or contradicts itself.
+    """
+    seen = {shape}
+    for step in steps:
+        part = step.partition
+        mine = [left for left in seen if len(left) == len(shape)]
+        for left in mine if part is not None and not is_own(part) else ():
+            check_partition(part, left, step.size)
+        seen = {step.local_shape(left, coord) for left in seen for coord in range(step.size)}
 
 
 # ---------------------------------------------------------------------- order

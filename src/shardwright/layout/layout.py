@@ -16,7 +16,7 @@ from shardwright.errors import LayoutError
 from shardwright.index.region import Region, Shape
 from shardwright.index.stride import contiguous_stride, ordered_stride, stride_like
 from shardwright.layout.applied import Applied
-from shardwright.layout.arrangement import Arrangement, arranged, order_indices
+from shardwright.layout.arrangement import Arrangement, arranged, check_steps, order_indices
 from shardwright.layout.kind import Kind, find_kind
 from shardwright.layout.mesh_shape import Coords, MeshShape, as_mesh_shape
 from shardwright.layout.text import format_layout, parse_layout
@@ -111,6 +111,8 @@ class Layout:
         Made in a tenth of the time: nothing is resolved, ordered or validated again.
         """
         stride = contiguous_stride(shape) if kind.rows else ordered_stride(shape, kind.stride_order)
+        if kind.arrangement.foreign:
+            check_steps(kind.arrangement.applied, shape)
         self = Layout.__new__(Layout)
         self._set(kind.mesh_shape, kind.arrangement, shape, stride, kind.dtype, kind, kind.base_hash)
         return self

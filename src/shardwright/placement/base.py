@@ -6,13 +6,15 @@ not a layout (one axis only, no mesh) and not an operation (it moves nothing).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 
+from shardwright.compat import DisableTorchFunction, without_modes
 from shardwright.errors import PlacementError
 from shardwright.index.assemble import derived_cut_dims, join_regions, take_region
 from shardwright.index.compose import compose_regions
@@ -21,6 +23,21 @@ from shardwright.index.runs import Runs
 
 # The indices that each coord holds of a 1-d tensor, in local order.
 HeldBy = Callable[[int], Runs]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A block in which torch makes plain tensors on the CPU, whatever modes and default device are on.
+
+    A placement is asked for indices in the middle of an op: while tensors are fake, under `torch.device`.
+    """
+    with without_modes(), DisableTorchFunction():
+        yield
+
+
+def stated_by(cls: type, name: str) -> type | None:
+    """The class from which `cls` has an attribute."""
+    return next((base for base in cls.__mro__ if name in vars(base)), None)
 
 
 class Placement(TorchPlacement):

@@ -51,7 +51,7 @@ class Shard(TorchShard, AlongDim):
 
     def moved(self, dim: int) -> Shard:
         """The same split of another dim."""
-        return Shard(dim)
+        return Shard(dim) if type(self) is Shard else _with_dim(type(self), dim, self._state())
 
     def split(self, x: Tensor, n: int, coord: int) -> Tensor:
         """The piece, a view of `x`."""
@@ -74,11 +74,24 @@ class Shard(TorchShard, AlongDim):
         kind = type(other)
         if kind is not type(self) and (kind is not TorchShard or type(self) is not Shard):
             return False
-        return bool(self.dim == other.dim)  # type: ignore[attr-defined]
+        if self.dim != other.dim:  # type: ignore[attr-defined]
+            return False
+        return type(self) is Shard or bool(self._state() == other._state())  # type: ignore[attr-defined]
 
     __hash__ = TorchShard.__hash__
     __repr__ = TorchShard.__repr__
     __str__ = TorchShard.__str__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.dim,)
+        if type(self) is Shard:
+            return type(self), (self.dim,)
+        return _with_dim, (type(self), self.dim, self._state())
+
+
+def _with_dim(cls: type[Shard], dim: int, state: dict[str, Any]) -> Shard:
+    """A cut of a class whose constructor is not known, with the attributes that it adds."""
+    placement: Shard = cls.__new__(cls)
+    TorchShard.__init__(placement, dim)
+    for name, value in state.items():
+        object.__setattr__(placement, name, value)
+    return placement
