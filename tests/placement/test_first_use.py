@@ -19,7 +19,9 @@ from shardwright.placement import (
     Box,
     Interleaved,
     Owner,
+    Partial,
     Partition,
+    Pending,
     Ragged,
     Region,
     Replicate,
@@ -27,7 +29,7 @@ from shardwright.placement import (
     ZigZag,
 )
 from shardwright.testing import rank_mesh
-from tests.placement.user_placements import Backwards, Band, Checkerboard, RowsInTurn
+from tests.placement.user_placements import Backwards, Band, Checkerboard, LogSumExp, RowsInTurn
 
 PAIR = MeshShape(("tp",), (2,))
 SHAPE = (7, 2)
@@ -384,9 +386,150 @@ def test_a_subclass_is_compared_and_moved_with_what_it_adds():
     assert laid(one, (8, 2)).region((0,)) != laid(two, (8, 2)).region((0,))
 
 
+# ------------------------------------------------------------------------------------- pendings
+
+
+@dataclass(frozen=True)
+class Sum(Pending):
+    """Right. The faults below change one thing."""
+
+    def combine(self, locals):  # noqa: A002
+        return torch.stack(tuple(locals)).sum(0).to(locals[0].dtype)
+
+    def embed(self, x, n, coord):
+        return x.clone() if coord == 0 else torch.zeros_like(x)
+
+
+class EmbedsAll(Sum):
+    def embed(self, x, n, coord):
+        return x.clone()
+
+
+class EmbedsItself(Sum):
+    def embed(self, x, n, coord):
+        return x if coord == 0 else torch.zeros_like(x)
+
+
+class EmbedsFlat(Sum):
+    def embed(self, x, n, coord):
+        return super().embed(x, n, coord).flatten()
+
+
+class CombinesToNone(Sum):
+    def combine(self, locals):  # noqa: A002
+        return None
+
+
+class CombinesToLess(Sum):
+    def combine(self, locals):  # noqa: A002
+        return super().combine(locals)[:1]
+
+
+class CombinesWider(Sum):
+    def combine(self, locals):  # noqa: A002
+        return super().combine(locals).double()
+
+
+class CombinesTheThird(Sum):
+    def combine(self, locals):  # noqa: A002
+        return locals[2]
+
+
+class Flips(Sum):
+    def combine(self, locals):  # noqa: A002
+        return super().combine(locals).flip(1)
+
+    def embed(self, x, n, coord):
+        return super().embed(x.flip(1), n, coord)
+
+
+class SaysMax(Sum):
+    reduce_op = "max"
+
+
+class SaysLinear(LogSumExp):
+    linear = True
+
+
+class IgnoresOnes(Sum):
+    def identity(self, x):
+        return torch.ones_like(x)
+
+
+class OtherInPlace(Sum):
+    def combine_in_place(self, locals, free):  # noqa: A002
+        return self.combine(locals) * 2
+
+
+class DualIsNumber(Sum):
+    def dual(self):
+        return 42
+
+
+class Doubled(Partial):
+    """A lawful pair, and another reduction than its name says."""
+
+    def combine(self, locals):  # noqa: A002
+        return super().combine(locals) * 2
+
+    def embed(self, x, n, coord):
+        return super().embed(x, n, coord) / 2
+
+
+BROKEN_PENDINGS = [
+    (EmbedsAll(), r"combine\(embed\(x\)\) is"),
+    (EmbedsItself(), r"embed\(\) of coord 0 is the value itself"),
+    (EmbedsFlat(), r"embed\(\) of coord 0 made torch.float32 of shape \(6,\)"),
+    (CombinesToNone(), r"combine\(\) made None, not a tensor"),
+    (CombinesToLess(), r"combine\(\) made torch.float32 of shape \(1, 3\)"),
+    (CombinesWider(), r"combine\(\) made torch.float64"),
+    (CombinesTheThird(), "raised IndexError"),
+    (Flips(), r"combine\(\) of some elements"),
+    (SaysMax(), "its reduce_op names 'max'"),
+    (SaysLinear(2), "it says linear"),
+    (IgnoresOnes(), r"identity\(\) is"),
+    (OtherInPlace(), r"combine_in_place\(\) is"),
+    (DualIsNumber(), r"dual\(\) is 42"),
+    (Doubled("sum"), "derive from sw.Pending"),
+]
+
+
+@pytest.mark.parametrize(("placement", "message"), BROKEN_PENDINGS, ids=lambda v: type(v).__name__)
+def test_a_pending_that_contradicts_itself_is_refused(placement, message):
+    with pytest.raises(PlacementError, match=rf"(?s){type(placement).__name__}.* over 2 coords.*{message}"):
+        laid(placement)
+
+
+class OnlyElsewhere(Sum):
+    """Its kernel is not for this device."""
+
+    def combine(self, locals):  # noqa: A002
+        raise RuntimeError("no kernel for the CPU")
+
+
+class Rounds(Sum):
+    """Right up to rounding, and does not say so."""
+
+    def embed(self, x, n, coord):
+        return x / 3
+
+    def combine(self, locals):  # noqa: A002
+        return super().combine(locals) / len(locals) * 3
+
+
+def test_what_cannot_be_judged_or_only_rounds_is_taken():
+    for placement in (OnlyElsewhere(), Rounds(), Sum(), LogSumExp(2), OwnPartial("avg")):
+        laid(placement)
+    laid(LogSumExp(2), dtype=torch.int64)  # outside of its domain
+
+
+class OwnPartial(Partial):
+    """Says nothing else."""
+
+
 # ------------------------------------------------------------------------------------- on ranks
 
-ON_RANKS = [LosesLast(), AllOnAll(), Beyond(), BadSplit()]
+ON_RANKS = [LosesLast(), AllOnAll(), Beyond(), BadSplit(), CombinesToNone()]
 
 
 def _refused_alike():

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
+import torch
+
 from shardwright.errors import LayoutError
 from shardwright.index.region import Shape
 from shardwright.layout.applied import Applied, applied_placements, by_own_names, complete
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.along_dim import states_runs
 from shardwright.placement.base import Partition, Pending, Placement
+from shardwright.placement.first_pending import check_pending
 from shardwright.placement.first_use import PLAIN, check_dims, check_partition, is_own
 from shardwright.remember import remembered
 
@@ -91,6 +94,16 @@ def check_steps(steps: Sequence[Applied], shape: Shape) -> None:
         for left in mine if part is not None and not is_own(part) else ():
             check_partition(part, left, step.size)
         seen = {step.local_shape(left, coord) for left in seen for coord in range(step.size)}
+
+
+def check_pendings(steps: Sequence[Applied], dtype: torch.dtype) -> None:
+    """Compare what pending classes that are not the library's own say of this dtype.
+
+    Raises: PlacementError: one of them contradicts itself.
+    """
+    for step in steps:
+        if step.pending is not None and not is_own(step.pending):
+            check_pending(step.pending, step.size, dtype)
 
 
 # ---------------------------------------------------------------------- order

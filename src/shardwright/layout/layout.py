@@ -16,7 +16,7 @@ from shardwright.errors import LayoutError
 from shardwright.index.region import Region, Shape
 from shardwright.index.stride import contiguous_stride, ordered_stride, stride_like
 from shardwright.layout.applied import Applied
-from shardwright.layout.arrangement import Arrangement, arranged, check_steps, order_indices
+from shardwright.layout.arrangement import Arrangement, arranged, check_pendings, check_steps, order_indices
 from shardwright.layout.kind import Kind, find_kind
 from shardwright.layout.mesh_shape import Coords, MeshShape, as_mesh_shape
 from shardwright.layout.text import format_layout, parse_layout
@@ -101,6 +101,8 @@ class Layout:
             found = arranged(*given, tuple(range(len(mesh_shape.axes))))
         else:
             found = arranged(*given, order_indices(order, mesh_shape))
+        if found.foreign:
+            check_pendings(found.applied, dtype)
         base_hash = hash((mesh_shape, found.placements, found.order, dtype))
         self._set(mesh_shape, found, shape, stride, dtype, False, base_hash)
 

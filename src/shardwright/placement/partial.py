@@ -180,14 +180,32 @@ class Partial(TorchPartial, Pending):
         kind = type(other)
         if kind is not type(self) and (kind is not TorchPartial or type(self) is not Partial):
             return False
-        return bool(self.reduce_op == other.reduce_op)  # type: ignore[attr-defined]
+        if self.reduce_op != other.reduce_op:  # type: ignore[attr-defined]
+            return False
+        return type(self) is Partial or bool(self._state() == other._state())  # type: ignore[attr-defined]
 
     __hash__ = TorchPartial.__hash__
     __repr__ = TorchPartial.__repr__
     __str__ = TorchPartial.__str__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.reduce_op,)
+        if type(self) is Partial:
+            return type(self), (self.reduce_op,)
+        return _with_state, (type(self), self.reduce_op, self._state())
+
+
+def _with_state(cls: type[Partial], reduce_op: str, state: dict[str, Any]) -> Partial:
+    """A reduction of a class whose constructor is not known, with the attributes that it adds."""
+    placement: Partial = cls.__new__(cls)
+    TorchPartial.__init__(placement, reduce_op)
+    for name, value in state.items():
+        object.__setattr__(placement, name, value)
+    return placement
+
+
+def is_reduction(name: object) -> bool:
+    """May a `Partial` have it?"""
+    return isinstance(name, str) and name in _REDUCTIONS
 
 
 def _neutral(reduce_op: str, dtype: torch.dtype) -> float | int | bool:
