@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from shardwright.errors import PlacementError
 from shardwright.placement.base import Partition, Pending, Placement, Replicate
 from shardwright.placement.shard import Shard
 from shardwright.rules.along_label import labels_cut, part_lengths, place_label
@@ -316,14 +317,27 @@ def _place_result(view: AxisView, result: int, label: int, part: Partition) -> P
 def _everywhere(view: AxisView, slot: Slot, label: int, part: Partition) -> Placement | None:
     """The one placement that holds whatever earlier axes left on a coord; None if there is none.
 
-    A coord that was left with nothing agrees to every placement.
+    A coord that was left with nothing agrees to every placement. It must have a meaning for the tensor itself
+    too, as which a layout states it.
     """
     if not view.equation.grouped and part.any_size:  # then each dim is one label, and no size matters
         return place_label(slot, label, part, view.equation.sizes, view.n)
     states = view.states.every()
     something = [sizes for sizes in states if 0 not in slot.shape(sizes)]
     found = {place_label(slot, label, part, sizes, view.n) for sizes in something or list(states)[:1]}
-    return found.pop() if len(found) == 1 else None
+    placement = found.pop() if len(found) == 1 else None
+    return placement if _may_be_stated(placement, slot.shape(view.equation.sizes), view.n) else None
+
+
+def _may_be_stated(placement: Partition | None, shape: tuple[int, ...], n: int) -> bool:
+    """Whether a layout takes it; what looks at no size was asked when the call was bound."""
+    if placement is None or placement.any_size:
+        return True
+    try:
+        placement.validate(shape, n)
+    except PlacementError:
+        return False
+    return True
 
 
 def _cut_fits(view: AxisView, label: int, part: Partition, outputs: Sequence[Placement | None]) -> bool:

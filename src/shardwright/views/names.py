@@ -70,8 +70,29 @@ def _guesses(held_by: HeldBy, length: int, n: int, known: Partition | None) -> I
     if isinstance(known, Spread):
         yield known.source
     own = dict.fromkeys(map(type, _made_of(known)))
-    for kind in (*_SIMPLEST_FIRST[2:], *(kind for kind in own if kind not in _SIMPLEST_FIRST)):
+    for kind in _SIMPLEST_FIRST[2:]:
         yield from kind.names(held_by, length, n)
+    for kind in own:
+        if kind not in _SIMPLEST_FIRST:
+            yield from _offered(kind, held_by, length, n)
+
+
+def _offered(kind: type[Partition], held_by: HeldBy, length: int, n: int) -> Iterator[Partition]:
+    """What the class of the source offers; what is no partition of this length is no name.
+
+    Nor is there one where `names` raises: a subclass inherits one that calls another constructor.
+    """
+    with suppress(Exception):  # a user's method: whatever it raises
+        for guess in list(kind.names(held_by, length, n)):
+            if _has_regions(guess, length, n):
+                yield guess
+
+
+def _has_regions(guess: object, length: int, n: int) -> bool:
+    try:
+        return isinstance(guess, Partition) and all(held(guess, length, n, c) or True for c in range(n))
+    except Exception:  # noqa: BLE001 - as above
+        return False
 
 
 def _made_of(part: Partition | None) -> Iterator[Partition]:
