@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from inspect import isfunction
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 
-from shardwright.compat import DisableTorchFunction, without_modes
+from shardwright.compat import DisableTorchFunction, function_modes_on, modes_on, without_modes
 from shardwright.errors import PlacementError
 from shardwright.index.assemble import derived_cut_dims, join_regions, take_region
 from shardwright.index.compose import compose_regions
@@ -23,6 +25,12 @@ from shardwright.index.runs import Runs
 
 # The indices that each coord holds of a 1-d tensor, in local order.
 HeldBy = Callable[[int], Runs]
+
+# What a class says about indices. A class of somebody else's may use torch to find them: see `undisturbed`.
+_ABOUT_INDICES = (
+    *("region", "runs", "local_length", "local_shape", "cut_dims", "touched_dims", "even", "validate"),
+    *("resolved", "on_dim", "on_dims", "moved", "flat_group", "within", "names"),
+)
 
 
 @contextmanager
@@ -33,6 +41,24 @@ def undisturbed() -> Iterator[None]:
     """
     with without_modes(), DisableTorchFunction():
         yield
+
+
+def _undisturbed(method: Any) -> Any:
+    """The method, run in a block of `undisturbed` where anything is on."""
+    if isinstance(method, classmethod):
+        return classmethod(_undisturbed(method.__func__))
+    if not isfunction(method):
+        return method
+
+    @wraps(method)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        if not modes_on() and not function_modes_on():
+            return method(*args, **kwargs)
+        with undisturbed():
+            found = method(*args, **kwargs)
+            return list(found) if isinstance(found, Iterator) else found  # a generator runs in here
+
+    return asked
 
 
 def stated_by(cls: type, name: str) -> type | None:
@@ -54,6 +80,16 @@ class Placement(TorchPlacement):
     # what is decided for one shape holds for every shape with as many dims. A class that does not say so is
     # asked anew for each shape.
     any_size: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the methods about indices of a class that is not the library's own run `undisturbed`."""
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("shardwright."):
+            return
+        for name in _ABOUT_INDICES:
+            owner = stated_by(cls, name)
+            if owner is cls or (owner is not None and not issubclass(owner, Placement)):  # or a mixin's
+                setattr(cls, name, _undisturbed(vars(owner)[name]))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG004 - arguments belong to __init__
         """Make the C++ part, also for a dataclass, copy and pickle, which skip our __init__."""
