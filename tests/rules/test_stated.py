@@ -110,3 +110,45 @@ def test_a_rule_for_a_library_that_is_not_imported_yet_is_looked_at_when_its_op_
         remove_rule(right)
         remove_rule(wrong)
         library._destroy()
+
+
+WRITTEN_WRONG = [
+    ({"foo": 3}, r"rule 'm n -> m n': no fact is called 'foo'; facts are reduce, hom"),
+    ({"hom": 3}, r"rule 'm n -> m n': its facts {'hom': 3}"),
+    ({"ints": 3}, r"rule 'm n -> m n': its facts"),
+    ({"reduce": 3}, r"m n -> m n|reduction|3"),
+    ({"depends": ["x"]}, r"rule 'm n -> m n': its facts"),
+]
+
+
+@pytest.mark.parametrize(("facts", "message"), WRITTEN_WRONG, ids=lambda value: str(value)[:20])
+def test_facts_that_are_none_are_refused(facts, message):
+    before = len(list(registry))
+    with pytest.raises(RuleError, match=message):
+        sw.rule("aten::mm", "m n -> m n", **facts)
+    with pytest.raises(RuleError, match="expected the text of an equation"):
+        sw.rule("aten::mm", 42)
+    assert len(list(registry)) == before
+
+
+@pytest.mark.parametrize("made", [42, ("m n -> m n",), object()], ids=lambda made: type(made).__name__)
+def test_a_function_that_returns_no_formula_is_named(made):
+    library = torch.library.Library("statedwrong", "DEF")
+    library.define("once(Tensor x) -> Tensor")
+
+    def of_call(call):
+        return made
+
+    register_rule("statedwrong::once")(of_call)
+    info = TensorInfo((4,), (1,), torch.float32)
+    layout = Layout(MeshShape(("tp",), (2,)), [Shard(0)], (4,), dtype=torch.float32)
+    try:
+        call = Call(torch.ops.statedwrong.once.default, (info,), (), (info,))
+        with pytest.raises(
+            RuleError, match=r"rule statedwrong::once: of_call\(call\): its function returned"
+        ):
+            propagate(call, [layout])
+    finally:
+        for entry in sw.rules_of("statedwrong::once"):
+            remove_rule(entry)
+        library._destroy()

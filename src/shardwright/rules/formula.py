@@ -89,8 +89,23 @@ class Facts(TypedDict, total=False):
 
 
 def formula(text: str, **facts: Unpack[Facts]) -> Formula:
-    """A `Formula` of facts as they are written."""
-    written: dict[str, Any] = {**facts}
+    """A `Formula` of facts as they are written.
+
+    Raises: RuleError: the text is none, a fact has an unknown name, or is of another type than its own.
+    """
+    if not isinstance(text, str):
+        raise RuleError(f"rule {text!r:.200}: expected the text of an equation, such as 'm k, k n -> m n'")
+    for name in facts.keys() - Facts.__annotations__.keys():
+        raise RuleError(
+            f"rule {text!r}: no fact is called {name!r}; facts are {', '.join(Facts.__annotations__)}"
+        )
+    try:
+        return _formula(text, {**facts})
+    except (TypeError, AttributeError, ValueError) as error:
+        raise RuleError(f"rule {text!r}: its facts {facts} are not written as facts are: {error}") from error
+
+
+def _formula(text: str, written: dict[str, Any]) -> Formula:
     reduce, hom = written.get("reduce"), written.get("hom", ())
     written["hom"] = (hom,) if isinstance(hom, str) else tuple(hom)
     for fact in written["hom"]:

@@ -36,9 +36,19 @@ class Rule:
     any_size: bool = False
 
     def formula(self, call: Call) -> Formula | None:
-        """The equation for this call, or None where the rule says nothing of it."""
+        """The equation for this call, or None where the rule says nothing of it.
+
+        Raises: RuleError: its function returned something else.
+        """
         made = self.make(call)
-        return Formula(made) if isinstance(made, str) else made
+        if made is None or isinstance(made, Formula):
+            return made
+        if isinstance(made, str):
+            return Formula(made)
+        raise RuleError(
+            f"rule {self}: its function returned {made!r:.200} for {call.op}; it returns a formula "
+            "(formula(...), or its text), or None where it says nothing of the call"
+        )
 
     def __str__(self) -> str:
         return f"{self.op}: {self.text}"
