@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shardwright as sw
+from tests.placement.user_placements import Checkerboard
 from tests.tiers import only
 from tests.views.placed import mesh, place
 from tests.views.sweep import run
@@ -132,3 +133,38 @@ def _into_expanded(name, *where):
 )
 def test_what_is_scattered_into_an_expanded_tensor_is_not_repeated(ranks, call):
     ranks(2, _into_expanded, *call)
+
+
+BITS = [
+    [sw.Shard(0), sw.ZigZag(0)],
+    [sw.Fused(0, (1, 2)), sw.ZigZag(0)],
+    [sw.Shard(1), sw.Owner(1)],
+    [sw.Replicate(), Checkerboard(1)],
+    [Checkerboard(1), sw.Replicate()],
+]
+TYPES = [(torch.float32, torch.int32), (torch.bool, torch.int8), (torch.float16, torch.bfloat16)]
+
+
+def _reinterpreted(placements):
+    """The bits of each element as another type that is as wide, and written in place through that."""
+    for source, target in TYPES:
+        full = torch.arange(35).view(7, 5).remainder(3).to(source)
+        placed = place(full.clone(), placements, None)
+        with sw.trace() as t:
+            seen = placed.view(target)
+            seen.zero_()[2:].fill_(1)
+        wanted = full.view(target)
+        assert seen.placements == placed.placements
+        wanted.zero_()[2:].fill_(1)
+        assert torch.equal(seen.full_tensor(), wanted)
+        assert torch.equal(placed.full_tensor(), full)
+        assert not t.bytes, str(t)
+    pending = place(torch.arange(6.0).view(2, 3), [sw.Partial(), sw.Shard(1)], None)
+    assert torch.equal(
+        pending.view(torch.int32).full_tensor(), torch.arange(6.0).view(2, 3).view(torch.int32)
+    )
+
+
+@pytest.mark.parametrize("placements", BITS, ids=str)
+def test_bits_are_read_anew_where_they_are(ranks, placements):
+    ranks(4, _reinterpreted, placements)

@@ -64,6 +64,15 @@ def on_elements(call: Call) -> Formula | None:
     return None if seen is None else formula(_labels(seen), hom="self: sum->sum")
 
 
+@register_rule("aten::view.dtype", any_size=True)
+def reinterpreted(call: Call) -> Formula | None:
+    """The bits of each element read anew: of a type as wide, each element is one again."""
+    source, result = call.arg("self").dtype, call.results[0]
+    if result is None or result.dtype.itemsize != source.itemsize:
+        return None
+    return formula("... -> ...", hom=_KEEP if result.dtype == source else (), elementwise=True)
+
+
 @register_rule("aten::as_strided")
 def as_strided(call: Call) -> Formula | None:
     """Only the one that changes nothing: the strides of a local tensor are others."""
