@@ -377,11 +377,21 @@ def test_a_class_that_agrees_with_itself_is_taken(placement, shape):
     assert torch.equal(found.join([found.split(x, (coord,)) for coord in range(2)]), x)
 
 
+class NotedPartial(Partial):
+    def __init__(self, reduce_op, note):
+        super().__init__(reduce_op)
+        object.__setattr__(self, "note", note)
+
+
 def test_a_subclass_is_compared_and_moved_with_what_it_adds():
     """`Shard` knows of its dim only: two that differ in more were one key of every table."""
     one, two = FullShard(0, 0), FullShard(0, 1)
     assert one != two
     assert two == FullShard(0, 1) == pickle.loads(pickle.dumps(two))
+    for made in (two, NotedPartial("max", "mine")):
+        text, names = made.__fx_repr__()  # in code that torch generates
+        assert eval(text, dict(names)) == made == pickle.loads(pickle.dumps(made))
+    assert NotedPartial("max", "mine") != NotedPartial("max", "other")
     assert two.on_dim(1) == FullShard(1, 1) == FullShard(-1, 1).resolved(2)
     assert laid(one, (8, 2)).region((0,)) != laid(two, (8, 2)).region((0,))
 

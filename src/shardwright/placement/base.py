@@ -125,6 +125,11 @@ class Placement(TorchPlacement):
         slots = (name for cls in type(self).__mro__ for name in cls.__dict__.get("__slots__", ()))
         return {**{name: getattr(self, name) for name in slots if hasattr(self, name)}, **self.__dict__}
 
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Set the attributes of a placement that was made without its `__init__`."""
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._state():
             raise AttributeError(f"{type(self).__name__}.{name}: placements are frozen")
@@ -193,8 +198,7 @@ def _rebuild(cls: type[Placement], state: dict[str, Any]) -> Placement:
     if not issubclass(cls, Placement):
         raise PlacementError(f"{cls.__name__} is not a placement")
     placement: Placement = cls.__new__(cls)
-    for name, value in state.items():
-        object.__setattr__(placement, name, value)
+    placement._restore(state)
     return placement
 
 

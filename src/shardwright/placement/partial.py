@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial as TorchPartial
 
 from shardwright.errors import PlacementError
-from shardwright.placement.base import Pending
+from shardwright.placement.base import Pending, _rebuild
 
 
 @dataclass(frozen=True)
@@ -188,19 +188,23 @@ class Partial(TorchPartial, Pending):
     __repr__ = TorchPartial.__repr__
     __str__ = TorchPartial.__str__
 
+    def _restore(self, state: dict[str, Any]) -> None:
+        """The reduce_op is torch's attribute, the others are those that a subclass adds."""
+        TorchPartial.__init__(self, state["reduce_op"])
+        super()._restore({name: value for name, value in state.items() if name != "reduce_op"})
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """torch's own text of this class; of a subclass, what makes it again."""
+        if type(self) is Partial:
+            made: tuple[str, dict[str, Any]] = super().__fx_repr__()
+            return made
+        kind, state = self.__reduce__()[1]
+        return f"_rebuild({kind.__name__}, {state!r})", {"_rebuild": _rebuild, kind.__name__: kind}
+
     def __reduce__(self) -> tuple[Any, ...]:
         if type(self) is Partial:
             return type(self), (self.reduce_op,)
-        return _with_state, (type(self), self.reduce_op, self._state())
-
-
-def _with_state(cls: type[Partial], reduce_op: str, state: dict[str, Any]) -> Partial:
-    """A reduction of a class whose constructor is not known, with the attributes that it adds."""
-    placement: Partial = cls.__new__(cls)
-    TorchPartial.__init__(placement, reduce_op)
-    for name, value in state.items():
-        object.__setattr__(placement, name, value)
-    return placement
+        return _rebuild, (type(self), {"reduce_op": self.reduce_op, **self._state()})
 
 
 def is_reduction(name: object) -> bool:

@@ -13,7 +13,7 @@ from shardwright.index.assemble import check_dim
 from shardwright.index.region import Shape
 from shardwright.index.runs import Runs, interval
 from shardwright.placement.along_dim import AlongDim
-from shardwright.placement.base import HeldBy
+from shardwright.placement.base import HeldBy, _rebuild
 
 
 def chunk_bounds(length: int, n: int, coord: int) -> tuple[int, int]:
@@ -51,7 +51,13 @@ class Shard(TorchShard, AlongDim):
 
     def moved(self, dim: int) -> Shard:
         """The same split of another dim."""
-        return Shard(dim) if type(self) is Shard else _with_dim(type(self), dim, self._state())
+        return Shard(dim) if type(self) is Shard else self._at(dim)
+
+    def _at(self, dim: int) -> Shard:
+        """Of a class whose constructor is not known: the same with another dim."""
+        placement: Shard = type(self).__new__(type(self))
+        placement._restore({"dim": dim, **self._state()})
+        return placement
 
     def split(self, x: Tensor, n: int, coord: int) -> Tensor:
         """The piece, a view of `x`."""
@@ -82,16 +88,20 @@ class Shard(TorchShard, AlongDim):
     __repr__ = TorchShard.__repr__
     __str__ = TorchShard.__str__
 
+    def _restore(self, state: dict[str, Any]) -> None:
+        """The dim is torch's attribute, the others are those that a subclass adds."""
+        TorchShard.__init__(self, state["dim"])
+        super()._restore({name: value for name, value in state.items() if name != "dim"})
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """torch's own text of this class; of a subclass, what makes it again."""
+        if type(self) is Shard:
+            made: tuple[str, dict[str, Any]] = super().__fx_repr__()
+            return made
+        kind, state = self.__reduce__()[1]
+        return f"_rebuild({kind.__name__}, {state!r})", {"_rebuild": _rebuild, kind.__name__: kind}
+
     def __reduce__(self) -> tuple[Any, ...]:
         if type(self) is Shard:
             return type(self), (self.dim,)
-        return _with_dim, (type(self), self.dim, self._state())
-
-
-def _with_dim(cls: type[Shard], dim: int, state: dict[str, Any]) -> Shard:
-    """A cut of a class whose constructor is not known, with the attributes that it adds."""
-    placement: Shard = cls.__new__(cls)
-    TorchShard.__init__(placement, dim)
-    for name, value in state.items():
-        object.__setattr__(placement, name, value)
-    return placement
+        return _rebuild, (type(self), {"dim": self.dim, **self._state()})
