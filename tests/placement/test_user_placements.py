@@ -7,12 +7,15 @@ import pickle
 from dataclasses import dataclass
 
 import pytest
+import torch
 from torch.distributed.tensor import Placement as TorchPlacement
 
 from shardwright.errors import PlacementError
-from shardwright.placement import Partition, as_placement
+from shardwright.layout.layout import Layout
+from shardwright.layout.mesh_shape import MeshShape
+from shardwright.placement import Partition, Shard, as_placement
 from shardwright.testing.check_placement import check_placement
-from tests.placement.user_placements import Band, Checkerboard, LogSumExp, PermutedRows
+from tests.placement.user_placements import Band, Checkerboard, LogSumExp, PermutedRows, RowsInTurn
 
 USERS = [PermutedRows(7), Band(), Checkerboard(2), LogSumExp(2)]
 
@@ -75,6 +78,55 @@ def test_a_class_that_cannot_be_hashed_says_how_to_declare_it():
 
     with pytest.raises(PlacementError, match=r"declare it with @dataclass\(frozen=True\)"):
         as_placement(Loose(1))
+
+
+class Listed(RowsInTurn):
+    """An attribute that is no value."""
+
+    def __init__(self):
+        object.__setattr__(self, "sizes", [1, 2])
+
+    __hash__ = Partition.__hash__
+
+
+class EqRaises(RowsInTurn):
+    def __eq__(self, other):
+        raise RuntimeError("mine")
+
+    __hash__ = RowsInTurn.__hash__
+
+
+class EqualToAll(RowsInTurn):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = RowsInTurn.__hash__
+
+
+class EqualToNone(RowsInTurn):
+    def __eq__(self, other):
+        return False
+
+    __hash__ = RowsInTurn.__hash__
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (Listed(), "Listed is not a value.*unhashable type: 'list'.*a tuple in place of a list"),
+        (EqRaises(), "EqRaises is not a value.*RuntimeError: mine"),
+        (EqualToAll(), "EqualToAll is equal to a placement of another class"),
+        (EqualToNone(), "EqualToNone is not equal to itself"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_no_table_can_hold_is_refused(placement, message):
+    with pytest.raises(PlacementError, match=message):
+        as_placement(placement)
+    for given in ([placement, Shard(0)], {"tp": placement}):
+        with pytest.raises(PlacementError, match=message):
+            Layout(MeshShape(("dp", "tp"), (2, 2)), given, (4, 2), dtype=torch.float32)
+    Layout(MeshShape(("dp", "tp"), (2, 2)), [RowsInTurn(), Shard(0)], (4, 2), dtype=torch.float32)
 
 
 def test_a_placement_without_its_meaning_says_which_method_is_missing():

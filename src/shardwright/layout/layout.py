@@ -20,7 +20,7 @@ from shardwright.layout.arrangement import Arrangement, arranged, check_pendings
 from shardwright.layout.kind import Kind, find_kind
 from shardwright.layout.mesh_shape import Coords, MeshShape, as_mesh_shape
 from shardwright.layout.text import format_layout, parse_layout
-from shardwright.placement.base import Placement, Replicate
+from shardwright.placement.base import OWN_CLASSES, Placement, Replicate
 from shardwright.placement.convert import as_placement
 from shardwright.remember import remembered
 
@@ -381,6 +381,6 @@ def _one_per_axis(placements: Placements, mesh: MeshShape) -> tuple[Placement, .
             f"{len(placements)} placements for a mesh with {len(mesh.axes)} axes ({', '.join(mesh.axes)})"
         )
     for placement in placements:
-        if not isinstance(placement, Placement) or type(placement).__hash__ is None:
+        if type(placement) not in OWN_CLASSES:
             return tuple(map(as_placement, placements))
     return tuple(placements)

@@ -61,6 +61,10 @@ def _undisturbed(method: Any) -> Any:
     return asked
 
 
+# The library's own classes.
+OWN_CLASSES: set[type] = set()
+
+
 def stated_by(cls: type, name: str) -> type | None:
     """The class from which `cls` has an attribute."""
     return next((base for base in cls.__mro__ if name in vars(base)), None)
@@ -85,6 +89,7 @@ class Placement(TorchPlacement):
         """Let the methods about indices of a class that is not the library's own run `undisturbed`."""
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith("shardwright."):
+            OWN_CLASSES.add(cls)
             return
         for name in _ABOUT_INDICES:
             owner = stated_by(cls, name)

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from shardwright.errors import PlacementError
-from shardwright.placement.base import Placement, Replicate
+from shardwright.placement.base import OWN_CLASSES, Placement, Replicate
 from shardwright.placement.interleaved import Interleaved
 from shardwright.placement.partial import Partial
 from shardwright.placement.shard import Shard
@@ -21,11 +21,14 @@ _REPLICATE = Replicate()
 def as_placement(placement: Any) -> Placement:
     """Our object for a placement of torch's; ours unchanged. The private strided shard is `Interleaved`.
 
-    Raises: PlacementError: not a placement, or one of torch's whose meaning is not known here.
+    Raises: PlacementError: not a placement, one of torch's whose meaning is not known here, or no value.
     """
-    if isinstance(placement, Placement):
-        return _hashable(placement)
     kind = type(placement)
+    if kind in OWN_CLASSES:
+        own: Placement = placement
+        return own
+    if isinstance(placement, Placement):
+        return _value(placement)
     if kind is TorchShard:
         return Shard(placement.dim)
     if kind is TorchReplicate:
@@ -49,9 +52,27 @@ def _from_private(placement: Any) -> Placement:
     )
 
 
-def _hashable(placement: Placement) -> Placement:
+class _Stranger(Placement):
+    """Equal to nothing else."""
+
+
+_STRANGER = _Stranger()
+
+
+def _value(placement: Placement) -> Placement:
+    """The placement of a class of somebody else's, if tables can hold it beside others."""
+    kind = type(placement).__name__
     if type(placement).__hash__ is None:
+        raise PlacementError(f"{kind} cannot be hashed: declare it with @dataclass(frozen=True)")
+    try:
+        hash(placement)
+        alike, itself = placement == _STRANGER, placement == placement  # noqa: PLR0124 - a class may say no
+    except Exception as error:
         raise PlacementError(
-            f"{type(placement).__name__} cannot be hashed: declare it with @dataclass(frozen=True)"
-        )
+            f"{kind} is not a value that can be hashed and compared: {type(error).__name__}: {error}; its "
+            "attributes are values too (a tuple in place of a list), and it is unequal to other classes"
+        ) from error
+    if alike or not itself:
+        what = "equal to a placement of another class" if alike else "not equal to itself"
+        raise PlacementError(f"{kind} is {what}: leave __eq__ and __hash__ to @dataclass(frozen=True)")
     return placement
