@@ -196,7 +196,7 @@ class Partial(TorchPartial, Pending):
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         """torch's own text of this class; of a subclass, what makes it again."""
         if type(self) is Partial:
-            made: tuple[str, dict[str, Any]] = super().__fx_repr__()
+            made: tuple[str, dict[str, Any]] = super().__fx_repr__()  # type: ignore[no-untyped-call]
             return made
         kind, state = self.__reduce__()[1]
         return f"_rebuild({kind.__name__}, {state!r})", {"_rebuild": _rebuild, kind.__name__: kind}
