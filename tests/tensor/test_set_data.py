@@ -146,18 +146,24 @@ def test_weights_are_exchanged_and_put_back_under_a_strategy(ranks, strategy):
 
 
 def _gathered():
-    model = parallelize_fsdp(nn.Linear(3, 5), rank_mesh((2,), ("dp",)))
-    weight = model.weight
+    model = parallelize_fsdp(nn.Sequential(nn.Linear(3, 5)), rank_mesh((2,), ("dp",)))
+    weight, said = model[0].weight, []
+
+    def inside(*_):
+        with pytest.raises(RuleError) as caught:
+            weight.data = weight.data * 2
+        said.append(str(caught.value))
+
+    hook = model[0].register_forward_hook(inside)
     model(torch.ones(1, 3))
-    assert weight is not model.weight  # gathered until the backward
-    with pytest.raises(RuleError) as caught:
-        weight.data = weight.data * 2
-    model.reshard()
+    hook.remove()
     wanted = 2 * weight.full_tensor().detach()
-    weight.data = weight.data * 2
+    weight.data = weight.data * 2  # between a forward and its backward
+    out = model(torch.ones(1, 3))
+    torch.testing.assert_close(out - model[0].bias.full_tensor(), wanted.sum(1)[None])
     model.unshard()
-    torch.testing.assert_close(model.weight.detach(), wanted)
-    return str(caught.value)
+    torch.testing.assert_close(model[0].weight.detach(), wanted)
+    return said[0]
 
 
 def test_a_parameter_that_is_gathered_now_is_refused(ranks):
