@@ -51,7 +51,6 @@ BATCHES = {"even": 4, "uneven": 5, "fewer than ranks": 1}
 # Each strategy alone, all of them at once, and each size of batch.
 OFTEN = [
     ("replicate", "even"),
-    ("fsdp", "uneven"),
     ("cp_replicate", "uneven"),
     ("tp 2", "even"),
     ("tp + fsdp + ep", "uneven"),
