@@ -246,6 +246,39 @@ def test_a_parameter_that_a_forward_returns_stays_what_it_is(ranks, apart):
     ranks(2, _returned, apart)
 
 
+class _Returns(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.linear, self.make = nn.Linear(4, 4), make
+
+    def forward(self, x):
+        return self.linear(x), self.make()
+
+
+_WITHOUT_STORAGE = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "mkldnn": lambda: torch.ones(2, 2).to_mkldnn(),
+    "none": lambda: None,
+}
+
+
+def _of_any_kind():
+    mesh = rank_mesh((2,), ("dp",))
+    for make in _WITHOUT_STORAGE.values():
+        out, other = parallelize_fsdp(_Returns(make), mesh)(torch.randn(3, 4))
+        out.sum().backward()
+        assert type(other) is type(make())
+    model, x = parallelize_fsdp(nn.Linear(4, 4), mesh), torch.randn(3, 4)
+    with torch.no_grad():
+        assert torch.vmap(model)(x).shape == (3, 4)
+    value, tangent = torch.func.jvp(model, (x,), (x,))
+    torch.testing.assert_close(tangent, value.detach() - model.bias.full_tensor().detach())
+
+
+def test_what_a_unit_returns_may_have_no_storage(ranks):
+    ranks(2, _of_any_kind)
+
+
 def _frozen():
     mesh, x = rank_mesh((2,), ("dp",)), torch.randn(3, 4)
     teacher = parallelize_fsdp(_Net().requires_grad_(False), mesh)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.utils import _apply_to_tensors
 
+from shardwright.compat import is_functorch_wrapped_tensor
 from shardwright.compat.fully_shard import groups_of
 
 
@@ -100,7 +101,9 @@ class _Shown:
         """A parameter that a forward returns, or a view of one, as a copy: its memory is given back."""
         gathered, found = {state[0] for state in self._whole()}, []
 
-        def copied(x: torch.Tensor) -> torch.Tensor:
+        def copied(x: torch.Tensor) -> torch.Tensor:  # where it has memory that can be seen
+            if x.layout is not torch.strided or is_functorch_wrapped_tensor(x):
+                return x
             if _state_of(x)[0] not in gathered:
                 return x
             found.append(x)

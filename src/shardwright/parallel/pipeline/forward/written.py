@@ -57,4 +57,6 @@ class Written(TorchDispatchMode):
 
 def _memory(x: Tensor) -> int:
     """Where its elements lie; 0 where there are none: of what `fully_shard` had gathered and has freed."""
-    return 0 if is_hollow(x) or x.is_meta else x.untyped_storage().data_ptr()
+    if is_hollow(x) or x.is_meta or x.layout is not torch.strided:
+        return 0
+    return x.untyped_storage().data_ptr()
