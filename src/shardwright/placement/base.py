@@ -207,6 +207,12 @@ def _rebuild(cls: type[Placement], state: dict[str, Any]) -> Placement:
     return placement
 
 
+def in_generated_code(placement: Placement) -> tuple[str, dict[str, Any]]:
+    """What makes it again, as text, and the names in that: of one that is pickled by `_rebuild`."""
+    kind, state = placement.__reduce__()[1]
+    return f"_rebuild({kind.__name__}, {state!r})", {"_rebuild": _rebuild, kind.__name__: kind}
+
+
 class Partition(Placement):
     """Each logical element lives on exactly one coord. A subclass states `region`; the rest is derived.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial as TorchPartial
 
 from shardwright.errors import PlacementError
-from shardwright.placement.base import Pending, _rebuild
+from shardwright.placement.base import Pending, _rebuild, in_generated_code
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,7 @@ class Partial(TorchPartial, Pending):
         if type(self) is Partial:
             made: tuple[str, dict[str, Any]] = super().__fx_repr__()  # type: ignore[no-untyped-call]
             return made
-        kind, state = self.__reduce__()[1]
-        return f"_rebuild({kind.__name__}, {state!r})", {"_rebuild": _rebuild, kind.__name__: kind}
+        return in_generated_code(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if type(self) is Partial:

@@ -13,7 +13,7 @@ from shardwright.index.assemble import check_dim
 from shardwright.index.region import Shape
 from shardwright.index.runs import Runs, interval
 from shardwright.placement.along_dim import AlongDim
-from shardwright.placement.base import HeldBy, _rebuild
+from shardwright.placement.base import HeldBy, _rebuild, in_generated_code
 
 
 def chunk_bounds(length: int, n: int, coord: int) -> tuple[int, int]:
@@ -98,8 +98,7 @@ class Shard(TorchShard, AlongDim):
         if type(self) is Shard:
             made: tuple[str, dict[str, Any]] = super().__fx_repr__()  # type: ignore[no-untyped-call]
             return made
-        kind, state = self.__reduce__()[1]
-        return f"_rebuild({kind.__name__}, {state!r})", {"_rebuild": _rebuild, kind.__name__: kind}
+        return in_generated_code(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if type(self) is Shard:
