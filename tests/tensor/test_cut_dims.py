@@ -35,7 +35,7 @@ SCANS_AND_ORDERS = (
 )
 
 
-@pytest.mark.parametrize("sizes", [(1,), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(1,), (2, 1), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
 def test_an_axis_of_one_coord_may_hold_a_dim_in_another_order(ranks, sizes):
     world = max(sizes)
     found = ranks(world, sweep, list(SCANS_AND_ORDERS), sizes)
@@ -85,7 +85,7 @@ def _bytes_of(rows, length):
 
 def test_a_cut_dim_of_any_length_moves_a_few_numbers_per_row(ranks):
     """The bytes are these formulas in the rows; they do not know the length of the cut dim."""
-    for rows, length in ((8, 128), (8, 4096), (16000, 128)):
+    for rows, length in ((8, 128), (8, 1024), (8200, 128)):
         row, index = all_reduce(rows, 4), all_reduce(rows, 4, 8)
         group = all_reduce(4 * rows, 4)
         expected = {

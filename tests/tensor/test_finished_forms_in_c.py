@@ -12,7 +12,6 @@ import torch.distributed as dist
 import shardwright as sw
 from shardwright.tensor import doors
 from shardwright.tensor.dispatch import short
-from shardwright.testing import RankPool
 from shardwright.testing.meshes import rank_mesh
 
 from .test_known_call_in_c import InPython
@@ -152,11 +151,9 @@ def _what_stays():
     return [(less, more) for less, more in both if less > 50 and more < 2 * less], seen[2][1] - seen[1][1]
 
 
-@pytest.mark.processes  # of its own: what other tests have left there goes while it counts
-def test_no_reference_is_lost_or_kept():
-    with RankPool() as pool:
-        found = pool.run(2, _what_stays)
-    for grown, objects in found:
+def test_no_reference_is_lost_or_kept(ranks):
+    """On ranks of its own: what other tests have left on them goes while it counts."""
+    for grown, objects in ranks(2, _what_stays, fresh=True):
         assert grown == []
         assert objects < 100
 
