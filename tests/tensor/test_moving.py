@@ -2,14 +2,17 @@
 
 import itertools
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright as sw
 from shardwright.errors import LayoutError, ParallelError, RuleError
+from shardwright.tensor import distribute
 from shardwright.testing.meshes import rank_mesh
 from tests.tiers import only
 
@@ -308,8 +311,9 @@ def test_the_values_are_those_of_the_source_rank(ranks):
 _CUTS = (sw.Shard(0), sw.Shard(-1), sw.Interleaved(0, 2), sw.ZigZag(0), sw.Owner(1), sw.Ragged((1, 2)))
 
 
-def _part_by_part():
+def _part_by_part(many):
     """Law: a rank gets its part of what the source has; of a cut no rank is sent what others hold."""
+    distribute._MANY = many
     grid = mesh()
     whole = full(6, 5)
     given = {
@@ -318,6 +322,7 @@ def _part_by_part():
         "empty": whole[:, :0],
         "bool": whole > 0,
         "complex": torch.complex(whole, -whole),
+        "conjugate": torch.complex(whole, -whole).conj(),
         "bfloat16": whole.bfloat16(),
     }
     other = [sw.Replicate(), sw.Shard(0), sw.Partial()][: 1 if grid.ndim == 1 else 3]
@@ -340,9 +345,25 @@ def _part_by_part():
     assert torch.equal(d.to_local(), sw.layout_of(d).split(full(7, 3), tuple(grid.get_coordinate())))
 
 
+@pytest.mark.parametrize("many", [64, 2], ids=["part by part", "all of it to many ranks"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_each_rank_is_sent_its_part_of_what_the_source_has(ranks, world):
-    ranks(world, _part_by_part)
+def test_each_rank_is_sent_its_part_of_what_the_source_has(ranks, world, many):
+    ranks(world, _part_by_part, many, fresh=many == 2)
+
+
+def _sends_of(rows):
+    """How a matrix of that many rows goes along an axis of 64 ranks, of which this process is one."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
+    with mock.patch.object(dist, "scatter") as scatter, mock.patch.object(dist, "broadcast") as broadcast:
+        sw.distribute_tensor(torch.ones(rows, 4), sw.init_device_mesh("cpu", (64,)), [sw.Shard(0)])
+    return scatter.call_count, broadcast.call_count
+
+
+def test_many_ranks_are_told_a_little_by_a_tree(ranks):
+    """63 messages of a few bytes leave one rank one after another; larger parts are worth theirs."""
+    assert ranks(1, _sends_of, 64, fresh=True) == [(0, 1)]
+    assert ranks(1, _sends_of, 64 * 32, fresh=True) == [(1, 0)]
 
 
 def _sent(placements):
