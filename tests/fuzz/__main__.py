@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from tests.fuzz.program import Program
 from tests.fuzz.report import report
 from tests.fuzz.sweep import Checked, Worlds
 from tests.fuzz.verdicts import BAD
+from tests.ops.modes import MODES
 
 BATCH = 40
 
@@ -28,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     seeds = options.seeds or list(range(options.seed, options.seed + options.programs))
     start = time.monotonic()
     with Worlds(options.jobs, erased=options.erased) as worlds:
-        found = _checked(worlds, seeds, meshes, console)
+        found = _checked(worlds, seeds, meshes, console, options.under)
         text, good = report(found, time.monotonic() - start, worlds, minimise=options.minimise)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if options.report:
@@ -36,23 +38,25 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if good else 1
 
 
-def batches(seeds: list[int], meshes: list[tuple[int, ...]]) -> list[list[Program]]:
-    """Programs that run in one call: consecutive seeds of each mesh in turn."""
+def batches(seeds: list[int], meshes: list[tuple[int, ...]], under: str) -> list[list[Program]]:
+    """Programs that run in one call: consecutive seeds of each mesh in turn, in a mode of torch."""
     dealt: dict[tuple[int, ...], list[Program]] = defaultdict(list)
     for seed in seeds:
         mesh = meshes[seed % len(meshes)]
-        dealt[mesh].append(draw(seed, mesh))
+        dealt[mesh].append(replace(draw(seed, mesh), under=under))
     return [found[at : at + BATCH] for found in dealt.values() for at in range(0, len(found), BATCH)]
 
 
-def _checked(worlds: Worlds, seeds: list[int], meshes: list[tuple[int, ...]], console: Console) -> Checked:
+def _checked(
+    worlds: Worlds, seeds: list[int], meshes: list[tuple[int, ...]], console: Console, under: str
+) -> Checked:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     found: Checked = []
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("programs", total=len(seeds))
         stride = 8 * BATCH * len(meshes)
         for at in range(0, len(seeds), stride):
-            for checked in worlds.sweep(batches(seeds[at : at + stride], meshes)):
+            for checked in worlds.sweep(batches(seeds[at : at + stride], meshes, under)):
                 found += checked
                 bad = sum(verdict.kind in BAD for _, verdict in found)
                 progress.update(task, advance=len(checked), description=f"programs, {bad} failed")
@@ -73,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mesh", default=";".join(",".join(map(str, m)) for m in MESHES))
     parser.add_argument("--jobs", type=int, default=1, help="worlds at a time")
     parser.add_argument("--erased", action="store_true", help="each program as an erased function")
+    parser.add_argument("--under", choices=MODES, default="", help="a mode of torch that the steps run in")
     parser.add_argument("--minimise", type=int, default=8, help="how many classes of failures to minimise")
     parser.add_argument("--report", help="write the report to this file too")
     return parser

@@ -14,9 +14,12 @@ import torch, torch.distributed as dist, torch.nn.functional as F
 import shardwright as sw
 from tests.fuzz.placing import place, placements_of, values_of
 from tests.fuzz.program import Leaf
+from tests.ops.modes import MODES
 
 def program(leaf, move):
-{body}
+{leaves}
+    with MODES[{under!r}]():
+{steps}
     return dict(locals())
 
 def made(*args, placements=(), **kwargs):
@@ -39,12 +42,15 @@ for name, x in wanted.items():
 
 def source(program: Program, verdict: Verdict) -> str:
     """The text of a file; its first line says what is wrong."""
+    lines, made = program.lines(), len(program.leaves)
     return _TEXT.format(
         kind=verdict.kind,
         text=verdict.text,
         ranks=prod(program.mesh),
         seed=program.seed,
-        body="\n".join(f"    {line}" for line in program.lines()),
+        under=program.under,
+        leaves="\n".join(f"    {line}" for line in lines[:made]),
+        steps="\n".join(f"        {line}" for line in lines[made:] or ["pass"]),
         mesh=program.mesh,
         axes=("dp", "tp", "pp")[: len(program.mesh)],
     )

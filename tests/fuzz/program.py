@@ -94,12 +94,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Leaves and steps, on a mesh of these sizes. `seed`: what it was drawn from."""
+    """Leaves and steps, on a mesh of these sizes.
+
+    `seed`: what it was drawn from. `under`: which of `tests.ops.modes` the steps run in.
+    """
 
     mesh: tuple[int, ...]
     leaves: tuple[Leaf, ...]
     steps: tuple[Step, ...]
     seed: int = -1
+    under: str = ""
 
     def lines(self) -> list[str]:
         """The leaves and steps as source, one a line."""

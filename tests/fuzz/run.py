@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardwright as sw
 from tests.fuzz.placing import place, placements_of, values_of
 from tests.fuzz.program import Leaf, Program, Ref, Step
+from tests.ops.modes import MODES
 
 Value = Any
 Env = dict[str, Value]
@@ -91,7 +92,7 @@ Device = Plain | OnMesh
 
 
 def run(program: Program, device: Device) -> Outcome:
-    """All steps, until one raises."""
+    """All steps, until one raises; the leaves are made before their mode begins, as a model is."""
     out = Outcome()
     try:
         for leaf in program.leaves:
@@ -100,23 +101,24 @@ def run(program: Program, device: Device) -> Outcome:
     except Exception as error:  # noqa: BLE001 - what a program raises is its answer
         out.error = error
         return out
-    for number, step in enumerate(program.steps):
-        out.step = number
-        before = versions(out.env)
-        try:
-            execute(step, out.env, device)
-        except Exception as error:  # noqa: BLE001
-            out.error = error
-            return out
-        grown = tuple(name for name, version in before.items() if out.env[name]._version > version)
-        out.written.append(grown)
-        device.after(out.env, (*step.outs, *grown))
+    with MODES[program.under]():
+        for number, step in enumerate(program.steps):
+            out.step = number
+            before = versions(out.env)
+            try:
+                execute(step, out.env, device)
+            except Exception as error:  # noqa: BLE001
+                out.error = error
+                return out
+            grown = tuple(name for name, version in before.items() if out.env[name]._version > version)
+            out.written.append(grown)
+            device.after(out.env, (*step.outs, *grown))
     return out
 
 
 def versions(env: Env) -> dict[str, int]:
-    """The version counter of each tensor."""
-    return {name: x._version for name, x in env.items() if isinstance(x, torch.Tensor)}
+    """The version counter of each tensor; those that inference mode makes have none."""
+    return {n: x._version for n, x in env.items() if isinstance(x, torch.Tensor) and not x.is_inference()}
 
 
 def execute(step: Step, env: Env, device: Device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +50,13 @@ def test_a_sample_of_replays_does_what_one_device_does(rank_pool, seeds):
         found = worlds.check([draw(seed, (2,)) for seed in seeds])
     assert [(program.seed, v.text) for program, v in found if v.kind != OK] == []
     assert sum(v.replayed for _, v in found) >= len(seeds) / 4
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seeds", only([range(20, 32)], [range(20, 32), range(32, 200)]), ids=str)
+def test_a_sample_of_programs_in_inference_mode_does_what_one_device_does(worlds, seeds):
+    found = worlds.check([replace(draw(seed, (2,)), under="inference") for seed in seeds])
+    assert [(program.seed, v.text) for program, v in found if v.kind != OK] == []
 
 
 @pytest.mark.parametrize("mesh", sorted({program.mesh for program in FOUND.values()}))

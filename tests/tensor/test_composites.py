@@ -69,3 +69,57 @@ def _taken_apart_in_inference():
 
 def test_composites_are_taken_apart_in_inference_mode(ranks):
     ranks(2, _taken_apart_in_inference)
+
+
+# Views, and what is a view or a copy, of an ordinary tensor.
+OF_A_MODEL = {
+    "T": lambda x: x.T,
+    "flatten": lambda x: x.flatten(),
+    "reshape, a copy": lambda x: x.T.reshape(-1),
+    "swapaxes": lambda x: x.swapaxes(0, 1),
+    "tensor_split": lambda x: x.tensor_split(2)[1],
+    "narrow": lambda x: x.narrow(0, 1, 2),
+    "chunk": lambda x: x.chunk(2)[0],
+    "expand_as": lambda x: x[:, 2:3].expand_as(x),
+    "to itself": lambda x: x.to(x.dtype),
+    "to another dtype": lambda x: x.to(torch.int32),
+    "contiguous": lambda x: x.T.contiguous(),
+}
+WRITES = {
+    "view": lambda x: x.T.mul_(2),
+    "composite": torch.Tensor.negative_,
+    "a diagonal": lambda x: x.fill_diagonal_(3),
+}
+
+
+def _kinds(function, x):
+    y = function(x)
+    return y.is_inference(), y.requires_grad, y._base is x
+
+
+def _written_after_it_was_saved(write, x):
+    loss = (x * x).sum()
+    with torch.inference_mode():
+        write(x.detach())
+    loss.backward()
+
+
+def _of_a_model_in_inference():
+    """Law: views of what was made before the mode share its count of writes; copies belong to the mode."""
+    plain = full(4, 6, dtype=torch.float64)
+    for requires_grad in (False, True):
+        for layout in layouts_of(2):
+            leaf = plain.clone().requires_grad_(requires_grad)
+            placed = place(plain, layout).requires_grad_(requires_grad)
+            for name, function in OF_A_MODEL.items():
+                with torch.inference_mode():
+                    assert _kinds(function, placed) == _kinds(function, leaf), (name, layout, requires_grad)
+    for name, write in WRITES.items():
+        for x in (plain.clone(), place(plain, layouts_of(2)[0])):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                _written_after_it_was_saved(write, x.requires_grad_())
+            assert x.grad is None, name
+
+
+def test_what_a_model_has_stays_ordinary_in_inference_mode(ranks):
+    ranks(2, _of_a_model_in_inference)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from shardwright.compat import DispatchKey, exclude_key, is_key_excluded
 from shardwright.layout.dtypes import HALF
+from shardwright.rules.call import Args, Kwargs
 from shardwright.tensor.dispatch.grouped_products import grouped_mm
 from shardwright.tensor.dispatch.memory_order import is_dense
 
@@ -105,13 +106,19 @@ def _lies_as(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def resolving_conjugates(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call it with tensors that say they are conjugates carried out before each kernel that does not know."""
-    key = DispatchKey.Conjugate
-    before = is_key_excluded(key)
-    exclude_key(key, False)
+    return with_keys((DispatchKey.Conjugate,), func, args, kwargs)
+
+
+def with_keys(keys: Sequence[DispatchKey], func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Call it with these keys of dispatch at work, which are left out below."""
+    before = [is_key_excluded(key) for key in keys]
     try:
+        for key in keys:
+            exclude_key(key, False)
         return func(*args, **kwargs)
     finally:
-        exclude_key(key, before)
+        for key, excluded in zip(keys, before, strict=True):
+            exclude_key(key, excluded)
 
 
 def _of_wider_rows(

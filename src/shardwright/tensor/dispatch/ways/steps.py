@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shardwright.compat import TensorType, is_composite, tree_leaves
+from shardwright.compat import DispatchKey, TensorType, is_composite, tree_leaves
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dispatch.asked import Asked
-from shardwright.tensor.dispatch.kernels import resolving_conjugates
+from shardwright.tensor.dispatch.kernels import with_keys
 from shardwright.tensor.dispatch.ways.fresh_results import fresh, laid
 from shardwright.tensor.dispatch.ways.out import functional_form, out_names, resized_first, written_from
 from shardwright.tensor.plain.boundary import helpers
@@ -52,11 +52,20 @@ def decomposed(asked: Asked) -> Steps | None:
     if registry.rules_of(func):
         return None
     if is_composite(func):
-        # It comes whole in inference mode alone. The conjugates that it makes are carried out, as they are
-        # above dispatch: kernels do not see them.
-        return Steps(partial(resolving_conjugates, func.decompose))
+        return Steps(partial(_taken_apart, func))  # it comes whole in inference mode alone
     function = registry.fallback_decomposition(func)
     return _functional(func) if function is None else Steps(laid(asked, fresh(func, function)))
+
+
+def _taken_apart(func: Op, *args: Any, **kwargs: Any) -> Any:
+    """The ops of which it consists, called as torch calls them above dispatch.
+
+    Conjugates are carried out: kernels do not see them. Views have a base, with which they share the count of
+    writes, unless torch gives one to what the op returns.
+    """
+    views, conjugates = DispatchKey.ADInplaceOrView, DispatchKey.Conjugate
+    keys = (conjugates,) if func.has_kernel_for_dispatch_key(views) else (conjugates, views)
+    return with_keys(keys, func.decompose, args, kwargs)
 
 
 def into_another_size(asked: Asked) -> Steps | None:
