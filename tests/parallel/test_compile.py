@@ -81,6 +81,28 @@ def test_inductors_code_computes_the_same(ranks):
     ranks(2, _by_inductor, timeout=170)
 
 
+PROGRAMS = {
+    "scores": lambda x: torch.nn.functional.gelu(x.softmax(-1) @ x.t()).sum(),
+    "scaled scores": lambda x: torch.nn.functional.gelu((x * 2).softmax(-1) @ x.t()).sum(),
+}
+
+
+def _of_what_arrived(program):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    one = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(PROGRAMS[program](one), one)
+    cut = sw.distribute_tensor(x, rank_mesh((2,), ("tp",)), [sw.Shard(1)]).requires_grad_()
+    (gradient,) = torch.autograd.grad(_compiled(PROGRAMS[program], "inductor")(cut), cut)
+    torch.testing.assert_close(gradient.full_tensor(), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_inductors_code_reads_what_was_sent_once_it_is_there(ranks, program):
+    """Its C++ kernels of several sizes are one, which read before the wait: a gradient of what lay there."""
+    ranks(2, _of_what_arrived, program, timeout=170)
+
+
 def _naive():
     model = swap_class(tricky(), rank_mesh((2,), ("dp",)))
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever the tracer says

@@ -96,8 +96,13 @@ def kept(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _waited(sent: Tensor) -> Tensor:
+    """What was sent, once it is there; on the CPU behind an op of its own, which costs a copy.
+
+    Inductor's C++ code forgets that a kernel reads after the wait where it fuses it with one of other sizes,
+    and computes with what has not arrived.
+    """
     result: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
-    return result
+    return made_of(result) if result.device.type == "cpu" else result
 
 
 @contextmanager
