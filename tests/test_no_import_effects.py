@@ -19,11 +19,6 @@ CALLED = {
     ("comm/guard.py", "atexit.register"),  # where the environment switches the guard on
     ("rules/__init__.py", "compare_with_schemas"),  # the catalog is complete: later rules are compared
     ("tensor/__init__.py", "_install"),  # the wiring
-    (
-        "tensor/plain/boundary.py",
-        "never_compiled_alone",
-    ),  # torch's compiler is told of functions of this module
-    ("tensor/plain/spmd.py", "never_compiled_alone"),
 }
 # The registry of rules is open: who states a rule or an algorithm enters it, here and elsewhere.
 OF_RULES = {"rule", "register_rule", "register_algorithm", "rewrite", "row_program", "take_apart"}

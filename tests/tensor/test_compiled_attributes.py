@@ -1,6 +1,9 @@
 """What a compiled program reads: attributes inside `spmd` after its graph broke, elements of a cut dim."""
 
 import copy
+import io
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +89,50 @@ def _distributes_inside():
 
 def test_a_compiled_program_distributes(ranks):
     ranks(2, _distributes_inside)
+
+
+AFTER_A_BREAK = {
+    "operators": lambda x: (x @ x.t()).softmax(-1)[1:3] + x.sum(),
+    "what moves": lambda x: torch.cat([x.redistribute({"tp": sw.Shard(0)}), x]),
+    "a backward": lambda x: x.full_tensor().sum().backward(),
+    "what it says": lambda x: (x.grad, x.placements, repr(x), sw.layout_of(x)),
+    "new ones": lambda x: sw.randn(4, device_mesh=x.device_mesh, placements=[sw.Shard(0)]),
+    "lists": lambda x: sw.redistribute_many([x], [[sw.Shard(0)]]),
+    "a copy": copy.copy,
+    "pickles": pickle.dumps,
+    "saved": lambda x: torch.save(x, io.BytesIO()),
+}
+
+
+def _makes_no_graph_of_the_library(name):
+    """Law: what runs as it is inside of a compiled program is compiled nowhere below."""
+    from torch._dynamo import convert_frame, eval_frame
+
+    x = sw.distribute_tensor(torch.randn(6, 4), rank_mesh((2,), ("tp",)), [sw.Shard(1)]).requires_grad_()
+    program, compiles, compiled = AFTER_A_BREAK[name], convert_frame._compile, set()
+
+    def heard(code, *args, **kwargs):
+        compiled.add(code.co_filename)
+        return compiles(code, *args, **kwargs)
+
+    def broken():
+        program(x)
+
+    if program.__module__ == __name__:
+        eval_frame.skip_code(program.__code__)
+    eval_frame.skip_code(broken.__code__)
+    torch._dynamo.reset()
+    convert_frame._compile = heard
+    try:
+        torch.compile(broken, backend="aot_eager")()
+    finally:
+        convert_frame._compile = compiles
+    assert not [file for file in compiled if Path(sw.__file__).parent in Path(file).parents]
+
+
+@pytest.mark.parametrize("name", AFTER_A_BREAK)
+def test_no_part_of_the_library_is_a_graph_of_its_own(ranks, name):
+    ranks(2, _makes_no_graph_of_the_library, name, timeout=170)
 
 
 LOOKED_UP = {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from inspect import unwrap
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,10 @@ from torch.utils import _python_dispatch
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
 _DYNAMO = "torch._dynamo"
+_BELOW = ("comm", "compat", "index", "layout", "placement", "plan", "rules", "tensor", "views")
+_BELOW_TENSORS = tuple(f"shardwright.{name}" for name in _BELOW)
+_MAPPED = "shardwright.tensor.local_map"  # what it returns is a function of the program's own
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def call_in_graphs(*functions: Callable[..., Any]) -> None:
@@ -33,8 +38,40 @@ def call_in_graphs(*functions: Callable[..., Any]) -> None:
 def _allow(functions: Sequence[Callable[..., Any]]) -> None:
     for function in functions:
         torch.compiler.allow_in_graph(function)
+    _run_as_they_are()
     if not hasattr(torch.compiler, "_compile_session_context"):
         _say_what_compiles(sys.modules["torch._dynamo.convert_frame"])
+
+
+def _run_as_they_are() -> None:
+    """Let Dynamo make no graphs of what tensors are made of, where a graph broke before; it may be inlined.
+
+    Torch's own DTensor is in a list of files for this, which forbids that too. Such graphs are slow, and end
+    in a crash where Dynamo cannot trace: it was never meant to see what plans, packs and pickles tensors.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_BELOW_TENSORS) and name != _MAPPED:
+            for code in _codes_of(module, name):
+                set_code_exec_strategy(code, _SKIP)
+
+
+def _codes_of(holder: ModuleType | type, module: str) -> Iterator[CodeType]:
+    """Of all functions that a module defines, in classes and in functions too."""
+    for held in list(vars(holder).values()):
+        if getattr(held, "__module__", module) != module:
+            continue
+        function = unwrap(getattr(held, "__func__", getattr(held, "fget", held)))
+        if isinstance(function, FunctionType):
+            yield from _with_inner(function.__code__)
+        elif isinstance(held, type):
+            yield from _codes_of(held, module)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
 
 
 def _say_what_compiles(frames: Any) -> None:
@@ -68,8 +105,7 @@ def never_compiled_alone(function: Callable[..., Any]) -> None:
     A frame compiled for the getter of one attribute is taken for that of another: their wrappers are made for
     each access and compared by address.
     """
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    set_code_exec_strategy(function.__code__, skip)
+    set_code_exec_strategy(function.__code__, _SKIP)
 
 
 class TorchDispatchMode(_python_dispatch.TorchDispatchMode):

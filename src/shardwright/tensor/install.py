@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwright.compat.dynamo import call_in_graphs, never_compiled_alone
+from shardwright.compat.dynamo import call_in_graphs
 from shardwright.rules.registry import registry
 from shardwright.tensor import autograd, conversions
 from shardwright.tensor.algorithms import key_parts, orders, scans, windows
@@ -55,8 +55,6 @@ def install() -> None:
     above.term_of = own_terms.term_of
     open_doors()
     call_in_graphs(conversions.from_local_in_graph, compute_view)  # of these a graph sees the call alone
-    for converts in (DTensor.from_local, DTensor.to_local, DTensor.redistribute, DTensor.full_tensor):
-        never_compiled_alone(converts)
     register_optimizer_step_pre_hook(refuse_replaced)
     register_optimizer_step_pre_hook(bring_gradients)
     register_optimizer_step_post_hook(give_back)

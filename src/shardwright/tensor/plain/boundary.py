@@ -25,7 +25,6 @@ from shardwright.compat import (
     in_loss_parallel,
     is_functorch_wrapped_tensor,
 )
-from shardwright.compat.dynamo import never_compiled_alone
 from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
 from shardwright.remember import memo
@@ -177,9 +176,6 @@ def call(
     finally:
         state.functions = depth
     return out if out.__class__ is not torch.Tensor else judged(func, args, kwargs, out)
-
-
-never_compiled_alone(call)
 
 
 def judged(func: Any, args: Args, kwargs: dict[str, Any] | None, out: torch.Tensor) -> Any:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.comm.dtype import as_bytes
 from shardwright.comm.record import source_line
 from shardwright.compat import is_functorch_wrapped_tensor, outside_transforms, transforms_on, version_of
-from shardwright.compat.dynamo import never_compiled_alone, never_traced
+from shardwright.compat.dynamo import never_traced
 from shardwright.errors import SpmdError
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Replicate
@@ -143,9 +143,6 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
                 f"{self._mesh.mesh_dim_names}; inside spmd it must be the same everywhere. "
                 "fix: make it from the same seed or data everywhere, or use DTensor.from_local"
             )
-
-
-never_compiled_alone(spmd.__torch_function__)
 
 
 def _digest(value: torch.Tensor) -> int:
