@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._debug_mode import DebugMode
 
 import shardwright as sw
+from shardwright.grads import GradientSynchronizer
+from shardwright.parallel import parallelize_replicate
 from shardwright.testing import rank_mesh
 
 
@@ -51,6 +55,23 @@ def test_the_modes_of_torch_count_what_our_operations_send(ranks):
         assert counted == listed
         assert sum(counted.values()) >= 4
         assert [op for op in again if op in shown] == again == ["all_to_all", "all_gather"]
+
+
+def _sums_gradients(overlapped):
+    model = parallelize_replicate(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), rank_mesh((2,), ("dp",)))
+    synchronizer = GradientSynchronizer(model)
+    with CommDebugMode() as counted, sw.trace() as t:
+        with synchronizer.overlapped() if overlapped else nullcontext():
+            model(torch.ones(4, 6, requires_grad=True)).sum().backward()
+        synchronizer.synchronize()
+    assert model[1].bias.grad.to_local().tolist() == [8.0] * 6  # of two ranks with four rows each
+    return _counts(counted), dict(Counter(event.op for event in t.collectives))
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_sums_of_gradients_are_counted(ranks, overlapped):
+    for counted, listed in ranks(2, _sums_gradients, overlapped):
+        assert counted == listed
 
 
 def _messages():

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from shardwright.comm.dtype import NATIVE, as_bytes, carrier
 from shardwright.comm.record import Sending, recording
+from shardwright.comm.uncounted import is_counted
 from shardwright.compat import below_autograd
 from shardwright.compat.graph_order import kept
 
@@ -112,14 +113,17 @@ def start_reduction(
 
 
 def start_sum(x: Tensor, group: ProcessGroup, *, axis: str = "", reason: str = "") -> Callable[[], Tensor]:
-    """As `start_reduction` of a sum, into the memory of `x` where the backends add its dtype."""
+    """As `start_reduction` of a sum, into the memory of `x` where the backends add its dtype.
+
+    Where a mode of torch counts what is sent, it is a sum that the mode knows, in memory of its own.
+    """
     if group.size() == 1:
         return lambda: x
     if x.is_complex() or carrier(x.dtype, "sum") != x.dtype or not x.is_contiguous():
         return start_reduction(x, "sum", group, axis=axis, reason=reason)
     told = (group, axis, reason)
     sent = 2 * (group.size() - 1) * x.nbytes // group.size()
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_counted():
         return start_reduction(x, "sum", group, axis=axis, reason=reason)
     with _sending(told, "all_reduce", x, sent) if recording() else nullcontext(), below_autograd():
         summed = _ops.all_reduce_(x, "sum", group.group_name)
