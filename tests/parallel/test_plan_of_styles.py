@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
+import shardwright as sw
 from shardwright.errors import ParallelError
 from shardwright.parallel import parallelize_fsdp, parallelize_tensor
 from shardwright.testing.meshes import rank_mesh
@@ -115,3 +117,32 @@ def test_styles_after_a_unit_was_sharded_are_refused(ranks):
         "so ColwiseParallel cannot cut it; apply tensor parallelism before the strategies that place "
         "parameters over data ranks"
     )
+
+
+_NORMS = {
+    "rms": lambda affine: nn.RMSNorm((8, 10), elementwise_affine=affine),
+    "layer": lambda affine: nn.LayerNorm((8, 10), elementwise_affine=affine),
+    "dropout": lambda affine: nn.Dropout(0.0),
+}
+
+
+def _norm_of_a_sequence(name, affine):
+    one = _NORMS[name](affine)
+    model = parallelize_tensor(copy.deepcopy(one), rank_mesh((2,), ("tp",)), {"": SequenceParallel()})
+    whole = torch.randn(3, 2 * dist.get_world_size(), 8, 10)
+    x, mine = whole.clone().requires_grad_(), whole.chunk(2, 1)[dist.get_rank()].clone().requires_grad_()
+    out = model(mine)
+    assert type(out) is sw.DTensor
+    torch.testing.assert_close(out.full_tensor(), one(x))
+    out.square().sum().backward()
+    one(x).square().sum().backward()
+    torch.testing.assert_close(mine.grad, x.grad.chunk(2, 1)[dist.get_rank()])
+    for key, p in one.named_parameters():
+        torch.testing.assert_close(model.get_parameter(key).grad.full_tensor(), p.grad)
+
+
+@pytest.mark.parametrize("affine", [True, False], ids=["with parameters", "without"])
+@pytest.mark.parametrize("name", _NORMS)
+def test_what_a_style_makes_of_an_input_is_ours(ranks, name, affine):
+    """Torch's own DTensor took a norm over two dims apart, and refused to write what it had made."""
+    ranks(2, _norm_of_a_sequence, name, affine)

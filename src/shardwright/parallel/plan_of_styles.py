@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,10 +16,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from shardwright.compat import tree_map
 from shardwright.errors import ParallelError
 from shardwright.layout.of_tensor import layout_of
 from shardwright.parallel.names import matches
 from shardwright.parallel.styles import for_torch
+from shardwright.tensor.autograd import Adopt, apply
 from shardwright.tensor.modules.distribute import carry_over
 from shardwright.tensor.modules.slots import slots_of, unchanged_on_error
 
@@ -101,6 +103,15 @@ def _apply(styled: Styled, mesh: DeviceMesh, source: int | None) -> None:
         ) from error
     for slot, old in before:
         _like(old, slot.get())
+    styled.module.register_forward_pre_hook(_as_ours, with_kwargs=True)
+
+
+def _as_ours(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a style has made of the inputs, as ours: torch takes apart what it has of its own class alone.
+
+    A norm over several dims then writes where its own rules refuse to, before it meets a parameter.
+    """
+    return tree_map(lambda x: apply(Adopt, x) if type(x) is TorchDTensor else x, (args, kwargs))
 
 
 def _like(old: nn.Parameter, new: nn.Parameter) -> None:
