@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -178,6 +179,47 @@ class StageModule(nn.Module):
             self.conductor.in_loss = False
 
 
+def _nodes(tensors: Iterable[Any]) -> list[Node]:
+    """Where a backward begins or ends for each of them that is in it."""
+    return [get_gradient_edge(x).node for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+
+
+def meet_once(outputs: list[Node], inputs: list[Node], weights: list[Node]) -> bool:
+    """Does each weight meet what has arrived, in one node of the graph, and leave by no other way?
+
+    torch's second half begins where a weight meets what the first half has gone through. It forgets one that
+    leaves beside all that arrived (what a decoder's stage makes of its own tokens), and goes twice through
+    what lies between where there are several.
+    """
+    below = _order(outputs)
+    passed = set(inputs)
+    for node in below:
+        if any(child in passed for child, _ in node.next_functions):
+            passed.add(node)
+    met: dict[Node, Node | None] = dict.fromkeys((node for node in outputs if node not in passed), None)
+    for node in reversed(below):
+        at = node if node in passed else met.get(node)
+        for child, _ in node.next_functions:
+            if child is not None and child not in passed:
+                met[child] = at if met.setdefault(child, at) is at else None
+    return all(met.get(weight, weight) is not None for weight in weights)
+
+
+def _order(outputs: list[Node]) -> list[Node]:
+    """The nodes of a graph, each after all that its backward goes to."""
+    found: dict[Node, None] = {}
+    begun: set[Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack[-1]
+        ahead = [child for child, _ in node.next_functions if child is not None and child not in begun]
+        begun.add(node)
+        stack += ahead
+        if not ahead:
+            found[stack.pop()] = None
+    return list(found)
+
+
 def _not_sent(values: frozenset[Value]) -> NoReturn:
     names = ", ".join(sorted({value.call.key for value in values}))
     raise ParallelError(
@@ -208,16 +250,27 @@ class Stage(PipelineStage):
         module.number = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
         """As torch's; where it fails, zeros go back, and the error is told at the end of the step."""
         came = self.fwd_cache[bwd_chunk_id][1] if self.has_backward else ()
         try:
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            whole = full_backward or not self._comes_apart(bwd_chunk_id, loss)
+            super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
         except BaseException as error:  # noqa: BLE001  the other stages wait for gradients
             self._failed(error)
             self.bwd_cache[bwd_chunk_id] = ()
         if self.has_backward:
             self.bwd_cache[bwd_chunk_id] = gradients(came, self.bwd_cache[bwd_chunk_id])
+
+    def _comes_apart(self, number: int, loss: Any) -> bool:
+        """Does torch's backward in two halves find every gradient? Of the first stage it is one, and does."""
+        if self.is_first or not self.has_backward:
+            return True
+        outputs, came = self.fwd_cache[number]
+        left = tree_leaves(loss if self.is_last else outputs)
+        return meet_once(_nodes(left), _nodes(came), _nodes(self.submod.parameters()))
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's, of which 2.11 has every border require a gradient, also one of integers."""
