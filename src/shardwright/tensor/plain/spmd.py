@@ -14,7 +14,13 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.comm.dtype import as_bytes
 from shardwright.comm.record import source_line
-from shardwright.compat import is_functorch_wrapped_tensor, outside_transforms, transforms_on, version_of
+from shardwright.compat import (
+    FakeTensor,
+    is_functorch_wrapped_tensor,
+    outside_transforms,
+    transforms_on,
+    version_of,
+)
 from shardwright.compat.dynamo import never_traced
 from shardwright.errors import SpmdError
 from shardwright.layout.mesh_shape import as_mesh_shape
@@ -162,8 +168,12 @@ def _is_distributed(x: torch.Tensor) -> bool:
 
 
 def _mixed(args: Args, kwargs: dict[str, Any]) -> bool:
-    """Are there DTensors and plain tensors of more than one element side by side?"""
-    distributed = plain = False
+    """Are there DTensors and plain tensors of more than one element side by side?
+
+    Not where the plain one is hollow, and the DTensor is not: a DTensor made of both would have no values and
+    not say so. Whoever made the hollow one follows it.
+    """
+    distributed = plain = hollow = False
     stack: list[Any] = [*args, *kwargs.values()]
     while stack:
         value = stack.pop()
@@ -172,6 +182,13 @@ def _mixed(args: Args, kwargs: dict[str, Any]) -> bool:
                 distributed = True
             else:
                 plain = True
+                hollow = hollow or isinstance(value, FakeTensor)
         elif isinstance(value, list | tuple):
             stack.extend(value)
-    return distributed and plain
+    return distributed and plain and not (hollow and _has_values((*args, *kwargs.values())))
+
+
+def _has_values(values: Args) -> bool:
+    """Is there a DTensor whose local tensor is in memory?"""
+    distributed = (x for x in tensors_in(values) if isinstance(x, DTensor))
+    return any(not isinstance(x._local_tensor, FakeTensor) for x in distributed)

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import FakeTensor, FakeTensorMode, tree_leaves
 from shardwright.parallel.pipeline.border import Leaf, in_memory
+from shardwright.tensor.local_use import kept_spec
+from shardwright.tensor.wrap import as_ours
 
 
 class Call(NamedTuple):
@@ -63,6 +66,23 @@ def hollow(mode: FakeTensorMode, leaf: Leaf, device: torch.device) -> Tensor:
     """A tensor with a shape, and no values."""
     with mode:
         return in_memory(torch.empty(leaf.shape, dtype=leaf.dtype, device=device), leaf)
+
+
+def hollow_if_distributed(mode: FakeTensorMode, x: Any) -> Any:
+    """A hollow tensor in the place of a distributed one, for an op on hollow ones; any other value as it is.
+
+    Of both, `spmd` would make a distributed tensor of hollow parts, which nobody knows to be without values.
+    A parameter that computes as its local tensor does so here too.
+    """
+    if not isinstance(x, TorchDTensor):
+        return x
+    spec = as_ours(x)._spec
+    inner = spec if spec.use is None else kept_spec(spec)
+    if inner is None:
+        return x
+    made = hollow(mode, Leaf(tuple(inner.layout.shape), x.dtype), x.device)
+    mark(made, frozenset())
+    return made
 
 
 def is_hollow(x: Any) -> bool:

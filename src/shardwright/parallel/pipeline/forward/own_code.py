@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from shardwright.compat import tree_leaves
-from shardwright.parallel.pipeline.forward.hollow import is_hollow, made_of_more, origins
+from shardwright.compat import tree_leaves, tree_map
+from shardwright.parallel.pipeline.forward.hollow import (
+    hollow_if_distributed,
+    is_hollow,
+    made_of_more,
+    origins,
+)
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -68,6 +74,7 @@ class OwnCode(TorchFunctionMode):
             run.need(values)
         if _writes(name, args, kwargs):
             run.need(values)
+        args, kwargs = tree_map(partial(hollow_if_distributed, run.mode), (args, kwargs))
         try:
             out = func(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  what it was does not matter: there are no values
