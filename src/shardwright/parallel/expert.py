@@ -9,15 +9,16 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
+from shardwright.moe.cut_tokens import computes_locally
 from shardwright.moe.layer import MoELayer
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.pipeline.mark import is_cut
 from shardwright.parallel.place import place_parameters
 from shardwright.parallel.swap import put_all
-from shardwright.placement.base import Replicate
+from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
 from shardwright.tensor.modules.distribute import carry_over
-from shardwright.tensor.modules.slots import slots_of
+from shardwright.tensor.modules.slots import slots_of, unchanged_on_error
 from shardwright.tensor.wrap import as_ours
 
 
@@ -42,8 +43,9 @@ class ShardMoESparseExpertsParallel(ParallelStyle):
             return module
         axes = axis_names(device_mesh)
         placements = tuple(Shard(0) if axis == self.shard_dim_name else Replicate() for axis in axes)
-        _take_over(module.experts)
-        place_parameters(module.experts, device_mesh, placements, axes)
+        if not _are_spread(module.experts, device_mesh, placements):
+            _take_over(module.experts)
+            place_parameters(module.experts, device_mesh, placements, axes)
         place_parameters(
             module.router,
             device_mesh,
@@ -73,6 +75,16 @@ def check_layer(module: nn.Module, mesh: DeviceMesh, axis: str) -> None:
         )
     if module.communicator is not None:
         raise ParallelError("expert parallelism: this MoELayer is spread already; apply it once")
+
+
+def _are_spread(experts: nn.Module, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
+    """Are they there already? They are another layer's too, and came with it."""
+    return all(
+        isinstance(p, TorchDTensor)
+        and computes_locally(p)
+        and (p.device_mesh, tuple(p.placements)) == (mesh, placements)
+        for p in experts.parameters()
+    )
 
 
 def _take_over(experts: nn.Module) -> None:
@@ -113,6 +125,7 @@ def parallelize_expert_parallel(
     for layer in layers:
         check_layer(layer, mesh_experts, expert_shard_dim)
     style = ShardMoESparseExpertsParallel(expert_shard_dim)
-    for layer in layers:
-        style._apply(layer, mesh_experts)
+    with unchanged_on_error(module):
+        for layer in layers:
+            style._apply(layer, mesh_experts)
     return module
