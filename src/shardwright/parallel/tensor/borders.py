@@ -97,7 +97,7 @@ def hang(borders: Borders, mesh: DeviceMesh) -> None:
     for module, border in borders.items():
         if border.gathers or border.cuts or border.beside is not None:
             whole = _whole if border.shared is None else border.shared.of
-            first = whole if border.gathers else _some if border.cuts else lambda _, value: value
+            first = whole if border.gathers else _some if border.cuts else _as_it_is
             others = first if border.beside is None else border.beside.of
             module.register_forward_pre_hook(
                 partial(_before, partial(first, axis), partial(others, axis)), with_kwargs=True
@@ -133,6 +133,10 @@ def _whole(axis: str, value: Any) -> Any:
     """All tokens, of what has this rank's."""
     if _is_stream(value) and _placement(value, axis) == Shard(_SEQUENCE):
         return value.redistribute({axis: Replicate()})
+    return value
+
+
+def _as_it_is(_: str, value: Any) -> Any:
     return value
 
 
