@@ -23,7 +23,8 @@ _F = TypeVar("_F", bound="Callable[..., Any]")
 _DYNAMO = "torch._dynamo"
 _BELOW = ("comm", "compat", "index", "layout", "placement", "plan", "rules", "tensor", "views")
 _BELOW_TENSORS = tuple(f"shardwright.{name}" for name in _BELOW)
-_MAPPED = "shardwright.tensor.local_map"  # what it returns is a function of the program's own
+# What `local_map` returns is a function of the program's own; this one asks what holds where it is called.
+_NOT_AS_THEY_ARE = ("shardwright.tensor.local_map", "shardwright.compat.dynamo")
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
@@ -50,7 +51,7 @@ def _run_as_they_are() -> None:
     in a crash where Dynamo cannot trace: it was never meant to see what plans, packs and pickles tensors.
     """
     for name, module in list(sys.modules.items()):
-        if name.startswith(_BELOW_TENSORS) and name != _MAPPED:
+        if name.startswith(_BELOW_TENSORS) and name not in _NOT_AS_THEY_ARE:
             for code in _codes_of(module, name):
                 set_code_exec_strategy(code, _SKIP)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -109,8 +110,11 @@ def _apply(styled: Styled, mesh: DeviceMesh, source: int | None) -> None:
 def _as_ours(_module: nn.Module, args: Any, kwargs: Any) -> Any:
     """What a style has made of the inputs, as ours: torch takes apart what it has of its own class alone.
 
-    A norm over several dims then writes where its own rules refuse to, before it meets a parameter.
+    A norm over several dims then writes where its own rules refuse to, before it meets a parameter. Dynamo
+    takes in torch's alone, and graphs hold what torch makes.
     """
+    if torch.compiler.is_compiling():
+        return args, kwargs
     return tree_map(lambda x: apply(Adopt, x) if type(x) is TorchDTensor else x, (args, kwargs))
 
 
