@@ -239,7 +239,24 @@ def begin_at_the_root(unit: nn.Module) -> None:
     while getattr(root, "around", None) is not None:
         root = root.around
     if state._is_root is None:
+        _begin(root)
+
+
+def _begin(root: Any) -> None:
+    """Start a root and all units inside of it, or none of them.
+
+    torch marks them as started before it looks at their parameters: what it refused (memory that is missing,
+    a unit that ran before) would end in an `AttributeError` of its own the next time, mended or not.
+    """
+    inside = [m._get_fsdp_state() for m in root._modules[0].modules() if hasattr(m, "_get_fsdp_state")]
+    before = [state._is_root for state in inside]
+    try:
         root._lazy_init()
+    except BaseException:
+        for state, was in zip(inside, before, strict=True):
+            state._is_root = was
+        root._state_ctx.all_states.clear()
+        raise
 
 
 def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:

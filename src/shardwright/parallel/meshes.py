@@ -19,7 +19,9 @@ def named_axes(mesh: DeviceMesh, verb: str, module: object = None) -> tuple[str,
     Raises: ParallelError: it has none; no module; the mesh has ranks that hold other stages of the module.
     """
     if module is not None and not isinstance(module, nn.Module):
-        raise ParallelError(f"{verb} places a module, got {type(module).__name__}")
+        several = isinstance(module, list | tuple) and all(isinstance(each, nn.Module) for each in module)
+        fix = "\n  fix: one call for each of these modules" if several and module else ""
+        raise ParallelError(f"{verb} places a module, got {type(module).__name__}{fix}")
     if getattr(mesh, "mesh_dim_names", None) is None:
         given: object = mesh
         got = "" if isinstance(given, DeviceMesh) else f", got {type(given).__name__}"
