@@ -243,11 +243,7 @@ def begin_at_the_root(unit: nn.Module) -> None:
 
 
 def _begin(root: Any) -> None:
-    """Start a root and all units inside of it, or none of them.
-
-    torch marks them as started before it looks at their parameters: what it refused (memory that is missing,
-    a unit that ran before) would end in an `AttributeError` of its own the next time, mended or not.
-    """
+    """Start a root and all inside of it, or none: torch marks them before it looks at their parameters."""
     inside = [m._get_fsdp_state() for m in root._modules[0].modules() if hasattr(m, "_get_fsdp_state")]
     before = [state._is_root for state in inside]
     try:

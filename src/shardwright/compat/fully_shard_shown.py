@@ -76,6 +76,8 @@ class _Shown:
     def _show(self, *, whole: bool) -> None:
         for each in self._group.fsdp_params:
             shown, info = each._unsharded_param if whole else each.sharded_param, each._module_info
+            if shown.requires_grad != each.sharded_param.requires_grad:  # frozen or thawed since it came
+                shown.requires_grad_(each.sharded_param.requires_grad)
             if info.module._parameters[info.param_name] is not shown:
                 each._setattr_on_modules(shown)
 
