@@ -3,6 +3,7 @@
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.index.runs import Run
@@ -71,3 +72,39 @@ def test_group_norm_over_cut_channels_compiles_before_and_after_it_ran(ranks):
 
 def test_heads_of_a_matrix_that_is_cut_through_them_compile(ranks):
     ranks(2, _computes, _heads, (5, 7, 24), sw.Interleaved(2, 2), (True,), fresh=True)
+
+
+def _written(x):
+    """Into parts of views, of which one rank holds nothing."""
+    y = x * 2
+    y.view(-1)[3:11].add_(1)
+    y.t()[0] = 3.0
+    y.view(2, 2, 6)[1, ::2, 1:4:2].mul_(x[0, :2])
+    y.view(24)[22:].mul_(x[3, 4:])
+    return y.square().sum()
+
+
+def test_what_is_written_into_a_part_of_a_view_is_written_in_a_graph_too(ranks):
+    for placement in (sw.Shard(0), sw.Shard(1), sw.Replicate()):
+        ranks(2, _computes, _written, (4, 6), placement, (True,))
+
+
+def _kept(x):
+    """Two products of which the first is sent, computed again in the backward."""
+    return checkpoint(lambda x: (x.t() @ x).tanh() @ x.t(), x, use_reentrant=False).square().sum()
+
+
+def test_a_checkpoint_in_a_graph_sends_in_the_forward_alone(ranks):
+    ranks(2, _computes, _kept, (4, 6), sw.Shard(0), (True,))
+
+
+def _listed():
+    """Each number is asked of the rank that has it, while Dynamo reads what the list is made of."""
+    torch._dynamo.reset()
+    full = torch.arange(6).view(3, 2)
+    x = sw.distribute_tensor(full, rank_mesh((2,)), [sw.Shard(0)], src_data_rank=None)
+    assert torch.compile(lambda x: x.tolist(), backend="aot_eager")(x) == full.tolist()
+
+
+def test_a_list_of_numbers_is_read_on_ranks_that_hold_none_of_them(ranks):
+    ranks(2, _listed)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.fx import traceback
+from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwright.compat import current_graph_task_id, get_proxy_mode, records_a_graph
 from shardwright.remember import memo
@@ -32,8 +32,8 @@ def nothing_of(x: Tensor, shape: Sequence[int]) -> Tensor:
     """A tensor without elements; in a graph it is made of `x`, see `made_of`."""
     if not records_a_graph():
         return x.new_empty(tuple(shape))
-    stride = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return x.as_strided(tuple(shape), stride, 0)
+    row = x if x.dim() else x.unsqueeze(0)
+    return row.narrow(0, 0, 0).view(tuple(shape))  # views that torch follows where they are written
 
 
 def made_of(out: Tensor, *sources: Tensor) -> Tensor:
@@ -121,3 +121,5 @@ def _keep_forwards(graph: torch.fx.Graph) -> None:
         sends = getattr(node.target, "namespace", "") == "_c10d_functional"
         if sends and node.meta.get(_TAG) == "is_forward":
             node.meta[_TAG] = "must_be_in_forward"
+            if "recompute" in node.meta and node.target is torch.ops._c10d_functional.wait_tensor.default:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # a checkpoint would send it again

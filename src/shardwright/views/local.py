@@ -92,6 +92,8 @@ class LocalView:
         return out.view(-1).index_add_(0, index, values.reshape(-1)).view(shape)
 
     def _strided(self, local: Tensor) -> Tensor:
+        if type(local) is not Tensor and (sliced := self._sliced(local)) is not None:  # as in graphs
+            return sliced
         offset = local.storage_offset()
         strides = [0] * len(self.shape)
         for (base, row), stride in zip(self.steps or (), local.stride(), strict=True):
@@ -99,6 +101,20 @@ class LocalView:
             for dim, step in enumerate(row):
                 strides[dim] += step * stride
         return local.as_strided(self.shape, strides, offset)
+
+    def _sliced(self, local: Tensor) -> Tensor | None:
+        """The same by slices, if it is that: torch takes no write into strides of a view in a graph."""
+        steps = self.steps or ()
+        walked = [[dim for dim, step in enumerate(row) if step and self.shape[dim] > 1] for _, row in steps]
+        dims = [dim for some in walked for dim in some]
+        if len(set(dims)) < len(dims) or any(len(some) > 1 for some in walked):
+            return None
+        for axis, ((first, row), some) in enumerate(zip(steps, walked, strict=True)):
+            step, size = (row[some[0]], self.shape[some[0]]) if some else (1, 1)
+            local = torch.ops.aten.slice(local, axis, first, first + step * (size - 1) + 1, step)
+        order = sorted(range(len(walked)), key=lambda axis: walked[axis] or [len(self.shape)])
+        shape = [size if dim in dims else 1 for dim, size in enumerate(self.shape)]
+        return local.permute(order).view(shape).expand(self.shape)
 
 
 def memory_of(local: Tensor) -> Tensor:

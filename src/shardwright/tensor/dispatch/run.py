@@ -292,7 +292,7 @@ def _identity(spec: Spec | None, inputs: list[Layout], locals_: list[torch.Tenso
     coords = spec.coords
     layout: Layout = spec.layout
     shape = layout.local_shape(coords) if coords is not None else (0,)
-    local = torch.empty(tuple(shape), dtype=layout.dtype, device=locals_[0].device)
+    local = locals_[0].new_empty(tuple(shape), dtype=layout.dtype)  # fake where that is
     if local.numel():
         pending = reduction_of_cuts(layout, inputs)
         local.fill_(identity_of(pending, layout.dtype) if pending else 0)
