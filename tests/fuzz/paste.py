@@ -9,7 +9,7 @@ from tests.fuzz.verdicts import Verdict
 
 _TEXT = """\
 # {kind}: {text}
-# torchrun --nproc-per-node {ranks} this.py     (in the root of the repository; seed {seed})
+# torchrun --nproc-per-node {ranks} this.py     (in the root of the repository; seed {seed}{compiled})
 import torch, torch.distributed as dist, torch.nn.functional as F
 import shardwright as sw
 from tests.fuzz.placing import place, placements_of, values_of
@@ -48,6 +48,7 @@ def source(program: Program, verdict: Verdict) -> str:
         text=verdict.text,
         ranks=prod(program.mesh),
         seed=program.seed,
+        compiled=f", compiled by {program.compiled}, which this file does not do" * bool(program.compiled),
         under=program.under,
         leaves="\n".join(f"    {line}" for line in lines[:made]),
         steps="\n".join(f"        {line}" for line in lines[made:] or ["pass"]),

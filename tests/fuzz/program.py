@@ -96,7 +96,8 @@ class Step:
 class Program:
     """Leaves and steps, on a mesh of these sizes.
 
-    `seed`: what it was drawn from. `under`: which of `tests.ops.modes` the steps run in.
+    `seed`: what it was drawn from. `under`: which of `tests.ops.modes` the steps run in. `compiled`: by which
+    backend of `torch.compile`; none if empty.
     """
 
     mesh: tuple[int, ...]
@@ -104,6 +105,7 @@ class Program:
     steps: tuple[Step, ...]
     seed: int = -1
     under: str = ""
+    compiled: str = ""
 
     def lines(self) -> list[str]:
         """The leaves and steps as source, one a line."""

@@ -18,6 +18,7 @@ from tests.fuzz.program import Program
 from tests.fuzz.verdicts import Verdict
 
 _PATIENCE = timedelta(seconds=20)  # for the slowest rank of one program
+_OF_COMPILERS = timedelta(seconds=90)
 
 
 class UnlikeRanksError(Exception):
@@ -33,7 +34,7 @@ def check_programs(programs: list[Program], file: str, erased: bool = False) -> 
     with Path(f"{file}.{dist.get_rank()}").open("a") as out:
         for number, program in enumerate(programs):
             mesh = rank_mesh(program.mesh, ("dp", "tp", "pp")[: len(program.mesh)])
-            meeting = _Meeting(f"{file}/{number}")
+            meeting = _Meeting(f"{file}/{number}", _OF_COMPILERS if program.compiled else _PATIENCE)
             verdict = check(program, mesh, meeting.alike, erased=erased)
             out.write(json.dumps(asdict(verdict)) + "\n")
             out.flush()
@@ -54,8 +55,8 @@ def verdicts_of(file: str, ranks: int) -> list[list[Verdict]]:
 class _Meeting:
     """Where the ranks tell each other how they fare: at the store, where no message of a collective waits."""
 
-    def __init__(self, key: str) -> None:
-        self._key, self.parted = key, False
+    def __init__(self, key: str, patience: timedelta) -> None:
+        self._key, self._patience, self.parted = key, patience, False
         self._store: Any = dist.distributed_c10d._get_default_store()
 
     def alike(self, text: str) -> bool:
@@ -63,7 +64,7 @@ class _Meeting:
         keys = [f"{self._key}/{r}" for r in range(size)]
         self._store.set(keys[rank], pickle.dumps(text))
         try:
-            self._store.wait(keys, _PATIENCE)
+            self._store.wait(keys, self._patience)
         except dist.DistStoreError as error:
             raise UnlikeRanksError(f"{text}; a peer does not come back") from error
         self.parted = len({self._store.get(key) for key in keys}) > 1

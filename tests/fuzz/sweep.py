@@ -18,6 +18,7 @@ from tests.fuzz.verdicts import CRASH, UNDUE, Verdict, worst
 
 PRELOAD = ("tests.fuzz.ranks",)
 _PER_PROGRAM = 3.0  # seconds; with the patience of a meeting, how long a batch may take
+_COMPILED = 10  # times as much
 Checked = list[tuple[Program, Verdict]]
 
 
@@ -67,7 +68,7 @@ class Worlds:
         ranks = prod(programs[0].mesh)
         failure = ""
         try:
-            limit = 60 + _PER_PROGRAM * len(programs)
+            limit = 60 + _PER_PROGRAM * len(programs) * (_COMPILED if programs[0].compiled else 1)
             self._pool().run(ranks, check_programs, programs, file, self._erased, timeout=limit)
         except RankTimeoutError as error:
             failure = f"hang: {str(error).splitlines()[0]}"

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.fuzz.compiled import prepared
 from tests.fuzz.draw import draw
 from tests.fuzz.faults import FAULTS, check_with
 from tests.fuzz.found import FOUND
@@ -56,6 +57,13 @@ def test_a_sample_of_replays_does_what_one_device_does(rank_pool, seeds):
 @pytest.mark.parametrize("seeds", only([range(20, 32)], [range(20, 32), range(32, 200)]), ids=str)
 def test_a_sample_of_programs_in_inference_mode_does_what_one_device_does(worlds, seeds):
     found = worlds.check([replace(draw(seed, (2,)), under="inference") for seed in seeds])
+    assert [(program.seed, v.text) for program, v in found if v.kind != OK] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sample_of_compiled_programs_does_what_one_device_does(worlds):
+    found = worlds.check([prepared(draw(seed, (2,)), "aot_eager") for seed in range(4, 12)])
     assert [(program.seed, v.text) for program, v in found if v.kind != OK] == []
 
 
