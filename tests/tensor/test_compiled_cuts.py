@@ -1,5 +1,6 @@
 """Graphs of what is computed over a cut dim: beside one device, and beside what ran without a graph."""
 
+import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn import functional
@@ -108,3 +109,17 @@ def _listed():
 
 def test_a_list_of_numbers_is_read_on_ranks_that_hold_none_of_them(ranks):
     ranks(2, _listed)
+
+
+def _across_the_cut(x):
+    """Computed in place on what was moved, which lies as the transposed parts do."""
+    y = x.mT * 1
+    y.cumsum_(2)
+    z = x.mT * 2
+    z.masked_scatter_(z > 0, x.exp())
+    return (y * z).square().sum()
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_what_is_written_across_a_cut_lies_as_a_graph_has_it(ranks, dim):
+    ranks(2, _computes, _across_the_cut, (4, 2, 2), sw.Shard(dim), (True,))

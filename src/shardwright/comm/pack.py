@@ -7,6 +7,7 @@ from math import prod
 
 from torch import Tensor
 
+from shardwright.compat import records_a_graph
 from shardwright.index.overlap import Strided
 from shardwright.plan.work import Memory
 
@@ -14,9 +15,11 @@ from shardwright.plan.work import Memory
 def in_memory(x: Tensor, memory: Memory) -> Tensor:
     """`x` with the stride that views of it count on; a copy only if it has another.
 
-    Strides of dims of length 1, and of a tensor without elements, do not matter.
+    Strides of dims of length 1, and of a tensor without elements, do not matter. In a graph a tensor that was
+    written says how it lay before: what torch computes in place of a write may lie as its rows do.
     """
-    if x.stride() == memory.stride or _lies_so(x, memory):
+    lies_so = x.stride() == memory.stride or _lies_so(x, memory)
+    if lies_so and (x.is_contiguous() or not records_a_graph()):
         return x
     return new_tensor(x, memory).copy_(x)
 
