@@ -24,8 +24,8 @@ from tests.corpus.unit import Unit
 _FAMILIES = (operators, lists, views, chains, plans, moves, rules, calls, programs, errors)
 
 # Of each family one op of so many is in the sample, chosen by a hash of its name.
-_ONE_OF = {"operators": 300, "rules": 450, "programs": 200, "plans": 54, "makers": 18, "errors": 1}
-_ONE_OF_OTHERS = 100
+_ONE_OF = {"operators": 200, "rules": 300, "programs": 130, "plans": 36, "makers": 18, "errors": 1}
+_ONE_OF_OTHERS = 70
 
 
 def every_unit() -> Iterator[Unit]:

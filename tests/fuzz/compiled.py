@@ -146,6 +146,3 @@ def _alike(got: Any, wanted: torch.Tensor | None) -> bool:
     same = got.dtype == wanted.dtype and got.shape == wanted.shape
     flags = same and _is_followed(got) == _is_followed(wanted)
     return flags and torch.allclose(got.detach(), wanted.detach(), rtol=1e-2, atol=1e-3, equal_nan=True)
-
-
-__all__ = ["BACKENDS", "function_of", "is_told", "one_device_fails_too", "prepared", "run_compiled"]

@@ -110,8 +110,8 @@ def _apply(styled: Styled, mesh: DeviceMesh, source: int | None) -> None:
 def _as_ours(_module: nn.Module, args: Any, kwargs: Any) -> Any:
     """What a style has made of the inputs, as ours: torch takes apart what it has of its own class alone.
 
-    A norm over several dims then writes where its own rules refuse to, before it meets a parameter. Dynamo
-    takes in torch's alone, and graphs hold what torch makes.
+    A norm over several dims then writes where its own rules refuse to, before it meets a parameter. Not while
+    Dynamo traces: it knows no spec of torch's as a value that a hook may read.
     """
     if torch.compiler.is_compiling():
         return args, kwargs
