@@ -1,5 +1,7 @@
 """Gradients that torch makes of a shape alone lie as their operand does."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional
@@ -24,6 +26,8 @@ CALLS = {
     "passed over": lambda x, y: torch.cat([x[0, :0], y[0]]),
     "nothing at all": lambda x, y: torch.hstack([x[0, :0], y[0, :0]]),
 }
+IN_GRAPHS = ("copysign", "copysign_", "eq_ in place", "eq_ with a number", "passed over")
+CUTS = (sw.Shard(0), sw.Shard(1), sw.Ragged((1, 2), (0,)), sw.Replicate())
 
 
 def _row_written(x, y):
@@ -87,12 +91,16 @@ def _lie_twice():
                 close(got, wanted + 0, name)
 
 
-def _lie_as_the_operand():
-    for name, call in CALLS.items():
-        for cut in (sw.Shard(0), sw.Shard(1), sw.Ragged((1, 2), (0,)), sw.Replicate()):
+def _lie_as_the_operand(compiled=False):
+    for name, function in CALLS.items():
+        if compiled and name not in IN_GRAPHS:
+            continue
+        torch._dynamo.reset()
+        call = torch.compile(function, backend="aot_eager") if compiled else function
+        for cut in (sw.Shard(0),) if compiled else CUTS:
             plain = [full(3, 4, seed=seed).requires_grad_() for seed in (0, 1)]
             ours = [place(x.detach(), (cut,), requires_grad=True) for x in plain]
-            wanted, got = call(*plain), call(*ours)
+            wanted, got = function(*plain), call(*ours)
             close(got.detach(), wanted.detach(), name)
             wanted.sum().backward()
             got.sum().backward()
@@ -108,6 +116,10 @@ def _lie_as_the_operand():
 @pytest.mark.parametrize("world", [2])
 def test_a_gradient_made_of_a_shape_lies_as_its_operand(ranks, world):
     ranks(world, _lie_as_the_operand)
+
+
+def test_a_gradient_made_of_a_shape_in_a_graph_lies_as_its_operand(ranks):
+    ranks(2, partial(_lie_as_the_operand, compiled=True))
 
 
 def test_a_second_derivative_made_of_a_shape_lies_as_its_operand(ranks):

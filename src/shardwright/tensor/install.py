@@ -50,6 +50,7 @@ def install() -> None:
     knots.start = start_redistribution
     for table in OWN:
         boundary.OWN.update(table)
+    boundary.OF_GRAPHS.update(made_gradients.OWN)
     above.from_local, above.to_local = conversions.from_local, autograd.to_local
     above.redistribute, above.replicated = conversions.redistribute, conversions.replicated
     above.term_of = own_terms.term_of

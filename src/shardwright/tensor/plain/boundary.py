@@ -92,6 +92,7 @@ Own = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 # Functions that the library does in its own way above autograd: `(func, args, kwargs) -> result`. Those that
 # need what stands above this module are put in by `tensor.install`.
 OWN: dict[Any, Own] = dict.fromkeys(OF_SIZES, _same_size) | dict.fromkeys(LOSSES, _loss)
+OF_GRAPHS: dict[Any, Own] = dict.fromkeys(LOSSES, _loss)  # of these, what holds while a graph is made too
 
 
 def helpers_allowed(within: int = 0) -> bool:
@@ -149,7 +150,8 @@ def call(
     kwargs = {} if kwargs is None else kwargs
     if torch.compiler.is_compiling():
         with DisableTorchFunctionSubclass():
-            return _loss(func, args, kwargs) if func in LOSSES else func(*args, **kwargs)
+            own = OF_GRAPHS.get(func)
+            return func(*args, **kwargs) if own is None else own(func, args, kwargs)
     depth = state.functions
     given = (*args, *kwargs.values()) if kwargs else args
     if state.rank_local:

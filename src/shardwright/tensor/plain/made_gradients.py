@@ -86,13 +86,13 @@ def _await(x: DTensor) -> None:
         return
     place, mesh, target = edge.output_nr, x.device_mesh, finished(x._spec.layout)
 
-    def lay_out(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
-        grad = grads[place]
-        if grad is None or isinstance(grad, DTensor):
-            return None
-        return (*grads[:place], _laid_out(grad, mesh, target), *grads[place + 1 :])
+    def lay_out(grad: torch.Tensor | None) -> torch.Tensor | None:
+        return grad if grad is None or isinstance(grad, DTensor) else _laid_out(grad, mesh, target)
 
-    edge.node.register_prehook(lay_out)
+    if torch.compiler.is_compiling():  # the gradient of a graph's input is taken before its place is asked
+        x.register_hook(lay_out)
+    else:
+        edge.node.register_prehook(lambda grads: (*grads[:place], lay_out(grads[place]), *grads[place + 1 :]))
 
 
 def _edge(x: DTensor) -> GradientEdge | None:
