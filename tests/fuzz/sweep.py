@@ -12,9 +12,11 @@ from typing import Self
 
 from shardwright.testing.pool import RankPool
 from shardwright.testing.rank_errors import RankError, RankTimeoutError
+from tests.fuzz.compiled import one_device_fails_too
 from tests.fuzz.program import Program
 from tests.fuzz.ranks import check_programs, verdicts_of
-from tests.fuzz.verdicts import CRASH, UNDUE, Verdict, worst
+from tests.fuzz.run import Plain, run
+from tests.fuzz.verdicts import CRASH, OK, UNDUE, Verdict, worst
 
 PRELOAD = ("tests.fuzz.ranks",)
 _PER_PROGRAM = 3.0  # seconds; with the patience of a meeting, how long a batch may take
@@ -80,9 +82,8 @@ class Worlds:
         if failure and not (
             found and found[-1][1].text.startswith("ranks part") and len(found) == len(every)
         ):
-            found.append(
-                (programs[len(found)], _lost(every[len(found)] if len(every) > len(found) else [], failure))
-            )
+            program, verdicts = programs[len(found)], every[len(found)] if len(every) > len(found) else []
+            found.append((program, Verdict(OK) if _is_torchs(program) else _lost(verdicts, failure)))
         return found
 
     def _pool(self) -> RankPool:
@@ -93,6 +94,11 @@ class Worlds:
             self._pools.append(self._state.pool)
         pool: RankPool = self._state.pool
         return pool
+
+
+def _is_torchs(program: Program) -> bool:
+    """Does a compiled program fail on one device too? Ranks that hold nothing may pass what peers do not."""
+    return bool(program.compiled) and one_device_fails_too(program, run(program, Plain()))
 
 
 def _lost(verdicts: list[Verdict], failure: str) -> Verdict:
