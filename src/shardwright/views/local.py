@@ -103,7 +103,10 @@ class LocalView:
         return local.as_strided(self.shape, strides, offset)
 
     def _sliced(self, local: Tensor) -> Tensor | None:
-        """The same by slices, if it is that: torch takes no write into strides of a view in a graph."""
+        """The same by slices, if it is that.
+
+        In a graph torch writes into no strides of a view, and no bools into what is expanded.
+        """
         steps = self.steps or ()
         walked = [[dim for dim, step in enumerate(row) if step and self.shape[dim] > 1] for _, row in steps]
         dims = [dim for some in walked for dim in some]
@@ -114,7 +117,8 @@ class LocalView:
             local = torch.ops.aten.slice(local, axis, first, first + step * (size - 1) + 1, step)
         order = sorted(range(len(walked)), key=lambda axis: walked[axis] or [len(self.shape)])
         shape = [size if dim in dims else 1 for dim, size in enumerate(self.shape)]
-        return local.permute(order).view(shape).expand(self.shape)
+        sliced = local.permute(order).view(shape)
+        return sliced if sliced.shape == self.shape else sliced.expand(self.shape)
 
 
 def memory_of(local: Tensor) -> Tensor:
