@@ -103,21 +103,25 @@ class LocalView:
         return local.as_strided(self.shape, strides, offset)
 
     def _sliced(self, local: Tensor) -> Tensor | None:
-        """The same by slices, if it is that.
+        """The same by slices and diagonals, if it is that.
 
         In a graph torch writes into no strides of a view, and no bools into what is expanded.
         """
-        steps = self.steps or ()
-        walked = [[dim for dim, step in enumerate(row) if step and self.shape[dim] > 1] for _, row in steps]
-        dims = [dim for some in walked for dim in some]
-        if len(set(dims)) < len(dims) or any(len(some) > 1 for some in walked):
-            return None
-        for axis, ((first, row), some) in enumerate(zip(steps, walked, strict=True)):
-            step, size = (row[some[0]], self.shape[some[0]]) if some else (1, 1)
+        walked = []  # by axis of the local source the dim of the result, that of no dim the last
+        for axis, (first, row) in enumerate(self.steps or ()):
+            dims = [dim for dim, step in enumerate(row) if step and self.shape[dim] > 1]
+            if len(dims) > 1:
+                return None
+            step, size = (row[dims[0]], self.shape[dims[0]]) if dims else (1, 1)
             local = torch.ops.aten.slice(local, axis, first, first + step * (size - 1) + 1, step)
-        order = sorted(range(len(walked)), key=lambda axis: walked[axis] or [len(self.shape)])
-        shape = [size if dim in dims else 1 for dim, size in enumerate(self.shape)]
-        sliced = local.permute(order).view(shape)
+            walked.append(dims[0] if dims else len(self.shape))
+        for dim in range(len(self.shape)):
+            while walked.count(dim) > 1:
+                one, other = [axis for axis, its in enumerate(walked) if its == dim][:2]
+                local = local.diagonal(0, one, other)
+                walked = [its for axis, its in enumerate(walked) if axis not in (one, other)] + [dim]
+        local = local.permute(sorted(range(len(walked)), key=walked.__getitem__))
+        sliced = local.view([size if dim in walked else 1 for dim, size in enumerate(self.shape)])
         return sliced if sliced.shape == self.shape else sliced.expand(self.shape)
 
 
