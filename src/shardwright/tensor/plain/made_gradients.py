@@ -90,7 +90,7 @@ def _await(x: DTensor) -> None:
         return grad if grad is None or isinstance(grad, DTensor) else _laid_out(grad, mesh, target)
 
     if torch.compiler.is_compiling():  # the gradient of a graph's input is taken before its place is asked
-        x.register_hook(lay_out)
+        x.register_hook(lay_out)  # type: ignore[no-untyped-call]
     else:
         edge.node.register_prehook(lambda grads: (*grads[:place], lay_out(grads[place]), *grads[place + 1 :]))
 
