@@ -169,3 +169,35 @@ def test_a_graph_of_a_placement_that_may_change_is_not_of_the_package_alone(rank
     (known, own), _ = ranks(2, _with_a_placement_of_its_own)
     assert known.split(",")[0] == sources()
     assert own != known
+
+
+WRITES = {
+    "into all": lambda x, y: x.mul_(y),
+    "into rows": lambda x, y: x[:2].mul_(y),
+    "into every other row": lambda x, y: x[::2].copy_(y),
+    "into elements": lambda x, y: x.view(-1)[:2].mul_(y.sum()),
+    "into a new dim": lambda x, y: x.unsqueeze(1).addcmul_(y.sum(), y.sum()),
+    "into rows by their numbers": lambda x, y: x.index_add_(0, torch.tensor([1]), y),
+}
+
+
+def _needs_a_gradient_since():
+    """What a graph wrote into an argument has a graph of its own on every rank: the backward is sent by all."""
+    warnings.simplefilter("ignore")  # torch's own, while it traces
+    mesh = rank_mesh((dist.get_world_size(),))
+    for name, write in WRITES.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, y, write=write: (write(x, y), x * 2)[1], backend="aot_eager")
+        found = []
+        for place in (lambda x: x, lambda x: sw.distribute_tensor(x, mesh, [S(1)], src_data_rank=None)):
+            x, y = place(torch.ones(3, 1)), place(torch.full((1, 1), 3.0)).requires_grad_()
+            with sw.spmd(mesh):
+                out = compiled(x, y)
+            found.append((x.requires_grad, x._version, x.detach() + 0, out.detach() + 0))
+        assert found[1][:2] == found[0][:2] == (True, 1), name
+        for got, wanted in zip(found[1][2:], found[0][2:], strict=True):
+            torch.testing.assert_close(got.full_tensor(), wanted)
+
+
+def test_what_a_graph_writes_where_a_rank_holds_nothing_is_written_there_too(ranks):
+    ranks(2, _needs_a_gradient_since)

@@ -44,6 +44,12 @@ def made_of(out: Tensor, *sources: Tensor) -> Tensor:
     return made
 
 
+def noted_as_written(x: Tensor) -> None:
+    """In a graph: what is written where this rank holds nothing; who reads it may want its gradient."""
+    if records_a_graph():
+        x.copy_(x.clone())
+
+
 class _Phase:
     """What was sent in one phase of one graph. unlike: since then each call follows the one before."""
 

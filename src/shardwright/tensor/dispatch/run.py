@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwright.compat import tree_flatten, tree_unflatten
-from shardwright.compat.graph_order import made_of
+from shardwright.compat.graph_order import made_of, noted_as_written, nothing_of
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.rules.call import Args, Kwargs, Op
@@ -42,7 +42,7 @@ def run(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tensors: list[
         keep_apart(locals_, prepared.mutated)
     if prepared.skip:
         out = _nothing(prepared, func, tensors, locals_)
-        _fill_outs(prepared, out, locals_)
+        _write_nothing(prepared, out, locals_)
     else:
         local_args, local_kwargs = _local_call(prepared, func, args, kwargs, locals_)
         out = (prepared.local or func)(*local_args, **local_kwargs)
@@ -264,7 +264,7 @@ def _nothing(prepared: Prepared, func: Op, tensors: list[DTensor], locals_: list
     layouts = [x._spec.layout for x in tensors]
     for move in prepared.moves:
         layouts[move.operand] = move.target
-    made = [_identity(spec, layouts, locals_) for spec in prepared.results]
+    made = [_identity(spec, layouts, locals_, seen=is_view(func)) for spec in prepared.results]
     if not made:
         return None
     if _returns_a_list(func):
@@ -278,20 +278,26 @@ def _returns_a_list(func: Op) -> bool:
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
-def _fill_outs(prepared: Prepared, made: Any, locals_: list[torch.Tensor]) -> None:
+def _write_nothing(prepared: Prepared, made: Any, locals_: list[torch.Tensor]) -> None:
     """`out=` operands hold what the results hold, on a rank without elements too: the identity."""
+    for operand in prepared.mutated:
+        noted_as_written(locals_[operand])
     results = made if isinstance(made, tuple | list) else (made,)
     for operand, result in zip(prepared.written, results, strict=False):
         if operand in prepared.outs and isinstance(result, torch.Tensor):
             locals_[operand].copy_(result)
 
 
-def _identity(spec: Spec | None, inputs: list[Layout], locals_: list[torch.Tensor]) -> torch.Tensor | None:
+def _identity(
+    spec: Spec | None, inputs: list[Layout], locals_: list[torch.Tensor], *, seen: bool
+) -> torch.Tensor | None:
     if spec is None:
         return None
     coords = spec.coords
     layout: Layout = spec.layout
     shape = layout.local_shape(coords) if coords is not None else (0,)
+    if seen and layout.dtype == locals_[0].dtype:
+        return nothing_of(locals_[0], shape)  # what is written there is written into the operand
     local = locals_[0].new_empty(tuple(shape), dtype=layout.dtype)  # fake where that is
     if local.numel():
         pending = reduction_of_cuts(layout, inputs)
