@@ -1,6 +1,7 @@
 """Derivatives that look at a tensor's strides see how it lies, and strides are what kernels gave."""
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import shardwright as sw
 from shardwright.testing.meshes import rank_mesh
@@ -50,6 +51,36 @@ def _of_strides_that_are_said():
         for x in (ours, plain):
             torch.linalg.det(x).backward()
         close(ours.grad, plain.grad, str(stride))
+
+
+def _determinants_of_views_that_move():
+    """What is brought to a rank lies there in an order of its own."""
+    value = full(4, 6).double()
+    for placement in (sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.ZigZag(0), sw.Partial("sum")):
+        for name, call in {k: call for k, call in _CALLS.items() if k != "solve"}.items():
+            for view in (lambda x: x[:, :4], lambda x: x.t()[:4]):
+                plain, ours = (x.requires_grad_() for x in (value.clone(), place(value, (placement,))))
+                for x in (plain, ours):
+                    call(view(x)).backward()
+                close(ours.grad, plain.grad, f"{name} {placement}")
+
+
+def _attention_of_parts_in_another_order():
+    """The kernels step through a row by 1, and torch asks the whole tensor whether they may."""
+    value = full(2, 4, 6, 8)
+    others = place(value, (sw.Replicate(),)), place(value, (sw.Shard(2),))
+    mesh, stride = others[0].device_mesh, value.stride()
+    for dim in range(4):
+        part = value.chunk(2, dim)[mesh.get_local_rank()].mT.contiguous().mT
+        ours = sw.DTensor.from_local(part, mesh, [sw.Shard(dim)], shape=value.shape, stride=stride)
+        for other, causal in ((ours, True), (others[0], False), (others[1], True)):
+            plain, x = value.clone().requires_grad_(), ours.detach().requires_grad_()
+            wanted = scaled_dot_product_attention(plain, value, plain, is_causal=causal)
+            got = scaled_dot_product_attention(x, other, x, is_causal=causal)
+            close(got, wanted, f"{dim} {sw.layout_of(other)}")
+            wanted.square().sum().backward()
+            got.square().sum().backward()
+            close(x.grad, plain.grad, f"{dim} {sw.layout_of(other)}")
 
 
 def _as_the_kernels_have_it():
@@ -109,6 +140,14 @@ def test_determinants_have_their_derivatives_however_they_lie(ranks):
 
 def test_a_stride_that_is_said_is_no_stride_that_is(ranks):
     ranks(2, _of_strides_that_are_said)
+
+
+def test_determinants_of_what_moves_have_their_derivatives(ranks):
+    ranks(2, _determinants_of_views_that_move)
+
+
+def test_attention_takes_parts_in_another_order(ranks):
+    ranks(2, _attention_of_parts_in_another_order)
 
 
 def test_results_lie_as_kernels_put_them(ranks):

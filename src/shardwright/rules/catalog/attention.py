@@ -22,7 +22,7 @@ from shardwright.rules.formula import Formula, formula
 from shardwright.rules.held_label import Held
 from shardwright.rules.rule import register_rule
 
-_FORWARD = (
+ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -129,7 +129,7 @@ def _shared_heads(queries: Held, key: Tensor) -> slice | Tensor:
     return shared.to(key.device)
 
 
-@register_rule(*_FORWARD)
+@register_rule(*ATTENTION)
 def attention(call: Call) -> Formula | None:
     """Linear in the values. The log of the sums depends on queries and keys alone."""
     if call.arg("dropout_p"):  # the mask is drawn inside the kernel, for the heads that it sees
@@ -137,7 +137,7 @@ def attention(call: Call) -> Formula | None:
     return _forward(call, _Labels(call), _local(call))
 
 
-@register_rule(*_FORWARD)
+@register_rule(*ATTENTION)
 def attention_of_any_heads(call: Call) -> Formula | None:
     """Grouped heads, cut anywhere: the keys and values of all are whole."""
     if call.arg("dropout_p") or not is_grouped(call):
@@ -164,7 +164,7 @@ def _statistic(info: TensorInfo | None, call: Call, labels: _Labels) -> list[str
     return ["b", labels.head, length, *["_"] * (len(info.shape) - 3)]
 
 
-@register_rule(*(f"{name}_backward" for name in _FORWARD))
+@register_rule(*(f"{name}_backward" for name in ATTENTION))
 def attention_backward(call: Call) -> Formula | None:
     """Linear in the gradient; cut queries or keys give every rank a term of the gradients of the others."""
     if call.arg("dropout_p"):
@@ -172,7 +172,7 @@ def attention_backward(call: Call) -> Formula | None:
     return _backward(call, _Labels(call, keys="s"), _local(call))
 
 
-@register_rule(*(f"{name}_backward" for name in _FORWARD))
+@register_rule(*(f"{name}_backward" for name in ATTENTION))
 def attention_of_any_heads_backward(call: Call) -> Formula | None:
     """The gradients of shared keys and values are sums over the queries that share them."""
     if call.arg("dropout_p") or not is_grouped(call):

@@ -50,7 +50,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Part:
     if not _has_kernel(query, value):
         return _written_out(query, key, value, seen)
     mask = _added(seen.mask, query)
-    out, logs = _forward(query, key, value, 0.0, seen.causal, attn_mask=mask, scale=seen.scale)
+    given = map(_rows, (query, key, value))
+    out, logs = _forward(*given, 0.0, seen.causal, attn_mask=mask, scale=seen.scale)
     if mask is not None:
         if (logs < _FAR).any():
             return _written_out(query, key, value, seen)
@@ -69,15 +70,20 @@ def attend_backward(
     if not _has_kernel(query, value):
         return _written_out_backward(grad, query, key, value, done, seen)
     finite = logs.masked_fill(logs == -torch.inf, 0.0)
-    given = (grad, query, key, value, out, _as_the_kernel_has_them(finite), 0.0, seen.causal)
-    made: tuple[Tensor, Tensor, Tensor] = _backward(
-        *given, attn_mask=_added(seen.mask, query), scale=seen.scale
-    )
+    given = map(_rows, (grad, query, key, value, out))
+    rest = _as_the_kernel_has_them(finite), 0.0, seen.causal
+    mask = _added(seen.mask, query)
+    made: tuple[Tensor, Tensor, Tensor] = _backward(*given, *rest, attn_mask=mask, scale=seen.scale)
     return made
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """With rows in one piece, as the kernel takes them to be: a part may lie otherwise than its whole."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _as_the_kernel_has_them(logs: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ strides), a derivative that looks at the strides must not be misled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from shardwright.errors import RuleError
 from shardwright.index.stride import contiguous_stride, stride_like
 from shardwright.placement.base import Replicate
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.catalog.attention import ATTENTION
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.wrap import with_stride, wrap
 
 Call = Callable[[Op, tuple[Any, ...], Mapping[str, Any]], Any]
+Lay = Callable[[torch.Tensor, DTensor], torch.Tensor]
 
 
 def asks(func: Op) -> bool:
@@ -35,19 +38,31 @@ def as_described(route: Call, func: Op, args: Args, kwargs: Kwargs) -> Any:
     return route(func, _LAID_FIRST[func._schema.name](func, args), kwargs)
 
 
-def _as_the_matrix_says(_func: Op, args: Args) -> tuple[Any, ...]:
+def lay_moved(func: Op, tensors: Sequence[DTensor], locals_: list[torch.Tensor]) -> None:
+    """Lay what the op gets after its moves, which bring each operand in an order of their own."""
+    lay = _LAYS.get(func._schema.name)
+    if lay is not None:
+        locals_[:] = map(lay, locals_, tensors)
+
+
+def _as_the_matrix_says(local: torch.Tensor, x: DTensor) -> torch.Tensor:
     """Their kernels factor the matrix or its transpose, whichever lies in columns.
 
     Their derivatives ask `A.is_contiguous()` to know which it was (torch's FunctionsManual,
     `linalg_det_backward`).
     """
-    x, *rest = args
-    if not isinstance(x, DTensor):
-        return args
-    local, said = x._local_tensor, x.is_contiguous()
+    said = x.is_contiguous()
     if local.is_contiguous() == said:
-        return args
-    return wrap(local.contiguous() if said else local.mT.contiguous().mT, x._spec), *rest
+        return local
+    return local.contiguous() if said else local.mT.contiguous().mT
+
+
+def _with_rows_in_one_piece(local: torch.Tensor, x: DTensor) -> torch.Tensor:
+    """Their kernels step through a row by 1: torch has asked the whole tensor's strides before it chose one.
+
+    Logs of sums (of three dims) lie as the kernels made them.
+    """
+    return local if local.dim() < 4 or local.stride(-1) == x.stride(-1) else local.contiguous()
 
 
 def _in_one_format(func: Op, args: Args) -> tuple[Any, ...]:
@@ -58,8 +73,7 @@ def _in_one_format(func: Op, args: Args) -> tuple[Any, ...]:
     x = args[0] if func._schema.name == "aten::native_group_norm" else None
     if isinstance(x, DTensor) and not x.is_contiguous(memory_format=suggest_memory_format(x)):
         raise RuleError(f"{func.name()}: expected X.is_contiguous(memory_format) to be true, but got false")
-    laid: tuple[Any, ...] = tree_map_only(DTensor, _laid_as_said, args)
-    return laid
+    return _each(_laid_as_said, func, args)
 
 
 def _each_in_its_place(_func: Op, args: Args) -> tuple[Any, ...]:
@@ -71,22 +85,36 @@ def _each_in_its_place(_func: Op, args: Args) -> tuple[Any, ...]:
     return with_stride(dense, contiguous_stride(x._spec.layout.shape)), *rest
 
 
-_LAID_FIRST: dict[str, Callable[[Op, tuple[Any, ...]], tuple[Any, ...]]] = {
+def _each(lay: Lay, _func: Op, args: Args) -> tuple[Any, ...]:
+    """The operands, each laid by itself."""
+
+    def laid(x: DTensor) -> DTensor:
+        local = lay(x._local_tensor, x)
+        return x if local is x._local_tensor else wrap(local, x._spec)
+
+    every: tuple[Any, ...] = tree_map_only(DTensor, laid, args)
+    return every
+
+
+def _laid_as_said(local: torch.Tensor, x: DTensor) -> torch.Tensor:
+    if lies_as_said(local, x):
+        return local
+    shape = tuple(local.shape)
+    stride = stride_like(shape, x._spec.layout.stride)
+    return torch.empty_strided(shape, stride, dtype=x.dtype, device=local.device).copy_(local)
+
+
+# By op: how each operand must lie, before a way is chosen and once more where it was moved.
+_LAYS: dict[str, Lay] = {
     **dict.fromkeys(("aten::_linalg_det", "aten::_linalg_slogdet"), _as_the_matrix_says),
+    **dict.fromkeys(("aten::native_group_norm", "aten::native_group_norm_backward"), _laid_as_said),
+    **dict.fromkeys((*ATTENTION, *(f"{name}_backward" for name in ATTENTION)), _with_rows_in_one_piece),
+}
+_LAID_FIRST: dict[str, Callable[[Op, tuple[Any, ...]], tuple[Any, ...]]] = {
+    **{name: partial(_each, lay) for name, lay in _LAYS.items()},
     **dict.fromkeys(("aten::native_group_norm", "aten::native_group_norm_backward"), _in_one_format),
     **dict.fromkeys(("aten::median", "aten::nanmedian"), _each_in_its_place),
 }
-
-
-def _laid_as_said(x: DTensor) -> DTensor:
-    local = x._local_tensor
-    if lies_as_said(local, x):
-        return x
-    shape = tuple(local.shape)
-    laid = torch.empty_strided(
-        shape, stride_like(shape, x._spec.layout.stride), dtype=x.dtype, device=local.device
-    )
-    return wrap(laid.copy_(local), x._spec)
 
 
 def lies_as_said(local: torch.Tensor, x: DTensor) -> bool:
