@@ -101,6 +101,13 @@ class Halves(Partition):
         return Region([Box((half * coord, 0), (half, shape[1]))], (half, shape[1]))
 
 
+class OfTensors(Partition):
+    """Rows found with torch, and never made numbers."""
+
+    def region(self, shape, n, coord):
+        return rows(shape, torch.arange(coord, shape[0], n))
+
+
 class Nothing(Partition):
     def region(self, shape, n, coord):
         return None
@@ -145,6 +152,7 @@ NO_PARTITIONS = [
     (FlatLocal(), r"its local shape \(8,\) has not 2 dims"),
     (FlatBoxes(), r"its box at \(0,\) of size \(1,\) has not 2 dims"),
     (Halves(), r"its local shape \(3.5, 2\) is not made of integers"),
+    (OfTensors(), r"its box at \(tensor\(0\), 0\) of size \(1, 2\) is not made of integers"),
     (Nothing(), r"region\(\) gave None, not a Region"),
     (Pairs(), r"not a Region"),
     (OnOneCoord(), r"region\(\(7, 2\), 2, 1\) raised KeyError"),

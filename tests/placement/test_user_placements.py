@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from shardwright.errors import PlacementError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
-from shardwright.placement import Partition, Shard, as_placement
+from shardwright.placement import Partition, Placement, Shard, as_placement
 from shardwright.testing.check_placement import check_placement
 from tests.placement.user_placements import Band, Checkerboard, LogSumExp, PermutedRows, RowsInTurn
 
@@ -110,9 +110,21 @@ class EqualToNone(RowsInTurn):
     __hash__ = RowsInTurn.__hash__
 
 
+@dataclass(frozen=True)
+class OfATensor(RowsInTurn):
+    owners: object
+
+
+class OfNoFamily(Placement):
+    """It says neither what coords hold nor how they are reduced."""
+
+
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
+        (OfATensor(torch.tensor([0, 1])), r"OfATensor.owners holds a tensor.*tuple\(owners.tolist\(\)\)"),
+        (OfATensor(tuple(torch.tensor([0, 1]))), r"OfATensor.owners holds a tensor"),
+        (OfNoFamily(), "OfNoFamily does not say what ranks hold: subclass Partition or Pending"),
         (Listed(), "Listed is not a value.*unhashable type: 'list'.*a tuple in place of a list"),
         (EqRaises(), "EqRaises is not a value.*RuntimeError: mine"),
         (EqualToAll(), "EqualToAll is equal to a placement of another class"),

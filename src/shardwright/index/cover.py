@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shardwright.index.region import Region, Shape
 from shardwright.index.runs import intervals
@@ -78,7 +79,8 @@ def _boxes(region: Region) -> Iterator[tuple[Any, Any]]:
 
 def _whole_numbers(values: Any, *, negative: bool = False) -> bool:
     try:
-        return all(negative or value >= 0 for value in map(index, values))
+        whole = all(negative or value >= 0 for value in map(index, values))
+        return whole and not any(isinstance(value, Tensor) for value in values)  # which an op would take
     except TypeError:
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial as TorchPartial
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
@@ -75,4 +76,9 @@ def _value(placement: Placement) -> Placement:
     if alike or not itself:
         what = "equal to a placement of another class" if alike else "not equal to itself"
         raise PlacementError(f"{kind} is {what}: leave __eq__ and __hash__ to @dataclass(frozen=True)")
+    if not (placement.is_partition or placement.is_pending or placement.is_replicated):
+        raise PlacementError(f"{kind} does not say what ranks hold: subclass Partition or Pending")
+    for name, value in placement._state().items():
+        if any(isinstance(x, Tensor) for x in (value if isinstance(value, tuple) else (value,))):
+            raise PlacementError(f"{kind}.{name} holds a tensor, which is no value: tuple({name}.tolist())")
     return placement
