@@ -8,7 +8,7 @@ strides), a derivative that looks at the strides must not be misled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,13 +36,6 @@ def asks(func: Op) -> bool:
 def as_described(route: Call, func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The op on operands that lie as it needs them."""
     return route(func, _LAID_FIRST[func._schema.name](func, args), kwargs)
-
-
-def lay_moved(func: Op, tensors: Sequence[DTensor], locals_: list[torch.Tensor]) -> None:
-    """Lay what the op gets after its moves, which bring each operand in an order of their own."""
-    lay = _LAYS.get(func._schema.name)
-    if lay is not None:
-        locals_[:] = map(lay, locals_, tensors)
 
 
 def _as_the_matrix_says(local: torch.Tensor, x: DTensor) -> torch.Tensor:
@@ -104,14 +97,14 @@ def _laid_as_said(local: torch.Tensor, x: DTensor) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=x.dtype, device=local.device).copy_(local)
 
 
-# By op: how each operand must lie, before a way is chosen and once more where it was moved.
-_LAYS: dict[str, Lay] = {
+# By op: how each operand must lie, before a way is chosen and once more after moves, which lay it anew.
+LAYS: dict[str, Lay] = {
     **dict.fromkeys(("aten::_linalg_det", "aten::_linalg_slogdet"), _as_the_matrix_says),
     **dict.fromkeys(("aten::native_group_norm", "aten::native_group_norm_backward"), _laid_as_said),
     **dict.fromkeys((*ATTENTION, *(f"{name}_backward" for name in ATTENTION)), _with_rows_in_one_piece),
 }
 _LAID_FIRST: dict[str, Callable[[Op, tuple[Any, ...]], tuple[Any, ...]]] = {
-    **{name: partial(_each, lay) for name, lay in _LAYS.items()},
+    **{name: partial(_each, lay) for name, lay in LAYS.items()},
     **dict.fromkeys(("aten::native_group_norm", "aten::native_group_norm_backward"), _in_one_format),
     **dict.fromkeys(("aten::median", "aten::nanmedian"), _each_in_its_place),
 }

@@ -17,7 +17,7 @@ from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.identity import identity_of, reduction_of_cuts
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch import derived
-from shardwright.tensor.dispatch.memory_order import as_made, lay_moved, lies_as_said
+from shardwright.tensor.dispatch.memory_order import LAYS, as_made, lies_as_said
 from shardwright.tensor.dispatch.prepared import Move, Prepared
 from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.written_memory import keep_apart
@@ -38,7 +38,8 @@ def run(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tensors: list[
     locals_ = list(map(_local_of, tensors))
     if prepared.moves or prepared.brought_back:
         _move(prepared, func, args, kwargs, tensors, locals_)
-        lay_moved(func, tensors, locals_)
+        if func._schema.name in LAYS:
+            locals_ = list(map(LAYS[func._schema.name], locals_, tensors))
     if prepared.mutated and len(locals_) > 1:
         keep_apart(locals_, prepared.mutated)
     if prepared.skip:
