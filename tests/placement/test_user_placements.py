@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from shardwright.errors import PlacementError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
-from shardwright.placement import Partition, Placement, Shard, as_placement
+from shardwright.placement import Partition, Pending, Placement, Shard, as_placement
 from shardwright.testing.check_placement import check_placement
 from tests.placement.user_placements import Band, Checkerboard, LogSumExp, PermutedRows, RowsInTurn
 
@@ -69,6 +69,38 @@ def test_dims_that_are_cut_follow_from_the_regions():
     assert Band().cut_dims((4, 4), 2) == (0, 1)
     assert Checkerboard(2).cut_dims((4, 4), 2) == (0, 1)
     assert Checkerboard(2).cut_dims((0, 4), 2) == ()
+
+
+class LaidInColumns(RowsInTurn):
+    def split(self, x, n, coord):
+        return super().split(x, n, coord).mT.contiguous().mT
+
+
+class TermsInColumns(Pending):
+    def combine(self, terms):
+        return sum(terms).mT.contiguous().mT
+
+    def embed(self, x, n, coord):
+        return (x if coord == 0 else torch.zeros_like(x)).mT.clone(memory_format=torch.contiguous_format).mT
+
+
+def test_what_a_class_makes_lies_in_memory_as_what_it_was_given():
+    """Kernels trust the strides of the whole: one that writes into a part would miss its elements."""
+    rows = torch.arange(24.0).view(4, 6)
+    for x in (rows, rows.t().contiguous().t()):
+        in_rows = x.is_contiguous()
+        for part in (
+            LaidInColumns().split(x, 2, 0),
+            TermsInColumns().embed(x, 2, 0),
+            TermsInColumns().combine([x, x]),
+            Layout(MeshShape(("tp",), (2,)), [LaidInColumns()], (4, 6), dtype=x.dtype).split(x, (1,)),
+        ):
+            assert (part if in_rows else part.t()).is_contiguous()
+        assert torch.equal(LaidInColumns().split(x, 2, 1), RowsInTurn().split(x, 2, 1))
+        assert torch.equal(TermsInColumns().combine([x, x]), x + x)
+    x = rows.clone().requires_grad_()
+    LaidInColumns().split(x, 2, 0).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([[1.0], [0.0], [1.0], [0.0]]).expand(4, 6))
 
 
 def test_a_class_that_cannot_be_hashed_says_how_to_declare_it():

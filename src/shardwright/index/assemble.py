@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwright.errors import PlacementError
 from shardwright.index.region import Box, Region, Shape
 from shardwright.index.runs import Runs, intervals
+from shardwright.index.stride import stride_like
 from shardwright.remember import remembered
 
 
@@ -42,6 +43,15 @@ def _take_runs(x: Tensor, runs: tuple[Runs, ...]) -> Tensor:
 def _take_dim(x: Tensor, dim: int, runs: Runs) -> Tensor:
     pieces = [x.narrow(dim, offset, size) for offset, size in intervals(runs)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def laid_like(made: Tensor, given: Tensor) -> Tensor:
+    """What was made of a tensor, in memory in the order of that: kernels trust the strides of the whole."""
+    said, has = (stride_like(tuple(made.shape), x.stride()) for x in (given, made))
+    if said == has or made.dim() != given.dim():
+        return made
+    order = sorted(range(made.dim()), key=lambda dim: -said[dim])
+    return made.permute(order).contiguous().permute([order.index(dim) for dim in range(made.dim())])
 
 
 def join_regions(parts: Sequence[Tensor], regions: Sequence[Region], shape: Shape) -> Tensor:

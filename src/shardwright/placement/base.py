@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 
 from shardwright.compat import DisableTorchFunction, function_modes_on, modes_on, without_modes
 from shardwright.errors import PlacementError
-from shardwright.index.assemble import derived_cut_dims, join_regions, take_region
+from shardwright.index.assemble import derived_cut_dims, join_regions, laid_like, take_region
 from shardwright.index.compose import compose_regions
 from shardwright.index.region import Region, Shape
 from shardwright.index.runs import Runs
@@ -31,6 +31,8 @@ _ABOUT_INDICES = (
     *("region", "runs", "local_length", "local_shape", "cut_dims", "touched_dims", "even", "validate"),
     *("resolved", "on_dim", "on_dims", "moved", "flat_group", "within", "names"),
 )
+
+_MAKING_TENSORS = ("split", "join", "embed", "combine", "combine_in_place")
 
 
 @contextmanager
@@ -61,6 +63,20 @@ def _undisturbed(method: Any) -> Any:
     return asked
 
 
+def _laid(method: Any) -> Any:
+    """A method that makes a tensor of another, or of several, run so that it lies in memory as they do."""
+    if not isfunction(method):
+        return method
+
+    @wraps(method)
+    def laid(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made, given = method(self, *args, **kwargs), next(iter((*args, *kwargs.values())))
+        like = given if isinstance(given, Tensor) else given[0]
+        return laid_like(made, like) if isinstance(made, Tensor) else made
+
+    return laid
+
+
 # The library's own classes.
 OWN_CLASSES: set[type] = set()
 
@@ -86,15 +102,15 @@ class Placement(TorchPlacement):
     any_size: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the methods about indices of a class that is not the library's own run `undisturbed`."""
+        """Let methods of somebody else's class run `undisturbed`, and what they make be `_laid`."""
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith("shardwright."):
             OWN_CLASSES.add(cls)
             return
-        for name in _ABOUT_INDICES:
+        for name in (*_ABOUT_INDICES, *_MAKING_TENSORS):
             owner = stated_by(cls, name)
             if owner is cls or (owner is not None and not issubclass(owner, Placement)):  # or a mixin's
-                setattr(cls, name, _undisturbed(vars(owner)[name]))
+                setattr(cls, name, (_laid if name in _MAKING_TENSORS else _undisturbed)(vars(owner)[name]))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG004 - arguments belong to __init__
         """Make the C++ part, also for a dataclass, copy and pickle, which skip our __init__."""
