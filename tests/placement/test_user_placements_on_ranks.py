@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
 
+from shardwright.errors import LayoutError
+from shardwright.placement import Box, Partition, Region, Shard
 from shardwright.testing import rank_mesh
 from tests.placement.user_placements import Band, Checkerboard, PermutedRows
 
@@ -122,3 +126,55 @@ def test_it_is_drawn(ranks, kind):
     first, second = ranks(2, drawn, kind)
     assert first == second
     assert type(KINDS[kind]).__name__ in first
+
+
+@dataclass(frozen=True)
+class PairOfDims(Partition):
+    """Runs of the elements of dims `dim` and `dim + 1`, flat, on the latter: it cuts both."""
+
+    dim: int
+
+    def region(self, shape, n, coord):
+        piece = -(-shape[0] * shape[1] // n)
+        held = range(min(coord * piece, shape[0] * shape[1]), min((coord + 1) * piece, shape[0] * shape[1]))
+        return Region([Box(divmod(at, shape[1]), (1, 1)) for at in held], (1, len(held)))
+
+
+@dataclass(frozen=True)
+class RowsOfWidth(Partition):
+    """Rows; its `dim` is a size of the model."""
+
+    dim: int
+
+    def region(self, shape, n, coord):
+        return Shard(0).region(shape, n, coord)
+
+
+@dataclass(frozen=True)
+class ReversedRows(RowsOfWidth):
+    def region(self, shape, n, coord):
+        return Shard(0).region(shape, n, n - 1 - coord)
+
+
+def told_of_parts():
+    import shardwright as sw
+
+    mesh, full = mesh_of(sw, 3), torch.arange(24.0).view(6, 4)
+    for placement, is_told in ((PairOfDims(0), False), (RowsOfWidth(5), False), (ReversedRows(0), True)):
+        x = sw.distribute_tensor(full, mesh, [placement])
+        doubled = sw.local_map(
+            lambda part: part * 2, out_placements=[placement], in_placements=([placement],), device_mesh=mesh
+        )
+        for made, want in (
+            (lambda: sw.DTensor.from_local(x.to_local(), mesh, [placement]), full),  # noqa: B023 - called here
+            (lambda: doubled(x), full * 2),  # noqa: B023
+        ):
+            if is_told:
+                assert torch.equal(made().full_tensor(), want)
+            else:
+                with pytest.raises(LayoutError, match=r"infer the logical shape|do not tell of which tensor"):
+                    made()
+
+
+def test_a_shape_is_told_by_parts_only_where_dim_is_the_dim_that_is_cut(ranks):
+    ranks(3, told_of_parts)

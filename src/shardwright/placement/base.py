@@ -65,8 +65,6 @@ def _undisturbed(method: Any) -> Any:
 
 def _laid(method: Any) -> Any:
     """A method that makes a tensor of another, or of several, run so that it lies in memory as they do."""
-    if not isfunction(method):
-        return method
 
     @wraps(method)
     def laid(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +72,7 @@ def _laid(method: Any) -> Any:
         like = given if isinstance(given, Tensor) else given[0]
         return laid_like(made, like) if isinstance(made, Tensor) else made
 
-    return laid
+    return laid if isfunction(method) else method
 
 
 # The library's own classes.

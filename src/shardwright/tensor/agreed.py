@@ -7,6 +7,7 @@ parts are not equal; the next operation then sends what nobody expects. Not a ch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import product
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from shardwright.errors import LayoutError, PlacementError
 from shardwright.index.stride import contiguous_stride
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import as_mesh_shape
-from shardwright.placement.base import Partition
+from shardwright.placement.base import OWN_CLASSES, Partition
 
 _DIMS = 64  # torch's limit
 _SHOWN = 8
@@ -105,16 +106,31 @@ def _summed(told: Sequence[Held], mesh: DeviceMesh, placements: Sequence[object]
     known = as_mesh_shape(mesh)
     cut: dict[int, list[int]] = {}
     for axis, placement in enumerate(placements):
-        dim = getattr(placement, "dim", None)
-        if isinstance(placement, Partition) and not isinstance(dim, int):
-            return None
-        if isinstance(placement, Partition) and isinstance(dim, int):
-            cut.setdefault(dim % max(len(told[0].shape), 1), []).append(axis)
+        if isinstance(placement, Partition):
+            dim = cut_by(placement, told[0].shape, known.sizes[axis])
+            if dim is None:
+                return None
+            cut.setdefault(dim, []).append(axis)
     shape = list(told[0].shape)
     for dim, axes in cut.items():
         sizes = (range(n) if axis in axes else range(1) for axis, n in enumerate(known.sizes))
         shape[dim] = sum(told[known.index_at(coords)].shape[dim] for coords in product(*sizes))
     return tuple(shape)
+
+
+def cut_by(part: Partition, local: Shape, n: int) -> int | None:
+    """The dim that a partition names by `dim`, from the front, if it cuts no other; else None.
+
+    To a class of somebody else's the attribute may mean anything: it is asked about longer dims.
+    """
+    dim = getattr(part, "dim", None)
+    if not isinstance(dim, int):
+        return None
+    dim %= max(len(local), 1)
+    with suppress(Exception):  # it may not take such a tensor
+        if type(part) not in OWN_CLASSES and set(part.cut_dims(tuple(n * s + 1 for s in local), n)) - {dim}:
+            return None
+    return dim
 
 
 def refuse_unequal(told: Sequence[Held], guesses: Sequence[Shape], found: Layout | None, what: str) -> None:

@@ -15,9 +15,9 @@ from shardwright.comm.record import because
 from shardwright.compat import mesh_resources
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
-from shardwright.placement.base import Placement, Replicate
+from shardwright.placement.base import Partition, Placement, Replicate
 from shardwright.tensor import known_parts
-from shardwright.tensor.agreed import check_alike, check_stated, refuse_unequal, told_by_all, whole_of
+from shardwright.tensor.agreed import check_alike, check_stated, cut_by, refuse_unequal, told_by_all, whole_of
 from shardwright.tensor.autograd import FromLocal, Redistribute, apply, redistributed
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.dtensor import DTensor
@@ -168,17 +168,16 @@ def inferred_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
     shape = list(local.shape)
     stride = list(local.stride())
     for axis, placement in reversed(list(enumerate(placements))):
-        dim = getattr(placement, "dim", None)
-        if not getattr(placement, "is_partition", False):
+        if not isinstance(placement, Partition):
             continue
-        if not isinstance(dim, int):
+        size = mesh.size(axis)
+        dim = cut_by(placement, tuple(shape), size)
+        if dim is None:
             raise LayoutError(
                 f"from_local cannot infer the logical shape under {placement}: pass shape and stride\n"
                 f"  local  {tuple(local.shape)} on this rank\n"
                 "  fix: from_local(..., shape=(...), stride=(...)) with those of the whole tensor"
             )
-        dim = dim % max(len(shape), 1)
-        size = mesh.size(axis)
         shape[dim] *= size
         stride = [s * size if s > stride[dim] and i != dim else s for i, s in enumerate(stride)]
     return Layout(mesh, tuple(placements), tuple(shape), dtype=local.dtype, stride=tuple(stride))

@@ -175,7 +175,7 @@ def _told(
     found = whole_of(told, mesh, placements, local.dtype)
     if found is None:
         raise LayoutError(
-            f"{what}: the outputs are not the parts of one tensor under {placements}\n{listed(told)}\n"
+            f"{what}: the parts do not tell of which tensor they are under {placements}\n{listed(told)}\n"
             "  fix: return the part that belongs to the rank, or pass out_shapes= and the placements that "
             "the parts have"
         )

@@ -51,10 +51,7 @@ def _as_the_matrix_says(local: torch.Tensor, x: DTensor) -> torch.Tensor:
 
 
 def _with_rows_in_one_piece(local: torch.Tensor, x: DTensor) -> torch.Tensor:
-    """Their kernels step through a row by 1: torch has asked the whole tensor's strides before it chose one.
-
-    Logs of sums (of three dims) lie as the kernels made them.
-    """
+    """Their kernels step through a row by 1, as the whole does. Logs of sums lie as they were made."""
     return local if local.dim() < 4 or local.stride(-1) == x.stride(-1) else local.contiguous()
 
 
