@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from shardwright.checkpoint import read_manifest, save
+from shardwright.checkpoint import load, read_manifest, save
+from shardwright.checkpoint.storage import manifest
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
 from shardwright.errors import CheckpointError
 from tests.checkpoint.plain_reader import manifest_of, read_all
@@ -85,3 +86,16 @@ def test_the_page_names_every_entry_of_the_manifest(tmp_path: Path) -> None:
     entries = {*body, *body["files"][0], *body["tensors"]["model/weight"], *part}
     assert entries <= told
     assert read_manifest(tmp_path / "c").id == body["id"]
+
+
+def test_a_manifest_that_nobody_could_read_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path / "c", model, step=1)
+    monkeypatch.setattr(manifest, "_MOST", 100_000)
+    with pytest.raises(CheckpointError, match=r"the manifest would have 1\d{5} bytes, and 100000 are read"):
+        save(tmp_path / "c", model, step=2, extra=bytes(90_000))
+    assert load(tmp_path / "c", model).step == 1
+    save(tmp_path / "c", model, step=3)
+    assert load(tmp_path / "c", model).step == 3

@@ -150,8 +150,16 @@ def _parsed(kind: type[T], text: bytes) -> T:
 
 
 def dump(body: dict[str, Any]) -> bytes:
-    """The text of the manifest file, with a checksum of itself."""
+    """The text of the manifest file, with a checksum of itself.
+
+    Raises: CheckpointError: it is longer than what is read of a manifest, so that nobody could load it.
+    """
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    if len(text) > _MOST - 100:  # what stands around it is less
+        raise CheckpointError(
+            f"the manifest would have {len(text)} bytes, and {_MOST} are read: large values stand in it as "
+            "text, so give them as tensors (torch.from_numpy, torch.frombuffer)"
+        )
     return PREFIX + _checksum(text) + _BETWEEN + text + _END
 
 
