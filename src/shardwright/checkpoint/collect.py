@@ -128,6 +128,11 @@ def collect(nodes: list[Node], extra: Any, *, first_rank: bool) -> Collected:
 def _module(found: Collected, node: Node) -> None:
     found.modules.append(node.path)
     state = read_model(node.live)
+    if state.others:
+        raise CheckpointError(
+            f"the state_dict() of {node.path} gives {state.others[0]!r}, which is no tensor and would be "
+            "lost: give it by get_extra_state(), take it by set_extra_state(), or save it beside the module"
+        )
     for name, tensor in state.tensors.items():
         found.keep_once(f"{node.path}/{name}", tensor)
     for name, module in state.objects.items():

@@ -58,7 +58,10 @@ def _tensors(
 ) -> list[str]:
     saved = manifest.tensors
     below = tuple(f"{root}/" for root in roots)
+    # Large tensors of an extra state are called by its path, and what stands in it.
+    valued = tuple(f"{path}/" for path in manifest.values if path.startswith(below))
     names = [name for name in (*saved, *manifest.ties) if name.startswith(below) and wanted(name)]
+    names = [name for name in names if not f"{name.rstrip('~')}/".startswith(valued)]
     found = [f"{name} is not in the model" for name in names if name not in here and name not in ties]
     for name, (dtype, shape) in here.items():
         theirs = saved.get(manifest.ties.get(name, name))

@@ -53,7 +53,12 @@ class Choice:
 
 
 def step_path(out: Place | str, step: int) -> Place:
-    """Where the checkpoint of a step belongs: `<out>/checkpoints/step-00000100`."""
+    """Where the checkpoint of a step belongs: `<out>/checkpoints/step-00000100`.
+
+    Raises: CheckpointError: `step` is no number of steps, so that nobody would find it under its name.
+    """
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"step={step!r:.60} is no number of steps")
     found = place_of(out)
     home = found if isinstance(found, Address) or "://" in str(out) else at_home(Path(str(out)))
     return home / "checkpoints" / f"step-{step:08d}"

@@ -29,7 +29,7 @@ from shardwright.checkpoint.storage.reader import Pair, Reader, Want, is_small, 
 from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.checkpoint.storage.values import decode
 from shardwright.checkpoint.targets import VALUED, Targets, add_others, of_rank, prepared, tensors_of
-from shardwright.compat import foreach_copy_
+from shardwright.compat import foreach_copy_, hooks_of_loads
 from shardwright.errors import CheckpointError
 
 _TRIES = 5  # of a checkpoint that others save to while it is loaded
@@ -268,6 +268,10 @@ class Loading:
                 yield Change(node.path, partial(node.live.set_state, self.values[node.path]))
         for path, module in self.targets.objects.items():
             yield Change(path, partial(module.set_extra_state, self.values[path]))
+        changed = (*self.targets.live, *self.targets.ties, *self.targets.objects)
+        for node in self.nodes:
+            if node.kind is Kind.MODULE and any(name.startswith(f"{node.path}/") for name in changed):
+                yield from (Change(f"a hook of {node.path}", hook) for hook in hooks_of_loads(node.live))
         for node in self.nodes:
             if node.kind is Kind.STATEFUL and node.path in self.values:
                 yield Change(node.path, partial(node.live.load_state_dict, self.values[node.path]))

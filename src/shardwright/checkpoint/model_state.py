@@ -19,11 +19,12 @@ class ModelState:
     """What of a module is saved.
 
     `tensors` holds each tensor by every name that it has; `objects` are the modules that keep extra state of
-    their own, by name.
+    their own, by name; `others` are entries of its state_dict() that are in neither.
     """
 
     tensors: dict[str, torch.Tensor]
     objects: dict[str, nn.Module]
+    others: tuple[str, ...] = ()
 
 
 def read_model(model: nn.Module) -> ModelState:
@@ -53,7 +54,9 @@ def read_model(model: nn.Module) -> ModelState:
             )
         for each in _tied_names(name, value):
             tensors[each] = value
-    return ModelState(tensors, _modules_with_objects(model))
+    objects = _modules_with_objects(model)
+    plain = (name for name, value in entries.items() if not isinstance(value, torch.Tensor))
+    return ModelState(tensors, objects, tuple(name for name in plain if name not in objects))
 
 
 def _tied_names(name: str, tensor: torch.Tensor) -> tuple[str, ...]:

@@ -14,6 +14,9 @@ from shardwright.checkpoint.storage.manifest import SavedOptimizer, SavedTensor
 from shardwright.checkpoint.storage.values import Keep, canonical, decode, encode
 from shardwright.errors import CheckpointError
 
+OWN = (
+    ""  # in place of a parameter's name: what an optimizer keeps for itself, under other keys than parameters
+)
 _COUNTER = "step"  # torch's optimizers keep it as a plain 0-d tensor, also beside a 0-d parameter
 _PARAMS = "params"
 _NO_SETTINGS = (_PARAMS, "param_names")  # what the parameters are called is known from the model
@@ -66,18 +69,39 @@ def read_optimizer(
             if key not in _NO_SETTINGS
         }
         part.groups.append({**settings, _PARAMS: [names.get(id(one), "") for one in group[_PARAMS]]})
-    for parameter, tensor in parameters_of(optimizer, names, path).items():
-        for name, value in optimizer.state.get(tensor, {}).items():
+    _refuse_what_is_lost(optimizer, path)
+    parameters = parameters_of(optimizer, names, path)
+    states = {name: optimizer.state.get(tensor, {}) for name, tensor in parameters.items()}
+    for parameter, state in (states | {OWN: own_state(optimizer)}).items():
+        for name, value in state.items():
             if type(name) is not str or "/" in name:
                 raise CheckpointError(
-                    f"{path} calls a state of {parameter} {name!r}: a name is text without a slash"
+                    f"{path} calls a state of {parameter or 'its own'} {name!r}: a name is text without a "
+                    "slash"
                 )
             key = f"{path}/{parameter}/{name}"
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and parameter != OWN:
                 keep(key, value)
             else:
                 part.values.setdefault(parameter, {})[name] = encode(value, key, keep_of_value)
     return part
+
+
+def own_state(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps in `state` for itself, and for no parameter."""
+    state: dict[Any, Any] = optimizer.state
+    return {name: one for name, one in state.items() if not isinstance(name, torch.Tensor)}
+
+
+def _refuse_what_is_lost(optimizer: Optimizer, path: str) -> None:
+    """Raises CheckpointError where an optimizer's own `state_dict` says more than groups and states."""
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        more = [str(name) for name in optimizer.state_dict() if name not in ("state", "param_groups")]
+        if more:
+            raise CheckpointError(
+                f"the state_dict() of {path} gives {more[0]!r} beside its groups and states, which would be "
+                f"lost: keep it in the optimizer's state[{more[0]!r}], or save it beside the optimizer"
+            )
 
 
 def merge(path: str, parts: list[OptimizerPart]) -> dict[str, Any]:
@@ -233,3 +257,6 @@ def write_optimizer(
                 optimizer.state[parameter] = states[names[id(parameter)]]
             else:
                 optimizer.state.pop(parameter, None)
+    for own in own_state(optimizer):
+        del optimizer.state[own]  # type: ignore[arg-type]
+    optimizer.state.update(states.get(OWN, {}))  # type: ignore[arg-type]

@@ -14,8 +14,10 @@ from shardwright.checkpoint.collect import RANKS
 from shardwright.checkpoint.compare import Wanted
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.optimizer_state import (
+    OWN,
     check_groups,
     empty_state,
+    own_state,
     parameters_of,
     states_of,
     step_devices,
@@ -201,6 +203,7 @@ def _optimizer(found: Targets, manifest: Manifest, node: Node) -> None:
     for parameter, values in saved.values.items():
         if parameter in parameters:
             _kept(found, manifest, values, node.live.state.get(parameters[parameter], {}))
+    _kept(found, manifest, saved.values.get(OWN), own_state(node.live))
     found.optimizer_states[node.path] = states
 
 
@@ -213,7 +216,7 @@ def prepared(
     """
     saved = manifest.optimizers[node.path]
     names, take = found.names_in(manifest, node.path), loaded.__getitem__
-    here = set(names.values())
+    here = {OWN, *names.values()}
     states: dict[str, dict[str, Any]] = {
         parameter: decode(values, parameter, take)
         for parameter, values in saved.values.items()

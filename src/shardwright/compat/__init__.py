@@ -35,6 +35,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor.placement_types import Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _python_dispatch
 from torch.utils._mode_utils import no_dispatch as no_dispatch
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -392,6 +393,12 @@ def leave_checkpoints(error: BaseException) -> None:
 def version_of(x: torch.Tensor) -> int | None:
     """torch's count of writes, shared by a base and its views; None for inference tensors."""
     return None if x.is_inference() else x._version
+
+
+def hooks_of_loads(module: nn.Module) -> list[Callable[[], object]]:
+    """What a module and those in it do when their state has been loaded, the inner ones first."""
+    none, every = _IncompatibleKeys([], []), reversed(list(module.modules()))
+    return [partial(hook, one, none) for one in every for hook in one._load_state_dict_post_hooks.values()]
 
 
 def intercept_calls(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

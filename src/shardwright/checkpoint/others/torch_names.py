@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.checkpoint.collect import RANKS, Part, optimizers_of, values_of
+from shardwright.checkpoint.optimizer_state import OWN
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.storage.values import decode
 from shardwright.errors import CheckpointError
@@ -82,6 +83,9 @@ def _optimizer(
         if key.startswith(f"{path}/") and parameter in called:
             state[called[parameter]][name] = tensors[key]
             inside.add(key)
+    if OWN in saved["values"]:
+        own = f"{path} keeps {next(iter(saved['values'][OWN]))!r} for no parameter"
+        raise CheckpointError(f'{own}, for which get_state_dict has no name: save without format="dcp"')
     for parameter, values in saved["values"].items():
         found = decode(values, f"{path}/{parameter}", tensors.__getitem__)
         state[called[parameter]] |= found
