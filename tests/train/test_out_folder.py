@@ -21,6 +21,15 @@ def test_looking_leaves_nothing_behind(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_can_be_no_folder_is_refused_before_a_process_is_started(tmp_path):
+    with pytest.raises(ConfigError, match="memory://x is an address"):
+        TrainConfig.parse(out="memory://x")
+    assert TrainConfig.parse(out=f"file://{tmp_path}/run").out == tmp_path / "run"
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="link is a link to what is not there"):
+        choose_folder(TrainConfig.parse(out=tmp_path / "link"))
+
+
 def test_a_second_run_in_a_folder_is_refused_until_the_first_one_ends(tmp_path):
     first, second = (RunFolder(tmp_path / "run", writes=True) for _ in range(2))
     first.lock()

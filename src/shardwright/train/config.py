@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from shardwright.checkpoint.storage.place import folder_of
 from shardwright.errors import ConfigError
 
 NEWEST = "newest"
@@ -73,10 +74,10 @@ class TrainConfig(BaseModel):
     @field_validator("data", "out", mode="before")
     @classmethod
     def _named(cls, path: Any) -> Any:
-        """An empty path is a shell variable that was never set, not the working folder."""
+        """An empty path is a shell variable that was never set, an address no folder."""
         if path == "":
             raise ValueError("it is empty: name a path, or leave the flag out")
-        return path
+        return folder_of(path) if "://" in str(path) else path
 
     @classmethod
     def parse(cls, **settings: Any) -> Self:

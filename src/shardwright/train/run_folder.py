@@ -30,6 +30,8 @@ def choose_folder(config: TrainConfig) -> Path:
     Raises: ConfigError: a new run would write into a folder that already holds something.
     """
     path = at_home(config.out or Path("runs") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"))
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(f"--out {path} is a link to what is not there: name a folder")
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--out {path} is a file: name a folder")
     if config.resume is None and path.exists() and any(path.iterdir()):
