@@ -269,9 +269,10 @@ class Loading:
         for path, module in self.targets.objects.items():
             yield Change(path, partial(module.set_extra_state, self.values[path]))
         changed = (*self.targets.live, *self.targets.ties, *self.targets.objects)
-        for node in self.nodes:
-            if node.kind is Kind.MODULE and any(name.startswith(f"{node.path}/") for name in changed):
-                yield from (Change(f"a hook of {node.path}", hook) for hook in hooks_of_loads(node.live))
+        modules = [node for node in self.nodes if node.kind is Kind.MODULE]
+        loaded = [one for one in modules if any(name.startswith(f"{one.path}/") for name in changed)]
+        if hooks := [hook for one in loaded for hook in hooks_of_loads(one.live)]:
+            yield Change("hooks of modules", lambda: [hook() for hook in hooks])
         for node in self.nodes:
             if node.kind is Kind.STATEFUL and node.path in self.values:
                 yield Change(node.path, partial(node.live.load_state_dict, self.values[node.path]))
