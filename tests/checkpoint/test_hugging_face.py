@@ -318,3 +318,22 @@ def test_elements_that_the_format_has_no_name_for_are_refused(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="weight is complex128, which these files have no name for"):
         save_hf(nn.Linear(2, 2, dtype=torch.complex128), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def save_differing(folder: Path, value: float) -> str:
+    """What a save says of a plain module of which this rank may have other values."""
+    model = nn.Linear(2, 2)
+    for one in model.parameters():
+        nn.init.constant_(one, value * torch.distributed.get_rank())
+    try:
+        save_hf(model, folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_plain_module_that_differs_between_ranks_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for told in ranks(2, save_differing, tmp_path / "out", 1.0):
+        assert told.startswith("bias differs between ranks: make it equal first")
+    assert not list((tmp_path / "out").iterdir())
+    assert ranks(2, save_differing, tmp_path / "out", 0.0) == ["", ""]

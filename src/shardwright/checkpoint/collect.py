@@ -94,7 +94,7 @@ class Collected:
             # A plain tensor is on no mesh at all.
             if held[key].boxes and (len(held[key].ranks) < ranks or is_copied(tensor))
         }
-        return held, {key: _digest(tensor) for key, tensor in apart.items()}
+        return held, {key: digest(tensor) for key, tensor in apart.items()}
 
 
 def collect(nodes: list[Node], extra: Any, *, first_rank: bool) -> Collected:
@@ -140,7 +140,8 @@ def _module(found: Collected, node: Node) -> None:
         found.put(key, encode(module.get_extra_state(), key, found.keep_of_value))
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor) -> str:
+    """A checksum of what this rank holds of a tensor."""
     whole = xxhash.xxh3_128()
     for block in blocks(local_of(tensor)):
         whole.update(block)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.agree import agreed, rank, world
+from shardwright.checkpoint.collect import digest
 from shardwright.checkpoint.hugging_face.index import INDEX, SINGLE
 from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of
 from shardwright.checkpoint.model_state import read_model
@@ -51,14 +52,16 @@ def save_hf(
         max_shard_size: bytes of a file at most, unless one tensor is larger.
 
     Returns: `folder`.
-    Raises: CheckpointError: on every rank, with no file left: a tensor is still to be summed, there are such
-    files already, or the disk refuses.
+    Raises: CheckpointError: on every rank, with no file left: a tensor is still to be summed, or is plain and
+    differs between ranks, there are such files already, or the disk refuses.
     Cost: each tensor is gathered on all ranks, one at a time, and written by one of them; memory for one.
     """
     folder = folder_of(folder)
     export = _Export(model, folder, tuple(maps), max_shard_size)
-    keys = agreed(f"writing {folder}", export.plan)
-    export.key = keys[0]
+    plans = agreed(f"writing {folder}", export.plan)
+    export.key, alike = plans[0][0], [one for _, one in plans]
+    if differing := alike[0].union(*alike) - alike[0].intersection(*alike):
+        raise CheckpointError(f"{min(differing)[0]} differs between ranks: make it equal first (broadcast)")
     export.stream()
     try:
         agreed(f"writing {folder}", export.finish)
@@ -79,8 +82,8 @@ class _Export:
         self.handles: dict[int, int] = {}
         self.error: OSError | None = None
 
-    def plan(self) -> str:
-        """Decide which tensor is in which file; the same on every rank."""
+    def plan(self) -> tuple[str, set[tuple[str, str]]]:
+        """Decide which tensor is in which file; a key, and what must be the same on every rank."""
         if type(self.most) is not int or self.most < 1:
             raise CheckpointError(f"max_shard_size={self.most!r} is no number of bytes: 5 << 30 is 5 GiB")
         taken = sorted(one.name for one in self.folder.glob("*.safetensors*"))
@@ -117,7 +120,8 @@ class _Export:
         if not self.files:
             raise CheckpointError("the model has no tensors, so there is nothing to write")
         self.folder.mkdir(parents=True, exist_ok=True)
-        return secrets.token_hex(8)
+        alike = {(n, str(x.shape) if isinstance(x, DTensor) else digest(x)) for n, x in self.tensors.items()}
+        return secrets.token_hex(8), alike
 
     def _named(self, number: int) -> str:
         count = len(self.files)
