@@ -269,3 +269,38 @@ def test_what_others_call_rng_and_extra_is_kept(tmp_path: Path, thing: Any) -> N
     loaded = load(tmp_path / "ours", nn.Linear(2, 2), **{"rng~": state})
     assert str(loaded.extra) == str(thing)
     assert not loaded.rng_restored
+
+
+class Keeping(torch.optim.SGD):
+    """It keeps something that is of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["own"] = torch.arange(3)
+        self.state["count"] = 7
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_for_no_parameter_is_converted(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = Keeping(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "one.pt")
+    convert(tmp_path / "one.pt", tmp_path / "c", parameters=["weight", "bias"])
+    tuned = Keeping(other.parameters())
+    load(tmp_path / "c", other, tuned)
+    assert tuned.state["count"] == 7
+    assert torch.equal(tuned.state["own"], torch.arange(3))
+    buffers = [one.state[of.weight]["momentum_buffer"] for one, of in ((optimizer, model), (tuned, other))]
+    assert torch.equal(*buffers)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested", "meta"])
+def test_a_tensor_without_elements_of_its_own_is_named(tmp_path: Path, kind: str) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    made = {"sparse": torch.eye(2).to_sparse(), "nested": nested, "meta": torch.empty(2, device="meta")}
+    torch.save({"model": {"fine": torch.ones(1), "a": {"b": made[kind]}}}, tmp_path / "one.pt")
+    with pytest.raises(CheckpointError, match=f"model.a.b is .*{kind}"):
+        convert(tmp_path / "one.pt", tmp_path / "c")
+    assert not (tmp_path / "c").exists()

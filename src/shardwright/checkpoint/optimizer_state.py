@@ -96,11 +96,10 @@ def own_state(optimizer: Optimizer) -> dict[str, Any]:
 def _refuse_what_is_lost(optimizer: Optimizer, path: str) -> None:
     """Raises CheckpointError where an optimizer's own `state_dict` says more than groups and states."""
     if type(optimizer).state_dict is not Optimizer.state_dict:
-        more = [str(name) for name in optimizer.state_dict() if name not in ("state", "param_groups")]
-        if more:
+        for name in sorted(set(optimizer.state_dict()) - {"state", "param_groups"}):
             raise CheckpointError(
-                f"the state_dict() of {path} gives {more[0]!r} beside its groups and states, which would be "
-                f"lost: keep it in the optimizer's state[{more[0]!r}], or save it beside the optimizer"
+                f"the state_dict() of {path} gives {name!r} beside its groups and states, which would be "
+                f"lost: keep it in the optimizer's state[{name!r}], or save it beside the optimizer"
             )
 
 

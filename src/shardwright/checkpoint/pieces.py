@@ -49,14 +49,14 @@ def describe(tensor: torch.Tensor, key: str, rank: int) -> Held:
     Raises: CheckpointError: it is still to be summed, has no data, or is of a kind that no file holds.
     """
     if not isinstance(tensor, DTensor):
-        _refuse_without_data(tensor, key)
+        refuse_without_data(tensor, key)
         shape = tuple(tensor.shape)
         whole: tuple[Cell, ...] = (((0,) * len(shape), shape),) if tensor.numel() else ()
         return Held(name_of(tensor.dtype), shape, None, whole)
     _refuse_pending(tensor, key)
     held = _held(layout_of(tensor), rank)
     if held.boxes:
-        _refuse_without_data(local_of(tensor), key)
+        refuse_without_data(local_of(tensor), key)
     return held
 
 
@@ -83,7 +83,8 @@ def _refuse_pending(tensor: torch.Tensor, key: str) -> None:
         raise CheckpointError(f"{key} with placements {tensor.placements} is not finished: {fix}")
 
 
-def _refuse_without_data(local: torch.Tensor, key: str) -> None:
+def refuse_without_data(local: torch.Tensor, key: str) -> None:
+    """Raises CheckpointError where a tensor has no elements that a file holds; `key` is its name."""
     if local.device.type == "meta":
         raise CheckpointError(f"{key} is on the meta device and has no data: materialize the module first")
     if local.is_nested:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwright.checkpoint.collect import EXTRA
+from shardwright.checkpoint.optimizer_state import OWN
 from shardwright.checkpoint.others.foreign import ForeignTensor, Steps, as_thing, whole
 from shardwright.checkpoint.others.foreign_optimizers import ForeignOptimizer, refuse_other_shapes
 from shardwright.checkpoint.rng_state import KEY as RNG
@@ -105,12 +106,13 @@ class Converted:
         parameters = self._parameters_of(one)
         values: dict[str, dict[str, Any]] = {}
         for parameter, state in one.state.items():
+            called = parameters[parameter].key if parameter != OWN else OWN
             for name, thing in state.items():
-                key = f"{path}/{parameters[parameter].key}/{name}"
-                if isinstance(thing, ForeignTensor):
+                key = f"{path}/{called}/{name}"
+                if isinstance(thing, ForeignTensor) and parameter != OWN:
                     self.add(key, key, thing)
                 else:
-                    values.setdefault(parameters[parameter].key, {})[name] = encode(thing, key, self._keep)
+                    values.setdefault(called, {})[name] = encode(whole(thing), key, self._keep)
         groups = [
             {name: encode(of, f"{path}/{name}") for name, of in group.items()}
             | {"params": [parameters[name].key for name in group["params"]]}

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwright.checkpoint.optimizer_state import OWN
+from shardwright.checkpoint.pieces import refuse_without_data
 from shardwright.checkpoint.storage import dcp, disk
 from shardwright.checkpoint.storage.element_types import name_of
 from shardwright.errors import CheckpointError
@@ -85,7 +87,7 @@ def _flat(steps: Steps, found: Mapping[Any, Any]) -> Iterator[tuple[Steps, Any]]
         if isinstance(one, Mapping) and one and (_is_optimizer(one) or all(type(key) is str for key in one)):
             yield from _flat(here, one)
         else:
-            yield here, as_thing(one)
+            yield here, as_thing(one, here)
 
 
 def _is_optimizer(found: Mapping[Any, Any]) -> bool:
@@ -94,9 +96,11 @@ def _is_optimizer(found: Mapping[Any, Any]) -> bool:
 
 
 def _of_optimizer(steps: Steps, found: Mapping[Any, Any]) -> Iterator[tuple[Steps, Any]]:
-    for parameter, state in found["state"].items():
-        for name, one in state.items():
-            yield (*steps, "state", str(parameter), str(name)), as_thing(one)
+    own = {name: one for name, one in found["state"].items() if not isinstance(one, Mapping)}
+    for parameter, state in (*found["state"].items(), (OWN, own)):
+        for name, one in {} if parameter in own else state.items():
+            here = (*steps, "state", str(parameter), str(name))
+            yield here, as_thing(one, here)
     for number, group in enumerate(found["param_groups"]):
         for name, one in group.items():
             yield (*steps, "param_groups", number, str(name)), as_thing(one)
@@ -107,10 +111,11 @@ def whole(thing: Any) -> Any:
     return thing.whole() if isinstance(thing, ForeignTensor) else thing
 
 
-def as_thing(one: Any) -> Any:
-    """A tensor as one of the source; anything else as it is."""
+def as_thing(one: Any, steps: Steps = ()) -> Any:
+    """A tensor as one of the source; anything else as it is. Raises: CheckpointError: no file holds it."""
     if not isinstance(one, torch.Tensor):
         return one
+    refuse_without_data(one, ".".join(map(str, steps)))
     shape = tuple(one.shape)
     whole = ((0,) * len(shape), shape, partial(torch.Tensor.detach, one))
     return ForeignTensor(name_of(one.dtype), shape, [whole] if one.numel() else [])

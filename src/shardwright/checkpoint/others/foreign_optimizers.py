@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwright.checkpoint.optimizer_state import OWN
 from shardwright.checkpoint.others.foreign import ForeignTensor, Steps, whole
 from shardwright.errors import CheckpointError
 
@@ -29,7 +30,7 @@ class ForeignOptimizer:
     @property
     def names(self) -> set[str]:
         """Of its parameters."""
-        return {*self.state, *(name for group in self.groups for name in group[_PARAMS])}
+        return {*self.state, *(name for group in self.groups for name in group[_PARAMS])} - {OWN}
 
 
 def take_optimizers(found: dict[Steps, Any], numbered: Sequence[str] | None) -> list[ForeignOptimizer]:
@@ -110,8 +111,7 @@ def refuse_other_shapes(one: ForeignOptimizer, shapes: Mapping[str, tuple[int, .
                 f"{'.'.join(map(str, one.steps)) or 'the optimizer'} has a parameter {parameter!r}, and "
                 "there is no tensor of that name"
             )
-    for parameter, state in one.state.items():
-        for name, thing in state.items():
+        for name, thing in one.state.get(parameter, {}).items():
             shape = thing.shape if isinstance(thing, ForeignTensor) else shapes[parameter]
             if name in _OF_THE_SHAPE and shape != shapes[parameter]:
                 raise CheckpointError(

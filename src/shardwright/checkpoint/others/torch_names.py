@@ -14,6 +14,7 @@ from shardwright.checkpoint.collect import RANKS, Part, optimizers_of, values_of
 from shardwright.checkpoint.optimizer_state import OWN
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.storage.values import decode
+from shardwright.checkpoint.targets import kept_in
 from shardwright.errors import CheckpointError
 
 _PARAMS = "params"
@@ -36,7 +37,7 @@ def as_torch_nests(parts: list[Part], tensors: Mapping[str, Any], about: Mapping
     ties = {name: first for part in parts for name, first in part.ties.items() if name not in tensors}
     values = values_of(parts)
     values.pop(RNG, None)
-    of_values = _kept(values)
+    of_values = {key for key, _ in kept_in(list(values.values()))}
     for key in (*tensors, *ties):
         if key not in inside and key not in of_values:
             _put(nests, _place(key, modules), tensors[ties.get(key, key)])
@@ -51,17 +52,6 @@ def as_torch_nests(parts: list[Part], tensors: Mapping[str, Any], about: Mapping
         if value not in (None, {}):
             _put(nests, [name], value)
     return nests
-
-
-def _kept(value: Any) -> set[str]:
-    """The keys of tensors that values name."""
-    if isinstance(value, list):
-        return set().union(*map(_kept, value))
-    if not isinstance(value, dict):
-        return set()
-    if value.get("$") == "kept":
-        return {str(value["v"])}
-    return set().union(*map(_kept, value.values()))
 
 
 def _place(key: str, modules: list[str]) -> list[str]:
@@ -89,7 +79,7 @@ def _optimizer(
     for parameter, values in saved["values"].items():
         found = decode(values, f"{path}/{parameter}", tensors.__getitem__)
         state[called[parameter]] |= found
-        inside |= _kept(values)
+        inside |= {key for key, _ in kept_in(list(values.values()))}
     groups = [
         {
             **{key: decode(one, key) for key, one in group.items() if key != _PARAMS},
