@@ -20,6 +20,7 @@ from shardwright.parallel.pipeline.forward.held import Held, held
 from shardwright.parallel.pipeline.forward.hollow import Call, HollowMode, Value, hollow, mark
 from shardwright.parallel.pipeline.forward.leavings import Leavings
 from shardwright.parallel.pipeline.forward.outside import Outside
+from shardwright.parallel.pipeline.forward.recording import hook_recorders, record_elsewhere
 from shardwright.parallel.pipeline.mark import ATTRIBUTE
 from shardwright.parallel.pipeline.places import VERB, Place, Places
 from shardwright.parallel.pipeline.serving import Units
@@ -109,6 +110,7 @@ def refuse_placed(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def take_apart(model: nn.Module, mesh: DeviceMesh, places: Places, rank_of: Sequence[int]) -> Split:
     """Leave in the model what this rank holds; say of each parameter who counts it."""
+    hook_recorders(model)
     me = mesh.get_local_rank()
     mine = tuple(stage for stage, rank in enumerate(rank_of) if rank == me)
     mode = HollowMode()
@@ -167,7 +169,8 @@ def _leave(place: Place, places: Places, split: Split, kept: set[int]) -> None:
     module = place.part()
     part = _all_stages(place, places)
     split.conductor.absentees.append(part)
-    place.parent._modules[place.name] = Elsewhere(split.conductor, part, module)
+    place.parent._modules[place.name] = stand_in = Elsewhere(split.conductor, part, module)
+    record_elsewhere(module, stand_in)
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None and id(child) not in kept:
