@@ -279,7 +279,10 @@ def _shard(
         plain[old] = nn.Parameter(local_plain(old).contiguous(), requires_grad=old.requires_grad)
     said = {plain[old]: answers.get(place) for place, old in where.items()}
     put_all(slots, plain)
+    own = type(module)
     fully_shard(module, mesh=mesh, shard_placement_fn=said.get, **kwargs)
+    # Libraries find what they know of a class by how it reads (`transformers`: which states it can record).
+    type(module).__module__, type(module).__qualname__ = own.__module__, own.__qualname__
     for hook in (_begin, _refuse_replaced):
         module.register_forward_pre_hook(hook, prepend=True)  # before torch's own
     show_sharded_between(module, _refuse_lost)
