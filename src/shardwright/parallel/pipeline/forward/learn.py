@@ -123,7 +123,8 @@ def _told(run: Run, needs: frozenset[Value], aside: Aside, split: Split) -> Told
     for path, name in aside.memory.shared(part_of):
         raise ParallelError(
             f"{path}.{name} is one object with what other modules have, and the forward of {part_of(path)} "
-            "changes it, on its own rank alone\n  fix: return from the layer what it adds"
+            "(or own code behind it) changes it, on its own rank alone\n  fix: return from the layer what it "
+            "adds; set before the cut what own code sets once (`config.problem_type` of transformers)"
         )
     for path, name in aside.memory.changed_generators():
         if part_of(path) is None:
