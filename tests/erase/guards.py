@@ -451,7 +451,7 @@ CASES = {
     training: _ends_in(".training"),
     attributes: _ends_in(".p"),
     cells: _ends_in("<factor>"),
-    what_globals_hold: lambda: _without_facts(lambda fact: fact.kind == "array"),
+    what_globals_hold: lambda: _without_facts(lambda fact: fact.kind == "content"),
     globals_named: _ends_in(".SCALE"),
     learning_rates: _ends_in("['lr']"),
     replaced_parameters: _ends_in("['weight']"),

@@ -1,15 +1,21 @@
 """What an erased function reads from classes, functions, schedulers and the environment is never of old."""
 
+import functools
 import os
 import threading
+import types
+import weakref
 from contextvars import ContextVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import shardwright as sw
 from shardwright.testing import rank_mesh
+
+from . import programs
 
 optim = torch.optim
 
@@ -42,6 +48,98 @@ def _set_environment(v):
     os.environ["SHARDWRIGHT_TEST_SCALE"] = str(v)
 
 
+_OTHER = types.ModuleType("other_settings")
+_SET, _ORDERED, _EVENT = set(), {"one": 1.0, "other": 2.0}, threading.Event()
+_BY_NAME, _REFERENCE = types.SimpleNamespace(module=_OTHER), weakref.ref(_OF_SETTINGS)
+programs.other = _OTHER
+
+
+def _set_set(v):
+    _SET.clear()
+    _SET.add(v)
+
+
+def _set_order(v):
+    one, other = ("one", "other") if v == 2 else ("other", "one")  # the length and the items stay
+    _ORDERED[one] = _ORDERED.pop(one)
+    _ORDERED[other] = _ORDERED.pop(other)
+
+
+def _set_event(v):
+    (_EVENT.set if v == 2 else _EVENT.clear)()
+
+
+class _Dict(dict):
+    scale = 1.0
+
+
+_DICT = _Dict(one=1)
+
+
+def _wrapped():
+    """Programs whose number is in a cell behind a function of torch, of Python or of the library."""
+    scale = 1.0
+
+    class OfMethods(nn.Module):
+        @staticmethod
+        def fixed():
+            return scale
+
+        @property
+        def own(self):
+            return scale
+
+        @torch.no_grad()
+        def helper(self, x, by=(1.0,)):
+            return x * scale * by[0]
+
+        def forward(self, x):
+            return self.helper(x) * self.fixed() * self.own
+
+    def put(v):
+        nonlocal scale
+        scale = v
+        remembered.cache_clear()
+
+    @functools.cache
+    def remembered():
+        return scale
+
+    decorated, erased = torch.no_grad()(lambda x: x * scale), sw.erase(lambda x: x * scale)
+    return {
+        "behind a decorator of torch": (lambda x: decorated(x) + 0, put),
+        "behind a cache": (lambda x: x * remembered(), put),
+        "inside another erased function": (lambda x: erased(x) + 0, put),
+        "the methods of a class": (OfMethods(), put),
+    }
+
+
+class _Patched:
+    def scaled(self, x):
+        return x
+
+
+class _PatchedModule(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class _Thrice(_PatchedModule):
+    def forward(self, x):
+        return x * 3
+
+
+_PATCHED, _SWAPPED = _Patched(), _PatchedModule()
+
+
+def _set_method(v):
+    _Patched.scaled = lambda self, x: x * v
+
+
+def _set_forward(v):
+    _PatchedModule.forward = lambda self, x: x * v
+
+
 # By name: how a program reads a number, and how it is set.
 HOLDERS = {
     "a class": (lambda x: x * _Settings.scale, lambda v: setattr(_Settings, "scale", v)),
@@ -54,6 +152,23 @@ HOLDERS = {
         lambda v: _DEFAULT.get().__setitem__(0, v),
     ),
     "the thread": (lambda x: x * _LOCAL.scale, lambda v: setattr(_LOCAL, "scale", v)),
+    "a set": (lambda x: x * sum(_SET), _set_set),
+    "the order of a dict": (lambda x: x * [*_ORDERED].index("one"), _set_order),
+    "an event": (lambda x: x * 2 if _EVENT.is_set() else x, _set_event),
+    "what a weak reference refers to": (
+        lambda x: x * _REFERENCE().scale,
+        lambda v: setattr(_OF_SETTINGS, "scale", v),
+    ),
+    "an attribute of a dict": (lambda x: x * _DICT.scale, lambda v: setattr(_DICT, "scale", v)),
+    "a module in a module": (lambda x: x * programs.other.SCALE, lambda v: setattr(_OTHER, "SCALE", v)),
+    "a module in an object": (lambda x: x * _BY_NAME.module.SCALE, lambda v: setattr(_OTHER, "SCALE", v)),
+    "a method that is replaced": (lambda x: _PATCHED.scaled(x) + 0, _set_method),
+    "a forward that is replaced": (_PatchedModule(), _set_forward),
+    "the class that an object is given": (
+        _SWAPPED,
+        lambda v: setattr(_SWAPPED, "__class__", _Thrice if v > 1 else _PatchedModule),
+    ),
+    **_wrapped(),
     "the environment": (lambda x: x * float(os.environ["SHARDWRIGHT_TEST_SCALE"]), _set_environment),
 }
 
@@ -73,6 +188,88 @@ def _read(name):
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_number_that_changes_is_read_again(ranks, name):
     ranks(2, _read, name, timeout=60)
+
+
+class _ScaledSteps(optim.SGD):
+    """An optimizer of the user's, with a setting of its own."""
+
+    scale = 1.0
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(self.scale)
+        super().step()
+
+
+# What changes a step, in the turn that is given.
+CHANGES = {"a setting of the optimizer's own": lambda m, o: setattr(o, "scale", 0.5)}
+
+
+def _changed(name):
+    mesh = rank_mesh((2,), ("dp",))
+
+    def run(erase):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        x = torch.ones(4, 3)
+        if erase:
+            sw.distribute_module(model, mesh, {"*": {"dp": sw.Replicate()}})
+            x = sw.distribute_tensor(x, mesh, [sw.Replicate()])
+        optimizer, hook = _ScaledSteps(model.parameters(), lr=0.01), None
+
+        def step():
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+
+        fast = sw.erase(step) if erase else step
+        for turn in range(7):
+            hook = CHANGES[name](model, optimizer) if turn == 3 else hook
+            fast()
+            if turn == 4 and hook is not None:
+                hook.remove()
+        assert not erase or fast.report().replays, str(fast.report())
+        return model.weight.detach()
+
+    torch.testing.assert_close(run(True).full_tensor(), run(False))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_a_step_later_is_noticed(ranks, name):
+    ranks(2, _changed, name, timeout=60)
+
+
+def _own_generator_of_numpy():
+    generator, same = np.random.default_rng(0), np.random.default_rng(0)
+    given = sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)])
+    fast = sw.erase(lambda x: x * generator.random())
+    for _ in range(4):
+        torch.testing.assert_close(fast(given).full_tensor(), torch.ones(4) * same.random())
+
+
+def test_a_generator_of_numpy_draws_each_time(ranks):
+    ranks(2, _own_generator_of_numpy)
+
+
+def _scales_the_loss():
+    p = nn.Parameter(sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)]))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def backward():
+        p.grad = None
+        scaler.scale(p.square().sum()).backward()
+
+    fast = sw.erase(backward)
+    for scale in (4.0, 4.0, 4.0, 8.0, 8.0):
+        scaler.update(scale) if scale > 4 else None
+        fast()
+        torch.testing.assert_close(p.grad.full_tensor(), 2 * scale * torch.ones(4))
+    assert fast.report().replays >= 2, str(fast.report())
+
+
+def test_a_scaler_of_torch_is_found(ranks):
+    ranks(2, _scales_the_loss)
 
 
 # How a step may ask for its learning rate beside the optimizer's step.

@@ -33,6 +33,7 @@ class Erased:
 
     def __init__(self, function: Callable[..., Any], most: int) -> None:
         self._function, self._most = function, most
+        self.__wrapped__ = function  # what one that calls this one looks through
         self._entries: dict[Any, list[Entry]] = {}
         self._attempts: dict[Any, int] = {}
         self._rates: list[Rate] = []

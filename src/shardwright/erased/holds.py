@@ -18,9 +18,16 @@ _READ = {
     "cell": "{holder}.cell_contents",
     "attribute": "getattr({holder}, {key})",
     "length": "len({holder})",
+    "keys": "[*{holder}]",
     "context": "{holder}.get({key})",
-    "array": "content({holder})",
+    "content": "content({holder})",
     FLOAT: "{holder}[{key}]",
+}
+
+
+_AGAIN = {
+    kind: compiled(f"def read(holder, key): return {text}", {"content": content}, "read")
+    for kind, text in ((kind, text.format(holder="holder", key="key")) for kind, text in _READ.items())
 }
 
 
@@ -44,7 +51,7 @@ def guard_of(
         holder, key, value = f"h{place}", f"k{place}", f"x{place}"
         names |= {holder: fact.holder, key: fact.key, value: fact.value}
         read = _READ[fact.kind].format(holder=holder, key=key)
-        if fact.kind in {"length", "array"}:
+        if fact.kind in {"length", "keys", "content"}:
             lines.append(f"  if {read} != {value}: return False")
         elif fact.kind == FLOAT:
             lines.append(f"  if type({read}) is not float: return False")
@@ -116,21 +123,13 @@ def has_changed(fact: Fact) -> bool:
 def _differs(fact: Fact, now: Any) -> bool:
     if fact.kind == FLOAT:
         return type(now) is not float
-    if fact.kind == "array" and now == fact.value:
+    if fact.kind in {"keys", "content"} and now == fact.value:
         return False
     return now is not fact.value and not (isinstance(now, SCALARS) and same(now, fact.value))
 
 
 def _read(fact: Fact) -> Any:
-    if fact.kind == "length":
-        return len(fact.holder)
-    if fact.kind == "array":
-        return content(fact.holder)
-    if fact.kind == "context":
-        return fact.holder.get(fact.key)
-    if fact.kind == "cell":
-        return fact.holder.cell_contents
-    return getattr(fact.holder, fact.key) if fact.kind == "attribute" else fact.holder[fact.key]
+    return _AGAIN[fact.kind](fact.holder, fact.key)
 
 
 def _short(value: Any) -> str:

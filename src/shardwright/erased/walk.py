@@ -12,9 +12,14 @@ import argparse
 import contextlib
 import ctypes
 import functools
+import inspect
+import itertools
+import os
+import pickle
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -29,19 +34,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwright.comm.record import of_library
 from shardwright.erased.refuse import Refusal
 
-SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+SCALARS = (
+    bool, int, float, complex, str, bytes, type(None), np.number, np.bool_,
+    torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
 _OF_MODULES = frozenset(nn.Module().__dict__)
 _KEPT_OF_MODULES = (
     "training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks",
     "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
-_OF_OPTIMIZERS = (
-    "param_groups",
-    "state",
-    "defaults",
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-)
+_HOOKS_OF_OPTIMIZERS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+_OF_OPTIMIZERS = ("param_groups", "state", "defaults", *_HOOKS_OF_OPTIMIZERS)
 _NOT_THE_USERS = frozenset({"torch", "shardwright", "numpy", *sys.stdlib_module_names}) - {"__main__"}
 _TOLD_BY_SCHEDULERS = frozenset({
     "get_last_lr", "get_lr", "last_epoch", "_last_lr", "_step_count", "base_lrs", "state_dict",
@@ -53,6 +56,7 @@ _HELPERS = ("/site-packages/numpy/",)
 _ABOUT_GRADIENTS = frozenset({"grad", "getattr", "backward", "zero_grad"})
 _MOST = 50_000
 _LARGEST_ARRAY = 4096
+_WITH_A_STATE = (np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 FLOAT = "float"  # a kind of fact
 _UNSET = object()  # what a context variable holds that nobody has set
 
@@ -61,8 +65,9 @@ _UNSET = object()  # what a context variable holds that nobody has set
 class Fact:
     """What stood at a place. read(holder, key) looks again.
 
-    kind: "item" of a dict or list, "cell" of a closure, "attribute", "length" of a container, "array" for the
-        content of one, "float" of a dict that holds any number there, "context" for its variable.
+    kind: "item" of a dict or list, "cell" of a closure, "attribute", "length" of a container, "keys" of a
+        dict in order, "content" of an array, set, generator or class (key: its members), "float" of a dict
+        that holds any number there, "context" for its variable.
     """
 
     path: str
@@ -92,7 +97,9 @@ class World:
     schedulers: list[str] = field(default_factory=list)
     _seen: dict[int, Any] = field(default_factory=dict)
     _classes: dict[int, type] = field(default_factory=dict)
-    _codes: set[tuple[int, int]] = field(default_factory=set)
+    _codes: set[tuple[int, Any]] = field(default_factory=set)
+    _methods: dict[int, list[tuple[str, types.FunctionType]]] = field(default_factory=dict)
+    _python_modules: list[tuple[str, types.ModuleType]] = field(default_factory=list)
     _todo: list[tuple[str, Any]] = field(default_factory=list)
 
     def reach(self, path: str, value: Any) -> None:
@@ -112,14 +119,18 @@ class World:
             return
         self._codes.add(key)
         self._seen[id(code)] = code  # held, so that nothing takes its `id`
-        name, names = str(globals_.get("__name__", "?")), _names_of(code)
-        self.named.update(names, _texts_of(code))
+        name, codes = str(globals_.get("__name__", "?")), _codes_of(code)
+        names = list(dict.fromkeys(used for each in codes for used in each.co_names))
+        self.named.update(names, (x for each in codes for x in each.co_consts if isinstance(x, str)))
         self.sees_gradients |= not _ABOUT_GRADIENTS.isdisjoint(names)
         for used in names:
             if used in globals_:
                 self._place(f"{name}.{used}", "item", globals_, used, globals_[used])
-                if isinstance(globals_[used], types.ModuleType):
-                    self._of_python_module(used, globals_[used], code)
+            elif used in sys.modules:  # imported inside
+                self._todo.append((used, sys.modules[used]))
+        for path, function in self._methods.pop(id(code), ()):
+            self._held_by(path, function)
+        self._named_in_modules(self._python_modules)
         while self._todo:
             self._visit(*self._todo.pop())
 
@@ -151,9 +162,13 @@ class World:
         else:
             visitor = next((visit for cls, visit in _VISITORS if isinstance(value, cls)), World._object)
             visitor(self, path, value)
+            if isinstance(value, _CONTAINERS):  # of a class with attributes, perhaps
+                self._object(path, value)
 
     def _items(self, path: str, holder: Mapping[Any, Any]) -> None:
-        self.facts.append(Fact(path, "length", holder, None, len(holder)))
+        named = holder and all(isinstance(key, str) for key in holder)
+        kind, value = ("keys", [*holder]) if named else ("length", len(holder))
+        self.facts.append(Fact(path, kind, holder, None, value))
         for key, value in holder.items():
             self._place(f"{path}[{_named(key)}]", "item", holder, key, value)
 
@@ -164,7 +179,8 @@ class World:
             self._place(f"{path}[{place}]", "item", holder, place, value)
 
     def _set(self, path: str, holder: Any) -> None:
-        self.facts.append(Fact(path, "length", holder, None, len(holder)))
+        self._state(path, holder)
+        self._todo += [(f"{path}{{}}", value) for value in holder]
 
     def _attributes(self, path: str, holder: Any, names: Any) -> None:
         fields = vars(holder)
@@ -173,16 +189,33 @@ class World:
                 self._place(f"{path}.{name}", "item", fields, name, fields[name])
 
     def _class(self, path: str, cls: type) -> None:
-        """The values of a class of the user's, which its objects read as their own."""
+        """The values and functions of a class of the user's, which its objects read as their own."""
         for base in cls.__mro__:
             if base.__module__.partition(".")[0] in _NOT_THE_USERS or id(base) in self._classes:
                 continue
             self._classes[id(base)] = base
+            members = tuple(vars(base).values())
+            self.facts.append(Fact(path, "content", base, members, content(base)))
             for name, value in vars(base).items():
+                self._method_of_class(
+                    f"{path}.{name}", getattr(value, "fget", getattr(value, "__func__", value))
+                )
                 if not name.startswith("__") and isinstance(value, _VALUES):
                     self._place(f"{path}.{name}", "attribute", base, name, value)
 
+    def _method_of_class(self, path: str, function: Any) -> None:
+        """What it holds is looked at when its code runs: who has a class does not call all of it."""
+        if not isinstance(function, types.FunctionType):
+            return
+        for each in (function, inspect.unwrap(function)):
+            code = getattr(each, "__code__", None)
+            if id(code) in self._seen:
+                self._held_by(path, function)
+            else:
+                self._methods.setdefault(id(code), []).append((path, function))
+
     def _module(self, path: str, module: nn.Module) -> None:
+        self._place(f"{path}.__class__", "attribute", module, "__class__", type(module))
         self._class(path, type(module))
         own = [name for name in vars(module) if name not in _OF_MODULES]
         self.facts.append(Fact(path, "length", vars(module), None, len(vars(module))))
@@ -196,17 +229,23 @@ class World:
         self._attributes(path, optimizer, _OF_OPTIMIZERS)
 
     def _function(self, path: str, function: Any) -> None:
-        if not isinstance(function, types.FunctionType) or is_library(function.__code__.co_filename):
+        if not isinstance(function, types.FunctionType):
             return
+        if is_library(function.__code__.co_filename):  # around one of the user's, perhaps
+            self._todo.append((path, vars(function).get("__wrapped__")))
+            return
+        self._held_by(path, function)
+        self.run_code(function.__code__, function.__globals__)
+
+    def _held_by(self, path: str, function: types.FunctionType) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 self._place(f"{path}.<{name}>", "cell", cell, None, cell.cell_contents)
             except ValueError:  # an empty cell: assigned later
                 continue
-        for name in ("__defaults__", "__kwdefaults__"):
+        for name in ("__defaults__", "__kwdefaults__", "__code__"):
             self._place(f"{path}.{name}", "attribute", function, name, getattr(function, name))
         self._attributes(path, function, list(vars(function)))
-        self.run_code(function.__code__, function.__globals__)
 
     def _method(self, path: str, method: types.MethodType) -> None:
         self._todo.append((path, method.__func__))
@@ -216,14 +255,19 @@ class World:
         for name, value in (("func", made.func), ("args", made.args), ("keywords", made.keywords)):
             self._todo.append((f"{path}.{name}", value))
 
-    def _of_python_module(self, name: str, module: types.ModuleType, code: types.CodeType) -> None:
-        if module.__name__ == "os" and not {"environ", "getenv"}.isdisjoint(_names_of(code)):
-            self._todo.append((f"{name}.environ", module.environ))
-        if module.__name__.partition(".")[0] in _NOT_THE_USERS:
-            return
-        for used in _names_of(code):
-            if used in vars(module):
-                self._place(f"{name}.{used}", "item", vars(module), used, vars(module)[used])
+    def _python_module(self, path: str, module: types.ModuleType) -> None:
+        if module is os or module.__name__.partition(".")[0] not in _NOT_THE_USERS:
+            self._python_modules.append((path, module))
+            self._named_in_modules([(path, module)])
+
+    def _named_in_modules(self, modules: list[tuple[str, types.ModuleType]]) -> None:
+        """What the program can read there, by a name or a text in its code."""
+        environment = {"environ"} if self.named & {"environ", "getenv"} else set()
+        for path, module in modules:
+            for name in sorted(environment if module is os else self.named & vars(module).keys()):
+                if (id(module), name) not in self._codes:
+                    self._codes.add((id(module), name))
+                    self._place(f"{path}.{name}", "item", vars(module), name, vars(module)[name])
 
     def _iterator(self, path: str, value: Any) -> None:
         what = f"{path} ({type(value).__name__})"
@@ -234,13 +278,13 @@ class World:
         if array.nbytes > _LARGEST_ARRAY:
             self.refusals.append(Refusal(path, "a large array of numpy, whose content nobody watches"))
         else:
-            self.facts.append(Fact(path, "array", array, None, content(array)))
+            self._state(path, array)
+
+    def _state(self, path: str, holder: Any) -> None:
+        self.facts.append(Fact(path, "content", holder, None, content(holder)))
 
     def _namespace(self, path: str, holder: Any) -> None:
         self._items(path, vars(holder))
-
-    def _nothing(self, path: str, value: Any) -> None:
-        """Identity is all that is asked of it."""
 
     def _object(self, path: str, value: Any) -> None:
         cls = type(value)
@@ -251,13 +295,19 @@ class World:
         if isinstance(value, _UNWATCHED):
             why = "what it holds is another thing in each thread, or C's: nobody watches it"
             self.refusals.append(Refusal(f"{path} ({cls.__name__})", why))
+        if isinstance(value, weakref.ref):
+            self._todo.append((path, value()))
         if isinstance(value, LRScheduler):
             self.schedulers.append(path)
-        elif cls.__module__.partition(".")[0] == "torch" and hasattr(value, "__dict__"):
-            settings = [name for name, held in vars(value).items() if isinstance(held, SCALARS)]
+        elif cls.__module__.partition(".")[0] in _NOT_THE_USERS and hasattr(value, "__dict__"):
+            self._todo.append((path, vars(value).get("__wrapped__")))
+            settings = [
+                name for name, held in vars(value).items() if isinstance(held, (*SCALARS, torch.Tensor))
+            ]
             self._attributes(path, value, settings)
         if cls.__module__.partition(".")[0] in _NOT_THE_USERS:
             return
+        self._place(f"{path}.__class__", "attribute", value, "__class__", cls)
         self._class(path, cls)
         if hasattr(value, "__dict__"):
             self.facts.append(Fact(path, "length", vars(value), None, len(vars(value))))
@@ -277,8 +327,9 @@ _VISITORS: tuple[tuple[Any, Callable[[World, str, Any], None]], ...] = (
     (types.MethodType, World._method),
     (functools.partial, World._partial),
     (type, World._class),
-    ((types.ModuleType, types.BuiltinFunctionType), World._nothing),
+    (types.ModuleType, World._python_module),
     (np.ndarray, World._array),
+    (_WITH_A_STATE, World._state),
     ((types.SimpleNamespace, argparse.Namespace), World._namespace),
     (Mapping, World._items),
     (Sequence, World._sequence),
@@ -287,9 +338,18 @@ _VISITORS: tuple[tuple[Any, Callable[[World, str, Any], None]], ...] = (
 )
 
 
-def content(array: Any) -> tuple[Any, ...]:
-    """What an array holds, to be compared."""
-    return array.shape, array.dtype.str, array.tobytes()
+_CONTAINERS = (Mapping, Sequence, set, frozenset, torch.optim.Optimizer)
+
+
+def content(holder: Any) -> Any:
+    """What an array, set, class or generator of random numbers holds, to be compared."""
+    if isinstance(holder, type):
+        return tuple(map(id, vars(holder).values()))
+    if isinstance(holder, set | frozenset):
+        return {(type(x), x) for x in holder}
+    if isinstance(holder, _WITH_A_STATE):
+        return pickle.dumps(holder)
+    return holder.shape, holder.dtype.str, holder.tobytes()
 
 
 def _slots_of(cls: type) -> list[str]:
@@ -304,22 +364,10 @@ def _named(key: Any) -> str:
     return f"<{type(key).__name__}>" if isinstance(key, torch.Tensor) else repr(key)
 
 
-def _names_of(code: types.CodeType) -> list[str]:
-    """The names that a function and the functions inside it use."""
-    names = dict.fromkeys(code.co_names)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            names.update(dict.fromkeys(_names_of(const)))
-    return list(names)
-
-
-def _texts_of(code: types.CodeType) -> list[str]:
-    """The texts that a function and the functions inside it have as constants."""
-    found = [const for const in code.co_consts if isinstance(const, str)]
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            found += _texts_of(const)
-    return found
+def _codes_of(code: types.CodeType) -> list[types.CodeType]:
+    """That of a function, and those of the functions inside it."""
+    inside = [_codes_of(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return [code, *itertools.chain(*inside)]
 
 
 def is_library(filename: str) -> bool:
