@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 import threading
 import types
 import weakref
@@ -202,8 +203,27 @@ class _ScaledSteps(optim.SGD):
         super().step()
 
 
+def _halves(p):
+    p.grad.mul_(0.5)
+
+
+def _global_hooks():
+    of_optimizers = sys.modules[optim.Optimizer.__module__]
+    return {
+        "every forward": lambda: nn.modules.module.register_module_forward_hook(lambda m, x, y: y * 0.5),
+        "every step": lambda: of_optimizers.register_optimizer_step_pre_hook(
+            lambda o, args, kwargs: _halves(o.param_groups[0]["params"][0])
+        ),
+    }
+
+
 # What changes a step, in the turn that is given.
-CHANGES = {"a setting of the optimizer's own": lambda m, o: setattr(o, "scale", 0.5)}
+CHANGES = {
+    "a hook of a parameter": lambda m, o: m.weight.register_hook(lambda g: g * 0.5),
+    "a hook after its gradient": lambda m, o: m.weight.register_post_accumulate_grad_hook(_halves),
+    "a setting of the optimizer's own": lambda m, o: setattr(o, "scale", 0.5),
+    **{f"a hook of {name}": lambda m, o, add=add: add() for name, add in _global_hooks().items()},
+}
 
 
 def _changed(name):

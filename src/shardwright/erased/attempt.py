@@ -30,7 +30,7 @@ from shardwright.erased.refuse import Refusal
 from shardwright.erased.results import Result
 from shardwright.erased.sources import Given, Gradient, Held, Tangent
 from shardwright.erased.surroundings import autocast_devices
-from shardwright.erased.walk import SCALARS, World, local_of
+from shardwright.erased.walk import HOOKS, SCALARS, World, local_of
 from shardwright.erased.watch import Watch
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dtensor import DTensor
@@ -70,6 +70,7 @@ class Attempt:
             ends = {id(self.cut.original(x)): x for x in self.cut.ends}
             self.leaves = [ends.get(id(leaf), leaf) for leaf in self.leaves]
             self.world.reach(getattr(self.function, "__name__", type(self.function).__name__), self.function)
+            self.world.reach("torch's hooks", HOOKS)
             for place, leaf in enumerate(self.leaves):
                 self._give(place, leaf)
         with in_groups(), self.recording.events, self.recording.following, self.watch, self.recording:

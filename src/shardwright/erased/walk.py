@@ -57,6 +57,14 @@ _ABOUT_GRADIENTS = frozenset({"grad", "getattr", "backward", "zero_grad"})
 _MOST = 50_000
 _LARGEST_ARRAY = 4096
 _WITH_A_STATE = (np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+# Of all modules and of all optimizers.
+HOOKS = {
+    name: hooks
+    for module in (nn.modules.module, sys.modules[torch.optim.Optimizer.__module__])
+    for name, hooks in vars(module).items()
+    if name.startswith("_global_") and isinstance(hooks, dict)
+}
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 FLOAT = "float"  # a kind of fact
 _UNSET = object()  # what a context variable holds that nobody has set
 
@@ -159,6 +167,8 @@ class World:
         if isinstance(value, torch.Tensor):
             self.tensors.append((path, value))
             self.met(path, value)
+            for name in _OF_TENSORS if value.requires_grad else ():
+                self._place(f"{path}.{name}", "attribute", value, name, getattr(value, name, None))
         else:
             visitor = next((visit for cls, visit in _VISITORS if isinstance(value, cls)), World._object)
             visitor(self, path, value)
