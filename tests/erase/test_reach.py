@@ -260,6 +260,29 @@ def test_what_changes_a_step_later_is_noticed(ranks, name):
     ranks(2, _changed, name, timeout=60)
 
 
+def _steps_the_schedule():
+    """A schedule that leaves the rate as it is for a while has stepped all the same."""
+    p = nn.Parameter(sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)]))
+    optimizer = optim.SGD([p], lr=0.1)
+    schedule = optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+    def step():
+        optimizer.zero_grad()
+        p.square().sum().backward()
+        optimizer.step()
+        schedule.step()
+
+    fast = sw.erase(step)
+    for _ in range(7):
+        fast()
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2, str(fast.report())
+    assert "steps" in str(fast.report()), str(fast.report())
+
+
+def test_a_schedule_that_a_step_steps_goes_on(ranks):
+    ranks(2, _steps_the_schedule)
+
+
 def _own_generator_of_numpy():
     generator, same = np.random.default_rng(0), np.random.default_rng(0)
     given = sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)])

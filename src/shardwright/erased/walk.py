@@ -92,7 +92,8 @@ class World:
     met: told of each tensor, once, before the code that reached it runs.
     sees_gradients: can the program ask which gradients exist? By an optimizer, or by their name.
     optimizers: those that it reaches. named: the names and texts in the program's own code.
-    schedulers: paths of those of learning rates. Their state is no fact: it changes at every step.
+    schedulers: those of learning rates, by path, and their counts. Their state is no fact: it changes at
+        every step of theirs, which is no part of the program.
     """
 
     met: Callable[[str, torch.Tensor], None]
@@ -102,7 +103,7 @@ class World:
     sees_gradients: bool = False
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
-    schedulers: list[str] = field(default_factory=list)
+    schedulers: list[tuple[str, LRScheduler, int]] = field(default_factory=list)
     _seen: dict[int, Any] = field(default_factory=dict)
     _classes: dict[int, type] = field(default_factory=dict)
     _codes: set[tuple[int, Any]] = field(default_factory=set)
@@ -143,10 +144,12 @@ class World:
             self._visit(*self._todo.pop())
 
     def asked_of_schedulers(self) -> list[Refusal]:
-        """Refusals where the program may ask a scheduler for what changes between its calls."""
-        if not self.schedulers or self.named.isdisjoint(_TOLD_BY_SCHEDULERS):
-            return []
-        return [Refusal(self.schedulers[0], "a scheduler, which the program may ask for its rate")]
+        """Refusals where the program steps a scheduler, or may ask it for what changes between its calls."""
+        stepped = "a scheduler, which the call steps; a replay would not"
+        found = [Refusal(path, stepped) for path, each, count in self.schedulers if each.last_epoch != count]
+        if self.schedulers and not self.named.isdisjoint(_TOLD_BY_SCHEDULERS):
+            found.append(Refusal(self.schedulers[0][0], "a scheduler, which may be asked for its rate"))
+        return found
 
     # -- one thing after the other --------------------------------------------------------------------
 
@@ -308,7 +311,7 @@ class World:
         if isinstance(value, weakref.ref):
             self._todo.append((path, value()))
         if isinstance(value, LRScheduler):
-            self.schedulers.append(path)
+            self.schedulers.append((path, value, value.last_epoch))
         elif cls.__module__.partition(".")[0] in _NOT_THE_USERS and hasattr(value, "__dict__"):
             self._todo.append((path, vars(value).get("__wrapped__")))
             settings = [
