@@ -1,5 +1,6 @@
 """What an erased function reads from classes, functions, schedulers and the environment is never of old."""
 
+import decimal
 import functools
 import os
 import sys
@@ -293,6 +294,18 @@ def _own_generator_of_numpy():
 
 def test_a_generator_of_numpy_draws_each_time(ranks):
     ranks(2, _own_generator_of_numpy)
+
+
+def _arguments_of_one_place():
+    """An argument that is gone leaves its place in memory, and its `id`, to the next one."""
+    given = sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)])
+    fast = sw.erase(lambda x, by: x * float(by), most=40)
+    for n in range(40):
+        torch.testing.assert_close(fast(given, decimal.Decimal(n)).full_tensor(), torch.ones(4) * n)
+
+
+def test_an_argument_is_not_taken_for_one_that_is_gone(ranks):
+    ranks(2, _arguments_of_one_place)
 
 
 def _scales_the_loss():

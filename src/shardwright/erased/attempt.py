@@ -328,6 +328,7 @@ class _Finish:
                 program=program,
                 made=tuple(r for r in self.results if r is not None),
                 leaves=tuple(self.leaves),
+                objects=tuple(x for x in attempt.leaves if not isinstance(x, torch.Tensor)),
                 structure=self.structure,
                 effects=self.effects,
                 given_offsets=given.offsets(attempt.leaves) if _names_places(program, backward) else None,

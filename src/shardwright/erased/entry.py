@@ -62,13 +62,18 @@ class Backward:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What one recording knows. optimizers, named: as in `walk.World`."""
+    """What one recording knows.
+
+    optimizers, named: as in `walk.World`. objects: of the arguments, so that no other one takes an `id` that
+        stands in the recording's key.
+    """
 
     facts: Sequence[Fact]
     guard: Callable[[], bool]
     program: Program
     made: tuple[Result, ...]
     leaves: tuple[Leaf, ...]
+    objects: tuple[Any, ...]
     structure: Any
     effects: Effects
     given_offsets: tuple[int, ...] | None

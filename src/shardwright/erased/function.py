@@ -91,13 +91,14 @@ class Erased:
             found = self._entries.get(key, [])
             if covered in found:
                 found.remove(covered)  # what it held for, the new one holds for too
-            self._keep(key, entry)
+            self._entries.setdefault(key, []).insert(0, entry)
+            self._report.recordings += 1
 
         def refused(refusals: list[Any]) -> None:
             if rates:  # once more without them
                 self._constant.add(key)
                 self._attempts[key] -= 1
-            self._refused(refusals)
+            self._report.refused(refusals)
 
         covered = self._entries[key][0] if rates and self._entries.get(key) else None
         return Attempt(self._function, leaves, kept, refused, rates).run(args, kwargs)
@@ -119,7 +120,8 @@ class Erased:
         if made >= self._most:
             self._warn()
             return f"it has {made} recordings already, and none holds"
-        if self._attempts.get(key, 0) - len(self._entries.get(key, ())) >= _TRIES:
+        tries = self._attempts.get(key, 0) - len(self._entries.get(key, ()))
+        if tries >= _TRIES or len(self._attempts) > _TRIES * self._most:  # each time other arguments, perhaps
             return "what it does cannot be recorded: " + self._report.first_refusal()
         return ""
 
@@ -138,13 +140,6 @@ class Erased:
         found = self._entries.get(key)
         if found:
             self._report.last_change = "; ".join(changed(found[-1].facts)[:3]) or "a tensor that it holds"
-
-    def _keep(self, key: Any, entry: Entry) -> None:
-        self._entries.setdefault(key, []).insert(0, entry)
-        self._report.recordings += 1
-
-    def _refused(self, refusals: list[Any]) -> None:
-        self._report.refused(refusals)
 
 
 def _views(leaves: list[Any]) -> str:
