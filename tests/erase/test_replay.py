@@ -1,5 +1,6 @@
 """A replay gives what one device gives: values, gradients, parameters and states after steps."""
 
+import cProfile
 from itertools import product
 
 import pytest
@@ -123,3 +124,25 @@ STEPS = list(product(OPTIMIZERS, [(1, "batch"), (2, "batch"), (2, "tensor")]))
 def test_steps_leave_the_parameters_of_one_device(ranks, name, case):
     world, placing = case
     ranks(world, _steps, name, placing)
+
+
+def _under_a_profiler():
+    given = sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)])
+    fast, profiler = sw.erase(lambda x: (x * 2).sum()), cProfile.Profile()
+    for turn in range(6):
+        x = given.detach().requires_grad_()
+        if turn in {0, 2, 4}:
+            profiler.enable()
+        found = fast(x)
+        if turn == 1:
+            profiler.enable()
+        found.backward()
+        profiler.disable()
+        assert_equal(x.grad, 2 * torch.ones(4))
+    assert fast.report().replays >= 2, str(fast.report())
+    assert "profiler" in str(fast.report()), str(fast.report())
+
+
+def test_a_profiler_keeps_its_place(ranks):
+    """One of C cannot be put back: a call that it looks at is not recorded."""
+    ranks(2, _under_a_profiler)

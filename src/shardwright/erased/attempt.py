@@ -31,7 +31,7 @@ from shardwright.erased.results import Result
 from shardwright.erased.sources import Given, Gradient, Held, Tangent
 from shardwright.erased.surroundings import autocast_devices
 from shardwright.erased.walk import HOOKS, SCALARS, World, local_of
-from shardwright.erased.watch import Watch
+from shardwright.erased.watch import Watch, profiled
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dtensor import DTensor
 
@@ -197,7 +197,7 @@ class Attempt:
         record: bool,
     ) -> Gradients:
         """The call's own backward; the first one is recorded too."""
-        if not record or self.finish.done or torch.is_grad_enabled():
+        if not record or self.finish.done or torch.is_grad_enabled() or profiled():
             return own_backward(results, inputs, gradients)
         self.finish.done = True
         first = len(self.tape.lines)

@@ -16,6 +16,7 @@ from shardwright.erased.changed_rates import rates_that_changed
 from shardwright.erased.gradients import Cut, behind_edge, has_graph, own_backward
 from shardwright.erased.holds import changed
 from shardwright.erased.report import Report
+from shardwright.erased.watch import profiled
 from shardwright.tensor.views import write_back
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Erased:
     # -- recording ------------------------------------------------------------------------------------
 
     def _record(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        why = self._no_more(key) or _views(leaves)
+        why = self._no_more(key) or _views(leaves) or profiled()
         if why:
             return self._as_it_is(args, kwargs, why)
         self._attempts[key] = self._attempts.get(key, 0) + 1

@@ -38,6 +38,12 @@ _STATES = frozenset({"contextlib", "torch.random", "torch.cuda.random"})
 _NAMES = frozenset({*_BUILTIN, *_VALUES, *_GENERATOR, "run_backward", "now", "today", "utcnow", "urandom"})
 
 
+def profiled() -> str:
+    """Why nothing can be watched, "" where it can."""
+    given_back = sys.getprofile() is None or callable(sys.getprofile())
+    return "" if given_back else "a profiler of C looks at each call, and could not be given its place back"
+
+
 class Watch:
     """Within the block the program is looked at; nothing of what it does is changed.
 
