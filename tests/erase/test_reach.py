@@ -308,6 +308,26 @@ def test_an_argument_is_not_taken_for_one_that_is_gone(ranks):
     ranks(2, _arguments_of_one_place)
 
 
+def _hooked_arguments():
+    """Hooks of one argument are not those of the next."""
+    mesh = rank_mesh((2,), ("dp",))
+    fast = sw.erase(lambda x: x.square().sum().backward())
+    for turn in range(8):
+        x = sw.distribute_tensor(torch.ones(4), mesh, [sw.Shard(0)]).requires_grad_()
+        if turn == 0:
+            x.register_hook(lambda g: g * 10)
+        if turn == 4:
+            x.register_post_accumulate_grad_hook(_halves)
+        fast(x)
+        wanted = {0: 20.0, 4: 1.0}.get(turn, 2.0)
+        torch.testing.assert_close(x.grad.full_tensor(), wanted * torch.ones(4))
+    assert fast.report().replays >= 4, str(fast.report())
+
+
+def test_hooks_of_an_argument_are_its_own(ranks):
+    ranks(2, _hooked_arguments)
+
+
 def _scales_the_loss():
     p = nn.Parameter(sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)]))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -62,11 +62,7 @@ class Backward:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What one recording knows.
-
-    optimizers, named: as in `walk.World`. objects: of the arguments, so that no other one takes an `id` that
-        stands in the recording's key.
-    """
+    """What a recording knows. optimizers, named: see `World`. objects: arguments whose `id` is in its key."""
 
     facts: Sequence[Fact]
     guard: Callable[[], bool]

@@ -85,7 +85,8 @@ class Erased:
         if why:
             return self._as_it_is(args, kwargs, why)
         self._attempts[key] = self._attempts.get(key, 0) + 1
-        self._say_why_again(key)
+        for entry in self._entries.get(key, ())[-1:]:
+            self._report.last_change = "; ".join(changed(entry.facts)[:3]) or "a tensor that it holds"
         rates = self._rates_for(key)
 
         def kept(entry: Entry) -> None:
@@ -137,14 +138,11 @@ class Erased:
                 stacklevel=5,
             )
 
-    def _say_why_again(self, key: Any) -> None:
-        found = self._entries.get(key)
-        if found:
-            self._report.last_change = "; ".join(changed(found[-1].facts)[:3]) or "a tensor that it holds"
-
 
 def _views(leaves: list[Any]) -> str:
-    tensors = (x for x in leaves if isinstance(x, torch.Tensor))
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    if any(map(given.hooked, tensors)):
+        return "an argument has hooks on its gradient"
     if write_back.origins.data and any(x in write_back.origins for x in tensors):
         return "an argument is a copied view, whose writes travel to its base"
     return ""

@@ -45,12 +45,17 @@ def signature(leaves: list[Any]) -> tuple[Any, ...]:
 
 def _of_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return of_tensor(leaf)
+        return (*of_tensor(leaf), "hooks") if hooked(leaf) else of_tensor(leaf)
     if isinstance(leaf, float):
         return float, repr(leaf)  # of -0.0 and nan too
     if isinstance(leaf, SCALARS):
         return type(leaf), leaf
     return object, id(leaf)  # held by the recording, so that no other one takes this id
+
+
+def hooked(x: torch.Tensor) -> bool:
+    """Would a backward inside run hooks of this argument, which the next one may not have?"""
+    return x.requires_grad and x.is_leaf and bool(x._backward_hooks or x._post_accumulate_grad_hooks)
 
 
 def of_tensor(x: torch.Tensor) -> tuple[Any, ...]:

@@ -92,8 +92,7 @@ class World:
     met: told of each tensor, once, before the code that reached it runs.
     sees_gradients: can the program ask which gradients exist? By an optimizer, or by their name.
     optimizers: those that it reaches. named: the names and texts in the program's own code.
-    schedulers: those of learning rates, by path, and their counts. Their state is no fact: it changes at
-        every step of theirs, which is no part of the program.
+    schedulers: those of learning rates, and their counts. Their state is no fact: it changes between calls.
     """
 
     met: Callable[[str, torch.Tensor], None]
