@@ -328,6 +328,29 @@ def test_hooks_of_an_argument_are_its_own(ranks):
     ranks(2, _hooked_arguments)
 
 
+class _Trainer:
+    def __init__(self, scale):
+        self.scale = scale
+
+    @sw.erase
+    def scaled(self, x):
+        return x * self.scale
+
+
+def _methods():
+    given = sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)])
+    trainers = [_Trainer(2.0), _Trainer(3.0)]
+    for turn in range(4):
+        for trainer in trainers:
+            torch.testing.assert_close(trainer.scaled(given).full_tensor(), torch.ones(4) * trainer.scale)
+        trainers[0].scale = 2.0 if turn < 2 else 5.0
+    assert _Trainer.scaled.report().replays, str(_Trainer.scaled.report())
+
+
+def test_a_method_is_erased_where_a_class_has_it(ranks):
+    ranks(2, _methods)
+
+
 def _scales_the_loss():
     p = nn.Parameter(sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)]))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,10 @@ class Erased:
                     self._report.replays += 1
                     return entry.replay(leaves)
         return self._record(key, leaves, args, kwargs)
+
+    def __get__(self, owner: Any, _: Any = None) -> Any:
+        """A method of the class that has it."""
+        return self if owner is None else types.MethodType(self, owner)
 
     def __str__(self) -> str:
         entries = [entry for found in self._entries.values() for entry in found]
