@@ -182,6 +182,30 @@ def test_where_a_number_cannot_be_followed_the_answer_is_right(ranks, what):
     ranks(2, _right, what)
 
 
+def _one_after_the_other():
+    """Groups whose rates begin to change at different times: what a recording covers is no failed attempt."""
+    placed = sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)])
+    parameters = [nn.Parameter(placed.clone()) for _ in range(3)]
+    optimizer = optim.AdamW([{"params": [p]} for p in parameters], lr=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        sum(p.square().sum() for p in parameters).backward()
+        optimizer.step()
+
+    fast = sw.erase(step)
+    for turn in range(15):
+        for place, group in enumerate(optimizer.param_groups):
+            group["lr"] = 0.1 / (1 + turn) if turn > 3 * place + 2 else 0.1
+        fast()
+    assert fast.report().replays == 10, str(fast.report())
+    assert not fast.report().as_it_is, str(fast.report())
+
+
+def test_rates_that_change_one_after_the_other_are_followed(ranks):
+    ranks(2, _one_after_the_other)
+
+
 def _hook():
     """A hook of the user's reads a number, not what stands for it."""
     seen = []

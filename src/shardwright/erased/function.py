@@ -10,7 +10,7 @@ import torch
 
 from shardwright.comm.record import source_line
 from shardwright.comm.traced import in_groups
-from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten
+from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten, tree_unflatten
 from shardwright.erased import given, surroundings
 from shardwright.erased.attempt import Attempt
 from shardwright.erased.changed_rates import rates_that_changed
@@ -96,8 +96,9 @@ class Erased:
 
         def kept(entry: Entry) -> None:
             found = self._entries.get(key, [])
-            if covered in found:
-                found.remove(covered)  # what it held for, the new one holds for too
+            if covered in found:  # what it held for, the new one holds for too
+                found.remove(covered)
+                self._attempts[key] -= 1
             self._entries.setdefault(key, []).insert(0, entry)
             self._report.recordings += 1
 
@@ -163,7 +164,7 @@ def _with_edge(out: Any, cut: Cut) -> Any:
         made = behind_edge([leaves[i] for i in places], cut, own_backward)
         for place, x in zip(places, made, strict=True):
             leaves[place] = x
-    return given.unflatten(leaves, structure)
+    return tree_unflatten(leaves, structure)
 
 
 def erase(function: Callable[..., Any], *, most: int = _MOST) -> Erased:
