@@ -67,6 +67,13 @@ def _set_order(v):
     _ORDERED[other] = _ORDERED.pop(other)
 
 
+def _typed(name):
+    """A program and its number, as a prompt, `python -c` or a notebook has them."""
+    space = {"__name__": "__main__", "scale": 1.0}
+    exec(compile("def program(x):\n    return x * scale\n", name, "exec"), space)  # noqa: S102
+    return space["program"], lambda v: space.update(scale=v)
+
+
 def _set_event(v):
     (_EVENT.set if v == 2 else _EVENT.clear)()
 
@@ -170,6 +177,8 @@ HOLDERS = {
         _SWAPPED,
         lambda v: setattr(_SWAPPED, "__class__", _Thrice if v > 1 else _PatchedModule),
     ),
+    "what is typed": _typed("<stdin>"),
+    "what a notebook runs": _typed("<ipython-input-3-5f0c>"),
     **_wrapped(),
     "the environment": (lambda x: x * float(os.environ["SHARDWRIGHT_TEST_SCALE"]), _set_environment),
 }
@@ -290,6 +299,65 @@ def _own_generator_of_numpy():
     fast = sw.erase(lambda x: x * generator.random())
     for _ in range(4):
         torch.testing.assert_close(fast(given).full_tensor(), torch.ones(4) * same.random())
+
+
+def _generator_beside():
+    """Drawn from between calls only, it is nothing that a replay would have to know."""
+    holder = types.SimpleNamespace(generator=np.random.default_rng(0), scale=2.0)
+    given = sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)])
+    fast = sw.erase(lambda x: x * holder.scale)
+    for _ in range(4):
+        holder.generator.random()
+        torch.testing.assert_close(fast(given).full_tensor(), 2 * torch.ones(4))
+    assert fast.report().replays == 3, str(fast.report())
+
+
+def test_a_generator_that_is_not_asked_is_no_guard(ranks):
+    ranks(2, _generator_beside)
+
+
+def _chain():
+    """Functions of which each names the next: more than Python calls in one another."""
+    lines = [f"def f{n}(x):\n    if x is None:\n        f{n + 1}(x)\n    return x * 2" for n in range(2000)]
+    space = {"__name__": "__main__"}
+    exec(compile("\n".join(lines), __file__, "exec"), space)  # noqa: S102
+    given = sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)])
+    fast = sw.erase(space["f0"])
+    for _ in range(3):
+        torch.testing.assert_close(fast(given).full_tensor(), 2 * torch.ones(4))
+    assert fast.report().replays == 2, str(fast.report())
+
+
+def test_long_chains_of_functions_are_followed(ranks):
+    ranks(2, _chain, timeout=60)
+
+
+_IMPORTED = "import threading\nlocal = threading.local()\ndef at_import():\n    return local\nat_import()\n"
+
+
+def _imports_first(folder):
+    """What runs because a module is imported is no part of the program, however deep in it."""
+    given = sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)])
+
+    def program(x):
+        import shardwright_test_imported  # noqa: F401 - a call that imports first
+
+        return x * 2
+
+    fast = sw.erase(program)
+    sys.path.insert(0, folder)
+    try:
+        for _ in range(4):
+            torch.testing.assert_close(fast(given).full_tensor(), 2 * torch.ones(4))
+    finally:
+        sys.path.remove(folder)
+    assert fast.report().replays == 2, str(fast.report())  # the first call reads the module's file
+    assert "each thread" not in str(fast.report()), str(fast.report())
+
+
+def test_an_import_inside_is_no_part_of_the_program(ranks, tmp_path):
+    (tmp_path / "shardwright_test_imported.py").write_text(_IMPORTED)
+    ranks(2, _imports_first, str(tmp_path))
 
 
 def test_a_generator_of_numpy_draws_each_time(ranks):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.comm.traced import in_groups
-from shardwright.compat import DisableTorchFunctionSubclass, version_of
+from shardwright.compat import DisableTorchFunctionSubclass, tree_unflatten, version_of
 from shardwright.erased import given, text
 from shardwright.erased.effects import Effects, carry_out
 from shardwright.erased.gradients import hang
@@ -105,7 +105,7 @@ class Entry:
         carry_out(self.effects, leaves, values[len(self.made) : len(self.made) + self._n_gradients])
         found = {"made": made, "given": leaves}
         flat = [leaf.what if leaf.kind == "same" else found[leaf.kind][leaf.what] for leaf in self.leaves]
-        return flat[0] if self.structure is None else given.unflatten(flat, self.structure)
+        return flat[0] if self.structure is None else tree_unflatten(flat, self.structure)
 
     @property
     def _n_gradients(self) -> int:

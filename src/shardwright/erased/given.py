@@ -7,26 +7,20 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import tree_flatten, tree_unflatten
+from shardwright.compat import tree_flatten
 from shardwright.erased.walk import SCALARS, local_of
 from shardwright.tensor.dtensor import DTensor
 
 _DIRECT = (torch.Tensor, *SCALARS)
-Structure = Any
 
 
-def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     """Leaves and structure; torch's own flattening only where something contains something."""
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
         if not isinstance(leaf, _DIRECT):
             return tree_flatten((args, kwargs))
     return leaves, (len(args), *kwargs)
-
-
-def unflatten(leaves: list[Any], structure: Structure) -> Any:
-    """What was flattened; only of results."""
-    return tree_unflatten(leaves, structure)
 
 
 def found(where: int | torch.Tensor, leaves: list[Any]) -> Any:

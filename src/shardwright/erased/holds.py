@@ -25,9 +25,10 @@ _READ = {
 }
 
 
+_FUNCTION = "def read(holder, key): return "
 _AGAIN = {
-    kind: compiled(f"def read(holder, key): return {text}", {"content": content}, "read")
-    for kind, text in ((kind, text.format(holder="holder", key="key")) for kind, text in _READ.items())
+    kind: compiled(_FUNCTION + text.format(holder="holder", key="key"), {"content": content}, "read")
+    for kind, text in _READ.items()
 }
 
 
@@ -39,13 +40,7 @@ def guard_of(
     Asked in the order of the walk, each before what it leads to: a replaced module is noticed before its
     parameters are looked up.
     """
-    names: dict[str, Any] = {
-        "same": same,
-        "gone": _GONE,
-        "of_tensor": of_tensor,
-        "gradient": gradient_of,
-        "content": content,
-    }
+    names = dict[str, Any](same=same, gone=_GONE, of_tensor=of_tensor, gradient=gradient_of, content=content)
     lines = ["def holds():", " try:", "  pass"]
     for place, fact in enumerate(facts):
         holder, key, value = f"h{place}", f"k{place}", f"x{place}"
@@ -114,10 +109,7 @@ def changed(facts: Iterable[Fact]) -> list[str]:
 
 def has_changed(fact: Fact) -> bool:
     """Does it hold no more?"""
-    try:
-        return _differs(fact, _read(fact))
-    except _GONE:
-        return True
+    return bool(changed([fact]))
 
 
 def _differs(fact: Fact, now: Any) -> bool:

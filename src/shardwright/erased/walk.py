@@ -16,6 +16,7 @@ import inspect
 import itertools
 import os
 import pickle
+import re
 import sys
 import threading
 import types
@@ -46,17 +47,19 @@ _KEPT_OF_MODULES = (
 _HOOKS_OF_OPTIMIZERS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _OF_OPTIMIZERS = ("param_groups", "state", "defaults", *_HOOKS_OF_OPTIMIZERS)
 _NOT_THE_USERS = frozenset({"torch", "shardwright", "numpy", *sys.stdlib_module_names}) - {"__main__"}
-_TOLD_BY_SCHEDULERS = frozenset({
-    "get_last_lr", "get_lr", "last_epoch", "_last_lr", "_step_count", "base_lrs", "state_dict",
-})  # fmt: skip
+_STATE_OF_SCHEDULERS = {"last_epoch", "_last_lr", "_step_count", "base_lrs", "state_dict"}
+_TOLD_BY_SCHEDULERS = frozenset({"get_last_lr", "get_lr", *_STATE_OF_SCHEDULERS})
 # Values of a class that are looked at: not what makes attributes (functions, properties, other descriptors).
 _VALUES = (*SCALARS, torch.Tensor, list, dict, tuple, set)
 _UNWATCHED = (threading.local, ctypes._SimpleCData)
+_TYPED = ("<stdin>", "<string>", "<ipython-input", "<python-input")
 _HELPERS = ("/site-packages/numpy/",)
 _ABOUT_GRADIENTS = frozenset({"grad", "getattr", "backward", "zero_grad"})
 _MOST = 50_000
 _LARGEST_ARRAY = 4096
-_WITH_A_STATE = (np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+_GENERATORS = (np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+_NUMPYS = "numpy.random", np.random.mtrand._rand, b""
+DRAWS = "Python draws a random number; a replay would not"
 # Of all modules and of all optimizers.
 HOOKS = {
     name: hooks
@@ -74,7 +77,7 @@ class Fact:
     """What stood at a place. read(holder, key) looks again.
 
     kind: "item" of a dict or list, "cell" of a closure, "attribute", "length" of a container, "keys" of a
-        dict in order, "content" of an array, set, generator or class (key: its members), "float" of a dict
+        dict in order, "content" of an array, set or class (key: its members), "float" of a dict
         that holds any number there, "context" for its variable.
     """
 
@@ -103,11 +106,13 @@ class World:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
     schedulers: list[tuple[str, LRScheduler, int]] = field(default_factory=list)
+    generators: list[tuple[str, Any, bytes]] = field(default_factory=lambda: [_NUMPYS])
     _seen: dict[int, Any] = field(default_factory=dict)
     _classes: dict[int, type] = field(default_factory=dict)
     _codes: set[tuple[int, Any]] = field(default_factory=set)
     _methods: dict[int, list[tuple[str, types.FunctionType]]] = field(default_factory=dict)
     _python_modules: list[tuple[str, types.ModuleType]] = field(default_factory=list)
+    _names: list[set[str]] = field(default_factory=list)  # of each code that runs
     _todo: list[tuple[str, Any]] = field(default_factory=list)
 
     def reach(self, path: str, value: Any) -> None:
@@ -122,6 +127,10 @@ class World:
 
     def run_code(self, code: types.CodeType, globals_: dict[str, Any]) -> None:
         """The globals that a piece of code names, before it runs."""
+        self._code(code, globals_)
+        self.reach("what it names", None)
+
+    def _code(self, code: types.CodeType, globals_: dict[str, Any]) -> None:
         key = id(code), id(globals_)
         if key in self._codes:
             return
@@ -129,8 +138,12 @@ class World:
         self._seen[id(code)] = code  # held, so that nothing takes its `id`
         name, codes = str(globals_.get("__name__", "?")), _codes_of(code)
         names = list(dict.fromkeys(used for each in codes for used in each.co_names))
-        self.named.update(names, (x for each in codes for x in each.co_consts if isinstance(x, str)))
+        texts = (x for each in codes for x in (*each.co_consts, *each.co_freevars) if isinstance(x, str))
+        self._names.append({*names, *texts})
+        self.named |= self._names[-1]
         self.sees_gradients |= not _ABOUT_GRADIENTS.isdisjoint(names)
+        if not {"environ", "getenv"}.isdisjoint(names):
+            self._todo.append(("os.environ", os.environ))
         for used in names:
             if used in globals_:
                 self._place(f"{name}.{used}", "item", globals_, used, globals_[used])
@@ -138,9 +151,14 @@ class World:
                 self._todo.append((used, sys.modules[used]))
         for path, function in self._methods.pop(id(code), ()):
             self._held_by(path, function)
-        self._named_in_modules(self._python_modules)
-        while self._todo:
-            self._visit(*self._todo.pop())
+        for path, module in self._python_modules:
+            self._named_in_module(path, module, self._names[-1])
+
+    def drawn(self) -> list[Refusal]:
+        """Refusals where a generator of numpy has drawn since it was reached, or this was asked."""
+        before, self.generators = self.generators, [(p, g, pickle.dumps(g)) for p, g, _ in self.generators]
+        pairs = zip(before, self.generators, strict=True)
+        return [Refusal(one[0], DRAWS) for one, other in pairs if one[2] != other[2]]
 
     def asked_of_schedulers(self) -> list[Refusal]:
         """Refusals where the program steps a scheduler, or may ask it for what changes between its calls."""
@@ -206,8 +224,7 @@ class World:
             if base.__module__.partition(".")[0] in _NOT_THE_USERS or id(base) in self._classes:
                 continue
             self._classes[id(base)] = base
-            members = tuple(vars(base).values())
-            self.facts.append(Fact(path, "content", base, members, content(base)))
+            self.facts.append(Fact(path, "content", base, [*vars(base).values()], content(base)))
             for name, value in vars(base).items():
                 self._method_of_class(
                     f"{path}.{name}", getattr(value, "fget", getattr(value, "__func__", value))
@@ -243,11 +260,11 @@ class World:
     def _function(self, path: str, function: Any) -> None:
         if not isinstance(function, types.FunctionType):
             return
-        if is_library(function.__code__.co_filename):  # around one of the user's, perhaps
-            self._todo.append((path, vars(function).get("__wrapped__")))
+        if is_library(function.__code__.co_filename, function.__globals__):
+            self._todo.append((path, vars(function).get("__wrapped__")))  # of the user's, perhaps
             return
         self._held_by(path, function)
-        self.run_code(function.__code__, function.__globals__)
+        self._code(function.__code__, function.__globals__)
 
     def _held_by(self, path: str, function: types.FunctionType) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -268,15 +285,16 @@ class World:
             self._todo.append((f"{path}.{name}", value))
 
     def _python_module(self, path: str, module: types.ModuleType) -> None:
-        if module is os or module.__name__.partition(".")[0] not in _NOT_THE_USERS:
+        if module.__name__.partition(".")[0] not in _NOT_THE_USERS:
             self._python_modules.append((path, module))
-            self._named_in_modules([(path, module)])
+            for names in self._names:
+                self._named_in_module(path, module, names)
 
-    def _named_in_modules(self, modules: list[tuple[str, types.ModuleType]]) -> None:
-        """What the program can read there, by a name or a text in its code."""
-        environment = {"environ"} if self.named & {"environ", "getenv"} else set()
-        for path, module in modules:
-            for name in sorted(environment if module is os else self.named & vars(module).keys()):
+    def _named_in_module(self, path: str, module: types.ModuleType, names: set[str]) -> None:
+        """What a code that has these names and texts can read there, if it names the module."""
+        held = re.findall(r"\w+", path)[-1]  # a place in a list has no name
+        if held in names or not held.isidentifier():
+            for name in sorted(names & vars(module).keys()):
                 if (id(module), name) not in self._codes:
                     self._codes.add((id(module), name))
                     self._place(f"{path}.{name}", "item", vars(module), name, vars(module)[name])
@@ -294,6 +312,9 @@ class World:
 
     def _state(self, path: str, holder: Any) -> None:
         self.facts.append(Fact(path, "content", holder, None, content(holder)))
+
+    def _generator(self, path: str, generator: Any) -> None:
+        self.generators.append((path, generator, pickle.dumps(generator)))
 
     def _namespace(self, path: str, holder: Any) -> None:
         self._items(path, vars(holder))
@@ -341,7 +362,7 @@ _VISITORS: tuple[tuple[Any, Callable[[World, str, Any], None]], ...] = (
     (type, World._class),
     (types.ModuleType, World._python_module),
     (np.ndarray, World._array),
-    (_WITH_A_STATE, World._state),
+    (_GENERATORS, World._generator),
     ((types.SimpleNamespace, argparse.Namespace), World._namespace),
     (Mapping, World._items),
     (Sequence, World._sequence),
@@ -354,13 +375,11 @@ _CONTAINERS = (Mapping, Sequence, set, frozenset, torch.optim.Optimizer)
 
 
 def content(holder: Any) -> Any:
-    """What an array, set, class or generator of random numbers holds, to be compared."""
+    """What an array, a set or a class holds, to be compared."""
     if isinstance(holder, type):
         return tuple(map(id, vars(holder).values()))
     if isinstance(holder, set | frozenset):
         return {(type(x), x) for x in holder}
-    if isinstance(holder, _WITH_A_STATE):
-        return pickle.dumps(holder)
     return holder.shape, holder.dtype.str, holder.tobytes()
 
 
@@ -382,8 +401,10 @@ def _codes_of(code: types.CodeType) -> list[types.CodeType]:
     return [code, *itertools.chain(*inside)]
 
 
-def is_library(filename: str) -> bool:
-    """torch, this package, the standard library, or code without a file."""
+def is_library(filename: str, globals_: dict[str, Any]) -> bool:
+    """torch, this package, the standard library, or code without a file that they made."""
+    if filename.startswith(_TYPED):
+        return str(globals_.get("__name__")).partition(".")[0] in _NOT_THE_USERS
     return of_library(filename) or any(part in filename for part in _HELPERS)
 
 

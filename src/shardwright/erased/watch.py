@@ -21,9 +21,10 @@ import torch
 
 from shardwright.comm.record import source_line
 from shardwright.erased.refuse import Refusal
-from shardwright.erased.walk import World, is_library
+from shardwright.erased.walk import DRAWS, World, is_library
 
 _OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_HERE = str(Path(__file__).parent)
 _BUILTIN = {
     "print": "it prints; a replay would not",
     "input": "it asks the user",
@@ -31,7 +32,6 @@ _BUILTIN = {
     "next": "it takes the next of an iterator; a replay would not",
 }
 _CLOCK = "it reads the clock, which says something else in a replay"
-_DRAWS = "Python draws a random number; a replay would not"
 _VALUES = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
 _GENERATOR = frozenset({"set_state", "get_state", "manual_seed", "seed"})
 _STATES = frozenset({"contextlib", "torch.random", "torch.cuda.random"})
@@ -55,27 +55,25 @@ class Watch:
         self.refusals: list[Refusal] = []
         self.restored: list[Refusal] = []
         self.ran_backward = False
-        self._of_users: dict[CodeType, bool] = {}
+        self._known: set[CodeType] = set()
 
     def __enter__(self) -> Self:
         self._outer = sys.getprofile()
-        self._numpy = _numpy_state()
+        self.world.drawn()  # what was drawn before is no part of the call
         sys.setprofile(self._event)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(self._outer)
-        if _numpy_state() != self._numpy:
-            self.refusals.append(Refusal("numpy.random", _DRAWS))
+        self.refusals += self.world.drawn()
 
     def _event(self, frame: FrameType, event: str, what: Any) -> None:
-        if event == "call":
-            code = frame.f_code
-            known = self._of_users.get(code)
-            if known is None:
-                known = self._of_users[code] = not (is_library(code.co_filename) or _imports(frame.f_back))
-                if known:
-                    self._met(code, frame)
+        if event == "call" and frame.f_code not in self._known:
+            users = not is_library(frame.f_code.co_filename, frame.f_globals)
+            if not (users and _imports(frame)):  # what an import runs, the program may call again
+                self._known.add(frame.f_code)
+                if users:
+                    self._met(frame.f_code, frame)
         elif event == "c_call":
             self._called(what, frame)
 
@@ -112,15 +110,19 @@ def _why(name: str, owner: Any, module: str | None) -> str:
     if module == "time" or (name in _NAMES and (owner is dt.datetime or owner is dt.date)):
         return _CLOCK
     if isinstance(owner, random.Random) or (name == "urandom" and module == "posix"):
-        return _DRAWS
+        return DRAWS
     if isinstance(owner, _io._IOBase) and name in {"write", "writelines", "read", "readline"}:
         return "it reads or writes a file"
     return ""
 
 
-def _imports(caller: FrameType | None) -> bool:
-    """Is a module found or run because something is imported for the first time?"""
-    return caller is not None and caller.f_code.co_filename.startswith("<frozen importlib")
+def _imports(frame: FrameType | None) -> bool:
+    """Does this run because something is imported for the first time?"""
+    while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _by_checkpointing(frame: FrameType | None) -> bool:
@@ -136,15 +138,7 @@ def _by_the_user(frame: FrameType | None) -> bool:
         name = frame.f_code.co_filename
         if name.startswith(_OURS):
             return False
-        if not is_library(name):
+        if not is_library(name, frame.f_globals):
             return True
         frame = frame.f_back
     return False
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    kind, keys, *rest = numpy.random.get_state()
-    return kind, keys.tobytes(), tuple(rest)
