@@ -157,8 +157,7 @@ class World:
     def drawn(self) -> list[Refusal]:
         """Refusals where a generator of numpy has drawn since it was reached, or this was asked."""
         before, self.generators = self.generators, [(p, g, pickle.dumps(g)) for p, g, _ in self.generators]
-        pairs = zip(before, self.generators, strict=True)
-        return [Refusal(one[0], DRAWS) for one, other in pairs if one[2] != other[2]]
+        return [Refusal(a[0], DRAWS) for a, b in zip(before, self.generators, strict=True) if a[2] != b[2]]
 
     def asked_of_schedulers(self) -> list[Refusal]:
         """Refusals where the program steps a scheduler, or may ask it for what changes between its calls."""
@@ -334,10 +333,9 @@ class World:
             self.schedulers.append((path, value, value.last_epoch))
         elif cls.__module__.partition(".")[0] in _NOT_THE_USERS and hasattr(value, "__dict__"):
             self._todo.append((path, vars(value).get("__wrapped__")))
-            settings = [
-                name for name, held in vars(value).items() if isinstance(held, (*SCALARS, torch.Tensor))
-            ]
-            self._attributes(path, value, settings)
+            # Not the tensors of meshes, say: they are what a mesh is made of, and may be read.
+            kinds = (*SCALARS, torch.Tensor) if isinstance(value, torch.amp.GradScaler) else SCALARS
+            self._attributes(path, value, [name for name, x in vars(value).items() if isinstance(x, kinds)])
         if cls.__module__.partition(".")[0] in _NOT_THE_USERS:
             return
         self._place(f"{path}.__class__", "attribute", value, "__class__", cls)
