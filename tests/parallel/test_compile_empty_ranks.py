@@ -182,7 +182,7 @@ WRITES = {
 
 
 def _needs_a_gradient_since():
-    """What a graph wrote into an argument has a graph of its own on every rank: the backward is sent by all."""
+    """What a graph wrote into has a graph of its own on every rank, so that a backward is sent by all."""
     warnings.simplefilter("ignore")  # torch's own, while it traces
     mesh = rank_mesh((dist.get_world_size(),))
     for name, write in WRITES.items():

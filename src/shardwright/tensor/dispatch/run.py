@@ -282,8 +282,8 @@ def _returns_a_list(func: Op) -> bool:
 
 def _write_nothing(prepared: Prepared, made: Any, locals_: list[torch.Tensor]) -> None:
     """`out=` operands hold what the results hold, on a rank without elements too: the identity."""
-    for operand in prepared.mutated:
-        noted_as_written(locals_[operand])
+    for place in prepared.mutated:
+        noted_as_written(locals_[place])
     results = made if isinstance(made, tuple | list) else (made,)
     for operand, result in zip(prepared.written, results, strict=False):
         if operand in prepared.outs and isinstance(result, torch.Tensor):
