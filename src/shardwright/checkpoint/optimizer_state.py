@@ -14,9 +14,8 @@ from shardwright.checkpoint.storage.manifest import SavedOptimizer, SavedTensor
 from shardwright.checkpoint.storage.values import Keep, canonical, decode, encode
 from shardwright.errors import CheckpointError
 
-OWN = (
-    ""  # in place of a parameter's name: what an optimizer keeps for itself, under other keys than parameters
-)
+# In place of a parameter's name: what an optimizer keeps for itself, under other keys than parameters.
+OWN = ""
 _COUNTER = "step"  # torch's optimizers keep it as a plain 0-d tensor, also beside a 0-d parameter
 _PARAMS = "params"
 _NO_SETTINGS = (_PARAMS, "param_names")  # what the parameters are called is known from the model

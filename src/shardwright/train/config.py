@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from shardwright.checkpoint.storage.place import folder_of
 from shardwright.errors import ConfigError
 
 NEWEST = "newest"
@@ -77,7 +76,11 @@ class TrainConfig(BaseModel):
         """An empty path is a shell variable that was never set, an address no folder."""
         if path == "":
             raise ValueError("it is empty: name a path, or leave the flag out")
-        return folder_of(path) if "://" in str(path) else path
+        if "://" not in str(path):
+            return path
+        from shardwright.checkpoint.storage.place import folder_of  # noqa: PLC0415 - torch comes with it
+
+        return folder_of(path)
 
     @classmethod
     def parse(cls, **settings: Any) -> Self:
