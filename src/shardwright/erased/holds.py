@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -12,13 +13,15 @@ from shardwright.erased.program import compiled
 from shardwright.erased.walk import FLOAT, SCALARS, Fact, content
 from shardwright.tensor.dtensor import DTensor
 
-_GONE = (KeyError, IndexError, AttributeError, ValueError)
+_GONE = (KeyError, IndexError, AttributeError, ValueError, RuntimeError)  # the last of `==` of tensors
+_COMPARED = frozenset({"length", "keys", "members", "content"})  # as a whole: by identity, else by `==`
 _READ = {
     "item": "{holder}[{key}]",
     "cell": "{holder}.cell_contents",
     "attribute": "getattr({holder}, {key})",
     "length": "len({holder})",
     "keys": "[*{holder}]",
+    "members": "(*vars({holder}).values(),)",
     "context": "{holder}.get({key})",
     "content": "content({holder})",
     FLOAT: "{holder}[{key}]",
@@ -41,19 +44,7 @@ def guard_of(
     parameters are looked up.
     """
     names = dict[str, Any](same=same, gone=_GONE, of_tensor=of_tensor, gradient=gradient_of, content=content)
-    lines = ["def holds():", " try:", "  pass"]
-    for place, fact in enumerate(facts):
-        holder, key, value = f"h{place}", f"k{place}", f"x{place}"
-        names |= {holder: fact.holder, key: fact.key, value: fact.value}
-        read = _READ[fact.kind].format(holder=holder, key=key)
-        if fact.kind in {"length", "keys", "content"}:
-            lines.append(f"  if {read} != {value}: return False")
-        elif fact.kind == FLOAT:
-            lines.append(f"  if type({read}) is not float: return False")
-        elif isinstance(fact.value, SCALARS):
-            lines.append(f"  v = {read}\n  if v is not {value} and not same(v, {value}): return False")
-        else:
-            lines.append(f"  if {read} is not {value}: return False")
+    lines = ["def holds():", " try:", "  pass", *(f"  {_asked(fact, _Words(names))}" for fact in facts)]
     for place, x in enumerate(tensors):
         names[f"t{place}"] = x
         lines += _of_tensor(place, x, names)
@@ -64,6 +55,34 @@ def guard_of(
     lines.append(" except gone: return False\n return True")
     made: Callable[[], bool] = compiled("\n".join(lines), names, "holds")
     return made
+
+
+class _Words:
+    """What stands for a value in the text: itself where it is a literal, which is read in half the time."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+
+    def of(self, value: Any, *literals: type) -> str:
+        if value is None or type(value) in literals:
+            return repr(value)
+        self._names[name := f"v{id(value)}"] = value
+        return name
+
+
+def _asked(fact: Fact, words: _Words) -> str:
+    """A line that ends the search where the fact holds no more."""
+    key, value = words.of(fact.key, str, int, bool), words.of(fact.value, bool)
+    read = _READ[fact.kind].format(holder=words.of(fact.holder), key=key)
+    if fact.kind == "attribute" and fact.key.isidentifier() and not iskeyword(fact.key):
+        read = f"{words.of(fact.holder)}.{fact.key}"
+    if fact.kind in _COMPARED:
+        return f"if {read} != {value}: return False"
+    if fact.kind == FLOAT:
+        return f"if type({read}) is not float: return False"
+    if isinstance(fact.value, SCALARS) and not isinstance(fact.value, bool | None):
+        return f"if (v := {read}) is not {value} and not same(v, {value}): return False"
+    return f"if {read} is not {value}: return False"
 
 
 def _of_tensor(place: int, x: torch.Tensor, names: dict[str, Any]) -> list[str]:
@@ -99,11 +118,10 @@ def changed(facts: Iterable[Fact]) -> list[str]:
     for fact in facts:
         try:
             now = _read(fact)
+            if _differs(fact, now):
+                found.append(f"{fact.path}: {_short(fact.value)} -> {_short(now)}")
         except _GONE:
             found.append(f"{fact.path} is gone")
-            continue
-        if _differs(fact, now):
-            found.append(f"{fact.path}: {_short(fact.value)} -> {_short(now)}")
     return found
 
 
@@ -115,8 +133,8 @@ def has_changed(fact: Fact) -> bool:
 def _differs(fact: Fact, now: Any) -> bool:
     if fact.kind == FLOAT:
         return type(now) is not float
-    if fact.kind in {"keys", "content"} and now == fact.value:
-        return False
+    if fact.kind in _COMPARED:
+        return bool(now != fact.value)
     return now is not fact.value and not (isinstance(now, SCALARS) and same(now, fact.value))
 
 

@@ -77,8 +77,8 @@ class Fact:
     """What stood at a place. read(holder, key) looks again.
 
     kind: "item" of a dict or list, "cell" of a closure, "attribute", "length" of a container, "keys" of a
-        dict in order, "content" of an array, set or class (key: its members), "float" of a dict
-        that holds any number there, "context" for its variable.
+        dict in order, "members" of a class, "content" of an array or set, "float" of a dict that holds any
+        number there, "context" for its variable.
     """
 
     path: str
@@ -223,7 +223,7 @@ class World:
             if base.__module__.partition(".")[0] in _NOT_THE_USERS or id(base) in self._classes:
                 continue
             self._classes[id(base)] = base
-            self.facts.append(Fact(path, "content", base, [*vars(base).values()], content(base)))
+            self.facts.append(Fact(path, "members", base, None, (*vars(base).values(),)))
             for name, value in vars(base).items():
                 self._method_of_class(
                     f"{path}.{name}", getattr(value, "fget", getattr(value, "__func__", value))
@@ -373,9 +373,7 @@ _CONTAINERS = (Mapping, Sequence, set, frozenset, torch.optim.Optimizer)
 
 
 def content(holder: Any) -> Any:
-    """What an array, a set or a class holds, to be compared."""
-    if isinstance(holder, type):
-        return tuple(map(id, vars(holder).values()))
+    """What an array or a set holds, to be compared."""
     if isinstance(holder, set | frozenset):
         return {(type(x), x) for x in holder}
     return holder.shape, holder.dtype.str, holder.tobytes()
