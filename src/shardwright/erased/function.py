@@ -139,7 +139,7 @@ class Erased:
             warnings.warn(
                 f"sw.erase({self._report.name}): {self._most} recordings, and none holds for this call: it "
                 "runs as it is from now on where none does. What changes from call to call: "
-                f"{self._report.last_change or 'shapes, layouts or flags of the arguments'}. "
+                f"{self._report.last_change or 'shapes, layouts, flags or objects of the arguments'}. "
                 "fix: keep it the same, pass it as a tensor, or erase(..., most=) more recordings",
                 stacklevel=5,
             )
