@@ -149,9 +149,18 @@ def _set_forward(v):
     _PatchedModule.forward = lambda self, x: x * v
 
 
+class _Holding:
+    scale, held = 1.0, torch.ones(3)
+
+
+def _set_beside_a_tensor(v):
+    _Holding.scale, _Holding.held = v, torch.ones(3)  # whose `==` is no yes or no
+
+
 # By name: how a program reads a number, and how it is set.
 HOLDERS = {
     "a class": (lambda x: x * _Settings.scale, lambda v: setattr(_Settings, "scale", v)),
+    "a class that holds a tensor": (lambda x: x * _Holding.scale, _set_beside_a_tensor),
     "the class of an object": (lambda x: x * _OF_SETTINGS.scale, lambda v: setattr(_Settings, "scale", v)),
     "the class of a module": (_SCALED, lambda v: setattr(_Scaled, "factor", v)),
     "a function": (lambda x: x * (_helper() + _helper.scale), lambda v: setattr(_helper, "scale", v)),
