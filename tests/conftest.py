@@ -75,6 +75,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def _collect_garbage_of_tests_only() -> None:
     """What stands before the first test stays to the end, so no collection looks through it."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)  # as ranks have it
     gc.enable()
 
 
