@@ -48,10 +48,10 @@ def failure(record: Record) -> str:
 
 
 def shortened(text: str) -> str:
-    """An error of a rank without its frames but the last, and without its peers."""
+    """An error of a rank without its frames but the last, and without its peers; of one that died, all."""
     lines = text.splitlines()
     frames = [index for index, line in enumerate(lines) if line.startswith("  File ")]
-    if not frames or lines[0].startswith("hang"):
+    if not frames or lines[0].startswith("hang") or " was killed by " in lines[0]:
         return text
     kept = [line for line in lines[frames[-1] :] if not line.startswith("rank ")]
     return "\n  ".join([lines[0], *kept])

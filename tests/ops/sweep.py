@@ -93,6 +93,8 @@ def _attempt(run: Callable[[], object]) -> str | None:
         return f"hang: {str(error).splitlines()[0]}"
     except RankError as error:
         lines = str(error).strip().splitlines()
+        if " was killed by " in lines[0]:
+            return str(error)[:8000]  # what it died of stands among what it printed
         named = [line for line in lines if "UnlikeRanksError: " in line]
         return (named[-1] if named else f"{lines[0]} ... {lines[-1]}")[:600]
     return None
