@@ -36,9 +36,9 @@ def wrong_kinds() -> None:
                 place(module, other)
         with pytest.raises(ParallelError, match="places a module, got OrderedDict"):
             place(module.state_dict(), mesh)
-        for several in ([module, module[0]], (module,)):
-            with pytest.raises(ParallelError, match="fix: one call for each of these modules"):
-                place(several, mesh)
+    for several in ([module, module[0]], (module,)):
+        with pytest.raises(ParallelError, match="fix: one call for each of these modules"):
+            parallelize_replicate(several, mesh)  # type: ignore[arg-type]
     with pytest.raises(ParallelError, match="a plan is a mapping or a word"):
         parallelize_tensor(module, mesh, ["0"])  # type: ignore[arg-type]
     with pytest.raises(

@@ -194,6 +194,17 @@ class FsdpUnit:
         idle: bool = self._state._training_state.name == "IDLE"
         return idle
 
+    @property
+    def has_root(self) -> bool:
+        """A unit is around it, or it is one module."""
+        return len(self._state._modules) == 1 or getattr(self._state, "around", None) is not None
+
+    @property
+    def runs_alone(self) -> bool:
+        """In its forward, which no other unit's is around."""
+        alone: bool = not self.is_idle and self._state._state_ctx.iter_forward_root is self._state
+        return alone
+
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather the parameters, before a forward with these arguments; they may be cast."""
         begin_at_the_root(self.module)
@@ -202,6 +213,7 @@ class FsdpUnit:
 
     def leave(self, args: tuple[Any, ...], out: Any) -> Any:
         """Free what `enter` gathered; a backward of `out` gathers it again."""
+        self._state._modules_to_run_forward.clear()  # of a unit of several modules
         return self._state._post_forward(self.module, args, out)
 
     def gathered(self) -> list[torch.Tensor]:

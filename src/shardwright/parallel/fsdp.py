@@ -31,6 +31,7 @@ from shardwright.layout.strided import same_regions
 from shardwright.parallel.direct_calls import serve_direct_calls
 from shardwright.parallel.meshes import is_other_view, named_axes, refuse_twice
 from shardwright.parallel.place import local_plain, place_parameters
+from shardwright.parallel.several import Modules, follow_several, members, one_unit
 from shardwright.parallel.sharded_traffic import record_sharded_traffic
 from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Replicate
@@ -47,8 +48,8 @@ from shardwright.tensor.wrap import as_ours, wrap
 
 
 def parallelize_fsdp(
-    module: nn.Module, mesh: DeviceMesh, *fully_shard_args: Any, **fully_shard_kwargs: Any
-) -> nn.Module:
+    module: Modules, mesh: DeviceMesh, *fully_shard_args: Any, **fully_shard_kwargs: Any
+) -> Modules:
     """Shard the parameters over the last axis of `mesh`, replicate them on the first of two, in place.
 
     Call it on the blocks first, then on the root, as with torch's `fully_shard`: what a block has taken, the
@@ -58,6 +59,9 @@ def parallelize_fsdp(
     cannot be cut, is replicated on the shard axis.
 
     Args:
+        module: a module, or several that are one unit (`[norm, head]`): gathered together when the first of
+            them begins, until the last has ended or the whole model has. One that is called on its own,
+            outside of the model's forward, gathers the unit for itself.
         mesh: one axis (shard) or two (replicate, shard).
         fully_shard_args, fully_shard_kwargs: passed on: `reshard_after_forward`, `mp_policy`,
             `offload_policy`, `ignored_params`, `shard_placement_fn`; by position in the order in which
@@ -68,25 +72,24 @@ def parallelize_fsdp(
     Cost: per step an all-gather per unit in forward and backward, and a reduce-scatter of its gradients.
     Source: torch's `fully_shard`.
     """
-    axes = named_axes(mesh, "parallelize_fsdp", module)
+    unit = one_unit(module)
+    axes = named_axes(mesh, "parallelize_fsdp", unit)
     if len(axes) > 2:
         raise ParallelError(
             f"parallelize_fsdp takes one or two axes, got {axes}; "
             f"place {axes[1]!r} with parallelize_replicate first"
         )
-    return shard_over(module, mesh, axes, by_name(fully_shard_args, fully_shard_kwargs))
+    shard_over(unit, mesh, axes, by_name(fully_shard_args, fully_shard_kwargs))
+    return module
 
 
 def shard_over(
     module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], fully_shard_kwargs: dict[str, Any]
-) -> nn.Module:
+) -> None:
     """Shard the parameters of a unit over the last of `axes`, replicate them over the others; see above."""
-    if isinstance(module, FSDPModule):
-        raise ParallelError(
-            f"parallelize_fsdp: axis {axes[-1]!r} places this module already: {type(module).__name__} is a "
-            "sharded unit; apply a strategy once per parameter and axis"
-        )
-    _refuse_container(module)
+    for each in members(module):
+        _refuse_unit(each, axes[-1])
+        _refuse_container(each)
     shard_mesh = mesh[axes[-1]]
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
     left_alone = {s.get() for s in slots if _elsewhere(s.get(), mesh)}
@@ -108,7 +111,6 @@ def shard_over(
         slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
         ignored = {"ignored_params": left_alone | scalars}
         _shard(module, shard_mesh, slots, answers, {**fully_shard_kwargs, **ignored})
-    return module
 
 
 def _answers(slots: Sequence[Slot], ask: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], Any]:
@@ -127,6 +129,14 @@ def _on(mesh: DeviceMesh, answer: Any, path: str) -> Any:
             f"{axis_names(mesh)}\n  fix: place the module of this parameter by a call of its own"
         )
     return getattr(answer, "placement", answer)
+
+
+def _refuse_unit(module: nn.Module, axis: str) -> None:
+    if isinstance(module, FSDPModule):
+        raise ParallelError(
+            f"parallelize_fsdp: axis {axis!r} places this module already: {type(module).__name__} is a "
+            "sharded unit; apply a strategy once per parameter and axis"
+        )
 
 
 def _refuse_container(module: nn.Module) -> None:
@@ -238,7 +248,8 @@ def _refuse_shared_with_another_unit(module: nn.Module) -> None:
         if unit and slot.owner not in inside:
             raise ParallelError(
                 f"{slot.path}: another sharded unit on axis {unit!r} uses this parameter too; a parameter "
-                "belongs to one unit, which gathers and sums it: shard a module that holds both users"
+                "belongs to one unit, which gathers and sums it: shard a module that holds both users, or"
+                " both as one unit, [a, b]"
             )
 
 
@@ -279,27 +290,36 @@ def _shard(
         plain[old] = nn.Parameter(local_plain(old).contiguous(), requires_grad=old.requires_grad)
     said = {plain[old]: answers.get(place) for place, old in where.items()}
     put_all(slots, plain)
-    own = type(module)
-    fully_shard(module, mesh=mesh, shard_placement_fn=said.get, **kwargs)
-    # Libraries find what they know of a class by how it reads (`transformers`: which states it can record).
-    type(module).__module__, type(module).__qualname__ = own.__module__, own.__qualname__
-    for hook in (_begin, _refuse_replaced):
-        module.register_forward_pre_hook(hook, prepend=True)  # before torch's own
-    show_sharded_between(module, _refuse_lost)
-    module.register_load_state_dict_pre_hook(_refuse_assigned)
-    if kwargs.get("reshard_after_forward") is None:
-        module.register_forward_hook(_reshard_without_backward)
-    for inner in module.modules():
-        if inner is not module and isinstance(inner, FSDPModule):
-            is_around(module, inner)
-    _sum_gradients(module)
-    record_sharded_traffic(module, axis_names(mesh)[0])
-    follow_dtype(module)
-    serve_direct_calls(module, (owner for owner, _ in where))
-    for managed in fsdp_parameters(module):
+    parts = members(module)
+    kinds = [type(part) for part in parts]
+    fully_shard(parts if len(parts) > 1 else parts[0], mesh=mesh, shard_placement_fn=said.get, **kwargs)
+    unit = parts[0]  # several share one state
+    show_sharded_between(unit, _refuse_lost)
+    for part, kind in zip(parts, kinds, strict=True):
+        # Libraries find what they know of a class by how it reads (`transformers`: its recorded states).
+        type(part).__module__, type(part).__qualname__ = kind.__module__, kind.__qualname__
+        _follow(part, alone=len(parts) == 1 and kwargs.get("reshard_after_forward") is None)
+    follow_several(parts)
+    _sum_gradients(unit)
+    record_sharded_traffic(unit, axis_names(mesh)[0])
+    follow_dtype(unit)
+    serve_direct_calls(unit, (owner for owner, _ in where if owner not in parts))
+    for managed in fsdp_parameters(unit):
         old = where[(managed.owner, managed.name)]
         _relabel(managed, old, mesh)
         carry_over(old, managed.parameter)
+
+
+def _follow(part: nn.Module, *, alone: bool) -> None:
+    """Hear when one module of a unit is called and loaded; `alone`: it may become the root."""
+    for hook in (_begin, _refuse_replaced):
+        part.register_forward_pre_hook(hook, prepend=True)  # before torch's own
+    part.register_load_state_dict_pre_hook(_refuse_assigned)
+    if alone:
+        part.register_forward_hook(_reshard_without_backward)
+    for inner in part.modules():
+        if inner is not part and isinstance(inner, FSDPModule):
+            is_around(part, inner)
 
 
 def _refuse_replaced(module: nn.Module, _args: Any) -> None:

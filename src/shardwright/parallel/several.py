@@ -1,0 +1,58 @@
+"""Several modules that are one unit of `fully_shard`: gathered together, and summed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from shardwright.compat.fully_shard import FsdpUnit
+from shardwright.errors import ParallelError
+
+Modules = TypeVar("Modules", bound=nn.Module | Sequence[nn.Module])
+
+
+class SeveralModules(nn.ModuleList):
+    """The tree that one unit of several modules is, for as long as it is placed."""
+
+
+def one_unit(module: Any) -> Any:
+    """A list of modules as one tree, without those that stand inside of others; anything else as it is."""
+    given = list(dict.fromkeys(module)) if isinstance(module, list | tuple) else []
+    if not given or not all(isinstance(each, nn.Module) for each in given):
+        return module
+    inside = {part for each in given for part in each.modules() if part is not each}
+    return SeveralModules(each for each in given if each not in inside)
+
+
+def members(unit: nn.Module) -> list[nn.Module]:
+    """The modules whose forwards are those of a unit."""
+    return list(unit) if isinstance(unit, SeveralModules) else [unit]
+
+
+def follow_several(parts: Sequence[nn.Module]) -> None:
+    """Hear, before torch begins and after it ends, when forwards of the modules of one unit begin and end."""
+    for part in parts if len(parts) > 1 else ():
+        part.register_forward_pre_hook(_refuse_without_root, prepend=True)
+        part.register_forward_hook(_end_alone)
+
+
+def _refuse_without_root(module: nn.Module, _args: Any) -> None:
+    """Raise ParallelError where no unit is around those of a unit of several modules: none of them begins."""
+    if not FsdpUnit(module).has_root:
+        raise ParallelError(
+            f"parallelize_fsdp: {type(module).__name__} is in a unit of several modules, and none is around "
+            "it\n  fix: shard the module that holds them too, after them"
+        )
+
+
+def _end_alone(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+    """End the forward of a unit of several modules with the one that has run, where no other's is around.
+
+    torch waits for all of them, and where the rest never come keeps their parameters whole, and the next
+    forward of the model without its end.
+    """
+    unit = FsdpUnit(module)
+    return out if torch.compiler.is_compiling() or not unit.runs_alone else unit.leave(args, out)
