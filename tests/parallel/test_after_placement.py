@@ -219,13 +219,16 @@ def test_ranks_that_start_with_other_values_take_those_of_the_first(ranks):
     assert torch.equal(first, nn.Linear(3, 3).weight.detach())
 
 
-def _one_root():
+def _one_root(convert):
     mesh = rank_mesh((2,), ("dp",))
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     for block in model:
         parallelize_fsdp(block, mesh)
+    model[0].weight.of_mine = 3
+    convert(model)
     parallelize_fsdp(model, mesh)
-    model(torch.randn(2, 4)).sum().backward()
+    assert model[0].weight.of_mine == 3
+    model(torch.randn(2, 4, dtype=model[0].weight.dtype)).sum().backward()
     roots = [m._get_fsdp_state()._is_root for m in model.modules()]
     units = [m._get_fsdp_state()._fsdp_param_group for m in model]
     assert all(unit is not None for unit in units)
@@ -233,8 +236,9 @@ def _one_root():
     return roots
 
 
-def test_blocks_then_root_give_one_fsdp_root(ranks):
-    assert ranks(2, _one_root)[0] == [True, False, False, False]
+@pytest.mark.parametrize("convert", [nn.Module.train, nn.Module.double])
+def test_blocks_then_root_give_one_fsdp_root(ranks, convert):
+    assert ranks(2, _one_root, convert)[0] == [True, False, False, False]
 
 
 def _each_its_own_root():

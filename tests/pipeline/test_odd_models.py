@@ -10,7 +10,13 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright.errors import ParallelError
 from shardwright.grads import clip_grad_norm_
-from shardwright.parallel import Pipeline, parallelize_pipeline, parallelize_tensor
+from shardwright.parallel import (
+    Pipeline,
+    parallelize_fsdp,
+    parallelize_pipeline,
+    parallelize_replicate,
+    parallelize_tensor,
+)
 from shardwright.testing import rank_mesh
 from tests.pipeline.own_code import Base, H, Part
 
@@ -188,6 +194,40 @@ def _steps(name):
 @pytest.mark.parametrize("name", CASES)
 def test_they_give_what_one_device_gives(ranks, name):
     ranks(2, _steps, name)
+
+
+def _norm_of_all_stages(strategy, convert):
+    mesh = sw.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    model = Frozen()
+    alone = copy.deepcopy(model).double()
+    parallelize_pipeline(model, mesh["pp"], ["layers.2"])
+    strategy(model, mesh["dp"])
+    convert(model)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            value = alone.get_parameter(path).to(parameter.dtype)
+            getattr(parameter, "_local_tensor", parameter).copy_(value)  # one rank of `dp`
+    x = torch.randn(4, H)
+    Pipeline(model, _loss, micro_batches=2).step(x.to(next(model.parameters()).dtype))
+    _loss(alone(x.double()), None).backward()
+    wanted = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1.0).double(), wanted, rtol=1e-5, atol=0)
+
+
+def _alone(model, _mesh):
+    return model
+
+
+def _without_memory(model):
+    model.to("meta").to_empty(device="cpu")
+
+
+@pytest.mark.parametrize("strategy", [_alone, parallelize_replicate, parallelize_fsdp])
+@pytest.mark.parametrize("convert", [nn.Module.double, _without_memory])
+def test_a_norm_is_that_of_all_stages_after_a_conversion(ranks, strategy, convert):
+    """torch puts other tensors in the places of parameters, without what hung on them."""
+    ranks(2, _norm_of_all_stages, strategy, convert)
 
 
 class WritesInside(nn.Module):

@@ -72,6 +72,7 @@ class FsdpParameter:
         fsdp._setattr_on_modules(parameter)
         fsdp.to_sharded_dtensor = make_gradient
         _managed[id(parameter)] = fsdp
+        self._keep_what_hangs()
         self._before_adding(as_term)
         if inner_spec is not None:
             self._keep_distributed(inner_spec, wrap_inner)
@@ -105,6 +106,25 @@ class FsdpParameter:
     def follow_local(self) -> None:
         """Gather from the local tensor that the sharded parameter has now."""
         self.inner.reset_sharded_param()
+
+    def _keep_what_hangs(self) -> None:
+        """Attributes of the parameter stay with what `module.to()` or a load makes of it.
+
+        torch swaps all that a tensor subclass is with what it was converted to, which has no attributes.
+        """
+        fsdp = self.inner
+        original, hung = fsdp.reset_sharded_param, vars(fsdp.sharded_param)
+
+        def reset_sharded_param() -> None:
+            nonlocal hung
+            original()
+            before, hung = hung, vars(fsdp.sharded_param)
+            if hung is not before:
+                _managed[id(fsdp.sharded_param)] = fsdp
+                kept = {k: v for k, v in before.items() if k == "_fully_sharded" or not k.startswith("_")}
+                hung.update({**kept, **hung})
+
+        fsdp.reset_sharded_param = reset_sharded_param
 
     def _before_adding(self, as_term: Callable[[torch.Tensor], torch.Tensor]) -> None:
         fsdp, group = self.inner, self.group

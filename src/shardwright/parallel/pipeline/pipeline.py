@@ -189,6 +189,7 @@ class Pipeline:
         """
         part_now(self.module)
         self._split.hear()
+        self._split.tell_parameters()
         error: BaseException | None = None
         batches, said = [], [what]
         try:

@@ -26,7 +26,7 @@ from shardwright.parallel.pipeline.places import VERB, Place, Places
 from shardwright.parallel.pipeline.serving import Units
 from shardwright.tensor.modules.more_axes import shared_ranks
 from shardwright.tensor.modules.replaced import taken_away
-from shardwright.tensor.modules.slots import slots_of
+from shardwright.tensor.modules.slots import Slot, slots_of
 
 
 @dataclass
@@ -35,7 +35,8 @@ class Split:
 
     shared: names of the parameters that several ranks hold, and these ranks, that of the first stage first.
     reads_parameters: whether modules above the cuts have parameters of their own. parts: the place of each
-    part. outside: the globals and the like that its code names. units: the sharded ones.
+    part. outside: the globals and the like that its code names. units: the sharded ones. facts: what hangs on
+    the parameters of this rank.
     """
 
     mesh: DeviceMesh
@@ -50,6 +51,7 @@ class Split:
     parts: dict[str, Place] = field(default_factory=dict)
     outside: Outside = field(default_factory=Outside)
     units: Units = field(default_factory=Units)
+    facts: list[tuple[Slot, dict[str, object]]] = field(default_factory=list)
 
     @property
     def heard(self) -> list[Held]:
@@ -75,6 +77,13 @@ class Split:
             module = part.module
             if module is not None and getattr(module._compiled_call_impl, "heard_by", None) is None:
                 intercept_calls(module, functools.partial(self.conductor.hears, part))
+
+    def tell_parameters(self) -> None:
+        """Hang on this rank's parameters what is known of them; `module.to()` puts others in their places."""
+        for slot, facts in self.facts:
+            parameter = slot.owner._parameters.get(slot.name)
+            if parameter is not None:
+                vars(parameter).update({**facts, **vars(parameter)})
 
     def read_code(self, loss: object) -> None:
         """Find what the code of the layers names, and that above them and of the loss too."""
@@ -147,11 +156,12 @@ def take_apart(model: nn.Module, mesh: DeviceMesh, places: Places, rank_of: Sequ
         if id(parameter) not in left:
             taken_away(parameter, name)
     for slot in slots_of(model):
-        parameter = slot.get()
-        ranks = holders[id(parameter)]
-        parameter.shared_by_stages = SharedByStages(mesh, counts=ranks[0] == me)  # type: ignore[attr-defined]
-        if id(parameter) in shared:
-            parameter.names_in_stages = shared[id(parameter)][0]  # type: ignore[attr-defined]
+        found = id(slot.get())
+        facts: dict[str, object] = {"shared_by_stages": SharedByStages(mesh, counts=holders[found][0] == me)}
+        if found in shared:
+            facts["names_in_stages"] = shared[found][0]
+        split.facts.append((slot, facts))
+    split.tell_parameters()
     model.__dict__[ATTRIBUTE] = split
     note_cut(mesh)
     return split
