@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 
 from shardwright.compat.fully_shard import groups_of
 from shardwright.grads import GradientSynchronizer, clip_grad_norm_
@@ -299,3 +300,36 @@ def _frozen():
 
 def test_an_average_of_a_frozen_model_is_what_it_computes_with(ranks):
     ranks(2, _frozen)
+
+
+class _WritesViews(nn.Module):
+    """Linear layers return views of three dims, which are written here."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 6)
+
+    def forward(self, x, recompute):
+        h = checkpoint(self.inner, x, use_reentrant=False) if recompute else self.inner(x)
+        h += x
+        left, right = self.outer(h.relu_()).transpose(0, 1).split(3, dim=-1)
+        return left.mul(right).mul_(2)[..., 0].add_(1)
+
+
+def _views_are_written(recompute):
+    torch.manual_seed(0)
+    mesh, alone, x = rank_mesh((2,), ("dp",)), _WritesViews(), torch.randn(4, 3, 4)
+    model = copy.deepcopy(alone)
+    for unit in (model.inner, model.outer, model):
+        parallelize_fsdp(unit, mesh)
+    for _ in range(2):
+        model(x.chunk(2)[mesh.get_local_rank()], recompute).square().sum().backward()
+        alone(x, recompute).square().sum().backward()
+        for mine, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_a_unit_returns_may_be_a_view_that_is_written(ranks, recompute):
+    """torch warns of it, and fails in the backward with memory that was given back."""
+    ranks(2, _views_are_written, recompute)

@@ -1,7 +1,6 @@
 """What libraries know of a class by how it reads holds for the class of a sharded unit too."""
 
 import copy
-import warnings
 
 import torch
 from transformers import LlamaConfig, LlamaModel
@@ -21,7 +20,6 @@ def _sum_of_states(model, ids):
 
 
 def _recorded():
-    warnings.simplefilter("ignore")  # torch's, about states that are views
     mesh = rank_mesh((2,), ("dp",))
     torch.manual_seed(0)
     model, ids = LlamaModel(CONFIG), torch.randint(20, (2, 5))

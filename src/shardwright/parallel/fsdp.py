@@ -24,6 +24,7 @@ from shardwright.compat.fully_shard import (
     replaced_parameters,
 )
 from shardwright.compat.fully_shard_shown import show_sharded_between
+from shardwright.compat.fully_shard_views import begin_before_bases
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of
@@ -295,6 +296,7 @@ def _shard(
     fully_shard(parts if len(parts) > 1 else parts[0], mesh=mesh, shard_placement_fn=said.get, **kwargs)
     unit = parts[0]  # several share one state
     show_sharded_between(unit, _refuse_lost)
+    begin_before_bases(unit)
     for part, kind in zip(parts, kinds, strict=True):
         # Libraries find what they know of a class by how it reads (`transformers`: its recorded states).
         type(part).__module__, type(part).__qualname__ = kind.__module__, kind.__qualname__

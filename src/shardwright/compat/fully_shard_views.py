@@ -1,0 +1,59 @@
+"""The backward of a sharded unit begins where it should, also when a view that it returned is written later.
+
+torch hangs the hook that gathers for the backward on what a unit returns. A write into a view (`x += y` after
+a linear layer of three dims) makes autograd forget that: the backward met memory that was given back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.compat import tree_leaves
+from shardwright.compat.fully_shard import groups_of
+
+
+def begin_before_bases(module: nn.Module) -> None:
+    """Let the backward of a unit begin before that of the tensors of which it returns views, too."""
+    _Beginning(module._get_fsdp_state()).take_over()  # type: ignore[operator]
+
+
+class _Beginning:
+    """Hooks of one unit; `_first`: the number of the first node of autograd that its forward can make."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self._first: int | None = None
+
+    def take_over(self) -> None:
+        state = self._state
+        self._hook, state._register_pre_backward_hook = state._register_pre_backward_hook, self.hook
+        for group in groups_of(state)[:1]:  # without parameters there is nothing to begin
+            self._pre_forward, group.pre_forward = group.pre_forward, self.pre_forward
+
+    def pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        if self._first is None and torch.is_grad_enabled():
+            self._first = _number(torch.empty(0, requires_grad=True).neg().grad_fn)
+        return self._pre_forward(module, args, kwargs)
+
+    def hook(self, out: Any) -> Any:
+        first, self._first = self._first, None
+        views = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad and x._is_view()]
+        if not views or not torch.is_grad_enabled():
+            return self._hook(out)
+        for node in {id(x._base): x._base.grad_fn for x in views if x._base is not None}.values():
+            if node is not None and first is not None and _number(node) >= first:  # of its own work
+                node.register_prehook(self._begin)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # of what is mended
+            return self._hook(out)
+
+    def _begin(self, _gradients: Any) -> None:
+        self._state._pre_backward(None)
+
+
+def _number(node: Any) -> int:
+    return int(node._sequence_nr())
