@@ -163,8 +163,16 @@ def take_apart(model: nn.Module, mesh: DeviceMesh, places: Places, rank_of: Sequ
         split.facts.append((slot, facts))
     split.tell_parameters()
     model.__dict__[ATTRIBUTE] = split
+    model.register_state_dict_pre_hook(_tell_parameters)
     note_cut(mesh)
     return split
+
+
+def _tell_parameters(model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+    """Before a checkpoint reads them."""
+    split = find_split(model)
+    if split is not None:
+        split.tell_parameters()
 
 
 def _all_stages(place: Place, places: Places) -> Held:
