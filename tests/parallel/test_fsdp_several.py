@@ -77,8 +77,14 @@ def _trained(tied, options):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    alone.double()
+    model.double()
+    _whole(alone, TOKENS)
+    _whole(model, pairs[1][1])
+    for mine, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad, rtol=1e-4, atol=1e-5)
     with sw.trace() as seen, torch.no_grad():
-        torch.testing.assert_close(model(TOKENS), alone(TOKENS))
+        torch.testing.assert_close(model(TOKENS), alone(TOKENS), rtol=1e-4, atol=1e-5)
     assert [each.op for each in seen.collectives] == ["all_gather"] * 2
 
 

@@ -333,6 +333,9 @@ def _follow_dtype(fsdp: Any, group: Any) -> None:
 
     def reset_sharded_param() -> None:
         original()
+        now = {each.sharded_param.dtype for each in group.fsdp_params if each.sharded_param.requires_grad}
+        if len(now) > 1:  # another module of the unit is still to be converted
+            return
         if getattr(fsdp, "orig_dtype", fsdp.sharded_param.dtype) != fsdp.sharded_param.dtype:
             for each in group.fsdp_params:
                 each.all_gather_outputs = []
