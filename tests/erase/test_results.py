@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import warnings
 
 import pytest
@@ -272,6 +273,45 @@ def _uneven():
 
 
 COUNT = 4 * 6 * 16
+
+
+_ALIASES = {
+    "written": lambda a, b: [a.mul_(2) * a],
+    "a view of it written": lambda a, b: [b * a, a[1:].mul_(3)],
+    "another written with it": lambda a, b: [b[1:].mul_(a[1:]) * b[:1]],
+    "a view of it": lambda a, b: [a * 2, a[1:]],
+    "views of another result": lambda a, b: [(c := a.sin()), c.view(-1), c[1:].T],
+    "written without a gradient": lambda a, b: [(_doubled(b) * a).sin()],
+}
+
+
+@torch.no_grad()
+def _doubled(x):
+    return x.mul_(2)
+
+
+def _aliases():
+    """What a call writes of its arguments, and what it returns of their memory, is a part of their graphs."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def gradient(function, place, *, of_view):
+        leaf = place(x).requires_grad_()
+        base, b = leaf * 1, place(x)
+        results = function(base.view(4, 6) if of_view else base, b)
+        for view in results[1:]:
+            view.mul_(3)
+        return torch.autograd.grad(sum(y.square().sum() for y in (base, b, *results)), leaf)[0]
+
+    for function, of_view in itertools.product(_ALIASES.values(), (False, True)):
+        fast = sw.erase(function)
+        for _ in range(4):
+            wanted = gradient(function, torch.clone, of_view=of_view)
+            assert_equal(gradient(fast, _on_mesh, of_view=of_view), wanted)
+    assert fast.report().replays == 3, str(fast.report())
+
+
+def test_aliases_are_part_of_the_graph_around(ranks):
+    ranks(2, _aliases)
 
 
 def _lets_go():

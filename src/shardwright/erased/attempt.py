@@ -19,6 +19,7 @@ from shardwright.erased.gradients import (
     Gradients,
     as_a_whole,
     behind_edge,
+    given_back,
     has_graph,
     inputs_of,
     own_backward,
@@ -67,8 +68,7 @@ class Attempt:
         """The call's own result."""
         with DisableTorchFunctionSubclass():
             self.cut = Cut.of(args, kwargs)
-            ends = {id(self.cut.original(x)): x for x in self.cut.ends}
-            self.leaves = [ends.get(id(leaf), leaf) for leaf in self.leaves]
+            self.leaves = [self.cut.stands_for(leaf) for leaf in self.leaves]
             self.world.reach(getattr(self.function, "__name__", type(self.function).__name__), self.function)
             self.world.reach("torch's hooks", HOOKS)
             for place, leaf in enumerate(self.leaves):
@@ -119,7 +119,7 @@ class Attempt:
         leaves, made, of_results = self._results(flat)
         refusals += of_results
         self.finish = _Finish(self, gradients, written, leaves, made, structure)
-        if hanging:
+        if hanging or self.cut.written():
             return self._hang(flat, structure, hanging, refusals)
         if refusals:
             self.refused(refusals)
@@ -171,20 +171,22 @@ class Attempt:
         refusals = [*refusals, *self._refusals_of(results, inputs)]
         if refusals:
             self.refused(refusals)
-        made = behind_edge(results, self.cut, partial(self._backward, record=not refusals))
+        backward = partial(self._backward, record=not refusals)
+        made = given_back(results, self.cut, lambda found: behind_edge(found, self.cut, backward))
         for place, x in zip(hanging, made, strict=True):
             flat[place] = x
         return self._given_back(flat, structure)
 
     def _refusals_of(self, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[Refusal]:
         memory = set(map(given.storage_of, inputs))
-        view = Refusal("a result", "it is a view of what was given, and wants a gradient")
-        found = [view for x in results if given.storage_of(x) in memory]
+        view = Refusal("a result", "it is a view of what was given, or of another, and wants a gradient")
+        found = [view for x in results if given.storage_of(x) in memory or any(x._base is y for y in results)]
         found += [] if inputs else [Refusal("a graph", "it ends in no leaf")]
         whole = as_a_whole(results, inputs)
         found += [whole] if whole else []
         for x in inputs:
-            if not any(x is leaf for leaf in self.leaves) and not (self.world.holds(x) and x.is_leaf):
+            given_it = any(self.cut.stands_for(x) is leaf for leaf in self.leaves)
+            if not given_it and not (self.world.holds(x) and x.is_leaf):
                 found.append(Refusal("a graph", f"it ends in a tensor {tuple(x.shape)} that was not found"))
         return found
 
@@ -299,7 +301,7 @@ class _Finish:
                 program,
                 wanted,
                 tuple(local_of(x).stride() for x in gradients if x is not None),
-                tuple(places.get(id(x), x) for x in inputs),
+                tuple(places.get(id(attempt.cut.stands_for(x)), x) for x in inputs),
                 tuple(of_inputs),
                 tuple(next(i for i, y in enumerate(self.made) if y is x) for x in results),
                 len(saved),

@@ -101,8 +101,8 @@ class Entry:
             for device in self.autocast:  # the casts are in the program
                 stack.enter_context(torch.autocast(device, enabled=False))
             values = self.program.run(*taken)
-        made = self._made(values, leaves)
         carry_out(self.effects, leaves, values[len(self.made) : len(self.made) + self._n_gradients])
+        made = self._made(values, leaves)  # behind what the call wrote: its backward watches for later writes
         found = {"made": made, "given": leaves}
         flat = [leaf.what if leaf.kind == "same" else found[leaf.kind][leaf.what] for leaf in self.leaves]
         return flat[0] if self.structure is None else tree_unflatten(flat, self.structure)

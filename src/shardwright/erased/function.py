@@ -14,7 +14,7 @@ from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten, tree_
 from shardwright.erased import given, surroundings
 from shardwright.erased.attempt import Attempt
 from shardwright.erased.changed_rates import rates_that_changed
-from shardwright.erased.gradients import Cut, behind_edge, has_graph, own_backward
+from shardwright.erased.gradients import Cut, behind_edge, given_back, has_graph, own_backward
 from shardwright.erased.holds import changed
 from shardwright.erased.report import Report
 from shardwright.erased.watch import profiled
@@ -157,14 +157,13 @@ def _views(leaves: list[Any]) -> str:
 def _with_edge(out: Any, cut: Cut) -> Any:
     """The results, with their own backward behind the edge that a replay has."""
     leaves, structure = tree_flatten(out)
-    leaves = [cut.original(x) for x in leaves]
-    known = set(map(id, cut.originals.values()))
-    places = [i for i, x in enumerate(leaves) if has_graph(x) and id(x) not in known]
-    if places:
-        made = behind_edge([leaves[i] for i in places], cut, own_backward)
-        for place, x in zip(places, made, strict=True):
-            leaves[place] = x
-    return tree_unflatten(leaves, structure)
+    places = [i for i, x in enumerate(leaves) if has_graph(x) and id(x) not in cut.nodes]
+    made = given_back(
+        [leaves[i] for i in places], cut, lambda results: behind_edge(results, cut, own_backward)
+    )
+    for place, x in zip(places, made, strict=True):
+        leaves[place] = x
+    return tree_unflatten([cut.original(x) for x in leaves], structure)
 
 
 def erase(function: Callable[..., Any], *, most: int = _MOST) -> Erased:

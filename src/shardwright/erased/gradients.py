@@ -13,8 +13,15 @@ from typing import Any
 import torch
 
 from shardwright.comm.traced import in_groups
-from shardwright.compat import DisableTorchFunctionSubclass, tree_map_only
+from shardwright.compat import (
+    DisableTorchFunctionSubclass,
+    preserve_version_counter,
+    tree_leaves,
+    tree_map_only,
+    view_again,
+)
 from shardwright.erased.refuse import Refusal
+from shardwright.tensor.autograd import apply
 
 Gradients = Sequence[torch.Tensor | None]
 Backward = Callable[[Gradients], Gradients]
@@ -45,40 +52,84 @@ def hang(
     return made
 
 
+class _Same(torch.autograd.Function):
+    """The same memory, and no leaf: the call may write it in place."""
+
+    @staticmethod
+    def forward(_: Any, end: torch.Tensor) -> torch.Tensor:
+        return end.detach()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class _Written(torch.autograd.Function):
+    """What was given, with the graph of what the call wrote into it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        ctx.of_view = x._is_view()
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        # Of a view torch takes none for "nothing of its base", not for zeros at what was written.
+        before = torch.zeros_like(gradient) if ctx.of_view and ctx.needs_input_grad[0] else None
+        return before, gradient
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """Arguments whose graphs end here: the graph of the call is its own, and no gradient counts twice.
 
     Asked for the gradient of a parameter and of an argument that was computed from it, autograd would give
     the parameter's along both ways.
+
+    ends: leaves that share the memory of what has a graph. originals: what was given, by the `id` of its
+    end and of what the call gets for it. nodes: each tensor that the call gets, and its node before.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     originals: dict[int, torch.Tensor]
     ends: tuple[torch.Tensor, ...]
+    nodes: dict[int, tuple[torch.Tensor, Any]]
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut:
-        """The arguments; tensors that have a graph as leaves that share their memory."""
-        ends: dict[int, torch.Tensor] = {}
+        """The arguments; for tensors that have a graph others that share their memory."""
+        ends: list[torch.Tensor] = []
         originals: dict[int, torch.Tensor] = {}
+        for_it: dict[int, torch.Tensor] = {}
 
         def end_of(x: torch.Tensor) -> torch.Tensor:
-            if x.grad_fn is None:
+            if _node(x) is None:
                 return x
-            if id(x) not in ends:
-                ends[id(x)] = x.detach().requires_grad_()
-                originals[id(ends[id(x)])] = x
-            return ends[id(x)]
+            if id(x) not in for_it:
+                ends.append(x.detach().requires_grad_())
+                for_it[id(x)] = apply(_Same, ends[-1])
+                originals[id(ends[-1])] = originals[id(for_it[id(x)])] = x
+            return for_it[id(x)]
 
         if torch.is_grad_enabled():
             args, kwargs = tree_map_only(torch.Tensor, end_of, (args, kwargs))
-        return Cut(args, kwargs, originals, tuple(ends.values()))
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        return Cut(args, kwargs, originals, tuple(ends), {id(x): (x, _node(x)) for x in given})
 
     def original(self, x: Any) -> Any:
         """What was given, for what stood for it."""
         return self.originals.get(id(x), x)
+
+    def stands_for(self, x: Any) -> Any:
+        """What the call gets for it, or for what ends there."""
+        x = self.original(x)
+        return next((y for y, _ in self.nodes.values() if self.original(y) is x), x)
+
+    def written(self) -> list[torch.Tensor]:
+        """What the call gave another graph by writing it in place."""
+        return [x for x, node in self.nodes.values() if _node(x) is not node]
 
     def pass_on(self) -> bool:
         """Hand on what a backward inside left at the ends; was there anything?"""
@@ -126,6 +177,32 @@ def behind_edge(
     return hang(
         lambda: tuple(x.detach() for x in results), lambda gradients: run(results, inputs, gradients), around
     )
+
+
+def given_back(
+    results: Sequence[torch.Tensor],
+    cut: Cut,
+    hung: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """Results that want gradients as what they are to the program around, and what the call wrote too.
+
+    A view of what was given, or of another result, is one again: a write through it reaches that.
+
+    Args: hung: results behind the edge.
+    """
+    written = cut.written()
+    made = hung([*results, *(apply(_Same, x) for x in written)])  # the graph that each has now
+    for x, new in zip(written, made[len(results) :], strict=True):
+        with preserve_version_counter(cut.original(x)):  # the call has written it, and counted that
+            apply(_Written, cut.original(x), new)
+    known = {id(x): new for x, new in zip(results, made, strict=False)}
+    known |= {place: cut.original(x) for place, (x, _) in cut.nodes.items()}
+    return [_as_view(x, known) for x in results]
+
+
+def _as_view(x: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
+    base = x._base if x._is_view() else None
+    return known[id(x)] if base is None or id(base) not in known else view_again(x, known[id(base)])
 
 
 def as_a_whole(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Refusal | None:
@@ -181,8 +258,13 @@ def has_hooks(x: torch.Tensor) -> bool:
 
 
 def has_graph(x: Any) -> bool:
-    """Not a view from under `no_grad` whose base was written since: torch refuses to say."""
+    """Is it a tensor that was computed, and wants a gradient?"""
+    return isinstance(x, torch.Tensor) and _node(x) is not None
+
+
+def _node(x: torch.Tensor) -> Any:
+    """None of a view from under `no_grad` whose base was written since: torch refuses to say."""
     try:
-        return isinstance(x, torch.Tensor) and x.grad_fn is not None
+        return x.grad_fn
     except RuntimeError:
-        return False
+        return None
