@@ -135,7 +135,7 @@ def _others():
     whole = sw.distribute_tensor(torch.ones(8, 4, dtype=torch.int64), grid, [R, R])
     return {
         "meshes": meshes,
-        "plain": _text(lambda: x + full(8, 4), RuleError),
+        "plain": _text(lambda: eval("x + y", {"x": x, "y": full(8, 4)}), RuleError),  # noqa: S307 - no module
         "plain weight": _text(lambda: functional.linear(x, full(6, 4)), RuleError),
         "whole": _text(
             lambda: sw.DTensor.from_local(full(8, 4), grid, [R, sw.Shard(0)], shape=(8, 4), stride=(4, 1)),

@@ -240,7 +240,7 @@ def in_loss_parallel() -> bool:
 
 def asked_by_context_parallel() -> bool:
     """Is the caller of this library torch's own `context_parallel`, which was handed a DTensor?"""
-    names = (frame.f_globals["__name__"] for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe(1)))
     return "._context_parallel." in next((n for n in names if not n.startswith("shardwright.")), "")
 
 

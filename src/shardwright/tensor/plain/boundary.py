@@ -343,9 +343,9 @@ def _made_of_lengths() -> bool:
     It does that in plain Python, where nothing but the caller tells its tensors from the user's.
     """
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardwright."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("shardwright."):
         frame = frame.f_back
-    return bool(frame.f_globals["__name__"] == "torch.nn.utils.rnn")
+    return bool(frame.f_globals.get("__name__") == "torch.nn.utils.rnn")
 
 
 def _is_written(func: Any, value: torch.Tensor, args: Args, kwargs: dict[str, Any]) -> bool:
