@@ -125,6 +125,21 @@ def test_a_wrong_setting_of_train_is_refused(
     assert said in refused(capsys, "train", *words.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("checkpoint", "Missing command: see shardwright checkpoint --help"),
+        ("checkpoint prune .", "Missing option '--keep': see shardwright checkpoint prune --help"),
+        ("plan", "see shardwright plan --help"),
+        ("nothing", "see shardwright --help"),
+    ],
+)
+def test_a_refusal_names_the_help_of_its_own_command(
+    capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    assert said in refused(capsys, *words.split())
+
+
 def test_a_folder_that_holds_something_is_refused_without_resume(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -67,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = getattr(error, "format_message", None)  # what the parser of the command line raises
         if message is None:
             raise
-        return _refuse(f"{message().rstrip('.')}: see {' '.join(_helpful(given))} --help")
+        context = getattr(error, "ctx", None)  # of the command whose help tells more
+        command = context.command_path if context else "shardwright"
+        return _refuse(f"{message().rstrip('.')}: see {command} --help")
     return int(code or 0)
 
 
@@ -80,12 +82,6 @@ def _with_values(arguments: Sequence[str]) -> list[str]:
         if word == "--resume" and following.startswith("-"):
             words.append(NEWEST)
     return words
-
-
-def _helpful(arguments: Sequence[str]) -> tuple[str, ...]:
-    """The command whose help tells more."""
-    known = {command.callback.__name__ for command in app.registered_commands if command.callback}
-    return ("shardwright", *(word for word in arguments[:1] if word in known))
 
 
 def _refuse(message: str) -> int:

@@ -18,9 +18,7 @@ Where = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint's folde
 Run = Annotated[str, typer.Argument(metavar="PATH", help="The folder of a run, or of its checkpoints.")]
 
 app = typer.Typer(
-    help="Look at checkpoints: list, show, verify, compare, convert, prune.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    help="Look at checkpoints: list, show, verify, compare, convert, prune.", rich_markup_mode=None
 )
 
 
