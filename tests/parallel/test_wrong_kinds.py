@@ -39,6 +39,11 @@ def wrong_kinds() -> None:
     for several in ([module, module[0]], (module,)):
         with pytest.raises(ParallelError, match="fix: one call for each of these modules"):
             parallelize_replicate(several, mesh)  # type: ignore[arg-type]
+    holder = nn.Module()
+    holder.list, holder.table = nn.ParameterList([torch.ones(2)]), nn.ParameterDict({"a": torch.ones(2)})
+    for container in holder.children():
+        with pytest.raises(ParallelError, match=r"has no forward(?s:.*)the module whose forward reads"):
+            parallelize_fsdp(container, mesh)
     with pytest.raises(ParallelError, match="a plan is a mapping or a word"):
         parallelize_tensor(module, mesh, ["0"])  # type: ignore[arg-type]
     with pytest.raises(

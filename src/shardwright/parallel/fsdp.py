@@ -141,10 +141,12 @@ def _refuse_unit(module: nn.Module, axis: str) -> None:
 
 
 def _refuse_container(module: nn.Module) -> None:
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    modules = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if modules or isinstance(module, nn.ParameterList | nn.ParameterDict):
+        instead = "each of its members" if modules else "the module whose forward reads them"
         raise ParallelError(
             f"parallelize_fsdp: a {type(module).__name__} has no forward around which its parameters could "
-            "be gathered\n  fix: shard each of its members"
+            f"be gathered\n  fix: shard {instead}"
         )
 
 
