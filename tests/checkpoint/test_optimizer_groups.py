@@ -1,8 +1,9 @@
-"""Groups of an optimizer keep their settings, also where several hold the same parameters, or none."""
+"""Settings and states of an optimizer: empty groups, groups of the same parameters, states of any shape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import shardwright as sw
 from shardwright.checkpoint import load, read_manifest, save
 from shardwright.errors import CheckpointError
+from shardwright.parallel import parallelize_fsdp, parallelize_replicate
+from shardwright.testing import rank_mesh
+from tests.checkpoint.programs import whole
 
 Ranks = Callable[..., list[Any]]
 
@@ -107,3 +112,46 @@ def test_schedules_come_back(tmp_path: Path) -> None:
     load(tmp_path / "c", model, other, schedule=again)
     assert again.state_dict() == schedule.state_dict()
     assert type(again.milestones) is type(schedule.milestones)
+
+
+def given(model: nn.Module, seed: int) -> None:
+    """Gradients, each in the layout of its parameter."""
+    torch.manual_seed(seed)
+    for one in model.parameters():
+        full = torch.randn(one.shape)
+        here = isinstance(one, sw.DTensor)
+        one.grad = sw.distribute_tensor(full, one.device_mesh, one.placements) if here else full
+
+
+def factored_states(path: Path) -> None:
+    """States of other shapes than their parameters', into an optimizer that has not made them."""
+    mesh = rank_mesh((2,), ("dp",))
+    uneven = {"weight": {"dp": sw.Ragged((1, 2), (1,))}, "bias": {"dp": sw.Shard(0)}}
+    places: list[Callable[[nn.Module], object]] = [
+        lambda model: model,
+        lambda model: parallelize_replicate(model, mesh),
+        lambda model: parallelize_fsdp(model, mesh),
+        lambda model: sw.distribute_module(model, mesh, uneven),
+    ]
+    for place, other in product(places, repeat=2):
+        models = [nn.Linear(6, 5) for _ in range(3)]
+        first, second, one = models
+        one.load_state_dict(first.state_dict())
+        place(first)
+        other(second)
+        optimizers = [torch.optim.Adafactor(model.parameters()) for model in models]
+        for at in (0, 2):
+            given(models[at], seed=0)
+            optimizers[at].step()
+        save(path, first, optimizers[0])
+        load(path, second, optimizers[1])
+        for at in (1, 2):
+            given(models[at], seed=1)
+            optimizers[at].step()
+        for found, wanted in zip(second.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(whole(found), wanted)
+
+
+def test_states_of_other_shapes_go_into_an_optimizer_that_has_none(ranks: Ranks, tmp_path: Path) -> None:
+    """Where they were distributed they had been refused; plain ones stood beside distributed gradients."""
+    ranks(2, factored_states, tmp_path / "one")

@@ -144,21 +144,24 @@ def states_of(path: str, tensors: dict[str, SavedTensor], parameters: set[str]) 
     return found
 
 
-def empty_state(key: str, saved: SavedTensor, parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+def empty_state(
+    key: str, saved: SavedTensor, beside: SavedTensor | None, parameter: torch.Tensor, device: torch.device
+) -> torch.Tensor:
     """A tensor for a state that the optimizer does not have yet, laid out as its parameter.
 
-    Args: device: where the optimizer counts its steps.
-    Raises: CheckpointError: its layout cannot be known yet.
+    One of another shape is whole on every rank of its parameter, as `new_zeros` makes it: every layout is
+    right, and which one the optimizer would choose is not known before it has made it.
+
+    Args: beside: its parameter, as it was saved. device: where the optimizer counts its steps.
     """
     dtype = DTYPES[saved.dtype]
-    if tuple(parameter.shape) == saved.shape and not key.endswith(f"/{_COUNTER}"):
+    counts = key.endswith(f"/{_COUNTER}")
+    if tuple(parameter.shape) == saved.shape and not counts:
         return torch.zeros_like(parameter.detach(), dtype=dtype)
-    if not saved.distributed:
-        return torch.empty(saved.shape, dtype=dtype, device=device)
-    raise CheckpointError(
-        f"the optimizer's state {key} is {saved}, not the shape of its parameter, so how it lies here is not "
-        "known before the optimizer has made it: take one step, then load"
-    )
+    was_plain = beside is not None and not beside.distributed  # says nothing of what it is beside a DTensor
+    if saved.distributed or (was_plain and saved.shape and not counts):
+        return parameter.detach().new_empty(saved.shape, dtype=dtype)
+    return torch.empty(saved.shape, dtype=dtype, device=device)
 
 
 def step_devices(optimizer: Optimizer) -> dict[int, torch.device]:

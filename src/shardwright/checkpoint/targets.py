@@ -195,7 +195,8 @@ def _optimizer(found: Targets, manifest: Manifest, node: Node) -> None:
         tensor, there = parameters[parameter], manifest.tensors[key]
         here = node.live.state.get(tensor, {}).get(name)
         if not isinstance(here, torch.Tensor) or tuple(here.shape) != there.shape:
-            found.fresh[key] = empty_state(key, there, tensor, devices[id(tensor)])
+            beside = manifest.tensors.get(parameter)
+            found.fresh[key] = empty_state(key, there, beside, tensor, devices[id(tensor)])
         elif name_of(here.dtype) == there.dtype:
             found.live[key] = here
         else:
