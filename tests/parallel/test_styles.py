@@ -139,7 +139,7 @@ def _refused(call, model):
 def _refusals():
     mesh = rank_mesh((2, 1), ("dp", "tp"))
     model = tricky()
-    no_names = sw.DeviceMesh("cpu", [0, 1])
+    no_names = sw.DeviceMesh("cpu", [[0], [1]])
     given = {
         "style": lambda: ToLocalParallel(sw.Replicate(), sw.Shard(0))._apply(model, mesh["dp"]),
         "count": lambda: ToLocalParallel([sw.Replicate()], sw.Partial())._apply(model, mesh),
@@ -168,6 +168,21 @@ def test_what_a_strategy_cannot_take_is_refused_with_the_module_unchanged(ranks)
     )
     assert texts["hsdp"] == "parallelize_hsdp: the mesh has no axis 'dp_shard'; its axes are ('dp', 'tp')"
     assert "'dp_cp_shard'" in texts["hsdp default"]
+
+
+def _without_names(place):
+    model = place(tricky(), mesh := sw.DeviceMesh("cpu", [0, 1]))
+    batch = token_batch(2)
+    sum_loss(model, part_of(batch, (1, 1), dist.get_rank()), batch[0].numel()).backward()
+    GradientSynchronizer(model).synchronize()
+    check_full_gradients(model, one_device_gradients(tricky(), batch))
+    for again, why in ((mesh, "places this"), (rank_mesh((2,), ("dp",)), "slice both from one mesh")):
+        assert why in _refused(lambda again=again: parallelize_replicate(model, again), model)
+
+
+@pytest.mark.parametrize("place", [parallelize_replicate, parallelize_fsdp])
+def test_a_mesh_of_one_axis_needs_no_name(ranks, place):
+    ranks(2, _without_names, place)
 
 
 def _twice(first, second):

@@ -228,6 +228,11 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(names) if names is not None else tuple(f"axis{i}" for i in range(mesh.ndim))
 
 
+def on_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """The mesh of some axes of another: itself where they are all of its axes, so that it needs no names."""
+    return mesh if tuple(names) == axis_names(mesh) else mesh[tuple(names)]
+
+
 def implicitly_replicated() -> bool:
     """Is torch's `implicit_replication` on: does the user take plain tensors to be the same on every rank?"""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
@@ -330,7 +335,7 @@ def union_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     Axes of one rank, which are neither inside nor outside of others, stay where they were given.
     Cost: none, the process groups of the axes are kept. Source: torch's own FSDP joins meshes in this way.
     """
-    axes = list({name: mesh[name] for mesh in meshes for name in axis_names(mesh)}.values())
+    axes = list({name: on_axes(mesh, (name,)) for mesh in meshes for name in axis_names(mesh)}.values())
     outermost_first = iter(sorted((a for a in axes if a.size() > 1), key=_step, reverse=True))
     ordered = [next(outermost_first) if axis.size() > 1 else axis for axis in axes]
     return ordered[0] if len(ordered) == 1 else DeviceMesh._concatenate(ordered)

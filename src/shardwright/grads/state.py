@@ -107,8 +107,8 @@ def told_by_any(mesh: DeviceMesh, own: Mapping[int, Layout | None]) -> dict[int,
     Cost: the pickled layouts, gathered over each axis.
     """
     known: dict[int, set[Layout]] = {i: {x} if x is not None else set() for i, x in own.items()}
-    for axis, group in groups_above_one(mesh):
-        everybody: list[Any] = [None] * mesh[axis].size()
+    for _, group in groups_above_one(mesh):
+        everybody: list[Any] = [None] * dist.get_world_size(group)
         with because("layouts of gradients that some ranks lack"):
             dist.all_gather_object(everybody, known, group=group)
         known = {i: set().union(*(theirs[i] for theirs in everybody)) for i in known}

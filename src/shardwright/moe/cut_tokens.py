@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.compat import on_axes
 from shardwright.errors import ConfigError
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Partition, Placement, Replicate
@@ -31,7 +32,7 @@ def cut_by_tokens(x: TorchDTensor, experts: Tensor) -> DTensor:
     shared = _ranks(experts.device_mesh) if isinstance(experts, TorchDTensor) else set()
     layout = ours._spec.layout
     wanted = {
-        axis: _wanted(placement, ours, axis, is_shared=_ranks(x.device_mesh[axis]) <= shared)
+        axis: _wanted(placement, ours, axis, is_shared=_ranks(on_axes(x.device_mesh, (axis,))) <= shared)
         for axis, placement in zip(layout.axes, layout.placements, strict=True)
     }
     if all(wanted[axis] == p for axis, p in zip(layout.axes, layout.placements, strict=True)):
@@ -44,7 +45,7 @@ def _wanted(placement: Placement, x: DTensor, axis: str, *, is_shared: bool) -> 
     if not is_shared:
         return Replicate()
     if isinstance(placement, Partition):
-        cut = placement.cut_dims(tuple(x.shape), x.device_mesh[axis].size())
+        cut = placement.cut_dims(tuple(x.shape), on_axes(x.device_mesh, (axis,)).size())
         if x.ndim - 1 not in cut:
             return placement
     return Shard(0)

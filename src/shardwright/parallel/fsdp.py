@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import axis_names, tree_leaves, union_mesh
+from shardwright.compat import axis_names, on_axes, tree_leaves, union_mesh
 from shardwright.compat.fully_shard import (
     FsdpParameter,
     begin_at_the_root,
@@ -91,7 +91,7 @@ def shard_over(
     for each in members(module):
         _refuse_unit(each, axes[-1])
         _refuse_container(each)
-    shard_mesh = mesh[axes[-1]]
+    shard_mesh = on_axes(mesh, axes[-1:])
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
     left_alone = {s.get() for s in slots if _elsewhere(s.get(), mesh)}
     left_alone |= set(fully_shard_kwargs.pop("ignored_params", None) or ())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
@@ -14,19 +15,27 @@ from shardwright.tensor.modules.more_axes import shared_ranks
 
 
 def named_axes(mesh: DeviceMesh, verb: str, module: object = None) -> tuple[str, ...]:
-    """The axis names of a mesh that a strategy works on.
+    """The axis names of a mesh that a strategy works on; those of one axis may do without (`axis0`).
 
-    Raises: ParallelError: it has none; no module; the mesh has ranks that hold other stages of the module.
+    Raises: ParallelError: several axes without names, no mesh; no module; the mesh has ranks that hold other
+        stages of the module; it or one that places a parameter already has no names to join axes by.
     """
     if module is not None and not isinstance(module, nn.Module):
         several = isinstance(module, list | tuple) and all(isinstance(each, nn.Module) for each in module)
         fix = "\n  fix: one call for each of these modules" if several and module else ""
         raise ParallelError(f"{verb} places a module, got {type(module).__name__}{fix}")
-    if getattr(mesh, "mesh_dim_names", None) is None:
-        given: object = mesh
-        got = "" if isinstance(given, DeviceMesh) else f", got {type(given).__name__}"
-        raise ParallelError(f"{verb} needs a mesh with axis names{got}; make it with mesh_dim_names=(...)")
-    for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+    given: object = mesh
+    if not isinstance(given, DeviceMesh):
+        raise ParallelError(f"{verb} needs a mesh with axis names, got {type(given).__name__}")
+    if mesh.mesh_dim_names is None and mesh.ndim > 1:
+        raise ParallelError(f"{verb} needs a mesh with axis names; make it with mesh_dim_names=(...)")
+    for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
+        placed = parameter.device_mesh if isinstance(parameter, TorchDTensor) else mesh
+        if placed != mesh and None in (placed.mesh_dim_names, mesh.mesh_dim_names):
+            raise ParallelError(
+                f"{verb}: {name} is placed on another mesh, and axes are joined by their names\n"
+                "  fix: slice both from one mesh that is made with mesh_dim_names=(...)"
+            )
         stages = getattr(parameter, "shared_by_stages", None)
         if stages is not None and shared_ranks(mesh, stages.mesh):
             raise ParallelError(

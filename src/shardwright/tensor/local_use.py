@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import axis_names
+from shardwright.compat import axis_names, on_axes
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
@@ -31,7 +31,7 @@ def _kept_spec(token: Token) -> Spec | None:
     kept = tuple(name for name in names if name not in use.axes)
     if not kept:
         return None
-    mesh = spec.mesh[kept]
+    mesh = on_axes(spec.mesh, kept)
     layout = _without_axes(spec.layout, use.axes, kept, mesh)
     return spec_of(layout, mesh)
 
