@@ -3,17 +3,19 @@
 import io
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed.tensor as torchs
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardwright as sw
-from shardwright.errors import ParallelError, PlacementError, RuleError
+from shardwright.errors import MeshError, ParallelError, PlacementError, RuleError
 from shardwright.grads import GradientSynchronizer, global_mean
 from shardwright.layout import MeshShape
 from shardwright.parallel import parallelize_replicate
@@ -166,6 +168,22 @@ def _met_first_among_fake_tensors():
 
 def test_a_mesh_may_be_met_first_among_fake_tensors(ranks):
     ranks(2, _met_first_among_fake_tensors, fresh=True)
+
+
+def _ranks_as_one():
+    """torch's mode gives one program the coords of all ranks: each rank's plan is another one here."""
+    mesh = init_device_mesh("cpu", (2,))
+    before = sw.distribute_tensor(full(4, 6), mesh, [sw.Shard(0)])
+    with LocalTensorMode(2):
+        made = partial(sw.DTensor.from_local, full(4, 6), mesh, [sw.Shard(0)])
+        for use in (made, partial(sw.distribute_tensor, full(4, 6), mesh, [sw.Shard(0)]), before.sum):
+            with pytest.raises(MeshError, match="LocalTensorMode runs all ranks as one"):
+                use()
+    assert torch.equal(before.full_tensor(), full(4, 6))
+
+
+def test_torchs_simulation_of_all_ranks_in_one_process_is_refused(ranks):
+    ranks(2, _ranks_as_one)
 
 
 def _started_from_torchs():

@@ -17,7 +17,7 @@ from shardwright.compat import (
     root_mesh,
     torch_shard_order,
 )
-from shardwright.errors import ParallelError
+from shardwright.errors import MeshError, ParallelError
 from shardwright.index.region import Shape
 from shardwright.layout.kind import Kind
 from shardwright.layout.layout import Layout
@@ -301,6 +301,14 @@ def finished(layout: Layout) -> Layout:
 
 
 def coords_of(mesh: DeviceMesh) -> tuple[int, ...] | None:
-    """This rank's coordinates on the mesh, None when it is not part of it."""
+    """This rank's coordinates on the mesh, None when it is not part of it.
+
+    Raises: MeshError: they are those of several ranks, which torch's `LocalTensorMode` runs in one process.
+    """
     found = mesh.get_coordinate()
+    if found and not isinstance(found[0], int):
+        raise MeshError(
+            "torch's LocalTensorMode runs all ranks as one; here each rank runs a program of its own\n"
+            "  fix: shardwright.testing.RankPool, which runs ranks as processes"
+        )
     return None if found is None else tuple(found)
