@@ -132,7 +132,7 @@ def test_a_backward_inside_gives_gradients_to_arguments(ranks):
 
 
 def _leaves_made_inside():
-    """A leaf that is made, and flags that are changed, are nothing that a replay leaves: such calls run."""
+    """A leaf that is made, flags, shapes and memory that change: a replay leaves none; such calls run."""
 
     def leaf(x):
         return (x.detach() * 2).requires_grad_()
@@ -145,7 +145,14 @@ def _leaves_made_inside():
             view = x.view(2, 2)
         return view.mT
 
-    for function, wants in ((leaf, False), (thaws, False), (views, True)):
+    def reshapes(x):
+        return x.unsqueeze_(0) * 1
+
+    def moves(x):
+        x.data = x.data * 2
+        return x * 1
+
+    for function, wants in ((leaf, False), (thaws, False), (views, True), (reshapes, False), (moves, False)):
         fast = sw.erase(function)
         for _ in range(3):
             one = torch.ones(4).requires_grad_(wants)
@@ -154,6 +161,7 @@ def _leaves_made_inside():
             assert found.requires_grad == wanted.requires_grad
             assert found.is_leaf == wanted.is_leaf
             assert given.requires_grad == one.requires_grad
+            assert_equal(given, one)
         assert_replayed(fast, 0, 0)
         assert "not recorded" in str(fast.report())
 

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from shardwright.compat import version_of
-from shardwright.erased.given import found
+from shardwright.erased.given import found, of_tensor, storage_of
 from shardwright.erased.holds import gradient_of
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.results import Result, made_again
@@ -29,18 +29,25 @@ class Before:
     version: int | None
     node: Any
     wants_gradient: bool
+    lies: Any
 
     @staticmethod
     def of(path: str, x: torch.Tensor) -> Before:
         """Now."""
         gradient = _gradient(x)
         written = None if gradient is None else version_of(gradient)
-        return Before(path, x, gradient, gradient_of(x), written, version_of(x), x.grad_fn, x.requires_grad)
+        version, node = version_of(x), x.grad_fn
+        return Before(path, x, gradient, gradient_of(x), written, version, node, x.requires_grad, _lies(x))
 
     def brought(self) -> bool:
         """Has it got a gradient since, or more of one?"""
         now = _gradient(self.x)
         return now is not self.gradient or (now is not None and version_of(now) != self.gradient_version)
+
+
+def _lies(x: torch.Tensor) -> Any:
+    """How it lies and in which memory: what `t_` and `x.data = y` change, and no write of values does."""
+    return of_tensor(x), storage_of(x)
 
 
 def _gradient(x: torch.Tensor) -> torch.Tensor | None:
@@ -84,6 +91,10 @@ def written_of(before: list[Before]) -> tuple[list[torch.Tensor], list[Refusal]]
             refusals.append(Refusal(f"{was.path}.requires_grad", "the call changes it; a replay would not"))
         elif was.x.grad_fn is not was.node:
             refusals.append(Refusal(was.path, "a write in place under a gradient gave it another graph"))
+        elif _lies(was.x) != was.lies:
+            refusals.append(
+                Refusal(was.path, "the call gives it another shape or memory; a replay would not")
+            )
     return written, refusals
 
 
