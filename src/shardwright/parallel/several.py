@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from shardwright.compat import RELEASE
 from shardwright.compat.fully_shard import FsdpUnit
 from shardwright.errors import ParallelError
 
@@ -19,10 +20,17 @@ class SeveralModules(nn.ModuleList):
 
 
 def one_unit(module: Any) -> Any:
-    """A list of modules as one tree, without those that stand inside of others; anything else as it is."""
+    """A list of modules as one tree, without those that stand inside of others; anything else as it is.
+
+    Raises: ParallelError: on torch before 2.13, which loses track of those that are called on their own.
+    """
     given = list(dict.fromkeys(module)) if isinstance(module, list | tuple) else []
     if not given or not all(isinstance(each, nn.Module) for each in given):
         return module
+    if RELEASE < (2, 13) and len(given) > 1:
+        raise ParallelError(
+            "parallelize_fsdp: a unit of several modules needs torch 2.13\n  fix: one call for each of them"
+        )
     inside = {part for each in given for part in each.modules() if part is not each}
     return SeveralModules(each for each in given if each not in inside)
 
