@@ -56,6 +56,11 @@ def _positions():
     scalar = _put(torch.ones(4), S0).sum()
     close(torch._foreach_mul([_put(_X, S0)], scalar)[0], _X * 4)
     close(torch._foreach_mm([_put(_X, S0)], [_put(_X.T.contiguous(), S0)])[0], _X @ _X.T)
+    one = [_put(torch.tensor(x), sw.Owner(0)) for x in (1.5, 2.0)]  # the other rank has no number, but (0,)
+    torch._foreach_mul_(one[:1], one[1])
+    close(one[0], torch.tensor(3.0))
+    close(one[0].fill_(one[1]), torch.tensor(2.0))
+    close(one[0].masked_fill_(one[1] > 0, one[1] + 1), torch.tensor(3.0))
     for placement in (S0, S1, SUM):
         x = [_put(_X, placement)]
         close(torch._foreach_powsum(x, 3)[0], _X.abs().pow(3).sum())

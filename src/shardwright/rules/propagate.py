@@ -137,10 +137,12 @@ def decide(
     )
     rewrites = rewritten_operands(equation, choice, _placements(layouts))
     # Elementwise kernels give empty parts their shape, so nobody need ask which ranks have one; but not
-    # where something is broadcast beside elements that no label tells: (1, 0) and (0, 1) give (0, 0).
+    # where something is broadcast beside elements that no label tells: (1, 0) and (0, 1) give (0, 0). Nor
+    # where they want a tensor of no dims, of which a coord that does not hold it has (0,): `fill_`.
+    number = any(not x.shape and any(p.is_partition for p in x.placements) for x in inputs)
     broadcast = len({layout.shape for layout in layouts}) > 1
-    shaped = equation.formula.elementwise and not any(
-        one.alone or (broadcast and one.scattered) for one in columns
+    shaped = equation.formula.elementwise and not (
+        number or any(one.alone or (broadcast and one.scattered) for one in columns)
     )
     return Decision(
         inputs=inputs,
