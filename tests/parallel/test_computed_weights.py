@@ -91,3 +91,22 @@ def test_nor_where_gradients_lie_otherwise_than_their_parameters(name, ranks):
 @pytest.mark.parametrize("name", COMPUTED)
 def test_a_rank_without_rows_need_not_run(name, ranks):
     ranks(2, _idle, name, timeout=60)
+
+
+def _numbers_of_ranks():
+    """A term of parameters times this rank's rows, beside one of the rows; on another axis they are cut."""
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    scale = nn.Module()
+    scale.weight = nn.Parameter(torch.arange(3.0))
+    sw.distribute_module(scale, mesh["tp"], {"weight": {"tp": sw.Shard(0)}})
+    parallelize_replicate(scale, mesh["dp"])
+    rows = (5, 3)[mesh.get_local_rank("dp")]
+    with sw.spmd(mesh["tp"]), sw.trace() as seen:
+        ((scale.weight * torch.full((3,), 10.0 * rows)).sum() + (scale.weight * rows).sum()).backward()
+    torch.testing.assert_close(scale.weight.grad.full_tensor(), torch.full((3,), 88.0))
+    assert all(sent.axis != "dp" for sent in seen.collectives)
+
+
+def test_numbers_of_ranks_meet_the_terms_of_ranks(ranks):
+    """Terms had been finished first, and then multiplied by one rank's number; 90 came of it."""
+    ranks(4, _numbers_of_ranks)

@@ -21,6 +21,7 @@ from shardwright.errors import MeshError, ParallelError
 from shardwright.index.region import Shape
 from shardwright.layout.kind import Kind
 from shardwright.layout.layout import Layout
+from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
 from shardwright.remember import memo
 from shardwright.tensor.placements import placements_of
 
@@ -202,6 +203,16 @@ def _asking_token(plain: Spec) -> Token:
     return token
 
 
+# Axes on which ranks compute terms of their own, by mesh; a backward there has numbers of its own too.
+_summed: set[tuple[MeshShape, str]] = set()
+
+
+def is_of_ranks(layout: Layout) -> bool:
+    """Is something pending that ranks have computed each for itself, with numbers of their own?"""
+    mesh = layout.mesh_shape
+    return any((mesh, mesh.axes[axis]) in _summed for axis in layout.pending_axes)
+
+
 def _without_sizes(
     placements: tuple[Any, ...],
     order: tuple[int, ...],
@@ -209,6 +220,7 @@ def _without_sizes(
     use: LocalUse | None,
     kind: SpecKind | None,
 ) -> dict[str, Any]:
+    _summed.update((as_mesh_shape(mesh), axis) for axis in (use.summed if use is not None else ()))
     return {
         "kind": kind,
         "use": use,

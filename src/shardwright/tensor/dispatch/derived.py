@@ -30,6 +30,7 @@ from shardwright.tensor.dispatch.prepared import Derivation
 from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_operands
+from shardwright.tensor.spec import is_of_ranks
 
 _STATISTICS = frozenset({torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList})
 _COPIES = frozenset({torch.ops.aten.clone.default})  # of terms: as good as they are
@@ -118,6 +119,8 @@ def remember(
     """
     value = tensors[derivation.operand]
     if derivation.writes_out != in_a_backward() or not all(map(finished_forms.may_keep, (out, value))):
+        return
+    if derivation.writes_out and is_of_ranks(out._spec.layout):  # its numbers may be this rank's: rows it has
         return
     others = [x for x in tensors if x is not value]
     above = _made(finished_forms.subject(value))
