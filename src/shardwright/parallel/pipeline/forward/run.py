@@ -241,7 +241,8 @@ class Run:
         if self.trained and not torch.is_grad_enabled() and part.has_trained:
             raise ParallelError(
                 f"{part.key} runs without gradients inside of a forward with gradients, so nothing comes "
-                "back to it from the next stage\n  fix: activation checkpointing with use_reentrant=False"
+                "back to it from the next stage\n  fix: activation checkpointing with use_reentrant=False; "
+                "what own code runs under no_grad() belongs in a layer"
             )
         try:
             check_returned(call, self.known.get(call), out)
