@@ -174,7 +174,7 @@ def test_gradients_are_kept_where_nothing_was_computed(ranks):
     assert ranks(2, _tied) == [True, True]
 
 
-def _fail_beside_data_ranks(stage, at, schedule):
+def _fail_beside_data_ranks(stage, at, schedule, together=False):
     """One of two data ranks raises in a layer, before what its peer goes on to gather."""
     mesh = rank_mesh((2, 2), ("pp", "dp"))
     cuts = ["layers.2"] if schedule is None else ["layers.1", "layers.2", "layers.3"]
@@ -182,8 +182,8 @@ def _fail_beside_data_ranks(stage, at, schedule):
     model = own_code.Base()
     parallelize_pipeline(model, mesh["pp"], cuts)
     mine = [layer for layer in model.layers if type(layer) is own_code.Part]
-    for layer in mine:
-        parallelize_fsdp(layer, mesh["dp"])
+    for unit in [mine] if together else mine:
+        parallelize_fsdp(unit, mesh["dp"])
     parallelize_fsdp(model, mesh["dp"])
     pipeline = Pipeline(model, total, micro_batches=2, schedule=schedule, data=mesh["dp"])
     x = torch.randn(4, H)
@@ -199,11 +199,12 @@ def _fail_beside_data_ranks(stage, at, schedule):
     return text
 
 
-@pytest.mark.parametrize("schedule", [None, "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", [None, "interleaved_1f1b", "one unit"])
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_data_peers_of_a_rank_that_fails_do_not_wait_for_it(ranks, stage, at, schedule):
-    texts = ranks(4, _fail_beside_data_ranks, stage, at, schedule, timeout=60)
+    how = (None, True) if schedule == "one unit" else (schedule,)
+    texts = ranks(4, _fail_beside_data_ranks, stage, at, *how, timeout=60)
     own = [text for i, text in enumerate(texts) if i % 2 == 0]
     assert "no forward today" in " ".join(own)
     assert all("failed on ranks of other data" in text for text in texts[1::2])

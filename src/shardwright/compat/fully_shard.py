@@ -5,7 +5,7 @@ Nothing of it is imported here: tensors ask who manages them, in programs withou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -218,6 +218,21 @@ class FsdpUnit:
     def has_root(self) -> bool:
         """A unit is around it, or it is one module."""
         return len(self._state._modules) == 1 or getattr(self._state, "around", None) is not None
+
+    def goes_on(self, begun: Iterable[nn.Module]) -> bool:
+        """It is in a forward of a unit of several modules that one of `begun` has begun."""
+        if self.is_idle or len(self._state._modules) == 1:
+            return False
+        return any(FsdpUnit(each)._state is self._state for each in begun)
+
+    def stay_open_on_error(self) -> None:
+        """Let a module that raises leave its unit of several in its forward, as one does that is a unit.
+
+        torch ends the unit then, and no backward of it would come.
+        """
+        for handle in self._state._post_forward_hook_handle.handles:
+            for part in self._state._modules:
+                part._forward_hooks_always_called.pop(handle.id, None)
 
     @property
     def runs_alone(self) -> bool:

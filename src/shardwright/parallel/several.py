@@ -42,7 +42,10 @@ def members(unit: nn.Module) -> list[nn.Module]:
 
 def follow_several(parts: Sequence[nn.Module]) -> None:
     """Hear, before torch begins and after it ends, when forwards of the modules of one unit begin and end."""
-    for part in parts if len(parts) > 1 else ():
+    if len(parts) == 1:
+        return
+    FsdpUnit(parts[0]).stay_open_on_error()
+    for part in parts:
         part.register_forward_pre_hook(_refuse_without_root, prepend=True)
         part.register_forward_hook(_end_alone)
 

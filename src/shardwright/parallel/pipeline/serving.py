@@ -36,7 +36,7 @@ class Units:
                 unit.register_forward_hook(self._leave)
 
     def _enter(self, unit: nn.Module, _args: Any) -> None:
-        if self._follows:
+        if self._follows and not FsdpUnit(unit).goes_on(self._entered):
             self._entered.append(unit)
 
     def _leave(self, _unit: nn.Module, _args: Any, out: Any) -> None:
