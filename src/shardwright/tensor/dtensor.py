@@ -40,6 +40,7 @@ class _Above:
     redistribute: Callable[..., DTensor]
     replicated: Callable[[DTensor], DTensor]
     term_of: Callable[[DTensor, torch.Tensor], DTensor | None]
+    laid_out: Callable[[DTensor, torch.Tensor], DTensor]
 
 
 above = _Above()
@@ -101,16 +102,19 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     def grad(self) -> torch.Tensor | None:
         """The gradient, as torch keeps it; of a local use it gets its layout. Optimizers read it three times.
 
+        What torch computed of zeros that it made of a size is plain, and lies as the tensor does.
+
         Torch's own attribute asks `__torch_function__` first, which takes a microsecond to say nothing. No
         descriptor in C: `torch.compile` reads functions.
         """
         with DisableTorchFunctionSubclass():
             gradient: torch.Tensor | None = read_gradient(self)
-        if gradient is None or self._spec.use is None:
+        if gradient is None:
             return gradient
-        if isinstance(gradient, TorchDTensor) and gradient._spec.mesh is self._spec.mesh:
+        use = self._spec.use
+        if isinstance(gradient, TorchDTensor) and (use is None or gradient._spec.mesh is self._spec.mesh):
             return gradient
-        term = above.term_of(self, gradient)
+        term = above.laid_out(self, gradient) if use is None else above.term_of(self, gradient)
         if term is None:
             return gradient
         self.grad = term

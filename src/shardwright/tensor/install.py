@@ -53,7 +53,7 @@ def install() -> None:
     boundary.OF_GRAPHS.update(made_gradients.OWN)
     above.from_local, above.to_local = conversions.from_local, autograd.to_local
     above.redistribute, above.replicated = conversions.redistribute, conversions.replicated
-    above.term_of = own_terms.term_of
+    above.term_of, above.laid_out = own_terms.term_of, made_gradients.as_operand
     open_doors()
     call_in_graphs(conversions.from_local_in_graph, compute_view)  # of these a graph sees the call alone
     register_optimizer_step_pre_hook(refuse_replaced)

@@ -120,11 +120,19 @@ def _is_cut_off(x: DTensor) -> bool:
 def laid_out(grads: Iterable[torch.Tensor | None], inputs: Iterable[Any]) -> tuple[torch.Tensor | None, ...]:
     """What `torch.autograd.grad` found for these inputs: their places do not see it."""
     return tuple(
-        _laid_out(grad, x.device_mesh, finished(x._spec.layout))
+        as_operand(x, grad)
         if isinstance(x, DTensor) and isinstance(grad, torch.Tensor) and not isinstance(grad, DTensor)
         else grad
         for grad, x in zip(grads, inputs, strict=True)
     )
+
+
+def as_operand(x: DTensor, grad: torch.Tensor) -> DTensor:
+    """A plain gradient of `x`, as `x` lies. Derivatives in forward mode have zero tangents without memory.
+
+    torch multiplies those before anybody is asked, so no op tells the places of its operands.
+    """
+    return _laid_out(grad, x.device_mesh, finished(x._spec.layout))
 
 
 def _laid_out(grad: torch.Tensor, mesh: DeviceMesh, like: Layout) -> DTensor:
