@@ -18,6 +18,7 @@ _BROUGHT: dict[tuple[int, int], dict[str, str]] = {
         "*/test_default_device.py::*checkpoints]": "optimizers whose counts lie beside their states",
         "*/test_forms.py::*": "linear_cross_entropy",
         "*/test_fsdp_several.py::*": "units of several modules that run apart",
+        "*/test_failures.py::test_data_peers*one unit]": "the same",
         "*/test_list_forms.py::test_each_position_follows*": "_foreach_mm",
         "*/test_made_gradients.py::test_a_gradient_that_nobody_made*": "a derivative of nextafter",
         "*/test_written_memory.py::test_writes_that_one_device_refuses*": "a refusal of logcumsumexp",
