@@ -68,6 +68,8 @@ def _gradients():
     with pytest.raises(RuntimeError):
         x.grad = made[:2]
     assert x.grad is made
+    x.grad = plain = torch.full((6, 4), float(dist.get_rank()))  # a user's own: nobody says where it lies
+    assert x.grad is plain
     del x.grad
     assert x.grad is None
     asked = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -102,7 +103,8 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     def grad(self) -> torch.Tensor | None:
         """The gradient, as torch keeps it; of a local use it gets its layout. Optimizers read it three times.
 
-        What torch computed of zeros that it made of a size is plain, and lies as the tensor does.
+        What torch computed of zeros that it made of a size is plain, and lies as the tensor does; a plain one
+        that was assigned stays as it is.
 
         Torch's own attribute asks `__torch_function__` first, which takes a microsecond to say nothing. No
         descriptor in C: `torch.compile` reads functions.
@@ -114,6 +116,8 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         use = self._spec.use
         if isinstance(gradient, TorchDTensor) and (use is None or gradient._spec.mesh is self._spec.mesh):
             return gradient
+        if use is None and getattr(self, "_assigned", lambda: None)() is gradient:
+            return gradient
         term = above.laid_out(self, gradient) if use is None else above.term_of(self, gradient)
         if term is None:
             return gradient
@@ -124,6 +128,8 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     def grad(self, gradient: torch.Tensor | None) -> None:
         with DisableTorchFunctionSubclass():
             _put_gradient(self, gradient)
+        if gradient is not None and not isinstance(gradient, TorchDTensor):
+            self._assigned = weakref.ref(gradient)
 
     @grad.deleter
     def grad(self) -> None:
