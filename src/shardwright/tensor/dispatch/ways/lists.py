@@ -141,10 +141,7 @@ def _decided(decide: Decide, func: Op, args: Args, kwargs: Kwargs) -> _Decided:
     positions = [_prepared(decide, call) for call in calls]
     if not all(alone is None or _is_local(func, alone.prepared) for alone in positions):
         return _Decided(None, tuple(_finished(calls, positions)), by_numbers)
-    # A number beside the lists that other ranks hold is (0,) here.
-    beside = [x for x in (*args, *kwargs.values()) if isinstance(x, DTensor)]
-    missing = any(x.dim() != x._local_tensor.dim() for x in beside)
-    if missing or any(written_memory.is_expanded(x) for x in written_by(func, args, kwargs)):
+    if any(written_memory.is_expanded(x) for x in written_by(func, args, kwargs)):
         return _Decided(None, (), by_numbers)
     found: list[Spec | None] = []
     for alone in positions:
