@@ -14,6 +14,7 @@ import torch
 
 from shardwright.testing.pool import RankPool
 from shardwright.testing.rank_device import VARIABLE, device_of_ranks
+from shardwright.testing.zygote import SELDOM
 
 pytest_plugins = ["tests.releases", "tests.tiers"]
 
@@ -75,7 +76,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def _collect_garbage_of_tests_only() -> None:
     """What stands before the first test stays to the end, so no collection looks through it."""
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)  # as ranks have it
+    gc.set_threshold(*SELDOM)
     gc.enable()
 
 

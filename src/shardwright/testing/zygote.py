@@ -28,9 +28,9 @@ from shardwright.testing.rank_process import RankSeat, run_rank
 MAX_RANKS = 64
 _MESSAGE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
-# So many objects more than were lost are made before a rank looks for cycles among them: deciding makes many
-# and few cycles, and a rank spends a tenth of its time on looking at Python's own pace.
-_MADE = 50_000
+# When a rank looks for cycles among its objects: deciding makes many objects and few cycles, and at Python's
+# own pace a rank spends a tenth of its time on looking.
+SELDOM = (50_000, 20, 50)
 
 
 def main(argv: list[str]) -> None:
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
         _preload(name)
     _check_single_threaded()
     gc.freeze()  # a collection in a child would otherwise touch, and so copy, every page
-    gc.set_threshold(_MADE, 20, 50)
+    gc.set_threshold(*SELDOM)
     _serve(control, alone)
 
 
