@@ -85,6 +85,7 @@ def print_something():
 def spoil():
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
     os.environ["SPOILED"] = "1"
     os.chdir("/")
     return os.getpid()
@@ -92,7 +93,8 @@ def spoil():
 
 def see():
     at_root = str(Path.cwd()) == "/"
-    return torch.get_default_dtype(), torch.is_grad_enabled(), os.environ.get("SPOILED"), at_root
+    strict = torch.are_deterministic_algorithms_enabled()
+    return torch.get_default_dtype(), torch.is_grad_enabled(), strict, os.environ.get("SPOILED"), at_root
 
 
 def pid():
