@@ -319,6 +319,18 @@ def frozen_parameters():
     assert_equal(model.weight.grad, _x(2, 4).sum(0).expand(2, 4))
 
 
+def gradients_of_frozen_parameters():
+    """They are found by themselves, not as places in the memory of another one's gradient."""
+    one, frozen = nn.Parameter(_x(2)), nn.Parameter(_x(2), requires_grad=False)
+    fast = sw.erase(lambda: one.grad.sum() * 10 + (0 if frozen.grad is None else frozen.grad.sum()))
+    together = _x(4)
+    for one.grad, frozen.grad in ((together[:2], together[2:]), (_x(4)[:2], _x(2)), (_x(4)[:2], _x(2) * 3)):
+        assert_equal(fast(), one.grad.sum() * 10 + frozen.grad.sum())
+    assert fast.report().replays == 2
+    frozen.grad = None
+    assert_equal(fast(), one.grad.sum() * 10)
+
+
 def existing_gradients():
     """A backward inside adds to what is there, or makes anew."""
     plain = nn.Linear(4, 2)
@@ -457,6 +469,7 @@ CASES = {
     replaced_parameters: _ends_in("['weight']"),
     given_other_data: _without_tensors,
     frozen_parameters: _without_tensors,
+    gradients_of_frozen_parameters: _without_tensors,
     existing_gradients: _without_tensors,
     loaded_states: lambda: _without_facts(lambda fact: ".state" in fact.path or "param_groups" in fact.path),
 }

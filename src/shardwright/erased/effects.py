@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from shardwright.compat import version_of
 from shardwright.erased.given import found, of_tensor, storage_of
-from shardwright.erased.holds import gradient_of
+from shardwright.erased.holds import gradient_of, may_have_gradient
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.results import Result, made_again
 from shardwright.erased.tape import Tape
@@ -51,7 +51,7 @@ def _lies(x: torch.Tensor) -> Any:
 
 
 def _gradient(x: torch.Tensor) -> torch.Tensor | None:
-    return x.grad if x.is_leaf and x.requires_grad else None
+    return x.grad if may_have_gradient(x) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def guard_of(
     for place, x in enumerate(tensors):
         names[f"t{place}"] = x
         lines += _of_tensor(place, x, names)
-        if id(x) in gradients and x.requires_grad and x.is_leaf:
+        if id(x) in gradients and may_have_gradient(x):
             kind = names[f"g{place}"] = gradients[id(x)]
             found = f"t{place}.grad" if kind is None else f"gradient(t{place})"
             lines.append(f"  if {found} {'is not' if kind is None else '!='} g{place}: return False")
@@ -90,6 +90,11 @@ def _of_tensor(place: int, x: torch.Tensor, names: dict[str, Any]) -> list[str]:
         names[f"s{place}"] = of_tensor(x)
         asked.append(f"of_tensor(t{place}) != s{place}")
     return [f"  if {' or '.join(asked)}: return False"]
+
+
+def may_have_gradient(x: torch.Tensor) -> bool:
+    """A parameter that was frozen keeps the gradient that it had, and steps go on to read and clear it."""
+    return x.is_leaf and (x.requires_grad or isinstance(x, torch.nn.Parameter))
 
 
 def gradient_of(x: torch.Tensor) -> Any:
