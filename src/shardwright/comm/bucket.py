@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwright.comm import functional
+from shardwright.compat import flatten_dense_tensors, unflatten_dense_tensors
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
@@ -33,11 +34,10 @@ def all_reduce_bucketed(
     results: list[Tensor] = list(tensors)
     for positions in _buckets(tensors, bucket_bytes):
         members = [tensors[i] for i in positions]
-        flat = torch.cat([member.reshape(-1) for member in members])
+        flat = flatten_dense_tensors(members)
         reduced = functional.reduce_over(flat, op, group, axis=axis, reason=reason)
-        pieces = reduced.split([member.numel() for member in members])
-        for i, member, piece in zip(positions, members, pieces, strict=True):
-            results[i] = piece.view(member.shape)
+        for i, piece in zip(positions, unflatten_dense_tensors(reduced, members), strict=True):
+            results[i] = piece
     return results
 
 

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 # Private names of torch, one line each, those above included: no other module says one.
 
 EnableTorchFunction = torch._C._EnableTorchFunction
+flatten_dense_tensors = torch._C._nn.flatten_dense_tensors
+unflatten_dense_tensors = torch._C._nn.unflatten_dense_tensors
 all_schemas = torch._C._jit_get_all_schemas
 assert_async = torch._assert_async
 compiler_names = vars(torch.compiler)  # `_is_compiling_flag` is what `is_compiling()` answers
