@@ -33,6 +33,14 @@ _PEER = "import torch, torch.distributed.tensor as t; t.DTensor"
 _OURS = f"{_PEER}\nimport shardwright as sw; sw.DTensor"
 
 
+class _Holder(nn.Module):
+    """A module of so many parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(parameters)
+
+
 def run() -> None:
     """Print CPU seconds of the import and of each thing that is done once per parameter."""
     print(f"importing, beside torch and its DTensor: {_import_seconds():.2f} s of CPU")
@@ -41,7 +49,7 @@ def run() -> None:
     print(f"the rest as rank 0 of {mesh.size():,} (the fake backend, which sends nothing)")
     _print_placing(mesh)
     _print_synchronizing(mesh)
-    module = nn.ParameterList([nn.Parameter(torch.empty(1024, 4)) for _ in range(_PARAMETERS)])
+    module = _Holder(nn.Parameter(torch.empty(1024, 4)) for _ in range(_PARAMETERS))
     seconds = _cpu(lambda: parallelize_fsdp(module, mesh["dp"]))
     print(f"parallelize_fsdp of {_PARAMETERS:,} parameters: {seconds:.1f} s")
     dist.destroy_process_group()
