@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwright as sw
-from shardwright.checkpoint import load, load_hf, save, save_hf
+from shardwright.checkpoint import async_save, load, load_hf, save, save_hf
 from shardwright.errors import CheckpointError
 from shardwright.testing import rank_mesh
 
@@ -47,6 +48,26 @@ def test_an_expanded_tensor_is_refused_and_nothing_changes(tmp_path: Path, hf: b
     with pytest.raises(CheckpointError, match="several is expanded"):
         load_hf(model, tmp_path / "c") if hf else load(tmp_path / "c", model)
     assert not model.weight.any()
+
+
+def without_memory(how: str) -> torch.Tensor:
+    if how == "wraps":
+        return TwoTensor(torch.ones(4), torch.ones(4))
+    if how == "freed":
+        freed = torch.ones(4)
+        freed.untyped_storage().resize_(0)
+        return freed
+    return torch.ones(4, device="meta") if how == "meta" else torch.ones(4).to_sparse()
+
+
+@pytest.mark.parametrize("how", ["wraps", "freed", "meta", "sparse"])
+def test_a_tensor_without_elements_in_memory_is_refused(tmp_path: Path, how: str) -> None:
+    words = {"meta": "meta device", "sparse": "make it dense"}.get(how, "has no memory of its own")
+    with pytest.raises(CheckpointError, match=words):
+        async_save(tmp_path / "c", x=without_memory(how))
+    save(tmp_path / "c", x=torch.ones(4))
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path / "c", x=without_memory(how))
 
 
 @pytest.mark.parametrize("saved", [3, torch.zeros(5, dtype=torch.uint8)], ids=["a number", "too short"])

@@ -148,6 +148,8 @@ class Loading:
         self.targets = tensors_of(self.nodes, self.patterns.want)
         self.chosen = [node for node in self.nodes if self._wants_node(node)]
         live = self.targets.live
+        for name, tensor in live.items():
+            refuse_unwritable(tensor, name)
         tensors = {name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in live.items()}
         roots = tuple(node.path for node in self.nodes if node.kind is Kind.MODULE)
         values = (*self.targets.objects, *(node.path for node in self.chosen if node.kind in VALUED))
@@ -162,8 +164,6 @@ class Loading:
 
     def _read(self) -> None:
         """Read everything and make all values; nothing of the state is changed but with `in_place`."""
-        for name, tensor in self.targets.live.items():
-            refuse_unwritable(tensor, name)
         wanted: list[Want] = []
         detours: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key, tensor in self.targets.fresh.items():

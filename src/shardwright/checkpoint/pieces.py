@@ -93,12 +93,30 @@ def refuse_without_data(local: torch.Tensor, key: str) -> None:
         raise CheckpointError(f"{key} is {local.layout}: make it dense first (x.to_dense())")
     if local.is_quantized:
         raise CheckpointError(f"{key} is quantized: save its integers and its scales")
+    if local.numel() and not _has_memory(local):
+        raise CheckpointError(
+            f"{key} is a {type(local).__name__} {list(local.shape)} that has no memory of its own: give the "
+            "tensors that it is made of, or, where its storage was freed, bring that back first"
+        )
 
 
-def refuse_unwritable(tensor: torch.Tensor, key: str) -> None:
-    """Raises CheckpointError where elements share memory or are sums, so that nothing can be copied there."""
+def _has_memory(local: torch.Tensor) -> bool:
+    """Whether elements lie in memory: not where a class wraps other tensors, or a storage was freed."""
+    try:
+        return local.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # what wraps others has a storage in name only
+        return False
+
+
+def refuse_unwritable(tensor: torch.Tensor, key: str, *, made: bool = False) -> None:
+    """Raises CheckpointError where nothing can be copied: no memory, elements that share it, or sums.
+
+    Args: made: its memory is yet to be made.
+    """
     _refuse_pending(tensor, key)
     local = local_of(tensor)
+    if not made:
+        refuse_without_data(local, key)
     if not local.is_contiguous() and any(
         n > 1 and stride == 0 for n, stride in zip(local.shape, local.stride(), strict=True)
     ):

@@ -163,7 +163,7 @@ class _Loading:
     def read(self) -> None:
         """Read this rank's slices into new memory, which tensors on the meta device will have."""
         for name, tensor in self.tensors.items():
-            refuse_unwritable(tensor, name)
+            refuse_unwritable(tensor, name, made=tensor.is_meta)
         self._make()
         places = {name: local_of(self.made.get(id(one), one)) for name, one in self.tensors.items()}
         new = {n for n, x in places.items() if x.is_contiguous() and x.device.type == "cpu"}
