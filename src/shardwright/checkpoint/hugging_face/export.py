@@ -80,6 +80,7 @@ class _Export:
         self.files: list[list[_Out]] = []
         self.of_tensor: dict[str, list[tuple[int, _Out]]] = {}
         self.handles: dict[int, int] = {}
+        self.named: list[str] = []
         self.error: OSError | None = None
 
     def plan(self) -> tuple[str, set[tuple[str, str]]]:
@@ -174,20 +175,22 @@ class _Export:
             return
         for number in range(len(self.files)):
             self._under_way(number).rename(self.folder / self._named(number))
+            self.named.append(self._named(number))
         if len(self.files) > 1:
             weights = {out.name: self._named(n) for n, outs in enumerate(self.files) for out in outs}
             total = sum(out.nbytes for outs in self.files for out in outs)
             index = {"metadata": {"total_size": total}, "weight_map": weights}
+            self.named.append(INDEX)
             disk.write_small(self.folder / INDEX, json.dumps(index, indent=1).encode())
         disk.sync_folder(self.folder)
 
     def clean(self) -> None:
-        """Remove what this rank wrote; nothing of it has its name yet."""
+        """Remove what this rank wrote, and what it has given a name."""
         numbers = list(self.handles)
         self._close()
-        for number in numbers:
+        for path in (*map(self._under_way, numbers), *(self.folder / name for name in self.named)):
             with contextlib.suppress(OSError):
-                self._under_way(number).unlink()
+                path.unlink()
 
     def _close(self) -> None:
         for handle in self.handles.values():
