@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwright.checkpoint import choose, list_checkpoints, load, prune, read_manifest, save, step_path
+from shardwright.checkpoint import (
+    choose,
+    convert,
+    list_checkpoints,
+    load,
+    prune,
+    read_manifest,
+    save,
+    save_hf,
+    step_path,
+)
 from shardwright.errors import CheckpointError
 from tests.checkpoint.programs import Setup, refused, save_it, save_unreduced, save_where_one_rank_fails
 
@@ -175,6 +185,19 @@ class TestChoice:
             "model/weight": "float32[2, 2]",
             "model/bias": "float32[2]",
         }
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"], ids=["long", "zero"])
+def test_a_name_that_no_folder_has_is_refused(tmp_path: Path, name: str) -> None:
+    for use in (
+        lambda: save(name, extra=1),
+        lambda: choose(tmp_path, name),
+        lambda: choose(name),
+        lambda: convert(name, tmp_path / "c"),
+        lambda: save_hf(nn.Linear(1, 1), name),
+    ):
+        with pytest.raises(CheckpointError, match="no folder can be called"):
+            use()
 
 
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

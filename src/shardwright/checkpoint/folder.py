@@ -229,8 +229,9 @@ def _tidied_away(path: Place, interrupted: bool) -> bool:
 
 
 def _named(out: Place, name: str) -> Place:
+    alone = place_of(name)
     tries = [one for one in (out / "checkpoints" / name, out / name) if store_of(one).exists()]
-    path = tries[0] if tries else place_of(name)
+    path = tries[0] if tries else alone
     if not store_of(path).exists():
         known = ", ".join(one.name for one in list_checkpoints(out).committed) or "none"
         raise CheckpointError(f"there is no checkpoint {name!r} in {out} (finished ones: {known})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 from os import PathLike
@@ -77,14 +78,28 @@ def place_of(where: Place | str) -> Place:
 def at_home(path: Path) -> Path:
     """`~/run` in the user's home, where no shell has said so already.
 
-    Raises: CheckpointError: there is no such home.
+    Raises: CheckpointError: there is no such home, or no file system has such a name.
     """
     try:
-        return path.expanduser()
+        found = path.expanduser()
     except RuntimeError:
         raise CheckpointError(
             f"{path} begins with the home folder of a user who is not known here: give the path from / on"
         ) from None
+    _refuse_no_name(found)
+    return found
+
+
+def _refuse_no_name(path: Path) -> None:
+    why = ""
+    try:
+        path.lstat()
+    except OSError as error:
+        why = "it is too long" if error.errno == errno.ENAMETOOLONG else ""
+    except ValueError:
+        why = "it holds a byte of zero"
+    if why:
+        raise CheckpointError(f"no folder can be called {str(path)!r:.80}: {why}")
 
 
 def _path_of(address: str) -> Path:
