@@ -13,7 +13,7 @@ from shardwright.placement.base import Pending
 from shardwright.remember import remembered
 from shardwright.tensor.between import acceptable_between
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.local_use import kept_spec, restored
+from shardwright.tensor.local_use import kept_spec, of_this_rank, restored
 from shardwright.tensor.move import move_asked
 from shardwright.tensor.spec import Spec, Token, finished, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours, hand_out, up_to_date, wrap
@@ -185,8 +185,9 @@ class Localize(torch.autograd.Function):
             )
         inner = kept_spec(ctx.spec)
         if inner is None and isinstance(grad, TorchDTensor):  # of what counted as replicated on other axes
-            whole = as_ours(grad)._spec.layout.replicated()
-            grad = to_local(redistributed(as_ours(grad), whole, grad.device_mesh), whole)
+            seen = as_ours(grad)._spec.layout
+            own = of_this_rank(ctx.spec, seen, grad.device_mesh)
+            grad = to_local(redistributed(as_ours(grad), own, grad.device_mesh), seen.replicated())
         if differentiated(grad):
             if inner is not None:
                 target = with_dtype(finished(inner.layout), grad.dtype)

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names, on_axes
 from shardwright.layout.layout import Layout
+from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
 from shardwright.remember import remembered
@@ -56,6 +58,24 @@ def restored(spec: Spec, grad: torch.Tensor) -> tuple[torch.Tensor, Spec]:
         return grad, _restored_spec(spec.token, None, grad.dtype)
     ours = as_ours(grad)
     return ours._local_tensor, _restored_spec(spec.token, ours._spec.plain.token, grad.dtype)
+
+
+def of_this_rank(spec: Spec, grad: Layout, mesh: DeviceMesh) -> Layout:
+    """Where the gradient of a parameter is to be that was read as replicated on a mesh of other axes.
+
+    A term on axes whose ranks the parameter's own sum adds up anyway (the ranks of an expert's router that
+    also cut the sequence): finished there, it would count once for each of them. Whole on any other axis.
+    """
+    pairs = zip(spec.layout.axes, spec.layout.placements, strict=True)
+    added = tuple(axis for axis, p in pairs if axis in _use(spec).summed and not p.is_partition)
+    ranks = _ranks(spec.mesh, added) if added else frozenset()
+    return grad.with_placements(
+        {axis: Partial("sum") if _ranks(mesh, (axis,)) <= ranks else Replicate() for axis in grad.axes}
+    )
+
+
+def _ranks(mesh: DeviceMesh, axes: tuple[str, ...]) -> frozenset[int]:
+    return frozenset(as_mesh_shape(on_axes(mesh, axes)).ranks)
 
 
 @remembered(65536)
