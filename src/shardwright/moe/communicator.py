@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from shardwright.comm.collectives import all_to_all_uneven
 from shardwright.comm.functional import exchange_rows
@@ -40,13 +41,22 @@ class ExpertCommunicator:
         group: the ranks of one expert-parallel group.
         num_experts: number of experts over the group.
         axis: the mesh axis that the group lies on, for the record of communication.
+        ranks: those that the experts are placed over, copies included; what gathers weights for a forward
+            shows plain tensors then, which cannot say. By default those of the group.
     """
 
-    def __init__(self, group: ProcessGroup, num_experts: int, axis: str = "ep_shard") -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        num_experts: int,
+        axis: str = "ep_shard",
+        ranks: AbstractSet[int] = frozenset(),
+    ) -> None:
         if group.size() < 1 or num_experts < 1:
             raise ParallelError(f"{num_experts} experts on {group.size()} ranks: both must be at least 1")
         self.group = group
         self.axis = axis
+        self.ranks = ranks or frozenset(get_process_group_ranks(group))
         self.experts_of_member = _run_lengths(num_experts, group.size())
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -21,15 +23,21 @@ def computes_locally(parameter: TorchDTensor) -> bool:
     return kept_spec(as_ours(parameter)._spec) is None
 
 
-def cut_by_tokens(x: TorchDTensor, experts: Tensor) -> DTensor:
+def ranks_of(experts: Tensor) -> frozenset[int]:
+    """The ranks that the experts are placed over; none of a plain tensor, which says nothing."""
+    return _ranks(experts.device_mesh) if isinstance(experts, TorchDTensor) else frozenset()
+
+
+def cut_by_tokens(x: TorchDTensor, shared: AbstractSet[int]) -> DTensor:
     """The tokens, each whole and on one of the ranks that the experts are placed over:  [..., dim].
 
     Ranks of other axes (tensor parallel) hold the same tokens and compute the same.
+
+    Args: shared: the ranks of the experts.
     """
     ours = as_ours(x) if not isinstance(x, DTensor) else x
     if x.ndim < 2:
         raise ConfigError(f"tokens of a MoELayer are [..., dim], got {ours._spec.layout}")
-    shared = _ranks(experts.device_mesh) if isinstance(experts, TorchDTensor) else set()
     layout = ours._spec.layout
     wanted = {
         axis: _wanted(placement, ours, axis, is_shared=_ranks(on_axes(x.device_mesh, (axis,))) <= shared)
@@ -51,8 +59,8 @@ def _wanted(placement: Placement, x: DTensor, axis: str, *, is_shared: bool) -> 
     return Shard(0)
 
 
-def _ranks(mesh: DeviceMesh) -> set[int]:
-    return set(as_mesh_shape(mesh).ranks)
+def _ranks(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(as_mesh_shape(mesh).ranks)
 
 
 def rows_of(tokens: DTensor, part: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -9,7 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import ConfigError, ParallelError
 from shardwright.moe.communicator import ExpertCommunicator
-from shardwright.moe.cut_tokens import as_part_of, computes_locally, cut_by_tokens, rows_of
+from shardwright.moe.cut_tokens import as_part_of, computes_locally, cut_by_tokens, ranks_of, rows_of
 from shardwright.moe.experts import GroupedExperts, SharedExpert
 from shardwright.moe.grouped_linear import as_autocast
 from shardwright.moe.permute import count_groups, sort_by_group, spread_tokens, unpermute_rows
@@ -76,7 +78,8 @@ class MoELayer(nn.Module):
             raise ParallelError(
                 "this MoELayer exchanges tokens in another group already; apply expert parallelism once"
             )
-        self.communicator = ExpertCommunicator(group, self.num_experts, axis)
+        placed = ranks_of(self.experts.gate.weight)
+        self.communicator = ExpertCommunicator(group, self.num_experts, axis, placed)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the mixture, in the shape of x:  [..., dim] -> [..., dim].
@@ -91,21 +94,21 @@ class MoELayer(nn.Module):
                 f"tokens have length {x.shape[-1]}, but this MoELayer was made for dim={self.dim}"
             )
         if isinstance(x, TorchDTensor) and self.communicator is not None:
-            return self._of_cut(x)
+            return self._of_cut(x, self.communicator.ranks)
         tokens = x.reshape(-1, self.dim)
         mixed = self._mix(tokens)
         if self.shared_expert is not None:
             mixed = mixed + self.shared_expert(tokens)
         return mixed.view(x.shape)
 
-    def _of_cut(self, x: TorchDTensor) -> Tensor:
+    def _of_cut(self, x: TorchDTensor, ranks: AbstractSet[int]) -> Tensor:
         """The same of tokens whose sequence is cut: each rank mixes those that it holds.
 
         Raises: ConfigError: x has no dim of tokens.
         Cost: as of plain tokens; where a rank's part is not of whole tokens, or other ranks of the experts
             hold it too, x is cut by rows first.
         """
-        tokens = cut_by_tokens(x, self.experts.gate.weight)
+        tokens = cut_by_tokens(x, ranks | ranks_of(self.experts.gate.weight))
         router = self.router.weight
         if isinstance(router, TorchDTensor) and not computes_locally(router):
             routing = self.router(tokens.reshape(-1, self.dim))

@@ -95,7 +95,7 @@ def shard_over(
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
     left_alone = {s.get() for s in slots if _elsewhere(s.get(), mesh)}
     left_alone |= set(fully_shard_kwargs.pop("ignored_params", None) or ())
-    _refuse_partly_sharded(module, axes)
+    _refuse_partly_sharded(module, mesh, axes)
     _refuse_shared_with_another_unit(module)
     _refuse_twice(slots, axes, left_alone)
     taken = [slot for slot in slots if slot.get() not in left_alone]
@@ -268,16 +268,17 @@ def _replicate_scalars(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Para
     return {slot.get() for slot in slots_of(module) if slot.get().ndim == 0}
 
 
-def _refuse_partly_sharded(module: nn.Module, axes: tuple[str, ...]) -> None:
+def _refuse_partly_sharded(module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
     """Raise ParallelError for what a unit inside holds on fewer axes: nobody would sum its gradient."""
     for slot in slots_of(module):
         parameter = slot.get()
         if _unit(parameter) != axes[-1] or not isinstance(parameter, TorchDTensor):
             continue
-        missing = [axis for axis in axes if axis not in axis_names(parameter.device_mesh)]
+        held = axis_names(parameter.device_mesh)
+        missing = [axis for axis in axes if axis not in held and on_axes(mesh, (axis,)).size() > 1]
         if missing:
             raise ParallelError(
-                f"{slot.path}: a sharded unit holds it on {axis_names(parameter.device_mesh)}, without axis "
+                f"{slot.path}: a sharded unit holds it on {held}, without axis "
                 f"{missing[0]!r}; apply the same call to the parts and to the root"
             )
 

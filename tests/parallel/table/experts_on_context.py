@@ -13,8 +13,9 @@ DIM, VOCAB, LENGTH = 8, 20, 9
 
 
 class Block(nn.Module):
-    def __init__(self, shared: bool):
+    def __init__(self, shared: bool, scored: bool):
         super().__init__()
+        self.scored = scored
         self.norm, self.mix = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM)
         self.out = nn.Linear(DIM, DIM)
         self.moe = MoELayer(DIM, 12, 4, 2, shared_expert_dim=12 if shared else None)
@@ -24,16 +25,19 @@ class Block(nn.Module):
         x = x + self.out(
             functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
         )
-        return x + self.moe(x)
+        if not self.scored:
+            return x + self.moe(x)
+        scores = functional.linear(x, self.moe.router.weight)  # as a loss of the router has it
+        return x + self.moe(x) + 0.1 * scores.logsumexp(-1, keepdim=True)
 
 
 class Decoder(nn.Module):
     """Sum of the losses of the next tokens."""
 
-    def __init__(self, shared: bool = True, recompute: bool = False):
+    def __init__(self, shared: bool = True, recompute: bool = False, scored: bool = True):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(Block(shared) for _ in range(2))
+        self.layers = nn.ModuleList(Block(shared, scored) for _ in range(2))
         self.head = nn.Linear(DIM, VOCAB)
         self.recompute = recompute
 

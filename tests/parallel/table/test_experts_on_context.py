@@ -4,9 +4,14 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.context import BATCH_DOMAIN
+from shardwright.context import BATCH_DOMAIN, EXPERT_DOMAIN, REGULAR_DOMAIN
 from shardwright.grads import GradientSynchronizer, global_mean
-from shardwright.parallel import parallelize
+from shardwright.parallel import (
+    parallelize,
+    parallelize_context,
+    parallelize_expert_parallel,
+    parallelize_fsdp,
+)
 from tests.tiers import one_in
 
 from .experts_on_context import LENGTH, batch, made
@@ -42,10 +47,22 @@ def _differences(model, one):
     return found
 
 
+def _in_units_of_one_rank(model, at):
+    """A table refuses axes of one rank; calls take them, and then `fully_shard` gathers the experts too."""
+    parallelize_expert_parallel(model, at.mesh_for(EXPERT_DOMAIN)["ep_replicate", "ep_shard"])
+    parallelize_context(model, at.mesh_for(REGULAR_DOMAIN)["cp_shard"])
+    for part in (*model.layers, model):
+        parallelize_fsdp(part, at.mesh_for(REGULAR_DOMAIN)["dp_replicate", "dp_shard"])
+
+
 def _train(degrees, plan, recompute, shared, doubled=False):
     at = context(**degrees)
-    one, model = made(shared=shared), made(shared=shared, recompute=recompute)
-    parallelize(model, at, plan, report=None)
+    form = {"shared": shared, "scored": plan is not None}
+    one, model = made(**form), made(**form, recompute=recompute)
+    if plan is None:
+        _in_units_of_one_rank(model, at)
+    else:
+        parallelize(model, at, plan, report=None)
     dp = at.mesh_for(BATCH_DOMAIN)["dp"]
     tokens = batch()
     mine = tokens[dp.get_local_rank() :: dp.size()]
@@ -72,6 +89,10 @@ def test_experts_on_context_ranks_train_as_one_device(ranks, name, recompute, sh
         plan = {**TENSOR, "": plan[""]}
     world = torch.tensor([n for d, n in degrees.items() if d != "expert_parallel"]).prod()
     assert ranks(int(world), _train, degrees, plan, recompute, shared) == [[]] * int(world)
+
+
+def test_experts_in_sharded_units_of_one_rank_keep_to_their_tokens(ranks):
+    assert ranks(2, _train, DEGREES["cp"][0], None, False, True) == [[], []]
 
 
 def test_a_gradient_of_an_expert_twice_as_large_is_seen(ranks):
