@@ -307,6 +307,40 @@ def test_what_the_files_call_otherwise_is_named_beside_what_is_missing(tmp_path:
     assert "is no folder (nothing is fetched)" in refused(tmp_path / "name", nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("manifest.json", "a checkpoint of this library, which `load` reads"),
+        (".metadata", "which `convert` reads"),
+        ("adapter_model.safetensors", "give the file 'adapter_model.safetensors'"),
+        ("pytorch_model.bin", "writes the pickle 'pytorch_model.bin' anew"),
+        ("notes.txt", "name a folder with one of them"),
+    ],
+)
+def test_a_folder_of_something_else_says_what_reads_it(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / name).touch()
+    assert words in refused(tmp_path, nn.Linear(2, 2))
+
+
+def test_a_header_that_names_a_tensor_twice_is_refused(tmp_path: Path) -> None:
+    """A parser keeps the last of them; which one was meant is not known."""
+    save_hf(nn.Linear(2, 2), tmp_path)
+    file = tmp_path / "model.safetensors"
+    text = file.read_bytes()[8:].replace(b'"bias":', b'"bias":{},"bias":', 1)
+    length = text.index(b"}}") + 2
+    file.write_bytes(length.to_bytes(8, "little") + text[:length] + bytes(24))
+    assert "it names 'bias' twice" in refused(tmp_path, nn.Linear(2, 2))
+
+
+def test_one_map_needs_no_list_and_a_module_is_a_module(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    save_hf(model, tmp_path, maps=rename("(.*)", r"m.\1"))
+    load_hf(other, tmp_path, maps=rename("(.*)", r"m.\1"))
+    assert torch.equal(model.weight, other.weight)
+    with pytest.raises(CheckpointError, match="OrderedDict is no module: give the model itself"):
+        save_hf(model.state_dict(), tmp_path / "new")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("most", ["5GB", 0, 1.5])
 def test_an_export_that_cannot_be_leaves_no_folder(tmp_path: Path, most: Any) -> None:
     with pytest.raises(CheckpointError, match="is no number of bytes"):

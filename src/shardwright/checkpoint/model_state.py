@@ -33,8 +33,11 @@ def read_model(model: nn.Module) -> ModelState:
     `state_dict` is asked rather than `named_parameters`, because its hooks bring a module that a strategy has
     unsharded for computation back to its sharded form, and because it leaves out what is not persistent.
 
-    Raises: CheckpointError: a state_dict hook returns copies, into which nothing could be loaded.
+    Raises: CheckpointError: it is no module; a state_dict hook returns copies, into which nothing could be
+    loaded.
     """
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"a {type(model).__name__} is no module: give the model itself")
     entries: dict[str, Any] = {}
     for given, one in model.state_dict(keep_vars=True).items():
         if entries.setdefault(_uncompiled(given), one) is not one:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.checkpoint.agree import agreed, rank, world
 from shardwright.checkpoint.collect import digest
 from shardwright.checkpoint.hugging_face.index import INDEX, SINGLE
-from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of
+from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of, listed
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import describe
 from shardwright.checkpoint.storage import disk
@@ -39,7 +39,7 @@ class _Out(NamedTuple):
 
 
 def save_hf(
-    model: nn.Module, folder: Path | str, *, maps: Sequence[Map] = (), max_shard_size: int = 5 << 30
+    model: nn.Module, folder: Path | str, *, maps: Sequence[Map] | Map = (), max_shard_size: int = 5 << 30
 ) -> Path:
     """Write a model's tensors as safetensors files with an index, as `save_pretrained` does.
 
@@ -57,7 +57,7 @@ def save_hf(
     Cost: each tensor is gathered on all ranks, one at a time, and written by one of them; memory for one.
     """
     folder = folder_of(folder)
-    export = _Export(model, folder, tuple(maps), max_shard_size)
+    export = _Export(model, folder, listed(maps), max_shard_size)
     plans = agreed(f"writing {folder}", export.plan)
     export.key, alike = plans[0][0], [one for _, one in plans]
     if differing := alike[0].union(*alike) - alike[0].intersection(*alike):

@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.storage import disk
+from shardwright.checkpoint.storage.safetensors_file import once
 from shardwright.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MOST = 1 << 28
+_OTHERS = {  # what is in a folder that another function reads, or another name
+    "manifest.json": "it is a checkpoint of this library, which `load` reads",
+    ".metadata": "it is torch's distributed checkpoint, which `convert` reads",
+    "*.safetensors": "give the file {!r}, if that is the model, the first name",
+    "*.bin": "`convert` writes the pickle {!r} anew, then `load` reads that",
+    "*.pt*": "`convert` writes the pickle {!r} anew, then `load` reads that",
+}
 
 
 def read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -28,16 +36,11 @@ def read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         )
     if not index:
         if not single:
-            why = (
-                f"holds neither {SINGLE} nor {INDEX}"
-                if folder.is_dir()
-                else "is no folder (nothing is fetched)"
-            )
-            raise CheckpointError(f"{folder} {why}: name a folder with one of them")
+            raise CheckpointError(f"{folder} {_without_either(folder)}")
         return [SINGLE], None
     try:
         text = disk.read_small(folder / INDEX, _MOST, links=True)
-        of_tensor = dict(json.loads(text, object_pairs_hook=_once)["weight_map"])
+        of_tensor = dict(json.loads(text, object_pairs_hook=once)["weight_map"])
         for name in of_tensor.values():
             _refuse_other_places(folder, name)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -45,12 +48,12 @@ def read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     return sorted(set(of_tensor.values())), of_tensor
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
-        raise ValueError(f"it names {twice!r} twice")
-    return found
+def _without_either(folder: Path) -> str:
+    if not folder.is_dir():
+        return "is no folder (nothing is fetched): name a folder with safetensors files"
+    tries = ((next(folder.glob(pattern), None), said) for pattern, said in _OTHERS.items())
+    known = (said.format(found.name) for found, said in tries if found is not None)
+    return f"holds neither {SINGLE} nor {INDEX}: {next(known, 'name a folder with one of them')}"
 
 
 def _refuse_other_places(folder: Path, name: Any) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwright.checkpoint.agree import agreed
 from shardwright.checkpoint.hugging_face.index import INDEX, read_index
-from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of
+from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of, listed
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
 from shardwright.checkpoint.storage.arena import Arena, room_for
@@ -39,7 +39,7 @@ def load_hf(
     model: nn.Module,
     folder: Path | str,
     *,
-    maps: Sequence[Map] = (),
+    maps: Sequence[Map] | Map = (),
     device: torch.device | str = "cpu",
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> LoadedHF:
@@ -60,7 +60,7 @@ def load_hf(
     Cost: no communication of tensor data; memory for this rank's part, beside it where the model has data
     already or lies on another device than the CPU.
     """
-    loading = _Loading(model, folder_of(folder), tuple(maps), torch.device(device), dict(buffers or {}))
+    loading = _Loading(model, folder_of(folder), listed(maps), torch.device(device), dict(buffers or {}))
     agreed(f"reading {folder}", loading.compare)
     try:
         agreed(f"reading {folder}", loading.read)

@@ -129,6 +129,11 @@ def _cut(source: str, shape: Shape, dim: int, start: int, size: int) -> Link:
     return Link(source, tuple(offset), tuple(sizes), tuple(range(len(shape))))
 
 
+def listed(maps: Sequence[Map] | Map) -> tuple[Map, ...]:
+    """What `maps=` was given: several, or one alone."""
+    return (maps,) if callable(maps) else tuple(maps)
+
+
 def links_of(name: str, shape: Shape, maps: Sequence[Map]) -> list[Link]:
     """What a tensor of the model is made of, after all maps in order.
 

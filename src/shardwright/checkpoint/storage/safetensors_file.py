@@ -49,11 +49,20 @@ def _read(handle: int) -> tuple[int, dict[str, Place]]:
         raise ValueError(f"a header of {length} bytes in a file of {size}")
     text = bytearray(length)
     disk.read_into(handle, [memoryview(text)], 8)
-    entries = json.loads(bytes(text))
+    entries = json.loads(bytes(text), object_pairs_hook=once)
     entries.pop("__metadata__", None)
     places = {name: _place(name, entry, 8 + length) for name, entry in entries.items()}
     _check(places, 8 + length, size)
     return size, places
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What JSON says, of which a parser would keep the last. Raises: ValueError: a name stands twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
+        raise ValueError(f"it names {twice!r} twice")
+    return found
 
 
 def _place(name: str, entry: dict[str, Any], start: int) -> Place:
