@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import Partial
-from shardwright.checkpoint import load, save
+from shardwright.checkpoint import async_save, load, load_hf, save, save_hf
 from shardwright.errors import CheckpointError
 from shardwright.tensor import DTensor, distribute_tensor
 
@@ -200,6 +200,35 @@ def save_where_one_rank_fails(path: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+def arguments_of_one_rank(path: Path) -> list[str]:
+    """What each verb says where the second rank names no path, other maps or patterns, or another path."""
+    model, first = nn.Linear(2, 2), dist.get_rank() == 0
+    save(path / "c", model)
+    save_hf(model, path / "hf")
+    nobody: Any = None
+    number: Any = 3
+    calls: list[Callable[[], object]] = [
+        lambda: save(path / "n" if first else nobody, model),
+        lambda: save(path / "n" if first else nobody, model, format="dcp"),
+        lambda: async_save(path / "n" if first else nobody, model),
+        lambda: load(path / "c" if first else nobody, model),
+        lambda: load(path / "c", model, only=None if first else number),
+        lambda: load_hf(model, path / "hf" if first else nobody),
+        lambda: save_hf(model, path / "n" if first else nobody),
+        lambda: save_hf(model, path / "n", maps=() if first else nobody),
+        lambda: save(path / f"own-{dist.get_rank()}", model),
+    ]
+    return [_said(call) for call in calls]
+
+
+def _said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return "done"
 
 
 def _break(*_: Any) -> None:

@@ -21,7 +21,14 @@ from shardwright.checkpoint import (
     step_path,
 )
 from shardwright.errors import CheckpointError
-from tests.checkpoint.programs import Setup, refused, save_it, save_unreduced, save_where_one_rank_fails
+from tests.checkpoint.programs import (
+    Setup,
+    arguments_of_one_rank,
+    refused,
+    save_it,
+    save_unreduced,
+    save_where_one_rank_fails,
+)
 
 Ranks = Callable[..., list[Any]]
 TWO = Setup({"dp": 2}, {})
@@ -111,6 +118,19 @@ def test_a_failure_of_one_rank_ends_the_save_on_all_and_commits_nothing(ranks: R
     assert texts[0] == texts[1]
     assert "failed on rank 1: OSError: the disk is full" in texts[0]
     assert not (tmp_path / "c").exists()
+
+
+def test_arguments_of_one_rank_that_are_wrong_are_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    """One rank raised at once, and the others waited for it."""
+    found = ranks(2, arguments_of_one_rank, tmp_path)
+    assert found[0] == found[1]
+    *others, patterns, hf, to_hf, maps, apart = found[0]
+    assert all("None is no path" in text for text in (*others, hf, to_hf))
+    assert len(others) == 4
+    assert "only=3" in patterns
+    assert "failed on rank 1: TypeError" in maps
+    assert "own-1, which rank 0 made as" in apart
+    assert not (tmp_path / "n").exists()
 
 
 def test_a_parameter_that_is_still_to_be_summed_is_not_saved(ranks: Ranks, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from shardwright.checkpoint.save import State
 from shardwright.checkpoint.state import given
 from shardwright.checkpoint.storage.arena import Arena, copy_bytes, room_for
 from shardwright.checkpoint.storage.element_types import DTYPES
-from shardwright.checkpoint.storage.place import Place, place_of
+from shardwright.checkpoint.storage.place import Place
 from shardwright.checkpoint.storage.writer import Entry
 from shardwright.compat import foreach_copy_
 from shardwright.errors import CheckpointError
@@ -123,7 +123,7 @@ def async_save(
     group = _group()
     everything = given(model, optimizer) | state
     with contextlib.ExitStack() as stack, no_collection():
-        job = stack.enter_context(prepared(place_of(path), everything, extra, step, config, _finish_last))
+        job = stack.enter_context(prepared(path, everything, extra, step, config, _finish_last))
         taken = _taken()
         _copy(job, taken)
         saving = AsyncSave(job, stack.pop_all(), group, taken)

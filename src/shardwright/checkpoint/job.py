@@ -18,7 +18,7 @@ from shardwright.checkpoint.state import nodes_of
 from shardwright.checkpoint.storage.commit import Saving
 from shardwright.checkpoint.storage.folder_names import is_committed, metadata
 from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump, library_version
-from shardwright.checkpoint.storage.place import Place
+from shardwright.checkpoint.storage.place import Place, place_of
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.stores.of import store_of
 from shardwright.checkpoint.storage.sums import CHUNK
@@ -38,6 +38,7 @@ class Job:
         self.saving: Saving | None = None
         self.begun = True
         self.failure: Exception | None = None
+        self.of_first = path  # what rank 0 was given
         self._rank = rank()
         self._part = collected.part()
         self._tensors = collected.tensors
@@ -100,10 +101,11 @@ class Job:
             raise self.failure
         store = store_of(self.path)
         if not store.has(f"saving-{self.id}.json"):
+            apart = "" if self.path == self.of_first else f" as {self.of_first} (a time in the path?)"
             raise CheckpointError(
-                f"rank {rank()} does not see {self.path}, which rank 0 made: the ranks do not share this "
-                "file system (a disk of one node, the memory of one process?); name a folder that all of "
-                "them see"
+                f"rank {rank()} does not see {self.path}, which rank 0 made{apart}: the ranks do not share "
+                "this file system (a disk of one node, the memory of one process?); name a folder that all "
+                "of them see"
             )
         names: list[str] = []
         try:
@@ -160,7 +162,7 @@ class Job:
 
 @contextlib.contextmanager
 def prepared(
-    path: Place,
+    path: Place | str,
     state: Mapping[str, Any],
     extra: Any,
     step: int | None,
@@ -207,7 +209,7 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prepare(
-    path: Place,
+    path: Place | str,
     state: Mapping[str, Any],
     extra: Any,
     about: Callable[[], dict[str, Any]],
@@ -216,23 +218,25 @@ def _prepare(
 ) -> Job:
     collected = Collected()
     held: Held_by_key = {}
+    place: Place
 
-    def first() -> tuple[Told, str, dict[str, Any]]:
-        nonlocal collected, held
+    def first() -> tuple[Told, str, dict[str, Any], Place]:
+        nonlocal collected, held, place
         if before is not None:
             before()
+        place = place_of(path)
         collected = collect(nodes_of(state), extra, first_rank=rank() == 0)
         held, copies = collected.held()
         told = about()
         if rank() == 0:
-            begun.append(Saving(path))
+            begun.append(Saving(place))
             if before is None:
                 begun[0].begin()
-        return tell(held, copies), begun[0].id if begun else "", told
+        return tell(held, copies), begun[0].id if begun else "", told, place
 
     with no_collection():
         told = agreed("preparing the checkpoint", first)
-        job = Job(path, told[0][1], planned([one for one, _, _ in told], held), collected, told[0][2])
-    job.saving = begun[0] if begun else None
+        job = Job(place, told[0][1], planned([one[0] for one in told], held), collected, told[0][2])
+    job.saving, job.of_first = begun[0] if begun else None, told[0][3]
     job.begun = before is None
     return job

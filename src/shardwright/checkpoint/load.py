@@ -7,10 +7,9 @@ from typing import Any
 
 from shardwright.checkpoint.collector import no_collection
 from shardwright.checkpoint.loading import Loaded, loaded
-from shardwright.checkpoint.patterns import Patterns
 from shardwright.checkpoint.save import State
 from shardwright.checkpoint.state import given
-from shardwright.checkpoint.storage.place import Place, place_of
+from shardwright.checkpoint.storage.place import Place
 
 
 def load(
@@ -45,6 +44,5 @@ def load(
     (the second is the system's cache of the files where it lets this user lock memory: `ulimit -l`).
     """
     everything = given(model, optimizer) | state
-    place = place_of(path)
     with no_collection():  # what a load makes is gone when the collector may look again
-        return loaded(place, lambda: Patterns(only), everything, in_place=in_place)
+        return loaded(path, only, everything, in_place=in_place)

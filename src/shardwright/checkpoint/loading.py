@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from shardwright.checkpoint.agree import agreed, rank, world
 from shardwright.checkpoint.change import Change
 from shardwright.checkpoint.collect import EXTRA
 from shardwright.checkpoint.compare import Identity, refuse_differences
-from shardwright.checkpoint.patterns import Patterns, refuse_unfitted
+from shardwright.checkpoint.patterns import Only, Patterns, refuse_unfitted
 from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.rng_state import check_generator, check_rng, write_rng
@@ -23,7 +23,7 @@ from shardwright.checkpoint.state import Kind, Node, nodes_of
 from shardwright.checkpoint.storage.arena import Arena, copy_bytes, fill, room_for
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
 from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
-from shardwright.checkpoint.storage.place import Place
+from shardwright.checkpoint.storage.place import Place, place_of
 from shardwright.checkpoint.storage.proof import proven
 from shardwright.checkpoint.storage.reader import Pair, Reader, Want, is_small, wants
 from shardwright.checkpoint.storage.source import Source, check_sizes
@@ -52,29 +52,29 @@ class Loaded:
     bytes_read: int = 0
 
 
-def loaded(
-    path: Place, patterns: Callable[[], Patterns], state: Mapping[str, Any], *, in_place: bool
-) -> Loaded:
+def loaded(path: Place | str, only: Only, state: Mapping[str, Any], *, in_place: bool) -> Loaded:
     """Load what stands at the path. Where a save replaces it meanwhile, that is the new one."""
     for _ in range(_TRIES):
-        loading = Loading(path, patterns(), in_place)
+        loading = Loading(path, only, in_place)
         try:
             return loading.run(state)
         except CheckpointError:
             if not loading.replaced():
                 raise
-    return Loading(path, patterns(), in_place).run(state)
+    return Loading(path, only, in_place).run(state)
 
 
 class Loading:
     """One load: opened, compared, read, and only then put in place."""
 
+    path: Place
+    patterns: Patterns
     manifest: Manifest
     reader: Reader
     changing = False
 
-    def __init__(self, path: Place, patterns: Patterns, in_place: bool) -> None:
-        self.path, self.patterns, self.in_place = path, patterns, in_place
+    def __init__(self, path: Place | str, only: Only, in_place: bool) -> None:
+        self.given, self.only, self.in_place = path, only, in_place
         self.rank = rank()  # which costs more than what is looked up by it
         self.nodes: list[Node] = []
         self.chosen: list[Node] = []
@@ -90,7 +90,7 @@ class Loading:
 
     def run(self, state: Mapping[str, Any]) -> Loaded:
         """All of it, on every rank at once."""
-        saves = agreed(f"reading {self.path}", self._open)
+        saves = agreed(f"reading {self.given}", self._open)
         if len(set(saves)) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints at {self.path}: it was replaced while it was read "
@@ -117,7 +117,7 @@ class Loading:
 
     def replaced(self) -> bool:
         """Whether what stands at the path is not what failed here, with nothing changed yet. A collective."""
-        return not self.changing and any(agreed(f"reading {self.path}", self._is_another))
+        return not self.changing and any(agreed(f"reading {self.given}", self._is_another))
 
     def _is_another(self) -> bool:
         with contextlib.suppress(CheckpointError):
@@ -129,7 +129,8 @@ class Loading:
         return self.patterns.want_whole(node.path) if whole else self.patterns.want(node.path)
 
     def _open(self) -> str:
-        """Read the manifest, and look at this rank's part of the files."""
+        """Read the arguments and the manifest, and look at this rank's part of the files."""
+        self.path, self.patterns = place_of(self.given), Patterns(self.only)
         self.manifest = proven(self.path)
         source = Source.of(self.path, self.manifest)
         self.reader = Reader(source)

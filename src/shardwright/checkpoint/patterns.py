@@ -8,11 +8,13 @@ from typing import Any
 
 from shardwright.errors import CheckpointError
 
+Only = str | Sequence[str] | None
+
 
 class Patterns:
     """The patterns of `only=`. `fitted` are those that fit something of what was asked about."""
 
-    def __init__(self, only: str | Sequence[str] | None) -> None:
+    def __init__(self, only: Only) -> None:
         listed = hasattr(only, "__iter__") and not isinstance(only, str)
         self.all: Any = () if only is None else tuple(only) if listed else (only,)
         if not all(isinstance(pattern, str) for pattern in self.all):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from shardwright.checkpoint.job import about_run, prepared
 from shardwright.checkpoint.others.dcp_export import save_for_torch
 from shardwright.checkpoint.state import given
-from shardwright.checkpoint.storage.place import Place, folder_of, place_of
+from shardwright.checkpoint.storage.place import Place
 from shardwright.errors import CheckpointError
 
 State = nn.Module | Optimizer | Sequence[Any] | Mapping[str, Any]
@@ -62,9 +62,9 @@ def save(
     """
     everything = given(model, optimizer) | state
     if format == "dcp":
-        return save_for_torch(folder_of(path), everything, extra, about_run(step, config))
+        return save_for_torch(path, everything, extra, about_run(step, config))
     if format != "shardwright":
         raise CheckpointError(f"format={format!r} is not known: 'shardwright' or 'dcp'")
-    with prepared(place_of(path), everything, extra, step, config) as job:
+    with prepared(path, everything, extra, step, config) as job:
         job.finish()
     return job.path

@@ -56,9 +56,14 @@ def save_hf(
     differs between ranks, there are such files already, or the disk refuses.
     Cost: each tensor is gathered on all ranks, one at a time, and written by one of them; memory for one.
     """
-    folder = folder_of(folder)
-    export = _Export(model, folder, listed(maps), max_shard_size)
-    plans = agreed(f"writing {folder}", export.plan)
+    made: list[_Export] = []
+
+    def first() -> tuple[str, set[tuple[str, str]]]:
+        made.append(_Export(model, folder_of(folder), listed(maps), max_shard_size))
+        return made[0].plan()
+
+    plans = agreed(f"writing {folder}", first)
+    export, folder = made[0], made[0].folder
     export.key, alike = plans[0][0], [one for _, one in plans]
     if differing := alike[0].union(*alike) - alike[0].intersection(*alike):
         raise CheckpointError(f"{min(differing)[0]} differs between ranks: make it equal first (broadcast)")
@@ -120,7 +125,6 @@ class _Export:
                 self.of_tensor.setdefault(name, []).append((len(self.files) - 1, out))
         if not self.files:
             raise CheckpointError("the model has no tensors, so there is nothing to write")
-        self.folder.mkdir(parents=True, exist_ok=True)
         alike = {(n, str(x.shape) if isinstance(x, DTensor) else digest(x)) for n, x in self.tensors.items()}
         return secrets.token_hex(8), alike
 
@@ -148,6 +152,7 @@ class _Export:
 
     def _write(self, number: int, out: _Out, whole: torch.Tensor) -> None:
         if number not in self.handles:
+            self.folder.mkdir(parents=True, exist_ok=True)
             self.handles[number] = disk.open_new(self._under_way(number))
             entries = [self._entry(one) for one in self.files[number]]
             disk.write_all(self.handles[number], [memoryview(header_of(entries, _METADATA))])

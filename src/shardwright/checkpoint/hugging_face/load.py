@@ -60,8 +60,15 @@ def load_hf(
     Cost: no communication of tensor data; memory for this rank's part, beside it where the model has data
     already or lies on another device than the CPU.
     """
-    loading = _Loading(model, folder_of(folder), listed(maps), torch.device(device), dict(buffers or {}))
-    agreed(f"reading {folder}", loading.compare)
+    made: list[_Loading] = []
+
+    def first() -> None:
+        there = folder_of(folder)
+        made.append(_Loading(model, there, listed(maps), torch.device(device), dict(buffers or {})))
+        made[0].compare()
+
+    agreed(f"reading {folder}", first)
+    loading = made[0]
     try:
         agreed(f"reading {folder}", loading.read)
     finally:

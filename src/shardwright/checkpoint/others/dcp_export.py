@@ -27,6 +27,7 @@ from shardwright.checkpoint.plan import plan_of
 from shardwright.checkpoint.spread import Digests, Held_by_key
 from shardwright.checkpoint.state import nodes_of
 from shardwright.checkpoint.storage import disk
+from shardwright.checkpoint.storage.place import Place, folder_of
 from shardwright.checkpoint.storage.stores.local import lock_or_warn
 from shardwright.checkpoint.storage.writer import Entry
 from shardwright.errors import CheckpointError
@@ -34,13 +35,14 @@ from shardwright.errors import CheckpointError
 About = Callable[[], dict[str, Any]]
 
 
-def save_for_torch(path: Path, state: Mapping[str, Any], extra: Any, about: About) -> Path:
+def save_for_torch(where: Place | str, state: Mapping[str, Any], extra: Any, about: About) -> Path:
     """Write a folder that `torch.distributed.checkpoint.load` reads.
 
     A collective over the world. Its index is written last, when rank 0 has seen the files of all.
     Raises: CheckpointError: on every rank: as `save`; also where something stands at `path`, or a value
     differs between ranks, for torch's format has room for one.
     """
+    path = agreed("preparing the checkpoint", lambda: folder_of(where))[rank()]
     locked: list[int] = []
     try:
         nests = _prepared(path, state, extra, about, locked)
