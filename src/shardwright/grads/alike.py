@@ -22,8 +22,9 @@ from shardwright.comm.functional import reduce_over
 from shardwright.comm.told import told
 from shardwright.compat import DisableTorchFunctionSubclass
 from shardwright.context.submesh import groups_above_one
-from shardwright.grads.grid import axes_above_one, ranks_of
+from shardwright.grads.grid import axes_above_one
 from shardwright.grads.state import GradientState
+from shardwright.layout.mesh_shape import ranks_of
 from shardwright.remember import remembered
 from shardwright.tensor.spec import Token
 from shardwright.tensor.wrap import as_ours

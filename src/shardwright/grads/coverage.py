@@ -12,7 +12,7 @@ from shardwright.compat import axis_names
 from shardwright.context.submesh import submesh
 from shardwright.errors import ParallelError
 from shardwright.grads.parameters import name_list
-from shardwright.layout.mesh_shape import as_mesh_shape
+from shardwright.layout.mesh_shape import ranks_of
 from shardwright.tensor.wrap import as_ours
 
 
@@ -53,5 +53,4 @@ def _summed(parameter: TorchDTensor) -> Iterator[tuple[tuple[DeviceMesh, tuple[s
 
 
 def _ranks(mesh: DeviceMesh) -> set[int]:
-    """The ranks of a mesh; those of other slices are not among them."""
-    return {dist.get_rank(), *as_mesh_shape(mesh).ranks}
+    return {dist.get_rank(), *ranks_of(mesh)}

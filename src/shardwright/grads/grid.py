@@ -33,11 +33,6 @@ def grid_of(mesh: DeviceMesh, wanted: tuple[bool, ...]) -> GridOfRanks:
     return GridOfRanks(tuple(n for n in ranks.shape if n > 1), tuple(ranks.flatten().tolist()))
 
 
-def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
-    """The ranks of a mesh; those of other slices are not among them."""
-    return grid_of(mesh, (True,) * mesh.ndim).members
-
-
 def axes_above_one(mesh: DeviceMesh) -> int:
     """How many axes have more than one rank."""
     return len(grid_of(mesh, (True,) * mesh.ndim).sizes)

@@ -118,6 +118,11 @@ def as_mesh_shape(mesh: Any) -> MeshShape:
     return known
 
 
+def ranks_of(mesh: Any) -> frozenset[int]:
+    """The ranks of a mesh, in no order; those of other slices are not among them."""
+    return frozenset(as_mesh_shape(mesh).ranks)
+
+
 def _from_device_mesh(mesh: Any) -> MeshShape:
     with without_modes():  # a mesh may be met first where tensors are fake
         ranks = mesh.mesh

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import on_axes
 from shardwright.errors import ConfigError
-from shardwright.layout.mesh_shape import as_mesh_shape
+from shardwright.layout.mesh_shape import ranks_of
 from shardwright.placement.base import Partition, Placement, Replicate
 from shardwright.placement.shard import Shard
 from shardwright.tensor.dtensor import DTensor
@@ -23,9 +22,9 @@ def computes_locally(parameter: TorchDTensor) -> bool:
     return kept_spec(as_ours(parameter)._spec) is None
 
 
-def ranks_of(experts: Tensor) -> frozenset[int]:
+def placed_on(experts: Tensor) -> frozenset[int]:
     """The ranks that the experts are placed over; none of a plain tensor, which says nothing."""
-    return _ranks(experts.device_mesh) if isinstance(experts, TorchDTensor) else frozenset()
+    return ranks_of(experts.device_mesh) if isinstance(experts, TorchDTensor) else frozenset()
 
 
 def cut_by_tokens(x: TorchDTensor, shared: AbstractSet[int]) -> DTensor:
@@ -40,7 +39,7 @@ def cut_by_tokens(x: TorchDTensor, shared: AbstractSet[int]) -> DTensor:
         raise ConfigError(f"tokens of a MoELayer are [..., dim], got {ours._spec.layout}")
     layout = ours._spec.layout
     wanted = {
-        axis: _wanted(placement, ours, axis, is_shared=_ranks(on_axes(x.device_mesh, (axis,))) <= shared)
+        axis: _wanted(placement, ours, axis, is_shared=ranks_of(on_axes(x.device_mesh, (axis,))) <= shared)
         for axis, placement in zip(layout.axes, layout.placements, strict=True)
     }
     if all(wanted[axis] == p for axis, p in zip(layout.axes, layout.placements, strict=True)):
@@ -57,10 +56,6 @@ def _wanted(placement: Placement, x: DTensor, axis: str, *, is_shared: bool) -> 
         if x.ndim - 1 not in cut:
             return placement
     return Shard(0)
-
-
-def _ranks(mesh: DeviceMesh) -> frozenset[int]:
-    return frozenset(as_mesh_shape(mesh).ranks)
 
 
 def rows_of(tokens: DTensor, part: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import ConfigError, ParallelError
 from shardwright.moe.communicator import ExpertCommunicator
-from shardwright.moe.cut_tokens import as_part_of, computes_locally, cut_by_tokens, ranks_of, rows_of
+from shardwright.moe.cut_tokens import as_part_of, computes_locally, cut_by_tokens, placed_on, rows_of
 from shardwright.moe.experts import GroupedExperts, SharedExpert
 from shardwright.moe.grouped_linear import as_autocast
 from shardwright.moe.permute import count_groups, sort_by_group, spread_tokens, unpermute_rows
@@ -78,7 +78,7 @@ class MoELayer(nn.Module):
             raise ParallelError(
                 "this MoELayer exchanges tokens in another group already; apply expert parallelism once"
             )
-        placed = ranks_of(self.experts.gate.weight)
+        placed = placed_on(self.experts.gate.weight)
         self.communicator = ExpertCommunicator(group, self.num_experts, axis, placed)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class MoELayer(nn.Module):
         Cost: as of plain tokens; where a rank's part is not of whole tokens, or other ranks of the experts
             hold it too, x is cut by rows first.
         """
-        tokens = cut_by_tokens(x, ranks | ranks_of(self.experts.gate.weight))
+        tokens = cut_by_tokens(x, ranks | placed_on(self.experts.gate.weight))
         router = self.router.weight
         if isinstance(router, TorchDTensor) and not computes_locally(router):
             routing = self.router(tokens.reshape(-1, self.dim))

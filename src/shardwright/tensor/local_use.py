@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names, on_axes
 from shardwright.layout.layout import Layout
-from shardwright.layout.mesh_shape import as_mesh_shape
+from shardwright.layout.mesh_shape import ranks_of
 from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
 from shardwright.remember import remembered
@@ -68,14 +68,11 @@ def of_this_rank(spec: Spec, grad: Layout, mesh: DeviceMesh) -> Layout:
     """
     pairs = zip(spec.layout.axes, spec.layout.placements, strict=True)
     added = tuple(axis for axis, p in pairs if axis in _use(spec).summed and not p.is_partition)
-    ranks = _ranks(spec.mesh, added) if added else frozenset()
+    ranks = ranks_of(on_axes(spec.mesh, added)) if added else frozenset()
+    terms = {axis for axis in grad.axes if ranks_of(on_axes(mesh, (axis,))) <= ranks}
     return grad.with_placements(
-        {axis: Partial("sum") if _ranks(mesh, (axis,)) <= ranks else Replicate() for axis in grad.axes}
+        {axis: Partial("sum") if axis in terms else Replicate() for axis in grad.axes}
     )
-
-
-def _ranks(mesh: DeviceMesh, axes: tuple[str, ...]) -> frozenset[int]:
-    return frozenset(as_mesh_shape(on_axes(mesh, axes)).ranks)
 
 
 @remembered(65536)
