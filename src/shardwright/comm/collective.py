@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from shardwright.comm import functional
 from shardwright.comm.dtype import NATIVE
 from shardwright.comm.mailbox import Mailing
-from shardwright.comm.pack import copy_in, flat_memory, in_memory, joined, move, new_tensor, shaped
+from shardwright.comm.pack import arranged, copy_in, flat_memory, in_memory, joined, move, new_tensor, shaped
 from shardwright.comm.task import Task, tensor
 from shardwright.compat.graph_order import made_of, part_ways
 from shardwright.index.overlap import Strided, covers_in_order
@@ -149,11 +149,18 @@ class Exchanging(Task):
         """The result from what arrived in one flat buffer, and from what `x` holds already."""
         if self.packing.whole_filled:
             return shaped(received, self.result)
+        places = (*[into for _, into in self.keep], *self.packing.to_fill)
+        made = arranged(lambda: self._all_here(received, x), self.result, places)
+        if made is not None:
+            return made
         out = new_tensor(x, self.result)
         if self.keep:
             move(x, out, self.keep)
         copy_in(received, out, self.packing.to_fill)
         return out if self.packing.to_fill else in_memory(made_of(out, received), self.result)
+
+    def _all_here(self, received: Tensor, x: Tensor) -> Tensor:
+        return torch.cat([joined(x, [taken for taken, _ in self.keep]), received]) if self.keep else received
 
     def _gathered(self, buffers: Sequence[Tensor], why: str) -> list[Tensor]:
         received = self._arrived(torch.cat(list(buffers)), why).view(self.group.size(), -1)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Callable, Sequence
+from itertools import product
+from math import gcd, prod
 
+import torch
 from torch import Tensor
 
 from shardwright.compat import records_a_graph
 from shardwright.index.overlap import Strided
 from shardwright.plan.work import Memory
+
+_MANY = 3  # views: from here on a choice of rows is less work in a graph than a write for each
+_MOST_ROWS = 1 << 16  # the numbers of rows are a constant of the graph
 
 
 def in_memory(x: Tensor, memory: Memory) -> Tensor:
@@ -55,6 +60,8 @@ def joined(x: Tensor, views: Sequence[Strided]) -> Tensor:
     """The elements of some views, one after the other, flat; each is copied once."""
     if len(views) == 1:
         return view_of(x, views[0]).reshape(-1).contiguous()
+    if (rows := _rows(views, x.numel())) is not None:
+        return _chosen(x.as_strided((x.numel(),), (1,), x.storage_offset()), *rows)
     counts = [prod(view.size) for view in views]
     pieces = x.new_empty(sum(counts))
     position, start = 0, x.storage_offset()
@@ -73,6 +80,45 @@ def copy_in(flat: Tensor, out: Tensor, views: Sequence[Strided]) -> None:
         piece = flat[position : position + count].view(view.size)
         out.as_strided(view.size, view.stride, start + view.start).copy_(piece)
         position += count
+
+
+def arranged(flat: Callable[[], Tensor], memory: Memory, views: Sequence[Strided]) -> Tensor | None:
+    """What `copy_in` makes of new memory that the views fill, as one choice of rows; None where that is none."""
+    rows = _rows(views, memory.numel)
+    if rows is None or rows[0] * len(rows[1]) != memory.numel:
+        return None
+    width, at = rows
+    return shaped(_chosen(flat(), width, sorted(range(len(at)), key=at.__getitem__)), memory)
+
+
+def _chosen(flat: Tensor, width: int, at: Sequence[int]) -> Tensor:
+    return flat.view(-1, width).index_select(0, torch.tensor(at, device=flat.device)).view(-1)
+
+
+def _rows(views: Sequence[Strided], numel: int) -> tuple[int, list[int]] | None:
+    """In a graph: the views of `numel` elements of memory as numbers of rows, after how wide a row is.
+
+    There a write into a view makes the whole tensor anew, with a node for each view on the way. None where
+    views are few, or rows are many.
+    """
+    if not torch.compiler.is_compiling() or len(views) < _MANY or not numel:
+        return None
+    split = [_split(view) for view in views]
+    width = gcd(numel, *[n for start, dims, run in split for n in (start, run, *[step for _, step in dims])])
+    if sum(view.numel for view in views) > width * _MOST_ROWS:
+        return None
+    at = []
+    for start, dims, run in split:
+        steps = [[i * step for i in range(size)] for size, step in dims]
+        at += [(start + sum(offsets)) // width for offsets in product(*steps, range(0, run, width))]
+    return (width, at) if max(at) * width < numel else None
+
+
+def _split(view: Strided) -> tuple[int, list[tuple[int, int]], int]:
+    """Where a view starts, its dims as sizes and steps, and how long the memory at each place is one run."""
+    dims = list(zip(view.size, view.stride, strict=True))
+    run = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
+    return view.start, dims, run
 
 
 def move(x: Tensor, out: Tensor, pairs: Sequence[tuple[Strided, Strided]]) -> None:
