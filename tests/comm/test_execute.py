@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardwright.comm import Recorder, mailbox, program
+from shardwright.comm import Recorder, mailbox, pack, program
 from shardwright.comm.execute import execute, execute_many
 from shardwright.comm.guard import guarded
 from shardwright.errors import PlanError
+from shardwright.index.overlap import Strided
 from shardwright.layout.layout import Layout
 from shardwright.placement import Owner, Partial, Ragged, Replicate, Shard, ZigZag
 from shardwright.plan import decide, plan_redistribution
+from shardwright.plan.work import Memory
 from shardwright.testing import rank_mesh
 from tests.plan.kinds import random_pairs, small_integers
 
@@ -162,6 +164,39 @@ def traced(sizes):
 @pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_plans_can_be_traced_into_a_graph(ranks, sizes):
     ranks(4 if len(sizes) == 2 else 2, traced, sizes)
+
+
+def _boxes(cuts, stride):
+    """The strided views that cuts of each dim make, the last first."""
+    ends = [list(itertools.pairwise(itertools.accumulate(of_dim, initial=0))) for of_dim in cuts]
+    for box in itertools.product(*(reversed(of_dim) for of_dim in ends)):
+        starts = [start * step for (start, _), step in zip(box, stride, strict=True)]
+        yield Strided(tuple(stop - start for start, stop in box), stride, sum(starts))
+
+
+@pytest.mark.parametrize("rows", [1 << 16, 8])
+def test_what_a_graph_chooses_is_what_is_copied_view_by_view(monkeypatch, rows):
+    """Rows of several widths, of all of a tensor and of a part, and more of them than a constant has."""
+    monkeypatch.setattr(pack, "_MOST_ROWS", rows)
+    x, memory, chosen = torch.randn(6, 6, 8), Memory((6, 6, 8), (48, 8, 1)), 0
+    for cuts in itertools.product([(2, 4), (1, 3, 2)], [(4, 2), (6,)], [(8,), (2, 6), (5, 3)]):
+        views = list(_boxes(cuts, memory.stride))
+        gaps = torch.randn(6, 6, 9)[..., :8]
+        between = list(_boxes(cuts, gaps.stride()))
+        flat, written, of_gaps = pack.joined(x, views), torch.empty(6, 6, 8), pack.joined(gaps, between)
+        pack.copy_in(flat, written, views)
+        assert torch.equal(written, x)
+        with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+            assert torch.equal(pack.joined(x, views), flat)
+            assert torch.equal(pack.joined(gaps, between), of_gaps)
+            assert torch.equal(pack.joined(x, views[1:]), flat[views[0].numel :])
+            assert pack.arranged(partial(torch.clone, flat), memory, views[1:]) is None, (
+                "a part of it is not written"
+            )
+            made = pack.arranged(partial(torch.clone, flat), memory, views)
+        assert made is None or torch.equal(made, x)
+        chosen += made is not None
+    assert (chosen > 8) == (rows > 8)
 
 
 def in_pieces():

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -73,6 +75,29 @@ def test_group_norm_over_cut_channels_compiles_before_and_after_it_ran(ranks):
 
 def test_heads_of_a_matrix_that_is_cut_through_them_compile(ranks):
     ranks(2, _computes, _heads, (5, 7, 24), sw.Interleaved(2, 2), (True,), fresh=True)
+
+
+def _writes_of_a_move():
+    """How many ops of the graph of a move of many parts write."""
+    torch._dynamo.reset()
+    x = sw.distribute_tensor(torch.randn(47), rank_mesh((2,)), [sw.Interleaved(0, 5)], src_data_rank=None)
+    targets = []
+
+    def noted(graph, _):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    moved = torch.compile(
+        lambda x: x.redistribute(placements=[sw.Interleaved(0, 3)]), backend=aot_autograd(fw_compiler=noted)
+    )
+    torch.testing.assert_close(moved(x).full_tensor(), x.full_tensor())
+    return [target for target in targets if "aten.copy" in target or "scatter" in target], len(targets)
+
+
+def test_a_move_of_many_parts_is_few_ops_of_a_graph(ranks):
+    """A write in a graph makes the whole anew, and has a node for each view on the way."""
+    for writes, nodes in ranks(2, _writes_of_a_move):
+        assert (writes, nodes < 30) == ([], True), nodes
 
 
 def _written(x):

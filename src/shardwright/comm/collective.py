@@ -20,7 +20,17 @@ from torch.distributed import ProcessGroup
 from shardwright.comm import functional
 from shardwright.comm.dtype import NATIVE
 from shardwright.comm.mailbox import Mailing
-from shardwright.comm.pack import arranged, copy_in, flat_memory, in_memory, joined, move, new_tensor, shaped
+from shardwright.comm.pack import (
+    MANY,
+    arranged,
+    copy_in,
+    flat_memory,
+    in_memory,
+    joined,
+    move,
+    new_tensor,
+    shaped,
+)
 from shardwright.comm.task import Task, tensor
 from shardwright.compat.graph_order import made_of, part_ways
 from shardwright.index.overlap import Strided, covers_in_order
@@ -105,6 +115,7 @@ class Exchanging(Task):
         ranked = [shares.get(rank) or Share(rank, (), ()) for rank in ranks]
         self.packing = packing(work, self.result, ranked, ranks.index(plan.rank_at(work.own)))
         self.keep = () if self.packing.whole_filled or work.gather else _own_part(work)
+        self.in_many = len(self.keep) + len(self.packing.to_fill) >= MANY
         self.equal = work.gather and group.size() > 1 and plan.source.dtype in NATIVE
 
     def run(self, held: Held, why: str) -> Tensor:
@@ -149,9 +160,7 @@ class Exchanging(Task):
         """The result from what arrived in one flat buffer, and from what `x` holds already."""
         if self.packing.whole_filled:
             return shaped(received, self.result)
-        places = (*[into for _, into in self.keep], *self.packing.to_fill)
-        made = arranged(lambda: self._all_here(received, x), self.result, places)
-        if made is not None:
+        if self.in_many and (made := self._chosen(received, x)) is not None:
             return made
         out = new_tensor(x, self.result)
         if self.keep:
@@ -159,8 +168,14 @@ class Exchanging(Task):
         copy_in(received, out, self.packing.to_fill)
         return out if self.packing.to_fill else in_memory(made_of(out, received), self.result)
 
-    def _all_here(self, received: Tensor, x: Tensor) -> Tensor:
-        return torch.cat([joined(x, [taken for taken, _ in self.keep]), received]) if self.keep else received
+    def _chosen(self, received: Tensor, x: Tensor) -> Tensor | None:
+        """In a graph: the same as a choice from all that is here; None where that is none."""
+
+        def all_here() -> Tensor:
+            return torch.cat([joined(x, [taken for taken, _ in self.keep]), received])
+
+        places = (*[place for _, place in self.keep], *self.packing.to_fill)
+        return arranged(all_here if self.keep else lambda: received, self.result, places)
 
     def _gathered(self, buffers: Sequence[Tensor], why: str) -> list[Tensor]:
         received = self._arrived(torch.cat(list(buffers)), why).view(self.group.size(), -1)

@@ -13,7 +13,7 @@ from shardwright.compat import records_a_graph
 from shardwright.index.overlap import Strided
 from shardwright.plan.work import Memory
 
-_MANY = 3  # views: from here on a choice of rows is less work in a graph than a write for each
+MANY = 3  # views: from here on a choice of rows is less work in a graph than a write for each
 _MOST_ROWS = 1 << 16  # the numbers of rows are a constant of the graph
 
 
@@ -60,8 +60,11 @@ def joined(x: Tensor, views: Sequence[Strided]) -> Tensor:
     """The elements of some views, one after the other, flat; each is copied once."""
     if len(views) == 1:
         return view_of(x, views[0]).reshape(-1).contiguous()
-    if (rows := _rows(views, x.numel())) is not None:
-        return _chosen(x.as_strided((x.numel(),), (1,), x.storage_offset()), *rows)
+    if views and torch.compiler.is_compiling():
+        rows = _rows(views, x.numel())
+        if rows is not None:
+            return _chosen(x.as_strided((x.numel(),), (1,), x.storage_offset()), *rows)
+        return torch.cat([view_of(x, view).reshape(-1) for view in views])
     counts = [prod(view.size) for view in views]
     pieces = x.new_empty(sum(counts))
     position, start = 0, x.storage_offset()
@@ -82,13 +85,13 @@ def copy_in(flat: Tensor, out: Tensor, views: Sequence[Strided]) -> None:
         position += count
 
 
-def arranged(flat: Callable[[], Tensor], memory: Memory, views: Sequence[Strided]) -> Tensor | None:
-    """What `copy_in` makes of new memory that the views fill, as one choice of rows; None where that is none."""
+def arranged(made: Callable[[], Tensor], memory: Memory, views: Sequence[Strided]) -> Tensor | None:
+    """What `copy_in` makes of new memory that the views fill, as one choice of rows; None: it is none."""
     rows = _rows(views, memory.numel)
     if rows is None or rows[0] * len(rows[1]) != memory.numel:
         return None
     width, at = rows
-    return shaped(_chosen(flat(), width, sorted(range(len(at)), key=at.__getitem__)), memory)
+    return shaped(_chosen(made(), width, sorted(range(len(at)), key=at.__getitem__)), memory)
 
 
 def _chosen(flat: Tensor, width: int, at: Sequence[int]) -> Tensor:
@@ -101,7 +104,7 @@ def _rows(views: Sequence[Strided], numel: int) -> tuple[int, list[int]] | None:
     There a write into a view makes the whole tensor anew, with a node for each view on the way. None where
     views are few, or rows are many.
     """
-    if not torch.compiler.is_compiling() or len(views) < _MANY or not numel:
+    if len(views) < MANY or not numel or not torch.compiler.is_compiling():
         return None
     split = [_split(view) for view in views]
     width = gcd(numel, *[n for start, dims, run in split for n in (start, run, *[step for _, step in dims])])
