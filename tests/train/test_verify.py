@@ -72,8 +72,8 @@ def verified(settings: dict[str, Any], fault: str = "") -> tuple[int, str]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(printed))
         stack.enter_context(mock.patch.object(RunFolder, "draw"))  # a quarter of a second that proves nothing
-        # The reference takes a thread for each rank that waits for it: here others compute beside it, and wait.
-        stack.enter_context(mock.patch.object(os, "cpu_count", lambda: 1))
+        # The reference takes a thread for each rank that waits for it; here others compute beside it.
+        stack.enter_context(mock.patch.object(os, "cpu_count", return_value=1))
         stack.enter_context(planted(fault))
         context = stack.enter_context(degrees(config).build(device="cpu"))
         code = verified_run(config, context)
