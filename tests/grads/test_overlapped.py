@@ -20,7 +20,7 @@ BYTES_OF_ONE = 4 * WIDTH * WIDTH
 
 
 class _Net(nn.Module):
-    """Layers in a row; `spare` is used where it is asked for, `never` by nobody."""
+    """Layers in a row; `spare` is used, and converted, where it is asked for, `never` by nobody."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class _Net(nn.Module):
     def forward(self, x, spare):
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return self.tied(self.spare(x) if spare else x)
+        return self.tied(self.spare.to(x.dtype)(x) if spare else x)
 
 
 def _batch(number):

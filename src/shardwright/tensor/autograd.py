@@ -223,8 +223,9 @@ class GradientIsTaken:
         setattr(leaf, TAKEN, True)
 
     def remove(self) -> None:
-        """As that of a hook."""
-        delattr(self._leaf, TAKEN)
+        """As that of a hook: where a conversion in the forward (`self.gate.to(dtype)`) took it, nothing."""
+        if hasattr(self._leaf, TAKEN):
+            delattr(self._leaf, TAKEN)
 
 
 def _brought_to(inner: Spec, grad: DTensor) -> DTensor:
