@@ -203,12 +203,16 @@ def test_statistics_are_no_part_of_the_state():
     ]
 
 
-def test_wrong_sizes_are_refused_in_one_line():
+def test_wrong_sizes_and_dtypes_are_refused():
     with pytest.raises(
         ConfigError, match="top_k=5 of 4 experts has no meaning; choose 1 <= top_k <= num_experts"
     ):
         MoELayer(8, 8, 4, 5)
     with pytest.raises(ConfigError, match="tokens have length 7, but this MoELayer was made for dim=8"):
         _layer(dim=8, hidden_dim=8, num_experts=4, top_k=2)(torch.randn(3, 7))
+    for part in (_layer(dim=8, hidden_dim=8, num_experts=4, top_k=2), GroupedLinear(2, 8, 8)):
+        rest = (torch.tensor([1, 2]),) if isinstance(part, GroupedLinear) else ()
+        with pytest.raises(ConfigError, match=r"torch.bfloat16, and the weight of .* MixedPrecisionPolicy"):
+            part.double()(torch.randn(3, 8, dtype=torch.bfloat16), *rest)
     with pytest.raises(ConfigError, match="is empty; give sizes above 0"):
         GroupedLinear(0, 4, 4)

@@ -52,6 +52,7 @@ class GroupedLinear(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return [T, out] for rows [T, in] sorted by group; group g has `counts[g]` rows."""
         rows = as_autocast(rows)
+        refuse_other_dtype(rows, self.weight)
         if not self._kernel_takes(rows):
             return _padded_matmul(rows, self.weight, counts)
         offsets = counts.cumsum(0).to(torch.int32)
@@ -77,6 +78,18 @@ class GroupedLinear(nn.Module):
 def as_autocast(x: Tensor) -> Tensor:
     """Return x in the dtype that a matmul under the active autocast would use; x itself without one."""
     return x.to(torch.get_autocast_dtype(x.device.type)) if _under_autocast(x) else x
+
+
+def refuse_other_dtype(rows: Tensor, weight: Tensor) -> None:
+    """Raise ConfigError where a matmul of both would: a sharded unit around spread experts cast the rows."""
+    if rows.dtype != weight.dtype and not _under_autocast(rows):
+        raise ConfigError(
+            f"tokens are {rows.dtype}, and the weight of {tuple(weight.shape)} that they meet is "
+            f"{weight.dtype}: the param_dtype of a MixedPrecisionPolicy casts what its unit gathers, which "
+            "spread experts and their router are not\n"
+            f"  fix: torch.autocast in place of param_dtype; or `.to({rows.dtype})` of the MoELayer's router "
+            "and experts before they are spread"
+        )
 
 
 def _under_autocast(x: Tensor) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.errors import ConfigError
+from shardwright.moe.grouped_linear import refuse_other_dtype
 
 
 class Routing(NamedTuple):
@@ -53,6 +54,7 @@ class TopKRouter(nn.Module):
 
     def forward(self, tokens: Tensor) -> Routing:
         """Return weights (in the dtype of the scores) and choices (int64):  [T, dim] -> [T, top_k] each."""
+        refuse_other_dtype(tokens, self.weight)
         logits = functional.linear(tokens, self.weight)
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         ranked, experts = scores.sort(dim=-1, descending=True, stable=True)
