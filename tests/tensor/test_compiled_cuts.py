@@ -77,10 +77,10 @@ def test_heads_of_a_matrix_that_is_cut_through_them_compile(ranks):
     ranks(2, _computes, _heads, (5, 7, 24), sw.Interleaved(2, 2), (True,), fresh=True)
 
 
-def _writes_of_a_move():
+def _writes_of_a_move(before, after):
     """How many ops of the graph of a move of many parts write."""
     torch._dynamo.reset()
-    x = sw.distribute_tensor(torch.randn(47), rank_mesh((2,)), [sw.Interleaved(0, 5)], src_data_rank=None)
+    x = sw.distribute_tensor(torch.randn(47), rank_mesh((2,)), [before], src_data_rank=None)
     targets = []
 
     def noted(graph, _):
@@ -88,7 +88,7 @@ def _writes_of_a_move():
         return make_boxed_func(graph.forward)
 
     moved = torch.compile(
-        lambda x: x.redistribute(placements=[sw.Interleaved(0, 3)]), backend=aot_autograd(fw_compiler=noted)
+        lambda x: x.redistribute(placements=[after]), backend=aot_autograd(fw_compiler=noted)
     )
     torch.testing.assert_close(moved(x).full_tensor(), x.full_tensor())
     return [target for target in targets if "aten.copy" in target or "scatter" in target], len(targets)
@@ -96,8 +96,10 @@ def _writes_of_a_move():
 
 def test_a_move_of_many_parts_is_few_ops_of_a_graph(ranks):
     """A write in a graph makes the whole anew, and has a node for each view on the way."""
-    for writes, nodes in ranks(2, _writes_of_a_move):
-        assert (writes, nodes < 30) == ([], True), nodes
+    among_ranks, inside = sw.Interleaved(0, 3), sw.Fused(0, (3, 1, 4, 2))
+    for before, after in ((sw.Interleaved(0, 5), among_ranks), (sw.Replicate(), inside)):
+        for writes, nodes in ranks(2, _writes_of_a_move, before, after):
+            assert (writes, nodes < 30) == ([], True), nodes
 
 
 def _written(x):

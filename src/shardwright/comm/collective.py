@@ -160,22 +160,15 @@ class Exchanging(Task):
         """The result from what arrived in one flat buffer, and from what `x` holds already."""
         if self.packing.whole_filled:
             return shaped(received, self.result)
-        if self.in_many and (made := self._chosen(received, x)) is not None:
-            return made
+        if self.in_many:
+            made = arranged(x, self.keep, self.result, [received], self.packing.to_fill)
+            if made is not None:
+                return made
         out = new_tensor(x, self.result)
         if self.keep:
             move(x, out, self.keep)
         copy_in(received, out, self.packing.to_fill)
         return out if self.packing.to_fill else in_memory(made_of(out, received), self.result)
-
-    def _chosen(self, received: Tensor, x: Tensor) -> Tensor | None:
-        """In a graph: the same as a choice from all that is here; None where that is none."""
-
-        def all_here() -> Tensor:
-            return torch.cat([joined(x, [taken for taken, _ in self.keep]), received])
-
-        places = (*[place for _, place in self.keep], *self.packing.to_fill)
-        return arranged(all_here if self.keep else lambda: received, self.result, places)
 
     def _gathered(self, buffers: Sequence[Tensor], why: str) -> list[Tensor]:
         received = self._arrived(torch.cat(list(buffers)), why).view(self.group.size(), -1)

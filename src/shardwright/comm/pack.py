@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from math import gcd, prod
 
@@ -85,13 +85,21 @@ def copy_in(flat: Tensor, out: Tensor, views: Sequence[Strided]) -> None:
         position += count
 
 
-def arranged(made: Callable[[], Tensor], memory: Memory, views: Sequence[Strided]) -> Tensor | None:
-    """What `copy_in` makes of new memory that the views fill, as one choice of rows; None: it is none."""
-    rows = _rows(views, memory.numel)
+def arranged(
+    x: Tensor,
+    pairs: Sequence[tuple[Strided, Strided]],
+    memory: Memory,
+    received: Sequence[Tensor] = (),
+    fills: Sequence[Strided] = (),
+) -> Tensor | None:
+    """New memory that copies of views of `x`, then what was received fill, as one choice of rows; or None."""
+    rows = _rows([*(place for _, place in pairs), *fills], memory.numel)
     if rows is None or rows[0] * len(rows[1]) != memory.numel:
         return None
     width, at = rows
-    return shaped(_chosen(made(), width, sorted(range(len(at)), key=at.__getitem__)), memory)
+    parts = [*([joined(x, [taken for taken, _ in pairs])] if pairs else ()), *received]
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return shaped(_chosen(flat, width, sorted(range(len(at)), key=at.__getitem__)), memory)
 
 
 def _chosen(flat: Tensor, width: int, at: Sequence[int]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import cast
 
 from torch import Tensor
 
-from shardwright.comm.pack import in_memory, move, new_tensor
+from shardwright.comm.pack import MANY, arranged, in_memory, move, new_tensor
 from shardwright.comm.traced import is_traced
 from shardwright.compat.graph_order import made_of
 from shardwright.errors import PlacementError, PlanError
@@ -42,12 +42,15 @@ class Moving(Task):
 
     def __init__(self, work: Move) -> None:
         self.work = work
+        self.in_many = work.filling is None and len(work.views) >= MANY
 
     def run(self, held: Held, why: str) -> Tensor:  # noqa: ARG002 - nothing is sent
         """The tensor itself where that is the result."""
         x = in_memory(tensor(held), self.work.source)
         if self.work.nothing:
             return x
+        if self.in_many and (made := arranged(x, self.work.views, self.work.target)) is not None:
+            return made
         out = room(x, self.work.target, self.work.filling)
         move(x, out, self.work.views)
         out = filled(out, self.work.filling)
