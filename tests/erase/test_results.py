@@ -453,3 +453,54 @@ def _run_as_a_whole(why):
 @pytest.mark.parametrize("why", ["hook", "reentrant"])
 def test_graphs_before_and_behind_meet_where_nothing_is_recorded(ranks, why):
     ranks(2, _run_as_a_whole, why)
+
+
+def _handed_on():
+    """Leaves that get one gradient, which is the caller's too, have each their own."""
+    fast = sw.erase(lambda a, b: a + b)
+    a, b = (_on_mesh(torch.ones(4, 2)).requires_grad_() for _ in range(2))
+    given = _on_mesh(torch.ones(4, 2))
+    for _ in range(3):
+        a.grad = b.grad = None
+        for turn in range(1, 3):
+            fast(a, b).backward(given)
+            for x in (a.grad, b.grad):
+                assert_equal(x, torch.full((4, 2), float(turn)), exact=True)
+    assert_equal(given, torch.ones(4, 2), exact=True)
+
+
+def test_a_replay_gives_no_two_leaves_one_gradient(ranks):
+    ranks(2, _handed_on)
+
+
+class _Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x, rows):
+        return ((x + self.a) * 1 + self.b).sum() + rows.sum()
+
+
+def _summed_before():
+    """A backward adds to what was summed before without communication: some ranks replay, others record."""
+    model = parallelize_replicate(_Two(), _mesh())
+    fast, synchronizer = sw.erase(model), GradientSynchronizer(model)
+    for p in model.parameters():
+        p.grad = p.detach() * 0
+    for turn, rows in enumerate((2, 2, 2 + dist.get_rank(), 2)):
+        for _ in range(2):
+            out = fast(torch.ones(8), torch.ones(rows))
+            with sw.trace() as seen:  # of the backward: a call in here runs as it is
+                out.backward()
+            assert not seen.collectives
+        assert all(p.grad.placements == (sw.Partial(),) for p in model.parameters())
+        synchronizer.synchronize()
+        for p in model.parameters():
+            assert_equal(p.grad, torch.full((8,), 4.0), exact=True)
+            p.grad = p.grad.zero_() if turn % 2 == 0 else None
+    assert fast.report().replays >= 5, str(fast.report())
+
+
+def test_gradients_that_were_summed_become_terms_again(ranks):
+    ranks(2, _summed_before)

@@ -1,11 +1,14 @@
-"""Gradients of parameters that compute locally have storage of their own, as torch's have."""
+"""Gradients of leaves have storage of their own, as torch's have."""
 
 import copy
+import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+import shardwright as sw
 from shardwright.parallel import parallelize_replicate
 from shardwright.testing.meshes import rank_mesh
 
@@ -39,3 +42,37 @@ def _accumulate(use):
 @pytest.mark.parametrize("use", USES)
 def test_a_second_backward_adds_to_each_parameter_alone(ranks, use):
     ranks(2, _accumulate, use)
+
+
+def _local_again(x):
+    return sw.DTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
+
+
+HANDED_ON = {
+    "to_local": lambda a, b: a.to_local() + b.to_local(),
+    "to_local of what is no leaf": lambda a, b: (a + 0).to_local() + (b + 0).to_local(),
+    "full_tensor": lambda a, b: a.full_tensor() + b.full_tensor(),
+    "a move to where it is": lambda a, b: a.redistribute(a.device_mesh, a.placements) + b,
+    "moves that travel together": lambda a, b: sum(sw.redistribute_many([a, b], [a.placements] * 2)),
+    "from_local of to_local": lambda a, b: _local_again(a) + b,
+    "from_local of both": lambda a, b: _local_again(a) + _local_again(b),
+}
+
+
+def _hand_on():
+    mesh = rank_mesh((2,), ("dp",))
+    for (name, use), placement in itertools.product(HANDED_ON.items(), (sw.Shard(0), sw.Replicate())):
+        place = partial(sw.distribute_tensor, device_mesh=mesh, placements=[placement])
+        a, b = (place(torch.ones(5, 2)).requires_grad_() for _ in range(2))
+        for turn in range(1, 3):
+            out = use(a, b)
+            given = torch.ones(out.shape) if type(out) is torch.Tensor else place(torch.ones(5, 2))
+            out.backward(given)
+            for x in (a, b):
+                assert torch.equal(x.grad.full_tensor(), torch.full((5, 2), float(turn))), (name, placement)
+        a.grad.zero_()
+        assert given.sum() == given.numel(), (name, placement)
+
+
+def test_a_gradient_that_two_get_is_copied_for_one(ranks):
+    ranks(2, _hand_on)

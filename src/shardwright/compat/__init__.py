@@ -402,6 +402,11 @@ def version_of(x: torch.Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
+def is_held_elsewhere(gradient: torch.Tensor) -> bool:
+    """Has anybody beside the backward that got this gradient it too? What torch asks before it keeps one."""
+    return bool(gradient._use_count() > 1)  # type: ignore[attr-defined]
+
+
 def hooks_of_loads(module: nn.Module) -> list[Callable[[], object]]:
     """What a module and those in it do when their state has been loaded, the inner ones first."""
     none, every = _IncompatibleKeys([], []), reversed(list(module.modules()))

@@ -148,7 +148,8 @@ class Entry:
             ]
             laid = [_laid(x, stride) for x, stride in zip(tangents, backward.strides, strict=True)]
             values = iter(backward.program.run(*saved, *laid))
-            return [None if r is None else made_again(r, next(values)) for r in backward.gradients]
+            taken = {*backward.program.takes, *backward.program.holds}
+            return [None if r is None else _own(r, next(values), taken) for r in backward.gradients]
 
     def __str__(self) -> str:
         parts = [text.of_program(self.program, f"recorded at {self.where}" if self.where else "recorded")]
@@ -208,6 +209,17 @@ def _as_recorded(gradient: Any, wanted: Any) -> torch.Tensor:
             order, placements = spec.layout.order_names, spec.layout.placements
             gradient = DTensor.redistribute(gradient, spec.mesh, placements, order=order)
     return local_of(gradient)
+
+
+def _own(result: Result, local: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """A gradient: torch may keep it, and looks at the wrapper alone. So it shares nothing with others.
+
+    taken: the numbers of values that somebody else has.
+    """
+    if result.spec is not None and result.value in taken:
+        local = local.clone()
+    taken.add(result.value)
+    return made_again(result, local)
 
 
 def _laid(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

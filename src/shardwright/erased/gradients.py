@@ -6,7 +6,8 @@ call's own graph, run here so that what it sends is what a replay sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,9 @@ from shardwright.compat import (
     view_again,
 )
 from shardwright.erased.refuse import Refusal
-from shardwright.tensor.autograd import apply
+from shardwright.tensor.autograd import apply, keep_pending
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.localized import LocalizedDTensor
 
 Gradients = Sequence[torch.Tensor | None]
 Backward = Callable[[Gradients], Gradients]
@@ -47,8 +50,17 @@ def hang(
     results: Callable[[], tuple[torch.Tensor, ...]], backward: Backward, inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """The results, whose gradients go through `backward` to the inputs."""
+
+    def run(gradients: Gradients) -> Gradients:
+        found = backward(gradients)
+        if not torch.is_grad_enabled():
+            for x, gradient in zip(inputs, found, strict=True):
+                if isinstance(x, LocalizedDTensor) and x.is_leaf and isinstance(gradient, DTensor):
+                    keep_pending(x, gradient._spec.layout)  # as `Localize` does, which no replay meets
+        return found
+
     with DisableTorchFunctionSubclass():
-        made: tuple[torch.Tensor, ...] = Edge.apply(results, backward, *inputs)  # type: ignore[no-untyped-call]
+        made: tuple[torch.Tensor, ...] = Edge.apply(results, run, *inputs)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -241,7 +253,7 @@ def own_backward(
     asked = [(x, g) for x, g in zip(results, gradients, strict=True) if g is not None]
     if not asked:
         return (None,) * len(inputs)
-    with in_groups():
+    with in_groups(), _without_gradients(inputs):
         return torch.autograd.grad(
             [x for x, _ in asked],
             list(inputs),
@@ -250,6 +262,21 @@ def own_backward(
             create_graph=torch.is_grad_enabled(),
             allow_unused=True,
         )
+
+
+@contextmanager
+def _without_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What runs depends on no gradient that the leaves have: a replay may find others, or none."""
+    with DisableTorchFunctionSubclass():
+        before = [x.grad for x in leaves]
+        for x in leaves:
+            x.grad = None
+    try:
+        yield
+    finally:
+        with DisableTorchFunctionSubclass():
+            for x, gradient in zip(leaves, before, strict=True):
+                x.grad = gradient
 
 
 def has_hooks(x: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.compat import is_held_elsewhere
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending
 from shardwright.remember import remembered
@@ -65,7 +66,7 @@ class FromLocal(torch.autograd.Function):
             moved = redistributed(grad, target, grad.device_mesh)
             return to_local(moved, finished(target)), None, None, None
         local = move_asked(grad, target, reason="gradient of from_local")
-        return local, None, None, None
+        return _own_part(local, grad), None, None, None
 
 
 def adopted(local: torch.Tensor, spec: Spec) -> DTensor:
@@ -87,11 +88,27 @@ class ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if grad is None:
             return None, None
-        layout: Layout = ctx.grad_layout
+        layout = with_dtype(ctx.grad_layout, grad.dtype)
         if differentiated(grad):
-            layout = with_dtype(layout, grad.dtype)
             return apply(FromLocal, grad, layout, ctx.mesh, finished(layout)), None
-        return wrap(grad, spec_of(with_dtype(layout, grad.dtype), ctx.mesh)), None
+        return wrap_gradient(grad, spec_of(layout, ctx.mesh), grad), None
+
+
+def wrap_gradient(local: torch.Tensor, spec: Spec, came: torch.Tensor) -> DTensor:
+    """The gradient of this local part, which may be that of the gradient that came."""
+    if isinstance(came, DTensor) and local is came._local_tensor and came._spec is spec:
+        return came
+    return wrap(_own_part(local, came), spec)
+
+
+def _own_part(local: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
+    """A local part for a new holder: a copy where it is that of a gradient which others got too.
+
+    torch keeps the first gradient of a leaf without a copy when nobody else refers to it. It would look at
+    the new holder, and take what the others have (`x.to_local() + y.to_local()`).
+    """
+    is_same = local is came or (isinstance(came, TorchDTensor) and local is came._local_tensor)
+    return local.clone() if is_same and is_held_elsewhere(came) else local
 
 
 def to_local(x: DTensor, grad_layout: Layout) -> torch.Tensor:
@@ -120,7 +137,9 @@ class Redistribute(torch.autograd.Function):
         target = _returned(ctx.source, grad._spec.token)
         if differentiated(grad):
             return apply(Redistribute, grad, target), None
-        return wrap(move_asked(grad, target.layout, reason="gradient of redistribute"), target), None
+        return wrap_gradient(
+            move_asked(grad, target.layout, reason="gradient of redistribute"), target, grad
+        ), None
 
 
 def redistributed(x: DTensor, target: Layout, mesh: DeviceMesh) -> DTensor:
@@ -196,8 +215,8 @@ class Localize(torch.autograd.Function):
         if inner is not None:
             grad = _brought_to(inner, cast("DTensor", grad))
         local, spec = restored(ctx.spec, grad)
-        if leaf is not None and (before := leaf.grad) is not None:
-            leaf.grad = as_term(before, spec.layout)
+        if leaf is not None and leaf.grad is not None:
+            keep_pending(leaf, spec.layout)
         elif leaf is None or not hasattr(leaf, TAKEN):
             local = _own_copy(local, leaf)
         return wrap(local, spec)
@@ -267,6 +286,12 @@ class RestoreAxes(torch.autograd.Function):
         left = dict(zip(target.axes, target.placements, strict=True))
         layout = ctx.inner.layout.with_placements({axis: left[axis] for axis in ctx.inner.layout.axes})
         return wrap(local, spec_of(layout, ctx.inner.mesh)), None
+
+
+def keep_pending(leaf: torch.Tensor, layout: Layout) -> None:
+    """Let torch add a gradient of this layout to that of a leaf without communication, see `as_term`."""
+    if (before := leaf.grad) is not None:
+        leaf.grad = as_term(before, layout)
 
 
 def as_term(gradient: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -14,7 +14,7 @@ from shardwright.comm.execute import execute_many
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.plan.decide import plan_together
-from shardwright.tensor.autograd import acceptable_gradient, differentiated, redistributed
+from shardwright.tensor.autograd import acceptable_gradient, differentiated, redistributed, wrap_gradient
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import announce
@@ -190,7 +190,10 @@ class _Together(torch.autograd.Function):
             moved = _Together.apply(ctx.mesh, targets, *given)  # type: ignore[no-untyped-call]
         else:
             locals_ = _move(given, targets, "gradient of redistribute_many")
-            moved = [wrap(x, spec_of(target, ctx.mesh)) for x, target in zip(locals_, targets, strict=True)]
+            moved = [
+                wrap_gradient(x, spec_of(target, ctx.mesh), grad)
+                for x, target, grad in zip(locals_, targets, given, strict=True)
+            ]
         for i, x in zip(present, moved, strict=True):
             results[i] = x
         return (None, None, *results)
