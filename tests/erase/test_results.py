@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.grads import GradientSynchronizer
-from shardwright.parallel import parallelize_replicate
+from shardwright.parallel import parallelize_fsdp, parallelize_replicate
 from shardwright.testing.meshes import rank_mesh
 
 from .programs import assert_equal, assert_replayed, batches, block, full, placed
@@ -504,3 +504,20 @@ def _summed_before():
 
 def test_gradients_that_were_summed_become_terms_again(ranks):
     ranks(2, _summed_before)
+
+
+def _sharded():
+    """What units do after a backward happens in one outside of the call; its argument has a graph."""
+    torch.manual_seed(0)
+    model, first = nn.Linear(4, 4), torch.ones(4, requires_grad=True)
+    plain, one = copy.deepcopy(model), first.detach().clone().requires_grad_()
+    fast = sw.erase(parallelize_fsdp(model, rank_mesh((dist.get_world_size(),), ("dp",))))
+    for turn in range(1, 3):
+        fast(first * turn).sum().backward()
+        (dist.get_world_size() * plain(one * turn).sum()).backward()
+        assert_equal(model.weight.grad, plain.weight.grad)
+        assert_equal(dist.get_world_size() * first.grad, one.grad)
+
+
+def test_a_sharded_unit_gets_its_gradients(ranks):
+    ranks(2, _sharded)

@@ -272,6 +272,14 @@ def managing_unit(parameter: torch.Tensor) -> FsdpParameter | None:
     return None if inner is None or inner.sharded_param is not parameter else FsdpParameter(inner)
 
 
+def gathered_by_units() -> set[int]:
+    """What all sharded units, torch's own too, have gathered, by `id`: a unit reads its `.grad`."""
+    states = [state() for state in _composable_state._module_state_mapping.values()]
+    units = [state for state in states if any(hasattr(state, f"_fsdp_param_group{s}") for s in ("", "s"))]
+    managed = [each for state in units for group in groups_of(state) for each in group.fsdp_params]
+    return {id(each._unsharded_param) for each in managed if hasattr(each, "_unsharded_param")}
+
+
 def is_around(unit: nn.Module, inner: nn.Module) -> None:
     """Note that a unit holds another one."""
     inner._get_fsdp_state().around = unit._get_fsdp_state()  # type: ignore[operator]

@@ -21,6 +21,7 @@ from shardwright.compat import (
     tree_map_only,
     view_again,
 )
+from shardwright.compat.fully_shard import gathered_by_units
 from shardwright.erased.refuse import Refusal
 from shardwright.tensor.autograd import apply, keep_pending
 from shardwright.tensor.dtensor import DTensor
@@ -223,6 +224,9 @@ def as_a_whole(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) 
         return Refusal("a hook on a gradient", "it would run twice")
     if any(node.name() == "CheckpointFunctionBackward" for node in _nodes(results)):
         return Refusal("a reentrant checkpoint", "it fills gradients by itself")
+    units = gathered_by_units()
+    if units and any(id(x) in units for x in inputs):
+        return Refusal("a sharded unit", "it takes the gradients of what it gathered by itself")
     return None
 
 
