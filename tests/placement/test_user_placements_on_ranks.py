@@ -11,7 +11,7 @@ from torch import nn
 from shardwright.errors import LayoutError
 from shardwright.placement import Box, Partition, Region, Shard
 from shardwright.testing import rank_mesh
-from tests.placement.user_placements import Band, Checkerboard, PermutedRows
+from tests.placement.user_placements import Band, Checkerboard, LogSumExp, PermutedRows
 
 KINDS = {"rows": PermutedRows(7), "band": Band(), "tiles": Checkerboard(2)}
 SHAPE = (7, 6)
@@ -126,6 +126,24 @@ def test_it_is_drawn(ranks, kind):
     first, second = ranks(2, drawn, kind)
     assert first == second
     assert type(KINDS[kind]).__name__ in first
+
+
+def copied():
+    import shardwright as sw
+
+    mesh, pending, full = mesh_of(sw, 2), LogSumExp(2.0), full_tensor()
+    x, y = (sw.distribute_tensor(t, mesh, [pending]) for t in (full, full + 1))
+    with sw.explicit():  # nothing is finished: the terms are copied
+        assert x.clone().placements == x.copy_(y).placements == (pending,)
+    torch.testing.assert_close(x.full_tensor(), full + 1)
+    made = torch.compile(lambda x: x.fill_(3.0) * 2, backend="aot_eager")(x)
+    assert x.placements == (pending,)
+    torch.testing.assert_close(x.full_tensor(), torch.full(SHAPE, 3.0))
+    torch.testing.assert_close(made.full_tensor(), torch.full(SHAPE, 6.0))
+
+
+def test_a_pending_value_without_a_name_is_copied_as_it_is(ranks):
+    ranks(2, copied)
 
 
 @dataclass(frozen=True)

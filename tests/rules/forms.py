@@ -26,7 +26,7 @@ from shardwright.rules import registry, rules_of
 from shardwright.rules.binding import bind
 from shardwright.rules.described import BindingError
 from shardwright.rules.equation import BoundHom
-from shardwright.rules.monoid import pending_of
+from shardwright.rules.monoid import KEPT, pending_of
 from shardwright.tensor.dispatch.ways.out import functional_form, out_names
 from shardwright.testing.meshes import rank_mesh
 from shardwright.testing.rule_cases import random_parts, speaks_of
@@ -208,7 +208,7 @@ def _facts(op: Overload, sample: Sample) -> Iterator[tuple[BoundHom, Pending]]:
         except BindingError:
             continue
         for hom in equation.homs:
-            for name in _ANY if hom.fact.source == "*" else (hom.fact.source,):
+            for name in _ANY if hom.fact.source in KEPT else (hom.fact.source,):
                 source = pending_of(name)
                 read = [tensors[i] for i in sorted(hom.operands)]
                 if all(speaks_of(source, x.dtype) and source.in_domain(x) for x in read):

@@ -14,7 +14,15 @@ from shardwright.placement.shard import Shard
 from shardwright.rules.along_label import labels_cut, part_lengths, place_label
 from shardwright.rules.call import Call
 from shardwright.rules.equation import BoundHom, Equation, Sizes, Slot
-from shardwright.rules.monoid import converts, has_meaning, holds_any, matches, pending_of, stays_neutral
+from shardwright.rules.monoid import (
+    KEPT,
+    converts,
+    has_meaning,
+    holds_any,
+    matches,
+    pending_of,
+    stays_neutral,
+)
 from shardwright.rules.states import States
 
 REPLICATE = Replicate()
@@ -145,7 +153,7 @@ def _sources(view: AxisView, hom: BoundHom) -> Iterator[Pending]:
 
 def _homomorphic(view: AxisView, hom: BoundHom, source: Pending) -> Candidate | None:
     equation, fact = view.equation, hom.fact
-    target = source if fact.target == "*" else pending_of(fact.target)
+    target = source if fact.target in KEPT else pending_of(fact.target)
     outputs: list[Placement | None] = []
     for result, slot in enumerate(equation.results):
         if slot is None:

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 
 from shardwright.errors import RuleError
 from shardwright.remember import remembered
-from shardwright.rules.monoid import pending_of
+from shardwright.rules.monoid import KEPT, pending_of
 
 Pairs = tuple[tuple[str, str], ...]
 # A local form: `(op, held, *args, **kwargs)` with what the coord holds of the labels that it asks for.
@@ -19,7 +19,8 @@ LocalForm = Callable[..., Any]
 class Hom:
     """`args: source->target`: the op turns pending values of `args` jointly into a pending result.
 
-    The operands that are not named must be finished and whole. `*` as source keeps any named reduction.
+    The operands that are not named must be finished and whole. `*` as source keeps any named reduction,
+    `each` any at all.
     """
 
     args: tuple[str, ...]
@@ -132,7 +133,7 @@ def parse_hom(text: str) -> tuple[Hom, ...]:
     for part in maps.split(","):
         source, _, target = (piece.strip() for piece in part.partition("->"))
         found.append(Hom(args, source, target or source))
-        for name in {found[-1].source, found[-1].target} - {"*"}:
+        for name in {found[-1].source, found[-1].target} - KEPT:
             pending_of(name)
     linear = [Hom(hom.args, "avg", "avg") for hom in found if (hom.source, hom.target) == ("sum", "sum")]
     return tuple(dict.fromkeys(found + linear))

@@ -23,6 +23,8 @@ _NAMES = {
     "any": "max",
     "all": "min",
 }
+# Facts of more than one reduction: what comes out is reduced as what went in.
+KEPT = frozenset({"*", "each"})
 _PLACEMENTS: dict[str, Pending] = {name: Partial(op) for name, op in _NAMES.items()}
 
 
@@ -116,7 +118,10 @@ _CONVERSIONS: dict[str, Callable[[torch.dtype, torch.dtype], bool]] = {
 
 
 def matches(placement: Placement, name: str) -> bool:
-    """Whether a placement is the reduction that a rule calls `name`; `*` is any named one."""
-    if not isinstance(placement, Pending) or not placement.reduce_op:
+    """Whether a placement is the reduction that a rule calls `name`; `*` is any named one, `each` any at all.
+
+    Of one without a name nothing is known, not what zeros combine to: only copies are true of it.
+    """
+    if not isinstance(placement, Pending) or not (placement.reduce_op or name == "each"):
         return False
-    return name == "*" or placement.reduce_op == _NAMES.get(name, name)
+    return name in KEPT or placement.reduce_op == _NAMES.get(name, name)

@@ -20,7 +20,7 @@ from shardwright.remember import remembered
 from shardwright.rules.call import Call
 from shardwright.rules.candidates import REPLICATE, AxisView, Candidate, candidates, cut
 from shardwright.rules.equation import BoundHom, Equation
-from shardwright.rules.monoid import has_meaning, pending_of
+from shardwright.rules.monoid import KEPT, has_meaning, pending_of
 from shardwright.rules.states import States
 
 _NAMED = ("sum", "max", "min")
@@ -120,7 +120,7 @@ def _view(equation: Equation, call: Call, n: int, current: tuple[Placement, ...]
 
 
 def _pending_cases(equation: Equation, call: Call, n: int, hom: BoundHom) -> Iterator[Case]:
-    names = _NAMED if hom.fact.source == "*" else (hom.fact.source,)
+    names = _NAMED if hom.fact.source in KEPT else (hom.fact.source,)
     for name in names:
         source = pending_of(name)
         if not all(speaks_of(source, call.operands[i].dtype) for i in hom.operands):

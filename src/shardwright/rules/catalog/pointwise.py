@@ -60,7 +60,7 @@ FACTS: dict[str, tuple[str, ...]] = {
     # Casts: which parts may be converted in place of the value is a matter of the reduction, not of the op.
     "_to_copy": ("self: *",),
     # The old values do not matter, so old and new may both be read as pending.
-    "copy": ("self+src: *",),
+    "copy": ("self+src: each",),
 }
 # Gradients are linear in the gradient that comes in.
 BACKWARDS = """
@@ -79,7 +79,7 @@ def _rows(names: str | Iterable[str], facts: tuple[str, ...]) -> None:
 _rows(NO_FACT, ())
 _rows(MONOTONE, _MONOTONE)
 _rows(LINEAR, _LINEAR)
-_rows(IDENTITY, _SAME)
+_rows(IDENTITY, ("self: each",))
 for _name, _facts in FACTS.items():
     _rows([_name], _facts)
 _rows(BACKWARDS, ("grad_output: sum->sum",))
