@@ -28,6 +28,7 @@ _BROUGHT: dict[tuple[int, int], dict[str, str]] = {
         "*/*life_of_a_call*": "a dispatch of their own for DTensors of other classes",
         "*/test_compile_empty_ranks.py::*found_by_all*": "graphs that are found by what DTensors say",
         "*/test_compile_empty_ranks.py::*not_of_the_package*": "the same",
+        "*/test_compiled_cuts.py::test_a_move_of_many_parts*": "placements that a graph closes over",
         "*/test_compile_sizes.py::test_each_size_of_batch*": "meshes in graphs",
         "*/test_placement_functions.py*": "placements that say their mesh",
         "*/test_refusals.py::test_torchs_context_parallel*": "words of its own",
