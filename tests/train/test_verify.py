@@ -54,7 +54,6 @@ OFTEN = [
     ("replicate", "even"),
     ("cp_replicate", "uneven"),
     ("tp 2", "even"),
-    ("tp + fsdp + ep", "uneven"),
     ("sp + cp + ep", "fewer than ranks"),
 ]
 LAST_LINE = re.compile(
