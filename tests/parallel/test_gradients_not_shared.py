@@ -59,20 +59,29 @@ HANDED_ON = {
 }
 
 
-def _hand_on():
+COMPILED = {
+    "a sum in a graph": torch.compile(lambda a, b: a + b, backend="aot_eager"),
+    "one of two in a graph": lambda a, b: _as_it_came(a) + b,
+}
+_as_it_came = torch.compile(lambda a: a + 0, backend="aot_eager")
+
+
+def _hand_on(uses):
     mesh = rank_mesh((2,), ("dp",))
-    for (name, use), placement in itertools.product(HANDED_ON.items(), (sw.Shard(0), sw.Replicate())):
+    for (name, use), placement in itertools.product(globals()[uses].items(), (sw.Shard(0), sw.Replicate())):
         place = partial(sw.distribute_tensor, device_mesh=mesh, placements=[placement])
         a, b = (place(torch.ones(5, 2)).requires_grad_() for _ in range(2))
+        given = []
         for turn in range(1, 3):
             out = use(a, b)
-            given = torch.ones(out.shape) if type(out) is torch.Tensor else place(torch.ones(5, 2))
-            out.backward(given)
+            given.append(torch.ones(out.shape) if type(out) is torch.Tensor else place(torch.ones(5, 2)))
+            out.backward(given[-1])
             for x in (a, b):
                 assert torch.equal(x.grad.full_tensor(), torch.full((5, 2), float(turn))), (name, placement)
         a.grad.zero_()
-        assert given.sum() == given.numel(), (name, placement)
+        assert [x.sum() == x.numel() for x in given] == [True, True], (name, placement)
 
 
-def test_a_gradient_that_two_get_is_copied_for_one(ranks):
-    ranks(2, _hand_on)
+@pytest.mark.parametrize("uses", ["HANDED_ON", "COMPILED"])
+def test_a_gradient_that_two_get_is_copied_for_one(ranks, uses):
+    ranks(2, _hand_on, uses)

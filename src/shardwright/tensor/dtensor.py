@@ -21,7 +21,7 @@ from shardwright.placement.base import Placement
 from shardwright.plan import network
 from shardwright.rules.registry import registry, sources
 from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
-from shardwright.tensor.flattened import constants_of, spec_again
+from shardwright.tensor.flattened import as_gradient, constants_of, hand_over, spec_again
 from shardwright.tensor.placements import PlacementsArgument, placements_of, resolve_placements
 from shardwright.tensor.spec import Spec, finished, spec_of
 from shardwright.tensor.wrap import REMEMBERED, hand_out, up_to_date, wrap
@@ -254,7 +254,12 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> DTensor:
         spec = spec_again(inner_tensors, flatten_spec, outer_size, outer_stride)
-        return wrap(inner_tensors["_local_tensor"], spec, requires_grad=flatten_spec[-1])
+        return wrap(as_gradient(inner_tensors["_local_tensor"]), spec, requires_grad=flatten_spec[-1])
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        hand_over(self._local_tensor)
+        flattened = super().__tensor_flatten__()  # type: ignore[no-untyped-call]
+        return cast("tuple[list[str], tuple[Any, ...]]", flattened)
 
     def _stable_hash_for_caching(self) -> str:
         """What a compiled program is found by: whose it is, the groups that it names, and what decided.

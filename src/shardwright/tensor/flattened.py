@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.compat import axis_names
+from shardwright.compat import axis_names, current_graph_task_id
 from shardwright.layout.layout import Layout
 from shardwright.remember import memo
 from shardwright.tensor.spec import Extra, Spec, spec_of
 
 _MANY = 16384
+_HANDED = "_has_a_holder"
 # By identity of what the program keeps of a tensor, which the entry holds, so that nothing else has its id.
 _known: dict[tuple[Any, ...], tuple[Spec, Any, Any]] = memo("specs of compiled results", {})
 
@@ -32,6 +33,26 @@ def spec_again(inner: dict[str, Any], kept: tuple[Any, ...], size: Any, stride: 
             _known.clear()
         known = _known[key] = _made(mesh, kept, size, stride, dtype), mesh, kept
     return known[0]
+
+
+def as_gradient(local: Any) -> Any:
+    """A local part that comes out of a compiled backward, for one holder: a copy where another has it.
+
+    The graph hands a part on to as many as get it, also one that came in. torch keeps the first gradient of a
+    leaf as it is if nobody refers to it, and looks at the wrapper, which is new for each of them.
+    """
+    if current_graph_task_id() == -1 or not isinstance(local, torch.Tensor):
+        return local
+    if hasattr(local, _HANDED):
+        return local.clone()
+    hand_over(local)
+    return local
+
+
+def hand_over(local: torch.Tensor) -> None:
+    """Note that somebody has it: in a backward, what flattens a tensor has got a gradient."""
+    if current_graph_task_id() != -1:
+        setattr(local, _HANDED, True)
 
 
 def constants_of(kept: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
