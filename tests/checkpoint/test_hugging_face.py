@@ -375,20 +375,25 @@ def test_elements_that_the_format_has_no_name_for_are_refused(tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def save_differing(folder: Path, value: float) -> str:
-    """What a save says of a plain module of which this rank may have other values."""
-    model = nn.Linear(2, 2)
+def save_differing(folder: Path, what: str) -> str:
+    """What a save says of a plain module, where something is another on each rank."""
+    model, rank = nn.Linear(2, 2), torch.distributed.get_rank()
     for one in model.parameters():
-        nn.init.constant_(one, value * torch.distributed.get_rank())
+        nn.init.constant_(one, rank if what == "bias" else 1)
     try:
-        save_hf(model, folder)
+        save_hf(
+            model,
+            folder / str(rank) if what == "folder" else folder,
+            max_shard_size=8 + rank if what == "max_shard_size" else 64,
+        )
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-def test_a_plain_module_that_differs_between_ranks_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    for told in ranks(2, save_differing, tmp_path / "out", 1.0):
-        assert told.startswith("bias differs between ranks: make it equal first")
+@pytest.mark.parametrize("what", ["bias", "folder", "max_shard_size"])
+def test_what_differs_between_ranks_is_refused(ranks: Ranks, tmp_path: Path, what: str) -> None:
+    for told in ranks(2, save_differing, tmp_path / "out", what):
+        assert told.startswith(f"{what} differs between ranks: make it equal first")
     assert not (tmp_path / "out").exists()
     assert ranks(2, save_differing, tmp_path / "out", 0.0) == ["", ""]

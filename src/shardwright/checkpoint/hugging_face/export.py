@@ -53,7 +53,7 @@ def save_hf(
 
     Returns: `folder`.
     Raises: CheckpointError: on every rank, with no file left: a tensor is still to be summed, or is plain and
-    differs between ranks, there are such files already, or the disk refuses.
+    differs between ranks, so does an argument, there are such files already, or the disk refuses.
     Cost: each tensor is gathered on all ranks, one at a time, and written by one of them; memory for one.
     """
     made: list[_Export] = []
@@ -126,7 +126,8 @@ class _Export:
         if not self.files:
             raise CheckpointError("the model has no tensors, so there is nothing to write")
         alike = {(n, str(x.shape) if isinstance(x, DTensor) else digest(x)) for n, x in self.tensors.items()}
-        return secrets.token_hex(8), alike
+        given = {("folder", str(self.folder.absolute())), ("max_shard_size", str(self.most))}
+        return secrets.token_hex(8), alike | given
 
     def _named(self, number: int) -> str:
         count = len(self.files)
