@@ -57,8 +57,9 @@ class TwoStreams(nn.Module):
 
     def forward(self, tokens, mask=None):
         state = {"x": self.embedding(tokens), "many": (tokens.float().mean(1),)}
-        state = self.second(self.first(state))
-        return self.head(state["x"] + state["many"][0][:, None, None])
+        first = self.first(state)
+        state = self.second(first)
+        return self.head(state["x"] * first["scale"] + state["many"][0][:, None, None])
 
 
 class TwoBlocks(nn.Module):
@@ -67,7 +68,8 @@ class TwoBlocks(nn.Module):
         self.block = Block()
 
     def forward(self, state):
-        return {"x": self.block(state["x"]), "many": (state["many"][0] * 0.5,)}
+        scale = 1 + self.block.norm.weight**2  # computed from a parameter alone
+        return {"x": self.block(state["x"]), "many": (state["many"][0] * 0.5,), "scale": scale}
 
 
 def hugging_face(name, **more):

@@ -19,6 +19,7 @@ from shardwright.parallel import (
 )
 from shardwright.testing import rank_mesh
 from tests.pipeline.own_code import Base, H, Part
+from tests.pipeline.ranks import whole
 
 
 class WritesBetween(Base):
@@ -143,6 +144,20 @@ class Numbers(nn.Module):
         return self.then(y * number) + self.table(index)
 
 
+class Recurrent(Base):
+    """A layer that lists its parameters beside, where sharded units replace them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = nn.GRU(H, H)
+
+    def forward(self, x):
+        x = self.layers[0](x)[0]
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x
+
+
 CASES = {
     "writes between": (WritesBetween, ["layers.2"]),
     "frozen": (Frozen, ["layers.2"]),
@@ -156,6 +171,7 @@ CASES = {
     "dicts whole": (Dicts, ["pairs.1"]),
     "norms": (Norms, ["second"]),
     "numbers": (Numbers, ["then"]),
+    "recurrent, sharded": (Recurrent, ["layers.1", "layers.2", "layers.3"]),
 }
 
 
@@ -169,7 +185,10 @@ def _steps(name):
     model = make()
     alone = copy.deepcopy(model)
     x = torch.randn(4, H)
-    parallelize_pipeline(model, rank_mesh((2,), ("pp",)), cuts)
+    mesh = rank_mesh((2, 1), ("pp", "dp"))
+    parallelize_pipeline(model, mesh["pp"], cuts)
+    if "sharded" in name:
+        parallelize_fsdp(model, mesh["dp"])
     pipeline = Pipeline(model, _loss, micro_batches=2)
     for _ in range(2):
         value = float(pipeline.step(x))
@@ -183,7 +202,7 @@ def _steps(name):
     for path, parameter in model.named_parameters():
         assert (parameter.grad is None) == (known[path].grad is None)
         if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad, known[path].grad, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(whole(parameter.grad), known[path].grad, rtol=1e-4, atol=1e-4)
     for path, buffer in model.named_buffers():
         torch.testing.assert_close(buffer, dict(alone.named_buffers())[path])
     norm = clip_grad_norm_(model, 1.0)

@@ -44,6 +44,7 @@ def test_every_schedule_gives_what_one_device_gives(ranks, name, schedule, stage
 OVER_DATA = [
     ("tied", 2, 3, "fsdp"), ("llama", 4, 1, "fsdp"), ("llama", 4, 1, "replicate"),
     ("tied", 2, 3, "replicate"), ("llama", 4, 1, "fsdp at once"), ("tied", 2, 3, "fsdp at once"),
+    ("two streams", 2, 1, "replicate"),
 ]  # fmt: skip
 
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import axis_names
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Placement
-from shardwright.tensor.autograd import FromLocal, to_local
+from shardwright.tensor.autograd import FromLocal, Redistribute, apply, to_local
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.spec import finished, spec_of
+from shardwright.tensor.spec import LocalUse, finished, spec_of
 from shardwright.tensor.wrap import as_ours
 
 FindMesh = Callable[[tuple[str, ...]], "DeviceMesh"]
@@ -27,7 +27,8 @@ class Leaf:
     """A tensor as the next stage must know it: its logical shape, and its layout where it is distributed.
 
     number: of a float, which travels as a tensor: what it was while the borders were learned. permuted: of a
-    plain tensor, its dims from the slowest to the fastest in memory, where that is another order.
+    plain tensor, its dims from the slowest to the fastest in memory, where that is another order. use: of a
+    parameter that computes as its local tensor, and of what is computed from it.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class Leaf:
     stride: tuple[int, ...] = ()
     number: float | None = None
     permuted: tuple[int, ...] = ()
+    use: LocalUse | None = None
 
     @classmethod
     def of(cls, x: Tensor) -> Leaf:
@@ -53,6 +55,7 @@ class Leaf:
             tuple(layout.placements),
             tuple(layout.order_names),
             tuple(layout.stride),
+            use=ours._spec.use,
         )
 
     @property
@@ -147,6 +150,6 @@ def arriving(local: Tensor, leaf: Leaf, find: FindMesh) -> Tensor:
     own = in_memory(local, leaf)
     if not leaf.axes:
         return own
-    layout = leaf.layout(find)
-    made: Tensor = FromLocal.apply(own, layout, find(leaf.axes), finished(layout))  # type: ignore[no-untyped-call]
-    return made
+    layout, mesh = leaf.layout(find), find(leaf.axes)
+    made = apply(FromLocal, own, layout, mesh, finished(layout))
+    return made if leaf.use is None else apply(Redistribute, made, spec_of(layout, mesh, leaf.use))

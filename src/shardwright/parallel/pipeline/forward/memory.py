@@ -17,7 +17,7 @@ from shardwright.parallel.pipeline.forward.hollow import is_hollow
 from shardwright.remember import remembered
 
 _PLAIN = (int, float, complex, str, bytes)
-_MACHINERY = frozenset(nn.Module().__dict__)
+_MACHINERY = frozenset({*nn.Module().__dict__, "_flat_weights"})  # the last: a recurrent layer's parameters
 _OURS = ("_fsdp", "_shardwright", "pipeline_stages")
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, nn.Module)
 NOT_OF_THE_MODEL = ("torch", "shardwright", "numpy", "builtins", "functools", "threading", "logging")
