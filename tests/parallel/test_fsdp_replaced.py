@@ -8,6 +8,7 @@ import torch.distributed.tensor as torchs
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.utils import parametrizations
 
 import shardwright as sw
 from shardwright.errors import ParallelError
@@ -39,6 +40,13 @@ def _substituted():
             assert all(after[name] is p for name, p in held.items())
             torch.func.functional_call(model, held, (x,)).sum().backward()
             model(x).sum().backward()
+        for takes_away in (parametrizations.weight_norm, lambda layer: setattr(layer, "bias", None)):
+            model = _model(mesh)
+            if earlier:
+                model(x).sum().backward()
+            takes_away(model[2])
+            with pytest.raises(ParallelError, match="before sharding"):
+                model(x)
 
 
 def test_functional_call_with_other_tensors_is_refused(ranks):

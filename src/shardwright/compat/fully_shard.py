@@ -316,7 +316,7 @@ def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:
 
 
 def replaced_parameters(module: nn.Module) -> list[str]:
-    """The parameters of a `fully_shard` unit in whose place tensors stand that it would pass over.
+    """The parameters of a `fully_shard` unit whose place is empty, or has tensors that it would pass over.
 
     Once it has started, any others; before, it takes over parameters (`load_state_dict(assign=True)`).
     """
@@ -325,8 +325,10 @@ def replaced_parameters(module: nn.Module) -> list[str]:
     for managed in fsdp_parameters(module):
         held, inner = managed.owner._parameters.get(managed.name), managed.inner
         between = getattr(inner, "_sharded_post_forward_param", None)  # `reshard_after_forward=2`
-        own = (None, inner.sharded_param, getattr(inner, "_unsharded_param", None), between)
-        if not any(held is each for each in own) and (started or not isinstance(held, nn.Parameter)):
+        own = (inner.sharded_param, getattr(inner, "_unsharded_param", None), between)
+        if (held is None or all(held is not each for each in own)) and (
+            started or not isinstance(held, nn.Parameter)
+        ):
             found.append(str(inner._param_fqn or managed.name))
     return found
 

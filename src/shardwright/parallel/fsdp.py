@@ -332,10 +332,11 @@ def _refuse_replaced(module: nn.Module, _args: Any) -> None:
     replaced = [] if torch.compiler.is_compiling() else replaced_parameters(module)
     if replaced:
         raise ParallelError(
-            f"{replaced[0]}: another tensor stands in the place of a parameter that fully_shard gathers, "
-            "which would compute with its own\n"
-            "  fix: under torch.func.functional_call use parallelize_replicate; to set values, write into "
-            "the parameters (load_state_dict without assign=True)"
+            f"{replaced[0]}: another tensor, or none, stands in the place of a parameter that fully_shard "
+            "gathers, which would compute with its own\n"
+            "  fix: parametrize, prune and remove before sharding; under torch.func.functional_call use "
+            "parallelize_replicate; to set values, write into the parameters (load_state_dict without "
+            "assign=True)"
         )
 
 
