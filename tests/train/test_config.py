@@ -6,6 +6,7 @@ import pytest
 
 from shardwright.errors import ConfigError
 from shardwright.train.config import TrainConfig
+from shardwright.train.launch_checks import check_devices
 
 
 def refusal(given_ranks=None, **settings) -> str:
@@ -91,6 +92,11 @@ def test_an_empty_file_and_an_empty_folder_are_refused(tmp_path):
     assert "holds no text" in refusal(data=tmp_path)
     (tmp_path / "empty.txt").write_text("short")
     assert "5 bytes of text are too few" in refusal(data=tmp_path)
+
+
+def test_more_ranks_than_memory_holds_are_refused():
+    with pytest.raises(ConfigError, match="--world 1000000 starts as many processes"):
+        check_devices(TrainConfig.parse(world=1_000_000))
 
 
 def test_settings_are_frozen():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.config import TrainConfig
 from shardwright.train.model import ModelShape
 from shardwright.train.run_folder import choose_folder
+
+_LEAST = 64 << 20  # bytes that a rank that is started here has for itself alone, as soon as it runs
 
 
 def check_start(config: TrainConfig) -> Path:
@@ -27,7 +30,13 @@ def check_start(config: TrainConfig) -> Path:
 
 
 def check_devices(config: TrainConfig) -> None:
-    """Whether each of the ranks that are started here gets a device of its own. Raises: ConfigError: no."""
+    """Whether there is memory for the ranks that are started here, and a device. Raises: ConfigError: no."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _LEAST
+    if (config.world or 1) > most:
+        raise ConfigError(
+            f"--world {config.world} starts as many processes, and this machine has memory for {most} at "
+            "most: choose a smaller --world, or start with torchrun on several machines"
+        )
     devices = torch.cuda.device_count()
     if config.device == "cuda" and (config.world or 1) > devices:
         raise ConfigError(
