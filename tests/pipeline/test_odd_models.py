@@ -171,6 +171,7 @@ CASES = {
     "dicts whole": (Dicts, ["pairs.1"]),
     "norms": (Norms, ["second"]),
     "numbers": (Numbers, ["then"]),
+    "hooked after the cut": (Base, ["layers.2"]),
     "recurrent, sharded": (Recurrent, ["layers.1", "layers.2", "layers.3"]),
 }
 
@@ -189,6 +190,9 @@ def _steps(name):
     parallelize_pipeline(model, mesh["pp"], cuts)
     if "sharded" in name:
         parallelize_fsdp(model, mesh["dp"])
+    for each in (model, alone) if "hooked" in name else ():
+        each.layers[1].register_forward_pre_hook(lambda _, given: (given[0] + 1,))
+        each.layers[1].register_forward_hook(lambda _, given, out: out * given[0])
     pipeline = Pipeline(model, _loss, micro_batches=2)
     for _ in range(2):
         value = float(pipeline.step(x))

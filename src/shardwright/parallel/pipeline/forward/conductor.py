@@ -153,3 +153,16 @@ class Elsewhere(nn.Module):
         """Which part, and where it is."""
         part = self.__dict__["told"][1]
         return f"{part.key}, in stage {part.stages[0]}"
+
+
+def _on_the_part(name: str) -> Any:
+    """A method that hooks the part, which runs on its own rank: run here, a hook would be own code."""
+
+    def register(self: Elsewhere, *hook: Any, **how: Any) -> Any:
+        return getattr(self.shell, name)(*hook, **how)
+
+    return register
+
+
+for _kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+    setattr(Elsewhere, f"register_{_kind}_hook", _on_the_part(f"register_{_kind}_hook"))

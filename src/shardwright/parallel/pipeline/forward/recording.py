@@ -49,7 +49,7 @@ def hook_recorders(module: nn.Module) -> None:
 def record_elsewhere(part: nn.Module, stand_in: nn.Module) -> None:
     """What stands for a part is recorded as the part is; what modules inside of it return is unknown here."""
     for hook in _recorders(part):
-        stand_in.register_forward_hook(hook)
+        nn.Module.register_forward_hook(stand_in, hook)
     inside = [(m, hook) for m in part.modules() if m is not part for hook in _recorders(m)]
 
     def refuse(_module: nn.Module, _args: Any, _out: Any) -> None:
@@ -70,7 +70,7 @@ def record_elsewhere(part: nn.Module, stand_in: nn.Module) -> None:
                 )
 
     if inside:
-        stand_in.register_forward_hook(refuse)
+        nn.Module.register_forward_hook(stand_in, refuse)
 
 
 def _recorders(module: nn.Module) -> Iterator[Callable[..., Any]]:
