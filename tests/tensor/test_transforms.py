@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import shardwright as sw
-from shardwright.errors import RuleError, SpmdError
+from shardwright.errors import LayoutError, RuleError, SpmdError
 from shardwright.testing.meshes import rank_mesh
 from tests.tiers import all_but
 
@@ -185,6 +185,44 @@ def _closed_over_in_spmd():
             close(got, call(weight), f"{name}, check={check}")
         with sw.spmd(mesh, check=check), pytest.raises(SpmdError, match="distribute_tensor it before"):
             func.grad(lambda v: functional.linear(v, placed).sum())(x)
+
+    def made_inside(w):
+        return (w * torch.arange(4.0).double() + w.detach().sum() * torch.eye(4).double()[0]).sin().sum()
+
+    with sw.spmd(mesh):
+        for call in (func.grad, func.hessian, lambda f: lambda w: func.jvp(func.grad(f), (w,), (w,))[1]):
+            close(call(made_inside)(placed), call(made_inside)(weight), "what is made inside")
+        for outer in (func.grad, lambda f: lambda v: func.jvp(f, (v,), (v,))):
+            with pytest.raises(SpmdError, match="distribute_tensor it before"):
+                outer(lambda v: func.jvp(lambda w: (w * v[0]).sum(), (placed,), (placed,))[1])(x)
+
+
+def _distributed_inside():
+    """Law: what is made a DTensor inside of a transform is a constant of it, or refused on every rank."""
+    mesh = rank_mesh((2,), ("tp",))
+    cut, row = [sw.Shard(0)], full(4)
+    x, placed = full(3, 4), place(full(3, 4), (sw.Shard(0),))
+    made = {
+        "distribute_tensor": lambda: sw.distribute_tensor(row * 1, mesh, cut),
+        "of what is made inside": lambda: sw.distribute_tensor(torch.eye(4).double()[0], mesh, cut),
+        "from_local": lambda: sw.DTensor.from_local(row * 1, mesh, [sw.Replicate()]),
+        "full": lambda: sw.full((4,), 2.0, dtype=torch.float64, device_mesh=mesh, placements=cut),
+        "randn": lambda: sw.randn(4, dtype=torch.float64, device_mesh=mesh, placements=cut),
+    }
+    for name, make in made.items():
+        for call in (func.grad, func.hessian, lambda f: func.vmap(func.grad(f))):
+            torch.manual_seed(0)
+            got = call(lambda v, m=make: (v.sin() * m()).sum())(placed)
+            torch.manual_seed(0)
+            whole = make().full_tensor()
+            close(got, call(lambda v, w=whole: (v.sin() * w).sum())(x), name)
+    for verb in (sw.distribute_tensor, sw.DTensor.from_local):
+        with pytest.raises(LayoutError, match="distribute_tensor it before the transform"):
+            func.grad(lambda v, to=verb: to(v, mesh, cut).sum())(x)
+
+
+def test_a_tensor_may_be_distributed_inside_a_transform(ranks):
+    ranks(2, _distributed_inside, timeout=60)
 
 
 def test_plain_tensors_in_spmd_are_constants_of_a_transform(ranks):

@@ -20,6 +20,7 @@ from shardwright.tensor import known_parts
 from shardwright.tensor.agreed import check_alike, check_stated, cut_by, refuse_unequal, told_by_all, whole_of
 from shardwright.tensor.autograd import FromLocal, Redistribute, apply, redistributed
 from shardwright.tensor.between import layout_on
+from shardwright.tensor.constants import of_constants
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.needless_moves import known_target, unmoved
 from shardwright.tensor.placements import PlacementsArgument, mesh_and_placements, resolve_placements
@@ -81,6 +82,7 @@ def _together(names: Sequence[str] | None, given: Any) -> PlacementsArgument | N
     return together
 
 
+@of_constants
 def from_local_in_graph(
     local: torch.Tensor,
     mesh: DeviceMesh | None,

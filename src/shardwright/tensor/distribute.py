@@ -18,6 +18,7 @@ from shardwright.layout.applied import Applied
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.placement.shard import Shard
+from shardwright.tensor.constants import of_constants
 from shardwright.tensor.conversions import broadcast, current_mesh
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
@@ -31,6 +32,7 @@ _LITTLE = 256
 
 
 @never_traced
+@of_constants
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,
@@ -47,7 +49,8 @@ def distribute_tensor(
         placements: one per axis, or `{axis name: placement}`; axes not named: Replicate.
         src_data_rank: index on each axis of the rank whose data counts; None: each rank's own; sends nothing.
         order: axes in order of application, if not left to right.
-    Raises: LayoutError: wrong count, unknown axis or rank, dim out of range, a DTensor of another layout.
+    Raises: LayoutError: wrong count, unknown axis or rank, dim out of range, a DTensor of another layout, a
+        tensor that a transform of `torch.func` follows.
     Cost: per axis that cuts it a scatter, of which a rank receives its part only, per other axis a broadcast
         of what is left; a broadcast too where 64 ranks or more would get 256 bytes each or less. None with
         `src_data_rank=None`, and none of a meta tensor, whose parts are meta tensors too (place, `to_empty`,

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
+from shardwright.tensor.constants import of_constants
 from shardwright.tensor.conversions import current_mesh
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
@@ -45,6 +46,7 @@ def _layout(
     return Layout(mesh, resolved, shape, dtype=dtype or torch.get_default_dtype(), order=order), mesh
 
 
+@of_constants
 def _filled(size: tuple[Any, ...], value: Any, *, requires_grad: bool = False, **options: Any) -> DTensor:
     layout, mesh = _layout(size, **options)
     coords = coords_of(mesh)
@@ -81,6 +83,7 @@ def full(size: Any, fill_value: Any, **options: Unpack[Options]) -> DTensor:
     return _filled((size,), fill_value, **options)
 
 
+@of_constants
 def _drawn(draw: Any, size: tuple[Any, ...], *, requires_grad: bool = False, **options: Any) -> DTensor:
     layout, mesh = _layout(size, **options)
     if mode.is_counter() and layout.dtype.is_floating_point:

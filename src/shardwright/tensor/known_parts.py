@@ -33,8 +33,8 @@ class Part(NamedTuple):
 
     def adopt(self, local: torch.Tensor) -> DTensor:
         """The DTensor of a local tensor like the first."""
-        differentiated = transforms_on() or forward_names["_current_level"] >= 0
-        if (torch.is_grad_enabled() and local.requires_grad) or differentiated:
+        forward = forward_names["_current_level"] >= 0
+        if (torch.is_grad_enabled() and local.requires_grad) or forward:
             return apply(_FromPart, local, self.spec, self.grad_layout)
         return adopted(local, self.spec)
 
@@ -58,7 +58,9 @@ parts: dict[tuple[Any, ...], Part] = memo("parts that from_local was given", {})
 
 def key_of(local: Any, mesh: Any, placements: Any) -> tuple[Any, ...] | None:
     """What decides what a part makes; None: a full look must tell."""
-    if torch.compiler.is_compiling() or type(local) not in _PLAIN or type(mesh) is not DeviceMesh:
+    if torch.compiler.is_compiling() or transforms_on():
+        return None
+    if type(local) not in _PLAIN or type(mesh) is not DeviceMesh:
         return None
     kind = type(placements)
     if kind is dict:

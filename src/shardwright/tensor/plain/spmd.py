@@ -14,14 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.comm.dtype import as_bytes
 from shardwright.comm.record import source_line
-from shardwright.compat import (
-    FakeTensor,
-    is_functorch_wrapped_tensor,
-    outside_transforms,
-    transforms_on,
-    version_of,
-)
+from shardwright.compat import FakeTensor, outside_transforms, transforms_on, version_of
 from shardwright.compat.dynamo import never_traced
+from shardwright.compat.transforms import unfollowed
 from shardwright.errors import SpmdError
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Replicate
@@ -99,10 +94,11 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         if isinstance(value, torch.Tensor) and not _is_distributed(value):
             if torch.compiler.is_compiling() or not transforms_on():
                 return self._replicated(value, beside)
-            if is_functorch_wrapped_tensor(value):
+            constant = unfollowed(value)
+            if constant is None:
                 raise SpmdError(_TRANSFORMED.format(source_line(), tuple(value.shape)))
-            with outside_transforms():  # a constant of the transform
-                return self._replicated(value, beside)
+            with outside_transforms():
+                return self._replicated(constant, beside)
         if isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value):
             return type(value)(self._replicate(v, beside) for v in value)
         return value
