@@ -32,11 +32,19 @@ def test_every_rank_uses_what_the_first_one_read(ranks, tmp_path):
     assert ranks(4, told, str(tmp_path)) == [(network.to_json(), 2, 64 * 64 * 4)] * 2 * 2
 
 
-def refused() -> str:
-    with pytest.raises((PlanError, OSError)) as error:
-        sw.use_network("no such file")
+def refused(given) -> str:
+    with pytest.raises((PlanError, OSError, UnicodeError)) as error:
+        sw.use_network(given if dist.get_rank() == 0 else "no such file")
     return str(error.value)
 
 
-def test_a_file_that_is_missing_is_said_on_every_rank(ranks):
-    assert len({*ranks(2, refused)}) == 1
+def test_what_is_no_network_is_said_on_every_rank(ranks, tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    for given in ("no such file", str(tmp_path / "bytes"), {"slow_axes": ("dp",)}):
+        assert len({*ranks(2, refused, given)}) == 1
+
+
+def test_one_slow_axis_is_a_name_in_a_tuple():
+    for make in (lambda: sw.Network(slow_axes="dp"), lambda: sw.Network.from_json('{"slow_axes": "dp"}')):
+        with pytest.raises(PlanError, match="slow_axes are names"):
+            make()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 
+import pytest
 import torch
 
 import shardwright as sw
+from shardwright.errors import LayoutError, PlanError, RuleError
 from shardwright.layout.mesh_shape import MeshShape
 
 ON = MeshShape(("dp", "tp"), (2, 4))
@@ -61,3 +63,15 @@ def test_the_function_is_found_whatever_was_imported_first() -> None:
     """`shardwright.show` is also the name of a layer of the package."""
     importlib.import_module("shardwright.show.op")
     assert str(sw.explain("aten::relu", _layout(4, 4))).startswith("aten::relu")
+
+
+def test_what_is_no_op_is_refused_with_a_spelling() -> None:
+    with pytest.raises(RuleError, match=r"mm is no op: .* write it like 'aten::mm'"):
+        sw.explain(torch.mm, _layout(4, 4), _layout(4, 4))
+
+
+def test_what_is_no_layout_is_refused_by_name() -> None:
+    with pytest.raises(LayoutError, match="'float32' is no dtype"):
+        sw.Layout(ON, {}, (4,), dtype="float32")
+    with pytest.raises(PlanError, match=r"takes two layouts, got a Tensor: sw.layout_of"):
+        sw.plan_redistribution(_layout(4), torch.ones(4))

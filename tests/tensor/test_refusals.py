@@ -7,7 +7,15 @@ import torch
 from torch.nn import functional
 
 import shardwright as sw
-from shardwright.errors import ImplicitRedistributionError, LayoutError, PlanError, RuleError
+from shardwright.errors import (
+    ImplicitRedistributionError,
+    LayoutError,
+    ParallelError,
+    PlanError,
+    RuleError,
+    SpmdError,
+)
+from shardwright.parallel import parallelize_context
 from shardwright.testing.meshes import rank_mesh
 
 from .cases import close, full, place
@@ -181,3 +189,32 @@ def test_the_texts_of_other_refusals(ranks):
         "Partial(avg) on axis 'tp' cannot be a target: it has no meaning for torch.int64; "
         'fix (checked): Replicate() or Partial("sum") or Partial("max") or Partial("bor")'
     )
+
+
+def _other_things():
+    """Law: what is no tensor, mesh, plan or setting is refused by name, and nothing is changed."""
+    mesh, cut = rank_mesh((1,), ("tp",)), [sw.Shard(0)]
+    x, module = sw.distribute_tensor(torch.ones(4, 2), mesh, cut), torch.nn.Linear(2, 2)
+    before = dict(module.named_parameters())
+    for call, error, said in (
+        (lambda: sw.distribute_tensor([1, 2], mesh, cut), LayoutError, "given a list: torch.as_tensor"),
+        (lambda: sw.distribute_tensor(module, mesh), LayoutError, "given a Linear: sw.distribute_module"),
+        (
+            lambda: sw.distribute_tensor(torch.ones(4), cut, mesh),
+            LayoutError,
+            "a list stands where the device",
+        ),
+        (lambda: sw.redistribute_many(x, placements=cut), LayoutError, "list or dict of DTensors, got one"),
+        (lambda: sw.distribute_module(x, mesh), ParallelError, "places a module, got DTensor"),
+        (lambda: sw.distribute_module(module, mesh, cut), ParallelError, "takes {pattern: placements}"),
+        (lambda: sw.spmd(mesh, check="always"), SpmdError, '"first" .the default., True .always. or False'),
+        (lambda: parallelize_context(module, mesh, cut=["x"]), ParallelError, "give {argument: dim"),
+    ):
+        with pytest.raises(error, match=said):
+            call()
+    assert dict(module.named_parameters()) == before
+    assert str(sw.explain("aten::exp", x)) == str(sw.explain("aten::exp", sw.layout_of(x)))
+
+
+def test_other_things_are_refused_by_name(ranks):
+    ranks(1, _other_things)

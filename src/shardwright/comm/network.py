@@ -15,7 +15,7 @@ def use_network(network: Network | str | Path) -> Network:
 
     Args: network: a `Network`, or a file that `shardwright doctor --save` wrote; only rank 0 reads it.
     Returns: the network that all ranks use.
-    Raises: PlanError: the file's text is no network. OSError: rank 0 cannot read it.
+    Raises: PlanError: neither, or the file's text is no network. OSError: rank 0 cannot read it.
     Cost: one small broadcast; none without process groups.
     """
     alone = not (dist.is_available() and dist.is_initialized())
@@ -33,7 +33,9 @@ def _read(network: Network | str | Path) -> Network | Exception:
     """What rank 0 was given; an error is returned, so that it is raised on every rank."""
     if isinstance(network, Network):
         return network
+    if not issubclass(type(network), str | Path):
+        return PlanError(f"use_network takes a Network, or the path of a file of one, got {network!r:.60}")
     try:
         return Network.from_json(Path(network).read_text(encoding="utf-8"))
-    except (OSError, PlanError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is (a text in no UTF-8), the peers wait for a word
         return error

@@ -88,6 +88,8 @@ class Layout:
         stride: Sequence[int] | None = None,
         order: Sequence[str] | None = None,
     ) -> None:
+        if not isinstance(dtype, torch.dtype):
+            raise LayoutError(f"dtype={dtype!r} is no dtype, such as torch.float32")
         if order is None:
             order = getattr(placements, "order", None)  # of OrderedPlacements
         mesh_shape = as_mesh_shape(mesh)

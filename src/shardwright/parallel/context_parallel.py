@@ -69,6 +69,8 @@ def parallelize_context(
     _check_words(attention, output)
     _check_placement(placement)
     _check_once(module, axis)
+    if not isinstance(cut, Mapping | None):
+        raise ParallelError(f"parallelize_context: cut={cut!r:.60}; give {{argument: dim of its sequence}}")
     scope = SequenceScope(axis, dict(cut or {}), placement, Asked(attention, stated=True), output)
     scope.check_arguments(module)
     with ties_kept(module, "parallelize_context"):

@@ -65,9 +65,12 @@ def plan_redistribution(source: Layout, target: Layout, *, max_extra_bytes: int 
         max_extra_bytes: the most that `peak_bytes` may be; a plan that needs more is run in pieces.
 
     Raises:
-        PlanError: the shapes or dtypes differ, a Pending of the target cannot be made, or even the
-            smallest pieces need more memory than `max_extra_bytes`.
+        PlanError: no layouts, the shapes or dtypes differ, a Pending of the target cannot be made, or
+            even the smallest pieces need more memory than `max_extra_bytes`.
     """
+    for kind in (type(source), type(target)):
+        if not issubclass(kind, Layout):
+            raise PlanError(f"plan_redistribution takes two layouts, got a {kind.__name__}: sw.layout_of(x)")
     plan = _planned(source, target, network.version)
     if max_extra_bytes is None or plan.peak_bytes <= max_extra_bytes:
         return plan

@@ -25,6 +25,11 @@ class Network:
     slow_axes: tuple[str, ...] = ()
     one_round_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raises: PlanError: one name, whose letters would be taken for names."""
+        if issubclass(type(self.slow_axes), str):
+            raise PlanError(f"slow_axes are names of axes: ({self.slow_axes!r},)")
+
     def to_json(self) -> str:
         """The text that `from_json` reads."""
         return json.dumps(asdict(self))
@@ -43,7 +48,8 @@ class Network:
         if not isinstance(given, dict) or not set(given) <= known:
             raise PlanError(f"a network has {', '.join(sorted(known))}; this is {text[:80]}")
         axes, least = given.get("slow_axes", ()), given.get("one_round_bytes")
-        if not all(isinstance(axis, str) for axis in axes) or not isinstance(least, int | None):
+        names = isinstance(axes, list | tuple) and all(isinstance(axis, str) for axis in axes)
+        if not names or not isinstance(least, int | None):
             raise PlanError(f"slow_axes are names, one_round_bytes is a number or null; this is {text[:80]}")
         return cls(tuple(axes), least)
 

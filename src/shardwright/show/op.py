@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import tree_flatten
+from shardwright.compat import tree_flatten, tree_map_only
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
+from shardwright.layout.of_tensor import layout_of
 from shardwright.plan.decide import plan_redistribution
 from shardwright.rules.algorithms.algorithm import Chosen, algorithm_for
 from shardwright.rules.alternatives import Way, alternatives
@@ -101,13 +103,14 @@ def explain(
 
     Args:
         op: `torch.ops.aten.mm`, an overload of it, or its name ("aten::mm", "aten::add.Tensor").
-        operands: the call's positional arguments, a `Layout` for each tensor.
+        operands: the call's positional arguments, a `Layout` or a DTensor for each tensor.
         rank: who is rehearsed; by default the mesh's first.
         named: the call's keyword arguments, a `Layout` for each tensor.
     Raises: RuleError: no such op, or arguments that it refuses.
     Cost: none.
     """
     overload = overload_of(op)
+    operands, named = tree_map_only(TorchDTensor, layout_of, (operands, named))
     if "device" in named:  # what goes where is the same on any
         named["device"] = torch.device("meta")
     layouts = tuple(value for value in tree_flatten((operands, named))[0] if isinstance(value, Layout))
@@ -171,6 +174,9 @@ def overload_of(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str) -
         names = op.overloads()
         wanted = next((name for name in ("Tensor", "default") if name in names), names[0])
         return getattr(op, wanted)  # type: ignore[no-any-return]
+    if not issubclass(type(op), str):
+        name = getattr(op, "__name__", repr(op))
+        raise RuleError(f"{name} is no op: a function of torch may run several; write it like 'aten::mm'")
     namespace, _, rest = op.partition("::")
     name, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), name, None) if name else None

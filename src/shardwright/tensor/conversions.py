@@ -30,8 +30,12 @@ from shardwright.tensor.wrap import knots
 
 def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """The given mesh, or the one of the surrounding `with mesh:` block. Raises: LayoutError: neither."""
-    if mesh is not None:
+    if isinstance(mesh, DeviceMesh):
         return mesh
+    if mesh is not None:
+        raise LayoutError(
+            f"a {type(mesh).__name__} stands where the device mesh belongs: sw.init_device_mesh makes one"
+        )
     try:
         return mesh_resources.get_current_mesh()
     except RuntimeError as error:

@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -49,14 +50,17 @@ def distribute_tensor(
         placements: one per axis, or `{axis name: placement}`; axes not named: Replicate.
         src_data_rank: index on each axis of the rank whose data counts; None: each rank's own; sends nothing.
         order: axes in order of application, if not left to right.
-    Raises: LayoutError: wrong count, unknown axis or rank, dim out of range, a DTensor of another layout, a
-        tensor that a transform of `torch.func` follows.
+    Raises: LayoutError: no tensor or mesh, wrong count, unknown axis or rank, dim out of range, a DTensor of
+        another layout, a tensor that a transform of `torch.func` follows.
     Cost: per axis that cuts it a scatter, of which a rank receives its part only, per other axis a broadcast
         of what is left; a broadcast too where 64 ranks or more would get 256 bytes each or less. None with
         `src_data_rank=None`, and none of a meta tensor, whose parts are meta tensors too (place, `to_empty`,
         initialise: the start of a model too large for a rank).
     """
     mesh = current_mesh(device_mesh)
+    if not issubclass(type(tensor), torch.Tensor):
+        verb = "sw.distribute_module" if issubclass(type(tensor), nn.Module) else "torch.as_tensor first"
+        raise LayoutError(f"distribute_tensor takes a tensor, was given a {type(tensor).__name__}: {verb}")
     if not (tensor.is_leaf or isinstance(tensor, TorchDTensor)):
         raise LayoutError("distribute_tensor can distribute leaf tensors only; use DTensor.from_local")
     refuse_source(mesh, src_data_rank)

@@ -60,6 +60,10 @@ def redistribute_many(
     Cost: the sum of the plans' bytes, in one message per kind where one by one would be many. The messages of
         all tensors are held at once: twice the parts of this rank at most. In a compiled graph: one by one.
     """
+    if issubclass(type(tensors), torch.Tensor):
+        raise LayoutError(
+            "redistribute_many takes a list or dict of DTensors, got one: x.redistribute moves it"
+        )
     mesh, each = mesh_and_placements("redistribute_many", device_mesh, placements)
     names, given = None, list(tensors.values() if isinstance(tensors, Mapping) else tensors)
     if isinstance(tensors, Mapping):

@@ -54,6 +54,10 @@ def distribute_module(
     Cost: that of `distribute_tensor` per parameter, none with `src_data_rank=None`.
     """
     mesh = current_mesh(device_mesh)
+    if not isinstance(module, nn.Module):
+        raise ParallelError(f"distribute_module places a module, got {type(module).__name__}")
+    if not (partition_fn is None or isinstance(partition_fn, Mapping) or callable(partition_fn)):
+        raise ParallelError(f"distribute_module takes {{pattern: placements}}, got {partition_fn!r:.60}")
     if partition_fn is None or isinstance(partition_fn, Mapping):
         place_by_pattern(module, mesh, partition_fn or {}, src_data_rank)
     else:

@@ -57,6 +57,8 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
             raise SpmdError(
                 f"spmd takes the mesh on which plain tensors count as replicated, got {mesh!r:.60}"
             )
+        if check is not True and check is not False and check != "first":
+            raise SpmdError(f'spmd(check={check!r:.60}): it is "first" (the default), True (always) or False')
         self._mesh = mesh
         frame = sys._getframe(1)
         site = (frame.f_code.co_filename, frame.f_lineno)
