@@ -20,10 +20,10 @@ from shardwright.tensor import known_parts
 from shardwright.tensor.agreed import check_alike, check_stated, cut_by, refuse_unequal, told_by_all, whole_of
 from shardwright.tensor.autograd import FromLocal, Redistribute, apply, redistributed
 from shardwright.tensor.between import layout_on
-from shardwright.tensor.constants import of_constants
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.needless_moves import known_target, unmoved
 from shardwright.tensor.placements import PlacementsArgument, mesh_and_placements, resolve_placements
+from shardwright.tensor.plain.constants import of_constants
 from shardwright.tensor.spec import coords_of, finished
 from shardwright.tensor.wrap import knots
 

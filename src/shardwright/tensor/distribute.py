@@ -19,10 +19,10 @@ from shardwright.layout.applied import Applied
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.placement.shard import Shard
-from shardwright.tensor.constants import of_constants
 from shardwright.tensor.conversions import broadcast, current_mesh
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+from shardwright.tensor.plain.constants import of_constants
 from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import as_ours, wrap
 

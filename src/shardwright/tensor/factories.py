@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
-from shardwright.tensor.constants import of_constants
 from shardwright.tensor.conversions import current_mesh
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+from shardwright.tensor.plain.constants import of_constants
 from shardwright.tensor.random import counter, mode
 from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import wrap
