@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch._C import DisableTorchFunction as DisableTorchFunction
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 from torch._C import DispatchKey as DispatchKey
 from torch._C import TensorType as TensorType
+from torch._C import _functorch
 from torch._C._functorch import get_unwrapped as get_unwrapped
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
 from torch._functorch import pyfunctorch
@@ -111,6 +113,25 @@ def view_again(view: Any, base: Any) -> Any:
     """The view of another base that `view` is of its own: each view that led to it, once more."""
     with view_tracking(True):
         return view._view_func_unsafe(base)
+
+
+def unfollowed(x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor itself where no transform follows it, else None.
+
+    A transform that differentiates wraps whatever is made inside of it (`torch.arange(3)`), followed or not.
+    Each wrapper is asked at its own level: from one further in, a tangent does not show.
+    """
+    with ExitStack() as outer:
+        while is_functorch_wrapped_tensor(x):
+            level = _functorch.maybe_get_level(x)
+            while _functorch.peek_interpreter_stack().level() > level:
+                outer.enter_context(pyfunctorch.temporarily_pop_interpreter_stack())
+            if not _functorch.is_gradtrackingtensor(x) or x.requires_grad:
+                return None
+            if forward_ad.unpack_dual(x).tangent is not None:
+                return None
+            x = get_unwrapped(x)
+    return x
 
 
 def records_a_graph() -> bool:

@@ -8,8 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from shardwright.compat import outside_transforms, transforms_on, tree_map_only
-from shardwright.compat.transforms import unfollowed
+from shardwright.compat import outside_transforms, transforms_on, tree_map_only, unfollowed
 from shardwright.errors import LayoutError
 
 _P = ParamSpec("_P")

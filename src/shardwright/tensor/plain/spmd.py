@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.comm.dtype import as_bytes
 from shardwright.comm.record import source_line
-from shardwright.compat import FakeTensor, outside_transforms, transforms_on, version_of
+from shardwright.compat import FakeTensor, outside_transforms, transforms_on, unfollowed, version_of
 from shardwright.compat.dynamo import never_traced
-from shardwright.compat.transforms import unfollowed
 from shardwright.errors import SpmdError
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import Replicate
