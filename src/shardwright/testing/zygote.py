@@ -36,6 +36,7 @@ SELDOM = (50_000, 20, 50)
 def main(argv: list[str]) -> None:
     """Preload and serve until the owner closes its end of the socket."""
     control = socket.socket(fileno=int(argv[0]))
+    _wake_without_interrupting()
     # CUDA, which an import may start, knows no forks: there each rank imports for itself.
     shared, alone = (argv[1:], []) if device_of_ranks() == "cpu" else ([], argv[1:])
     for name in shared:
@@ -44,6 +45,16 @@ def main(argv: list[str]) -> None:
     gc.freeze()  # a collection in a child would otherwise touch, and so copy, every page
     gc.set_threshold(*SELDOM)
     _serve(control, alone)
+
+
+def _wake_without_interrupting() -> None:
+    """Let no rank take the processor from another that just sent it something.
+
+    The sender still holds the lock of its socket then, and on fewer processors than ranks gloo's own thread,
+    which only tries that lock, spins until the sender goes on: a tenth of all the time of a suite.
+    """
+    if sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _preload(name: str) -> None:
