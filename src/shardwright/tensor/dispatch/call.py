@@ -118,6 +118,7 @@ def dispatch_call(func: Op, args: Args, kwargs: Kwargs) -> Any:
         ours = _collect((kwargs[name],), tensors, key) and ours
     if not ours:
         return _with_plain_tensors(func, args, kwargs, tensors)
+    key.append(torch.get_default_dtype())  # what whole numbers become where they are divided
     frozen = tuple(key)
     known = _cache.get(frozen)
     if isinstance(known, Spec):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from types import NoneType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from shardwright.compat import (
     tree_map_only,
     without_modes,
 )
-from shardwright.remember import remembered
+from shardwright.remember import memo, remembered
 from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
 from shardwright.tensor.dispatch.grouped_products import grouped_product
 from shardwright.tensor.dispatch.kernel_orders import as_kernels_put_them
@@ -75,6 +76,14 @@ _OWN: dict[str, Callable[..., Any]] = {
 }
 
 
+# What calls were found to return, whatever the layouts of their operands were.
+_MOST = 16384
+_KNOWN: dict[Any, tuple[TensorInfo | None, ...]] = memo("metadata of results", {})
+_BY_VALUE = frozenset({
+    NoneType, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
+})  # fmt: skip
+
+
 class DataDependentError(Exception):
     """The op's result cannot be described without its data."""
 
@@ -84,6 +93,36 @@ def result_infos(func: Op, args: Args, kwargs: Kwargs) -> tuple[TensorInfo | Non
 
     Raises: DataDependentError; what the op itself raises for these shapes.
     """
+    try:
+        asked = _described_exactly((args, tuple(kwargs.items())))
+        key = (func, asked, _device(args, kwargs), torch.get_default_dtype())
+        known = _KNOWN.get(key)
+    except TypeError:  # something is given that is not known by its value
+        return _infos(func, args, kwargs)
+    if known is None:
+        known = _infos(func, args, kwargs)
+        if len(_KNOWN) == _MOST:
+            _KNOWN.clear()
+        _KNOWN[key] = known
+    return known
+
+
+def _described_exactly(value: Any) -> Any:
+    """An argument by what it is: numbers with their types, which decide the dtype of a result (1, 1.0, True).
+
+    Raises: TypeError: it is not known by its value (a plain tensor, a generator).
+    """
+    if isinstance(value, DTensor):
+        return _describe(value)
+    if isinstance(value, list | tuple):
+        return tuple(map(_described_exactly, value))
+    if type(value) not in _BY_VALUE:
+        raise TypeError(value)
+    return (type(value), value)
+
+
+def _infos(func: Op, args: Args, kwargs: Kwargs) -> tuple[TensorInfo | None, ...]:
+    """As `result_infos`, found out."""
     with without_modes(), torch.no_grad(), WithoutTangents():
         meta_args, meta_kwargs = tree_map_only(DTensor, _meta, (args, dict(kwargs)))
         if "device" in meta_kwargs:

@@ -101,7 +101,7 @@ def _key(
         numbers = frozenset()
     if not places and not numbers:
         return tuple([part.spec.kind or part if part.__class__ is Token else part for part in key])
-    found: list[Any] = [func]
+    found: list[Any] = [func, key[-1]]
     for place, value in (*enumerate(args), *kwargs.items()):
         found.append(place)
         if place in places:

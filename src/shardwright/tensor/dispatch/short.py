@@ -13,9 +13,11 @@ Where the answer is another one, Python runs the call, as it does without the ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+
+import torch
 
 from shardwright.comm.record import recording
 from shardwright.compat import tree_map_only
@@ -110,7 +112,7 @@ def learn(
 ) -> None:
     """Write down how a call was run that just gave `out`, if it can be run so by its key alone.
 
-    Args: known: how it was run: all that surrounds it is judged here.
+    Args: key: of `call.dispatch_call`. known: how it was run: all that surrounds it is judged here.
     """
     if isinstance(known, Prepared):
         found = _of_prepared(known, func, args, tensors, out)
@@ -118,13 +120,13 @@ def learn(
         found = Short(func._op, (known,), False, None, (), False, None)
     else:
         found = Short(func._op, (known.spec,), False, None, ((1, known.size),), False, None)
-    if found is None or _something_around(func, args):
+    if found is None or _something_around(func, args) or by_default_dtype(tensors, found.results):
         return
     if offsets.begins_there(func) is not None:
         found = found._replace(placed=True, begins=offsets.from_the_start(func, args, kwargs))
     if found.call is func._op:
         found = found._replace(binding=_binding(func, found, args, kwargs))
-    found_by = func._op, *key[1:]  # an overload hashes in Python, what it calls does not
+    found_by = func._op, *key[1:-1]  # an overload hashes in Python, what it calls does not
     if any_number.only_computes(func):
         any_number.ops.add(func._op)
         holds_for_all = isinstance(known, Spec) or getattr(known, "any_size", None) is not None
@@ -137,11 +139,21 @@ def learn_on_forms(key: tuple[Any, ...], func: Op, args: Args) -> None:
     """Write down that a call, which only reads, is the same call on what was finished before."""
     if func._schema.is_mutable or offsets.begins_there(func) is not None or _something_around(func, args):
         return
-    found_by = func._op, *key[1:]
+    found_by = func._op, *key[1:-1]
     if any_number.only_computes(func):
         any_number.ops.add(func._op)
         found_by, _ = any_number.split(found_by)
     on_forms.add(found_by)
+
+
+def by_default_dtype(tensors: Iterable[DTensor], results: Iterable[Spec | None]) -> bool:
+    """May the dtype of a result be torch's default one, which C does not ask for?"""
+    made = [spec.layout.dtype for spec in results if spec is not None]
+    return any(map(_is_fraction, made)) and not any(_is_fraction(x._spec.layout.dtype) for x in tensors)
+
+
+def _is_fraction(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def recipe_of(op: Op, key: Sequence[Any]) -> Short | None:

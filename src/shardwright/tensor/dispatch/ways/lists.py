@@ -54,7 +54,7 @@ def run_on_lists(decide: Decide, func: Op, args: Args, kwargs: Kwargs) -> Any:
     Raises: RuleError: what the op for one element raises for a position.
     Cost: what the op for one element costs at each position; nothing where each is one local call.
     """
-    taken = Taken((helpers_allowed(), func), args, kwargs)
+    taken = Taken((helpers_allowed(), torch.get_default_dtype(), func), args, kwargs)
     if taken.foreign:
         args, kwargs = tree_map_only(TorchDTensor, as_ours, (args, dict(kwargs)))
         return run_on_lists(decide, func, args, kwargs)
@@ -256,7 +256,7 @@ def _learn(func: Op, args: Args, kwargs: Kwargs, taken: Taken, decided: _Decided
     specs = decided.specs
     operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor)]
     written = written_by(func, args, kwargs)
-    if specs is None or kept_form.asks(operands):
+    if specs is None or kept_form.asks(operands) or short.by_default_dtype(operands, specs):
         return
     if written_memory.asks_of(func, written) or (kernel_of(func, set()) and not is_linear(func)):
         return
@@ -269,7 +269,7 @@ def _learn(func: Op, args: Args, kwargs: Kwargs, taken: Taken, decided: _Decided
     found = short.ShortList(func._op, results, writes, several, is_counted, is_linear(func))
     helpers = taken.key[:1] if taken.plain else ()
     numbers = taken.numbers if decided.by_numbers else None
-    short.learn_list(func, (*taken.key[2:], *helpers), numbers, found)
+    short.learn_list(func, (*taken.key[3:], *helpers), numbers, found)
 
 
 def _stretches(func: Op, args: Args, kwargs: Kwargs) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,77 @@
+"""What an op returns is known by the call: by the types of its numbers and by what they are."""
+
+from itertools import permutations
+
+import torch
+
+import shardwright as sw
+from shardwright.remember import entries
+from shardwright.testing import forget
+from shardwright.testing.meshes import rank_mesh
+
+from .cases import close
+
+NUMBERS = (1, 1.0, True, 1 + 0j)
+WIDENED = {
+    "div": lambda x: x / 2,
+    "mul": lambda x: x * 1.5,
+    "pow": lambda x: x**0.5,
+    "sin": torch.sin,
+    "pair": lambda x: torch.div(x, x + 1),
+    "list": lambda x: torch._foreach_div([x, x], 2)[1],
+    "list of two": lambda x: torch._foreach_div([x], [x + 1])[0],
+}
+
+
+def _numbers_of_every_type():
+    mesh = rank_mesh((2,))
+    plain = torch.arange(8).view(4, 2)
+    x = sw.distribute_tensor(plain, mesh, [sw.Shard(0)])
+    for order in permutations(NUMBERS):
+        forget()
+        for number in order:
+            wanted = torch.full_like(plain, 2) * number
+            got = torch.full_like(x, 2) * number
+            assert got.dtype == got.to_local().dtype == wanted.dtype, number
+            close(got, wanted, f"{number}")
+
+
+def _other_widths():
+    mesh = rank_mesh((2,))
+    plain = torch.arange(8)
+    x = sw.distribute_tensor(plain, mesh, [sw.Shard(0)])
+    short = sw.distribute_tensor(plain[:6], mesh, [sw.Shard(0)])
+    for dtype in (torch.float32, torch.float64, torch.float32, torch.float16):
+        torch.set_default_dtype(dtype)
+        for name, call in WIDENED.items():
+            for ours, full in ((x, plain), (short, plain[:6])):
+                for _ in range(3):  # decided, known, known in C
+                    got = call(ours)
+                    assert got.dtype == sw.layout_of(got).dtype == got.to_local().dtype == dtype, name
+                close(got, call(full), name)
+                close(got.redistribute(mesh, [sw.Replicate()]) + 1, call(full) + 1, name)
+    torch.set_default_dtype(torch.float32)
+
+
+def _once_for_all_layouts():
+    """Another layout of operands is no other question."""
+    mesh = rank_mesh((2,))
+    counts = []
+    forget()
+    for placement in (sw.Shard(0), sw.Shard(1), sw.Replicate(), sw.Owner(1)):
+        x = sw.distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [placement])
+        close(torch.sin(x), torch.sin(torch.arange(8.0).view(4, 2)), str(placement))
+        counts.append(entries()["metadata of results"])
+    assert counts[0] == counts[-1] > 0, counts
+
+
+def test_numbers_of_other_types_give_other_dtypes_whichever_came_first(ranks):
+    ranks(2, _numbers_of_every_type)
+
+
+def test_the_default_dtype_is_part_of_the_call(ranks):
+    ranks(2, _other_widths)
+
+
+def test_a_call_is_asked_once_for_all_layouts(ranks):
+    ranks(2, _once_for_all_layouts)
