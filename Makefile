@@ -29,7 +29,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 RECIPE := pyproject.toml constraints.txt Makefile $(wildcard src/shardwright/*/*/*.c)
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID)
 TRAIN_FLAGS ?=
-PYTEST_FLAGS ?= -n 2 --dist loadfile
+# Files in their order: by the number of their tests, the last would be the ones with one that takes long.
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 LAWS_FLAGS ?=
 OPS_FLAGS ?= --all
 RULES_FLAGS ?=
