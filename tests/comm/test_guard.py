@@ -63,9 +63,9 @@ def test_the_environment_guards_a_whole_program_and_its_end(tmp_path):
         subprocess.Popen([*command, rank], env=environment, stderr=subprocess.PIPE, text=True)
         for rank in "01"
     ]
-    for process in running:
-        _, said = process.communicate(timeout=120)
-        assert process.returncode == 1
+    texts = [process.communicate(timeout=120)[1] for process in running]
+    for process, said in zip(running, texts, strict=True):
+        assert process.returncode == 1, said
         assert "are about to run different calls" in said
         assert ": ended" in said
         assert "f32[4@tp, 6] -> f32[4, 6]" in said

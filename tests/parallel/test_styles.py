@@ -182,7 +182,8 @@ def _without_names(place):
 
 @pytest.mark.parametrize("place", [parallelize_replicate, parallelize_fsdp])
 def test_a_mesh_of_one_axis_needs_no_name(ranks, place):
-    ranks(2, _without_names, place)
+    """On ranks of its own: on all meshes without names the axis is known from now on to be one of data."""
+    ranks(2, _without_names, place, fresh=True)
 
 
 def _twice(first, second):

@@ -49,7 +49,7 @@ def test_on_two_ranks(ranks, family, name):
         assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize(("family", "name"), one_in(4, CALLS))
+@pytest.mark.parametrize(("family", "name"), one_in(6, CALLS))
 def test_on_a_mesh_of_two_axes(ranks, family, name):
     for failures in ranks(4, _check, family, name):
         assert not failures, "\n".join(failures)
