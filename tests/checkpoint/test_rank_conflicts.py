@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwright.checkpoint import load, read_manifest, save
+from shardwright.checkpoint import async_save, load, load_hf, read_manifest, save, save_hf
 from shardwright.errors import CheckpointError
 from shardwright.testing import rank_mesh
 
@@ -91,6 +91,44 @@ def optimizer_values(path: Path) -> str:
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight] = {"same": 1, "mine": dist.get_rank()}
     return refusal(path, model, optimizer)
+
+
+def of_two_functions(folder: Path) -> dict[str, str]:
+    """Each rank calls another function, or the same in another format; then both save."""
+    model = nn.Linear(2, 2)
+    save(folder / "old", model)
+    save_hf(model, folder / "hf")
+    calls: dict[str, Callable[[Path], object]] = {
+        "save": lambda path: save(path, model),
+        "dcp": lambda path: save(path, model, format="dcp"),
+        "unknown": lambda path: save(path, model, format="pt"),  # type: ignore[arg-type]
+        "async": lambda path: async_save(path, model).wait(),
+        "hf": lambda path: save_hf(model, path),
+        "load": lambda _: load(folder / "old", model),
+        "load hf": lambda _: load_hf(model, folder / "hf"),
+    }
+    told: dict[str, str] = {}
+    for first, second in (
+        ("save", "dcp"), ("dcp", "async"), ("save", "hf"), ("dcp", "hf"), ("load", "save"),
+        ("load hf", "load"), ("save", "async"), ("unknown", "save"), ("unknown", "load"),
+    ):  # fmt: skip
+        path = folder / f"{first}, {second}"
+        with pytest.raises(CheckpointError) as error:
+            calls[second if dist.get_rank() else first](path)
+        told[path.name] = str(error.value)
+        dist.barrier()
+        assert not path.exists() or not [*path.iterdir()], path
+        save(folder / f"after {path.name}", model)
+    return told
+
+
+def test_ranks_that_call_other_functions_are_told_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    told, other = ranks(2, of_two_functions, tmp_path)
+    assert told == other
+    for name, text in told.items():
+        both = "rank 0 is " in text and "and rank 1 is " in text and "every rank calls the same" in text
+        assert both != (name == "unknown, save"), (name, text)
+        assert ("format='pt' is not known" in text) == ("unknown" in name), (name, text)
 
 
 def test_tensors_of_one_name_on_two_meshes_are_refused(ranks: Ranks, tmp_path: Path) -> None:

@@ -23,9 +23,14 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-class _Outcome(NamedTuple):
-    """What a rank has to tell: a result, or why there is none."""
+class OtherFunctionError(CheckpointError):
+    """Ranks call different functions: there is nothing more to agree on."""
 
+
+class _Outcome(NamedTuple):
+    """What a rank has to tell: what it was about to do, a result, or why there is none."""
+
+    doing: str
     result: Any
     reason: str
 
@@ -33,23 +38,38 @@ class _Outcome(NamedTuple):
 def agreed(what: str, function: Callable[[], T], group: Group = None) -> list[T]:
     """Run a function that holds no collective on every rank; their results, in rank order.
 
-    Raises: CheckpointError: the first failing rank's reason, the same text on every rank.
+    Args: what: what is done; its first word is the same on all ranks that do the same.
+    Raises: OtherFunctionError: ranks do not do the same. CheckpointError: the first failing rank's reason.
+        The same text on every rank.
     Cost: one all-gather of pickled results.
     """
     outcomes = _gather(_try(what, function), group)
     first = next((one.reason for one in outcomes if one.reason), "")
+    if difference := _difference(outcomes):
+        raise OtherFunctionError(f"{difference} ({first})" if first else difference)
     if first:
         raise CheckpointError(first)
     return [one.result for one in outcomes]
 
 
+def _difference(outcomes: list[_Outcome]) -> str:
+    """What a rank does that the first does not; "" where all do the same."""
+    for other, one in enumerate(outcomes):
+        if one.doing.split()[0] != outcomes[0].doing.split()[0]:
+            return (
+                f"rank 0 is {outcomes[0].doing}, and rank {other} is {one.doing}: every rank calls the same "
+                "function of checkpoints, in the same order and format"
+            )
+    return ""
+
+
 def _try(what: str, function: Callable[[], Any]) -> _Outcome:
     try:
-        return _Outcome(function(), "")
+        return _Outcome(what, function(), "")
     except ShardwrightError as error:
-        return _Outcome(None, str(error))
+        return _Outcome(what, None, str(error))
     except Exception as error:  # noqa: BLE001  a peer that does not hear of it would wait for ever
-        return _Outcome(None, f"{what} failed on rank {rank()}: {type(error).__name__}: {error}")
+        return _Outcome(what, None, f"{what} failed on rank {rank()}: {type(error).__name__}: {error}")
 
 
 def _gather(mine: _Outcome, group: Group) -> list[_Outcome]:

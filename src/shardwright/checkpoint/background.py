@@ -120,11 +120,10 @@ def async_save(
     (`shardwright.testing.forget()` frees it). Communicates on a process group of its own, which the first
     call makes.
     """
-    group = _group()
     everything = given(model, optimizer) | state
     with contextlib.ExitStack() as stack, no_collection():
         job = stack.enter_context(prepared(path, everything, extra, step, config, _finish_last))
-        taken = _taken()
+        group, taken = _group(), _taken()
         _copy(job, taken)
         saving = AsyncSave(job, stack.pop_all(), group, taken)
     _under_way["last"] = saving

@@ -235,7 +235,7 @@ def _prepare(
         return tell(held, copies), begun[0].id if begun else "", told, place
 
     with no_collection():
-        told = agreed("preparing the checkpoint", first)
+        told = agreed("preparing the checkpoint" if before is None else "staging the checkpoint", first)
         job = Job(place, told[0][1], planned([one[0] for one in told], held), collected, told[0][2])
     job.saving, job.of_first = begun[0] if begun else None, told[0][3]
     job.begun = before is None

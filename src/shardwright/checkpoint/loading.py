@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import change
-from shardwright.checkpoint.agree import agreed, rank, world
+from shardwright.checkpoint.agree import OtherFunctionError, agreed, rank, world
 from shardwright.checkpoint.change import Change
 from shardwright.checkpoint.collect import EXTRA
 from shardwright.checkpoint.compare import Identity, refuse_differences
@@ -58,6 +58,8 @@ def loaded(path: Place | str, only: Only, state: Mapping[str, Any], *, in_place:
         loading = Loading(path, only, in_place)
         try:
             return loading.run(state)
+        except OtherFunctionError:
+            raise
         except CheckpointError:
             if not loading.replaced():
                 raise

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwright.checkpoint.agree import agreed
 from shardwright.checkpoint.job import about_run, prepared
 from shardwright.checkpoint.others.dcp_export import save_for_torch
 from shardwright.checkpoint.state import given
@@ -61,10 +63,15 @@ def save(
     beside tensors that lie on the CPU in one piece, 8 MiB beside others.
     """
     everything = given(model, optimizer) | state
-    if format == "dcp":
+    wanted: str = format
+    if wanted == "dcp":
         return save_for_torch(path, everything, extra, about_run(step, config))
-    if format != "shardwright":
-        raise CheckpointError(f"format={format!r} is not known: 'shardwright' or 'dcp'")
+    if wanted != "shardwright":
+        agreed("preparing the checkpoint", partial(_refuse, format))
     with prepared(path, everything, extra, step, config) as job:
         job.finish()
     return job.path
+
+
+def _refuse(format: str) -> None:  # noqa: A002
+    raise CheckpointError(f"format={format!r} is not known: 'shardwright' or 'dcp'")

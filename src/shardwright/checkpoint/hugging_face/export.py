@@ -62,15 +62,15 @@ def save_hf(
         made.append(_Export(model, folder_of(folder), listed(maps), max_shard_size))
         return made[0].plan()
 
-    plans = agreed(f"writing {folder}", first)
+    plans = agreed(f"exporting {folder} for Hugging Face", first)
     export, folder = made[0], made[0].folder
     export.key, alike = plans[0][0], [one for _, one in plans]
     if differing := alike[0].union(*alike) - alike[0].intersection(*alike):
         raise CheckpointError(f"{min(differing)[0]} differs between ranks: make it equal first (broadcast)")
     export.stream()
     try:
-        agreed(f"writing {folder}", export.finish)
-        agreed(f"writing {folder}", export.name_all)
+        agreed(f"exporting {folder} for Hugging Face", export.finish)
+        agreed(f"exporting {folder} for Hugging Face", export.name_all)
     except CheckpointError:
         export.clean()
         raise

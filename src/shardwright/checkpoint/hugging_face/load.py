@@ -67,10 +67,10 @@ def load_hf(
         made.append(_Loading(model, there, listed(maps), torch.device(device), dict(buffers or {})))
         made[0].compare()
 
-    agreed(f"reading {folder}", first)
+    agreed(f"importing {folder}", first)
     loading = made[0]
     try:
-        agreed(f"reading {folder}", loading.read)
+        agreed(f"importing {folder}", loading.read)
     finally:
         loading.reader.close()
     loading.change()

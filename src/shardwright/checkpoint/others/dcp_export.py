@@ -42,7 +42,7 @@ def save_for_torch(where: Place | str, state: Mapping[str, Any], extra: Any, abo
     Raises: CheckpointError: on every rank: as `save`; also where something stands at `path`, or a value
     differs between ranks, for torch's format has room for one.
     """
-    path = agreed("preparing the checkpoint", lambda: folder_of(where))[rank()]
+    path = agreed("converting the checkpoint for torch", lambda: folder_of(where))[rank()]
     locked: list[int] = []
     try:
         nests = _prepared(path, state, extra, about, locked)
@@ -89,8 +89,8 @@ def _prepared(
         about_run = {name: told[0][1][name] for name in ("step", "config")}
         nests = as_torch_nests([one[0] for one in told], pieces, about_run)
 
-    told = agreed("preparing the checkpoint", first)
-    agreed("preparing the checkpoint", then)
+    told = agreed("converting the checkpoint for torch", first)
+    agreed("converting the checkpoint for torch", then)
     return nests
 
 
