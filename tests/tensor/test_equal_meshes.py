@@ -38,6 +38,25 @@ def _of_two_roots():
             close(torch.stack([x.sum(), y.sum()]), torch.stack([_A.sum(), _B.sum()]))
 
 
+def _of_ranks_in_another_order():
+    """torch sorts the ranks of a group: a rank's place there is not its coord."""
+    mesh = sw.DeviceMesh("cpu", [1, 0], mesh_dim_names=("back",))
+    coord, rank = mesh.get_coordinate()[0], dist.get_rank()
+    for source in (None, 0, 1):
+        for placement in (sw.Shard(0), sw.Shard(1), sw.Ragged((1, 3)), sw.Replicate()):
+            own = _A + rank * (source is not None)
+            x = sw.distribute_tensor(own, mesh, [placement], src_data_rank=source)
+            wanted = _A if source is None else _A + (1 - source)
+            for made, value in zip(_made_of(x), _made_of_plain(wanted), strict=True):
+                close(made, value)
+    uneven = sw.local_map(lambda x: x[: 1 if coord else 2], out_placements=[sw.Shard(0)])
+    close(uneven(sw.distribute_tensor(_A, mesh, [sw.Shard(0)])), _A[:3])
+
+
+def _made_of_plain(x):
+    return (x, x * 2, x.sum(), x[1:3], x @ x.t(), x)
+
+
 def test_a_tensor_on_a_slice_leads_back_to_its_own_mesh(ranks):
     ranks(4, _of_two_roots)
 
@@ -94,3 +113,7 @@ def _worlds(folder: str) -> None:
 
 def test_a_world_that_is_made_again_is_another(ranks, tmp_path):
     ranks(2, _worlds, str(tmp_path), fresh=True)
+
+
+def test_a_mesh_has_its_ranks_in_its_own_order(ranks):
+    ranks(2, _of_ranks_in_another_order)

@@ -83,6 +83,10 @@ class MeshShape:
         """The rank at these coords."""
         return self.ranks[self.index_at(coords)]
 
+    def line(self, coords: Coords, axis: int) -> list[int]:
+        """The ranks along an axis through these coords, by coord; torch sorts them in the axis' group."""
+        return [self.rank_at((*coords[:axis], c, *coords[axis + 1 :])) for c in range(self.sizes[axis])]
+
     def __eq__(self, other: object) -> bool:
         """Equal: the same axes, sizes and ranks."""
         if self is other:

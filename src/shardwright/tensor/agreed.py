@@ -22,6 +22,7 @@ from shardwright.index.stride import contiguous_stride
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.placement.base import OWN_CLASSES, Partition
+from shardwright.tensor.spec import coords_of
 
 _DIMS = 64  # torch's limit
 _SHOWN = 8
@@ -49,15 +50,17 @@ def told_by_all(local: torch.Tensor, mesh: DeviceMesh, said: object, reason: str
     row = [_DTYPES.index(local.dtype), digest, local.dim(), *local.shape]
     mine = torch.tensor(row + [0] * (_DIMS + 3 - len(row)), dtype=torch.int64, device=mesh.device_type)
     rows = mine.reshape(1, -1)
+    shape, coords = as_mesh_shape(mesh), coords_of(mesh)
     for axis in reversed(range(mesh.ndim)):
-        if mesh.size(axis) > 1:
-            parts = [rows.clone() for _ in range(mesh.size(axis))]
+        if mesh.size(axis) > 1 and coords is not None:
+            group = mesh.get_group(axis)
+            parts = {rank: rows.clone() for rank in dist.get_process_group_ranks(group)}
             with because(reason):
-                dist.all_gather(parts, rows, group=mesh.get_group(axis))
-            rows = torch.cat(parts)
+                dist.all_gather(list(parts.values()), rows, group=group)
+            rows = torch.cat([parts[rank] for rank in shape.line(coords, axis)])
     return [
-        Held(rank, tuple(shape[:ndim]), _DTYPES[dtype], digest)
-        for rank, (dtype, digest, ndim, *shape) in zip(as_mesh_shape(mesh).ranks, rows.tolist(), strict=True)
+        Held(rank, tuple(sizes[:ndim]), _DTYPES[dtype], digest)
+        for rank, (dtype, digest, ndim, *sizes) in zip(shape.ranks, rows.tolist(), strict=True)
     ]
 
 

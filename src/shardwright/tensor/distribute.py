@@ -106,15 +106,17 @@ def _from_source(
     axis send nothing before.
     """
     groups = {axis: mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1}
-    roots = {axis: dist.get_global_rank(group, source) for axis, group in groups.items()}
+    lines = {axis: layout.mesh_shape.line(coords, axis) for axis in groups}
     later = set(groups)
     for step in sorted(layout.applied, key=lambda step: step.placement.is_replicated):
         coord, axes = step.coord(coords), later.intersection(step.axes)
         later -= axes
-        ways = [] if any(coords[axis] != source for axis in later) else [(roots[a], groups[a]) for a in axes]
+        ways = [(lines[a][source], groups[a]) for a in axes]
+        if any(coords[axis] != source for axis in later):
+            ways = []
         with because("distribute_tensor"):
             if step.partition is not None and len(ways) == 1 and not _little_for_many(full, step):
-                full = _scattered(full, step, coord, *ways[0])
+                full = _scattered(full, step, coord, lines[axes.pop()], *ways[0])
             else:
                 whole = broadcast(full, ways)
                 full = _apart(step.split(whole, coord), whole)
@@ -127,7 +129,7 @@ def _little_for_many(full: torch.Tensor, step: Applied) -> bool:
 
 
 def _scattered(
-    full: torch.Tensor, step: Applied, coord: int, root: int, group: dist.ProcessGroup
+    full: torch.Tensor, step: Applied, coord: int, line: list[int], root: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """This coord's piece of the root's tensor. Backends scatter rows of one length: that of the longest."""
     mine, shape = torch.empty_like(step.split(full, coord)), tuple(full.shape)
@@ -135,7 +137,8 @@ def _scattered(
     longest = max(prod(step.local_shape(shape, c)) for c in coords)
     run, rows = full.new_empty(longest), None
     if dist.get_rank() == root:
-        rows = [bits(_row(piece, longest)) for piece in _pieces(full, step)]
+        pieces = dict(zip(line, _pieces(full, step), strict=True))
+        rows = [bits(_row(pieces[rank], longest)) for rank in dist.get_process_group_ranks(group)]
     if longest:
         dist.scatter(bits(run), rows, root, group)
     return mine.copy_(run[: mine.numel()].view(mine.shape))
