@@ -53,6 +53,16 @@ def _other_widths():
     torch.set_default_dtype(torch.float32)
 
 
+def _deterministic():
+    """torch's functions for tensors without data refuse these as CUDA does; CPUs take them."""
+    x, mesh = torch.arange(8.0).view(4, 2), rank_mesh((2,))
+    torch.use_deterministic_algorithms(True)
+    for op in (lambda x: x.median(1)[0], lambda x: x.nanmedian(1)[0], lambda x: x.mode(1)[0], torch.histc):
+        close(op(sw.distribute_tensor(x, mesh, [sw.Shard(0)])), op(x))
+    assert torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+
+
 def _once_for_all_layouts():
     """Another layout of operands is no other question."""
     mesh = rank_mesh((2,))
@@ -75,3 +85,7 @@ def test_the_default_dtype_is_part_of_the_call(ranks):
 
 def test_a_call_is_asked_once_for_all_layouts(ranks):
     ranks(2, _once_for_all_layouts)
+
+
+def test_what_a_cpu_does_deterministically_is_not_refused(ranks):
+    ranks(2, _deterministic)

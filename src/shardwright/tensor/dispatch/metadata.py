@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import reduce
 from types import NoneType
 from typing import Any
@@ -79,6 +80,9 @@ _OWN: dict[str, Callable[..., Any]] = {
 # What calls were found to return, whatever the layouts of their operands were.
 _MOST = 16384
 _KNOWN: dict[Any, tuple[TensorInfo | None, ...]] = memo("metadata of results", {})
+# Their functions for tensors without data speak for CUDA: they refuse what CPUs take under
+# `torch.use_deterministic_algorithms`.
+_SPEAK_FOR_CUDA = frozenset({"aten::histc", "aten::median", "aten::mode", "aten::nanmedian"})
 _BY_VALUE = frozenset({
     NoneType, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
 })  # fmt: skip
@@ -129,7 +133,8 @@ def _infos(func: Op, args: Args, kwargs: Kwargs) -> tuple[TensorInfo | None, ...
             meta_kwargs["device"] = torch.device("meta")
         try:  # NotImplementedError is how torch says that an op has no kernel without data
             _refuse_what_does_not_fit(func, args, meta_args, meta_kwargs)
-            out = _without_data(func)(*meta_args, **meta_kwargs)
+            with _nothing_refused() if _speaks_for_another(func, args, kwargs) else nullcontext():
+                out = _without_data(func)(*meta_args, **meta_kwargs)
             out = as_kernels_put_them(func, meta_args, meta_kwargs, out, _device(args, kwargs))
         except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
             if not func._schema.returns:
@@ -164,6 +169,24 @@ def _refuse_what_does_not_fit(
 def _without_data(func: Op) -> Callable[..., Any]:
     """What makes the results of an op from operands without data."""
     return _OWN.get(func._schema.name, func)
+
+
+def _speaks_for_another(func: Op, args: Args, kwargs: Kwargs) -> bool:
+    return func._schema.name in _SPEAK_FOR_CUDA and _device(args, kwargs) == "cpu"
+
+
+@contextmanager
+def _nothing_refused() -> Iterator[None]:
+    """Nothing is, for not being deterministic: the kernel has the word."""
+    asked, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(asked, warn_only=warns)
 
 
 def _device(args: Args, kwargs: Kwargs) -> str:
