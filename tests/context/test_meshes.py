@@ -7,10 +7,11 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from shardwright.compat import union_mesh
 from shardwright.context import (
     BATCH_DOMAIN,
     DENSE_DOMAIN,
@@ -246,3 +247,17 @@ def test_a_domain_for_worlds_of_another_size_stops_only_who_asks_for_it(ranks):
     size, message = ranks(2, _unfit_domain, fresh=True)[1]
     assert size == 2
     assert "spans 4 ranks, but the world has 2" in message
+
+
+def _joins(parameters, outermost_first):
+    regular = parameters.build().mesh_for(REGULAR_DOMAIN)
+    joined = union_mesh([regular[name] for name in reversed(outermost_first)])
+    assert joined == regular[outermost_first], joined
+    named = init_device_mesh("cpu", tuple(regular[outermost_first].shape), mesh_dim_names=outermost_first)
+    assert union_mesh([named[name] for name in reversed(outermost_first)]) == named
+
+
+@pytest.mark.parametrize("degree", ["context_parallel_shard", "tensor_parallel"])
+def test_axes_of_one_rank_are_joined_where_a_slice_of_the_mesh_has_them(ranks, degree):
+    """Else tensor and context parallelism leave a model on a mesh that no slice of the user's is."""
+    ranks(2, _joins, DeviceMeshParameters(**{degree: 2}), ("cp_shard", "tp"))

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.compat import add_view
+
 Partition = tuple[tuple[int, ...], ...]
 
 
@@ -51,6 +53,7 @@ class GroupCache:
         again per domain.
         """
         mesh._root_mesh = self.root
+        add_view(self.root, mesh)
         getattr(self.root, "_pg_registry", {}).update(getattr(mesh, "_pg_registry", {}))
         return mesh
 
