@@ -15,11 +15,14 @@ from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer
 from shardwright.parallel import (
     ToLocalParallel,
+    logical_dropout,
     parallelize_expert_parallel,
     parallelize_fsdp,
     parallelize_hsdp,
+    parallelize_pipeline,
     parallelize_replicate,
 )
+from shardwright.parallel.expert import check_layer
 from shardwright.testing.meshes import rank_mesh
 
 from .models import (
@@ -168,6 +171,27 @@ def test_what_a_strategy_cannot_take_is_refused_with_the_module_unchanged(ranks)
     )
     assert texts["hsdp"] == "parallelize_hsdp: the mesh has no axis 'dp_shard'; its axes are ('dp', 'tp')"
     assert "'dp_cp_shard'" in texts["hsdp default"]
+
+
+def _in_another_order():
+    """Also on the ranks whose own slice ascends."""
+    mesh = sw.DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("dp", "tp"))
+    model = tricky()
+    given = {
+        "parallelize_fsdp": lambda: parallelize_fsdp(model, mesh["tp"]),
+        "parallelize_hsdp": lambda: parallelize_hsdp(model, mesh, shard_dim="tp"),
+        "logical_dropout": lambda: logical_dropout(model, mesh["tp"]),
+        "parallelize_pipeline": lambda: parallelize_pipeline(model, mesh["tp"], ["norm"]),
+        "expert parallelism": lambda: check_layer(model, mesh, "tp"),
+    }
+    return {name: _refused(call, model) for name, call in given.items()}
+
+
+def test_an_axis_whose_ranks_do_not_ascend_is_refused_where_places_in_its_group_count(ranks):
+    """torch sorts the ranks of a group: the part of one rank would be taken for that of another."""
+    for texts in ranks(4, _in_another_order):
+        for name, text in texts.items():
+            assert "the ranks of axis 'tp' do not ascend in [[3, 1], [0, 2]]" in text, name
 
 
 def _without_names(place):

@@ -11,7 +11,7 @@ from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
 from shardwright.moe.cut_tokens import computes_locally
 from shardwright.moe.layer import MoELayer
-from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.meshes import named_axes, refuse_other_order
 from shardwright.parallel.pipeline.mark import is_cut
 from shardwright.parallel.place import place_parameters
 from shardwright.parallel.swap import put_all
@@ -63,6 +63,7 @@ def check_layer(module: nn.Module, mesh: DeviceMesh, axis: str) -> None:
     axes = named_axes(mesh, "expert parallelism", module)
     if axis not in axes:
         raise ParallelError(f"expert parallelism: the mesh has no axis {axis!r}; its axes are {axes}")
+    refuse_other_order(mesh, axis, "expert parallelism")
     if not isinstance(module, MoELayer):
         raise ParallelError(
             f"expert parallelism: {type(module).__name__} is no MoELayer; name the MoELayers in the plan"

@@ -30,7 +30,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of
 from shardwright.layout.strided import same_regions
 from shardwright.parallel.direct_calls import serve_direct_calls
-from shardwright.parallel.meshes import is_other_view, named_axes, refuse_twice
+from shardwright.parallel.meshes import is_other_view, named_axes, refuse_other_order, refuse_twice
 from shardwright.parallel.place import local_plain, place_parameters
 from shardwright.parallel.several import Modules, follow_several, members, one_unit
 from shardwright.parallel.sharded_traffic import record_sharded_traffic
@@ -91,6 +91,7 @@ def shard_over(
     for each in members(module):
         _refuse_unit(each, axes[-1])
         _refuse_container(each)
+    refuse_other_order(mesh, axes[-1], "parallelize_fsdp")
     shard_mesh = on_axes(mesh, axes[-1:])
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
     left_alone = {s.get() for s in slots if _elsewhere(s.get(), mesh)}

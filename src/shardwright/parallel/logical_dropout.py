@@ -20,7 +20,7 @@ from shardwright.compat.dynamo import compiles_what_is_called
 from shardwright.context.randomness import LOGICAL
 from shardwright.errors import ParallelError, RuleError
 from shardwright.layout.mesh_shape import as_mesh_shape
-from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.meshes import named_axes, refuse_other_order
 from shardwright.tensor.random.logical_mode import LogicalMode
 from shardwright.tensor.random.mode import random_mode
 from shardwright.tensor.random.rows import BatchRows, enter, leave
@@ -62,6 +62,7 @@ def logical_dropout(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         raise ParallelError(
             f'logical_dropout takes one axis, got {axes}; take context.mesh_for("batch")["dp"]'
         )
+    refuse_other_order(mesh, axes[0], "logical_dropout")
     for path, child in module.named_modules():
         if hasattr(child, LOGICAL):
             raise ParallelError(

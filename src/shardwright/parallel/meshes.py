@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import axis_names
+from shardwright.compat import axis_names, root_mesh
 from shardwright.errors import ParallelError
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.modules.more_axes import shared_ranks
@@ -43,6 +43,21 @@ def named_axes(mesh: DeviceMesh, verb: str, module: object = None) -> tuple[str,
                 f"{axis_names(stages.mesh)[0]!r}, thus other layers\n  fix: slice the mesh: mesh['dp']"
             )
     return axis_names(mesh)
+
+
+def refuse_other_order(mesh: DeviceMesh, axis: str, verb: str) -> None:
+    """Raise ParallelError where ranks do not ascend along the axis; on all ranks, also for a slice.
+
+    torch sorts the ranks of a group, and what counts places there would give a rank the part of another.
+    """
+    root = root_mesh(mesh)
+    of = root if axis in axis_names(root) else mesh
+    ranks = of.mesh.movedim(axis_names(of).index(axis), -1)
+    if bool((ranks.diff(dim=-1) < 0).any()):
+        raise ParallelError(
+            f"{verb}: the ranks of axis {axis!r} do not ascend in {of.mesh.tolist()}, and torch sorts those "
+            "of a group\n  fix: make the mesh of ranks that ascend along it, as init_device_mesh does"
+        )
 
 
 def refuse_twice(path: str, placed: DTensor, axes: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import ParallelError
-from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.meshes import named_axes, refuse_other_order
 from shardwright.parallel.pipeline.mark import ATTRIBUTE
 from shardwright.parallel.pipeline.places import VERB, Stages, read_places
 from shardwright.parallel.pipeline.schedules import rank_of_stage
@@ -45,6 +45,7 @@ def parallelize_pipeline(
     axes = named_axes(mesh, VERB, module)
     if len(axes) != 1:
         raise ParallelError(f"{VERB} takes one axis, got {axes}; slice the mesh: mesh['pp']")
+    refuse_other_order(mesh, axes[0], VERB)
     refuse_placed(module, mesh)
     places = read_places(module, cuts, stages or {})
     take_apart(module, mesh, places, rank_of_stage(places.stages, mesh.size()))

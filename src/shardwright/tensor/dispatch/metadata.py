@@ -133,7 +133,8 @@ def _infos(func: Op, args: Args, kwargs: Kwargs) -> tuple[TensorInfo | None, ...
             meta_kwargs["device"] = torch.device("meta")
         try:  # NotImplementedError is how torch says that an op has no kernel without data
             _refuse_what_does_not_fit(func, args, meta_args, meta_kwargs)
-            with _nothing_refused() if _speaks_for_another(func, args, kwargs) else nullcontext():
+            another = func._schema.name in _SPEAK_FOR_CUDA and _speaks_for_another(args, kwargs)
+            with _nothing_refused() if another else nullcontext():
                 out = _without_data(func)(*meta_args, **meta_kwargs)
             out = as_kernels_put_them(func, meta_args, meta_kwargs, out, _device(args, kwargs))
         except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
@@ -171,22 +172,19 @@ def _without_data(func: Op) -> Callable[..., Any]:
     return _OWN.get(func._schema.name, func)
 
 
-def _speaks_for_another(func: Op, args: Args, kwargs: Kwargs) -> bool:
-    return func._schema.name in _SPEAK_FOR_CUDA and _device(args, kwargs) == "cpu"
+def _speaks_for_another(args: Args, kwargs: Kwargs) -> bool:
+    return torch.are_deterministic_algorithms_enabled() and _device(args, kwargs) == "cpu"
 
 
 @contextmanager
 def _nothing_refused() -> Iterator[None]:
     """Nothing is, for not being deterministic: the kernel has the word."""
-    asked, warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(asked, warn_only=warns)
+        torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
 def _device(args: Args, kwargs: Kwargs) -> str:
