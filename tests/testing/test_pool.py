@@ -241,6 +241,11 @@ def test_a_rank_has_one_thread_and_runs_parallel_ops(ranks):
     assert ranks(4, parallel_op) == [(1, 400.0**3)] * 4
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policy")
+def test_a_rank_that_wakes_interrupts_no_other(ranks):
+    assert ranks(2, os.sched_getscheduler, 0) == [os.SCHED_BATCH] * 2
+
+
 def test_a_mesh_is_made_once_per_rank(ranks):
     first, second = ranks(4, mesh_group_count), ranks(4, mesh_group_count)
     assert first == second
