@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from shardwright.compat import union_mesh
+from shardwright.compat.joined_meshes import union_mesh
 from shardwright.context import (
     BATCH_DOMAIN,
     DENSE_DOMAIN,

@@ -49,7 +49,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 from shardwright.compat.dynamo import TorchDispatchMode as TorchDispatchMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
@@ -350,42 +350,6 @@ def _order_names(entries: Any, names: tuple[str, ...]) -> tuple[str, ...] | None
     order = [axis for entry in entries for axis in entry.mesh_dims]
     order += [axis for axis in range(len(names)) if axis not in order]
     return tuple(names[axis] for axis in order)
-
-
-def union_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the axes of several sub-meshes of one root, outermost axis first.
-
-    An axis of one rank is neither inside nor outside of others: it stands where the mesh that all were sliced
-    from has it (so that the user's own slice is the same mesh), or where it was given.
-    Cost: none, the process groups of the axes are kept. Source: torch's own FSDP joins meshes in this way.
-    """
-    axes = {name: on_axes(mesh, (name,)) for mesh in meshes for name in axis_names(mesh)}
-    outermost_first = sorted((name for name in axes if axes[name].size() > 1), key=lambda n: -_step(axes[n]))
-    names = next(_sliced_from(root_mesh(meshes[0]), set(axes), outermost_first), None)
-    if names is None:
-        given = iter(outermost_first)
-        names = [next(given) if axis.size() > 1 else name for name, axis in axes.items()]
-    ordered = [axes[name] for name in names]
-    return ordered[0] if len(ordered) == 1 else DeviceMesh._concatenate(ordered)
-
-
-def add_view(root: DeviceMesh, mesh: DeviceMesh) -> None:
-    """Remember that `mesh` names axes of the root anew: what torch slices from it knows the root only."""
-    root._views = (*getattr(root, "_views", ()), axis_names(mesh))  # type: ignore[attr-defined]
-
-
-def _sliced_from(root: DeviceMesh, wanted: set[str], outermost_first: list[str]) -> Iterator[list[str]]:
-    """The wanted axes in the order of each mesh of this root that has them, and has the larger ones so."""
-    for view in (axis_names(root), *getattr(root, "_views", ())):
-        names = [name for name in view if name in wanted]
-        if len(names) == len(wanted) and [n for n in names if n in outermost_first] == outermost_first:
-            yield names
-
-
-def _step(axis: DeviceMesh) -> int:
-    """How far apart neighbours on the axis are in the numbering of ranks."""
-    first, second = axis.mesh.flatten()[:2].tolist()
-    return int(second - first)
 
 
 def before_each_call(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.compat import add_view
+from shardwright.compat.joined_meshes import add_view
 
 Partition = tuple[tuple[int, ...], ...]
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import axis_names, on_axes, tree_leaves, union_mesh
+from shardwright.compat import axis_names, on_axes, tree_leaves
 from shardwright.compat.fully_shard import (
     FsdpParameter,
     begin_at_the_root,
@@ -25,6 +25,7 @@ from shardwright.compat.fully_shard import (
 )
 from shardwright.compat.fully_shard_shown import show_sharded_between
 from shardwright.compat.fully_shard_views import begin_before_bases
+from shardwright.compat.joined_meshes import union_mesh
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.compat import axis_names, union_mesh
+from shardwright.compat import axis_names
+from shardwright.compat.joined_meshes import union_mesh
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.tensor.distribute import distribute_tensor
