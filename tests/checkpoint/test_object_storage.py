@@ -34,6 +34,8 @@ from shardwright.checkpoint import (
     verify,
 )
 from shardwright.checkpoint.storage import commit
+from shardwright.checkpoint.storage.place import Address
+from shardwright.checkpoint.storage.stores.objects import ObjectStore
 from shardwright.cli import main
 from shardwright.errors import CheckpointError
 from tests.checkpoint.faults import damage, objects
@@ -198,6 +200,39 @@ def test_a_planted_commit_without_a_second_copy_goes_red(monkeypatch: pytest.Mon
     monkeypatch.setattr(commit, "finished", lambda _, content: content)
     monkeypatch.setattr("shardwright.checkpoint.storage.manifest.cut_short", lambda *_: False)
     assert any(why for _, why in objects.cut_manifests())
+
+
+def test_a_listing_that_lags_behind_loses_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did not show the manifest yet, and its files were removed as those of a save that had failed."""
+    real = MemoryFileSystem.ls
+
+    def late(self: Any, path: str, **kwargs: Any) -> Any:
+        return [one for one in real(self, path, **kwargs) if not one["name"].endswith("/manifest.json")]
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", late)
+    path = objects.empty()
+    damage.saved(path, 1.0)
+    assert damage.outcome(path, (1.0,)) == "right"
+    commit.Saving(Address(path)).abandon()
+    assert damage.outcome(path, (1.0,)) == "right"
+    damage.saved(path, 2.0)
+    assert damage.outcome(path, (2.0,)) == "right"
+    monkeypatch.setattr(ObjectStore, "has", lambda self, name: name != "manifest.json")  # nor does this
+    damage.saved(objects.empty(), 3.0)
+    monkeypatch.undo()
+    assert damage.outcome(path, (3.0,)) == "right"
+
+
+def test_where_nothing_may_be_removed_a_save_is_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manifest was whole under its name, and the save said that it had failed."""
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Access denied")
+
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", refused)
+    path = objects.empty()
+    damage.saved(path, 1.0)
+    assert damage.outcome(path, (1.0,)) == "right"
 
 
 def test_a_save_that_goes_on_is_never_seen_as_a_checkpoint(tmp_path: Path) -> None:

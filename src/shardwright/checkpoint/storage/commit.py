@@ -13,7 +13,15 @@ import secrets
 import warnings
 from collections.abc import Sequence
 
-from shardwright.checkpoint.storage.folder_names import DATA, REMOVING, Content, Journal, leftovers, look
+from shardwright.checkpoint.storage.folder_names import (
+    DATA,
+    REMOVING,
+    Content,
+    Journal,
+    is_committed,
+    leftovers,
+    look,
+)
 from shardwright.checkpoint.storage.manifest import NAME, Head
 from shardwright.checkpoint.storage.owner import saves_here, this_process
 from shardwright.checkpoint.storage.place import Place
@@ -74,13 +82,24 @@ class Saving:
         store.write(f"manifest-{self.id}.new", text)
         store.sync()
         hold.check()
-        store.rename(f"manifest-{self.id}.new", NAME)
-        self._renamed = True
+        self._rename()
         store.sync()
-        # The checkpoint counts from here on; what is left to do, the next save does if this one cannot.
+        # The checkpoint counts from here on; what is left to do, the next save does if this one cannot. A
+        # storage that does not show it yet would have its files taken for those of a save that failed.
         with contextlib.suppress(OSError):
-            tidy(store, look(store), self.id, alone=hold.alone)
+            content = look(store)
+            if content.manifest is not None and content.manifest.id == self.id:
+                tidy(store, content, self.id, alone=hold.alone)
         self.close()
+
+    def _rename(self) -> None:
+        """Give the manifest its name. Where that is no one instant, an error may come after it has it."""
+        try:
+            self._store.rename(f"manifest-{self.id}.new", NAME)
+        except OSError:
+            if self._store.renames or not is_committed(self._store, self.id):
+                raise
+        self._renamed = True
 
     def abandon(self) -> None:
         """Remove what this save wrote, as far as the disk lets it, and let the folder go."""

@@ -92,13 +92,13 @@ def look(store: Store) -> Content:
 
     Names come first, then journals, then the manifest. A journal is written before the data of its save and
     goes after it: data that is named without a journal is of a save that has ended, and is the checkpoint's,
-    if the manifest that is read afterwards says so.
+    if the manifest that is read afterwards says so. That is asked for by name, for a listing may lag behind.
     """
     content = Content(store.names())
     for name in content.names:
         if SAVING.fullmatch(name):
             content.journals[name] = _read_journal(store, name)
-    if NAME in content.names:
+    if NAME in content.names or store.has(NAME):
         content.committed = True
         _look_at_manifest(store, content)
     return content
@@ -209,7 +209,7 @@ def _cut(store: Store, content: Content, alone: bool) -> Iterator[str]:
     for name in content.names:
         journal = SAVING.fullmatch(name)
         start = b"" if journal is None else json.dumps({"format": _JOURNAL, "id": journal[1]}).encode()[:-1]
-        removal = not store.renames and REMOVING.fullmatch(name) and NAME in content.names
+        removal = not store.renames and REMOVING.fullmatch(name) and content.committed
         if (
             (journal and alone and content.journals[name] is None and _begins(store, name, start))
             or (alone and NEW.fullmatch(name) and store.size(name) == 0)
