@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -178,6 +179,25 @@ def test_maps_compose_and_are_read_backwards(ranks: Ranks, tmp_path: Path, dims:
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == file.keys()
     assert all(torch.equal(written[name], file[name]) for name in file)
+
+
+@pytest.mark.parametrize(
+    ("maps", "words"),
+    [
+        (stack("weight", "w.{index}"), "weight is one element"),
+        (join("weight", ("a", "b"), dim=1), "says no parts of that"),
+        (rename("(", "w"), "is no map of weight: missing )"),
+        (rename("weight", r"\2"), "is no map of weight: invalid group"),
+        (["weight"], "'weight' is no map: rename"),
+        (None, "maps=None is no map"),
+    ],
+)
+def test_a_map_that_says_nothing_of_a_tensor_is_named(tmp_path: Path, maps: Any, words: str) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(CheckpointError, match=f"^[^\n]*{re.escape(words)}"):
+        save_hf(model, tmp_path, maps=maps)
+    assert not list(tmp_path.iterdir())
 
 
 def refused(folder: Path, model: nn.Module) -> str:

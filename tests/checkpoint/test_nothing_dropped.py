@@ -103,6 +103,17 @@ def test_extra_state_may_be_large_tensors(tmp_path: Path) -> None:
     assert torch.equal(other[1].kept["a"]["b"], -large)
 
 
+def test_extra_state_of_a_module_of_two_names_and_a_tensor_of_its_name_are_there(tmp_path: Path) -> None:
+    """The first was refused for its second name, the second was neither saved nor missed."""
+    model, other = ({"a": one, "b": one, "plain": nn.Module()} for one in (Keeping(1), Keeping(2)))
+    for value, modules in enumerate((model, other)):
+        modules["plain"].register_buffer("_extra_state", torch.full((2,), float(value)))
+    save(tmp_path / "c", nn.ModuleDict(model))
+    load(tmp_path / "c", nn.ModuleDict(other))
+    assert other["b"].kept == 1
+    assert other["plain"].get_buffer("_extra_state").tolist() == [0.0, 0.0]
+
+
 class Deriving(nn.Module):
     """It derives a value from its weight whenever that has been loaded."""
 

@@ -128,7 +128,7 @@ def test_arguments_of_one_rank_that_are_wrong_are_refused_on_all(ranks: Ranks, t
     assert all("None is no path" in text for text in (*others, hf, to_hf))
     assert len(others) == 4
     assert "only=3" in patterns
-    assert "failed on rank 1: TypeError" in maps
+    assert "maps=None is no map" in maps
     assert "own-1, which rank 0 made as" in apart
     assert not (tmp_path / "n").exists()
 
@@ -207,8 +207,12 @@ class TestChoice:
         }
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "a\0b"], ids=["long", "zero"])
-def test_a_name_that_no_folder_has_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("x" * 300, "too long"), ("a\0b", "a byte of zero"), ("a\ud800", "utf-8 here, which has no such")],
+    ids=["long", "zero", "half"],
+)
+def test_a_name_that_no_folder_has_is_refused(tmp_path: Path, name: str, why: str) -> None:
     for use in (
         lambda: save(name, extra=1),
         lambda: choose(tmp_path, name),
@@ -216,7 +220,18 @@ def test_a_name_that_no_folder_has_is_refused(tmp_path: Path, name: str) -> None
         lambda: convert(name, tmp_path / "c"),
         lambda: save_hf(nn.Linear(1, 1), name),
     ):
-        with pytest.raises(CheckpointError, match="no folder can be called"):
+        with pytest.raises(CheckpointError, match=f"no folder can be called .*{why}"):
+            use()
+
+
+def test_a_name_in_a_folder_that_is_gone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for use in (lambda: save("c", extra=1), lambda: load("c"), lambda: step_path("run", 1)):
+        with pytest.raises(
+            CheckpointError, match=r"(c|run) is named from the folder in which this process is"
+        ):
             use()
 
 

@@ -38,6 +38,25 @@ def model_of(value: float, *, expanded: bool) -> nn.Module:
     return model
 
 
+def test_what_is_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    """The states of the optimizer, and parameters that had no memory, were of that mode for ever."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "c", model, optimizer)
+    save_hf(model, tmp_path / "hf")
+    with torch.inference_mode():
+        other = nn.Linear(2, 2, device="meta")
+        load_hf(other, tmp_path / "hf")
+        tuned = torch.optim.AdamW(other.parameters())
+        load(tmp_path / "c", other, tuned)
+    other(torch.ones(2)).sum().backward()
+    tuned.step()
+    optimizer.step()
+    assert torch.equal(other.weight, model.weight)
+
+
 @pytest.mark.parametrize("hf", [False, True], ids=["ours", "hf"])
 def test_an_expanded_tensor_is_refused_and_nothing_changes(tmp_path: Path, hf: bool) -> None:
     other, model = model_of(1.0, expanded=False), model_of(0.0, expanded=True)

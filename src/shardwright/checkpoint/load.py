@@ -9,6 +9,7 @@ from shardwright.checkpoint.collector import no_collection
 from shardwright.checkpoint.loading import Loaded, loaded
 from shardwright.checkpoint.save import State
 from shardwright.checkpoint.state import given
+from shardwright.checkpoint.storage.arena import usable_afterwards
 from shardwright.checkpoint.storage.place import Place
 
 
@@ -44,5 +45,5 @@ def load(
     (the second is the system's cache of the files where it lets this user lock memory: `ulimit -l`).
     """
     everything = given(model, optimizer) | state
-    with no_collection():  # what a load makes is gone when the collector may look again
+    with no_collection(), usable_afterwards():  # what a load makes is gone when the collector may look again
         return loaded(path, only, everything, in_place=in_place)

@@ -45,10 +45,11 @@ def read_model(model: nn.Module) -> ModelState:
                 f"two entries of the model are called {_uncompiled(given)!r} without {_COMPILED!r}, which "
                 "torch.compile puts into names: give one of them another name"
             )
+    objects = _modules_with_objects(model)
     live = {id(one) for one in (*model.parameters(), *model.buffers())}
     tensors: dict[str, torch.Tensor] = {}
     for name, value in entries.items():
-        if not isinstance(value, torch.Tensor) or name.rsplit(".", 1)[-1] == EXTRA:
+        if not isinstance(value, torch.Tensor) or name in objects:
             continue
         if id(value) not in live:
             raise CheckpointError(
@@ -57,7 +58,6 @@ def read_model(model: nn.Module) -> ModelState:
             )
         for each in _tied_names(name, value):
             tensors[each] = value
-    objects = _modules_with_objects(model)
     plain = (name for name, value in entries.items() if not isinstance(value, torch.Tensor))
     return ModelState(tensors, objects, tuple(name for name in plain if name not in objects))
 
@@ -81,9 +81,9 @@ def _uncompiled(name: str) -> str:
 
 
 def _modules_with_objects(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that override `get_extra_state`, by the name that torch gives that state."""
+    """Modules that override `get_extra_state`, by the names that torch gives that state: each that it has."""
     return {
         _uncompiled(f"{name}.{EXTRA}".removeprefix(".")): module
-        for name, module in model.named_modules()
+        for name, module in model.named_modules(remove_duplicate=False)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }

@@ -14,7 +14,7 @@ from shardwright.checkpoint.hugging_face.index import INDEX, read_index
 from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of, listed
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
-from shardwright.checkpoint.storage.arena import Arena, room_for
+from shardwright.checkpoint.storage.arena import Arena, room_for, usable_afterwards
 from shardwright.checkpoint.storage.element_types import DTYPES
 from shardwright.checkpoint.storage.manifest import SavedFile, SavedPart, SavedTensor
 from shardwright.checkpoint.storage.place import folder_of
@@ -70,7 +70,8 @@ def load_hf(
     agreed(f"importing {folder}", first)
     loading = made[0]
     try:
-        agreed(f"importing {folder}", loading.read)
+        with usable_afterwards():
+            agreed(f"importing {folder}", loading.read)
     finally:
         loading.reader.close()
     loading.change()

@@ -45,8 +45,11 @@ class _Named:
     pattern: str
 
     def _name(self, name: str, template: str) -> str | None:
-        found = re.fullmatch(self.pattern, name)
-        return found.expand(template) if found else None
+        try:
+            found = re.fullmatch(self.pattern, name)
+            return found.expand(template) if found else None
+        except re.error as error:
+            raise CheckpointError(f"{self} is no map of {name}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,13 @@ class join(_Named):  # noqa: N801
         """Each source. Raises: CheckpointError: the sizes do not add up."""
         if self._name(name, "") is None:
             return None
+        if not self.sources or not -len(shape) <= self.dim < len(shape):
+            raise CheckpointError(f"{name} is {list(shape)}, and {self} says no parts of that")
         whole, count = shape[self.dim], len(self.sources)
         sizes = self.sizes or (whole // count,) * count
         if sum(sizes) != whole or len(sizes) != count:
             raise CheckpointError(
-                f"{name} has {whole} rows along dim {self.dim}, its {count} parts {sum(sizes)}"
+                f"{name} has {whole} rows along dim {self.dim}, its {count} parts {list(sizes)}"
             )
         links, start = [], 0
         for template, size in zip(self.sources, sizes, strict=True):
@@ -114,6 +119,8 @@ class stack(_Named):  # noqa: N801
         source = self._name(name, self.source)
         if source is None:
             return None
+        if not shape:
+            raise CheckpointError(f"{name} is one element, and no stack of others")
         dims = tuple(range(1, len(shape)))
         links = (_cut(source.replace("{index}", str(at)), shape, 0, at, 1) for at in range(shape[0]))
         return [link._replace(dims=dims) for link in links]
@@ -131,7 +138,13 @@ def _cut(source: str, shape: Shape, dim: int, start: int, size: int) -> Link:
 
 def listed(maps: Sequence[Map] | Map) -> tuple[Map, ...]:
     """What `maps=` was given: several, or one alone."""
-    return (maps,) if callable(maps) else tuple(maps)
+    found = (maps,) if callable(maps) or not isinstance(maps, Sequence) else tuple(maps)
+    for one in found:
+        if not callable(one):
+            raise CheckpointError(
+                f"maps={one!r:.60} is no map: rename, join, stack, transpose, or a function"
+            )
+    return found
 
 
 def links_of(name: str, shape: Shape, maps: Sequence[Map]) -> list[Link]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
+from collections.abc import Iterator
 from math import prod
 
 import torch
@@ -53,6 +55,20 @@ class Arena:
         found = self._block[self._at : self._at + nbytes]
         self._at += room_for(nbytes)
         return found.view(dtype).view(shape)
+
+
+@contextlib.contextmanager
+def usable_afterwards() -> Iterator[None]:
+    """What is made inside are ordinary tensors, whatever the mode outside.
+
+    Those of `torch.inference_mode()` can neither be trained nor written outside of it, and what a load makes
+    (the states of an optimizer, parameters that had no memory) stays.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 def _in_large_pages(memory: mmap.mmap) -> None:

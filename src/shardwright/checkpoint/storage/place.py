@@ -61,7 +61,7 @@ def place_of(where: Place | str) -> Place:
             "files are put at the end of an address; give the address of the storage itself"
         )
     if found is None:
-        return at_home(Path(where)).absolute()
+        return _absolute(at_home(Path(where)))
     if isinstance(where, Path):
         raise CheckpointError(
             f"{where} is an address that was made a Path, which takes one of its slashes: give it as text"
@@ -90,12 +90,24 @@ def at_home(path: Path) -> Path:
     return found
 
 
+def _absolute(path: Path) -> Path:
+    try:
+        return path.absolute()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is named from the folder in which this process is, and that is gone: give the path from "
+            "/ on"
+        ) from None
+
+
 def _refuse_no_name(path: Path) -> None:
     why = ""
     try:
         path.lstat()
     except OSError as error:
         why = "it is too long" if error.errno == errno.ENAMETOOLONG else ""
+    except UnicodeEncodeError as error:
+        why = f"names are {error.encoding} here, which has no such characters (PYTHONUTF8=1 makes it UTF-8)"
     except ValueError:
         why = "it holds a byte of zero"
     if why:
