@@ -103,6 +103,23 @@ def test_a_write_through_a_view_reaches_the_base(ranks, name, world):
     ranks(world, _through_views, name)
 
 
+def _what_a_local_graph_saved():
+    """A write counts for the local tensor too: its own graph must not compute with what is there then."""
+    writes = (lambda y: y.mul_(2), lambda y: y[:1].mul_(2), lambda y: y.uniform_(), lambda y: y[1:].zero_())
+    for write in (*writes, *writes):  # first calls, and known ones
+        for mode in (torch.enable_grad, torch.no_grad):
+            x = torch.randn(3, requires_grad=True)
+            y = sw.DTensor.from_local(x.exp(), rank_mesh((1,), ("a",)), [sw.Shard(0)])
+            with mode():
+                write(y)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
+def test_a_write_is_seen_by_the_graph_that_made_the_local_tensor(ranks):
+    ranks(1, _what_a_local_graph_saved)
+
+
 def _shape_changes():
     for change in (lambda x: x.t_(), lambda x: x.transpose_(0, 1), lambda x: x.unsqueeze_(0)):
         for layout in layouts_of(2):

@@ -19,7 +19,7 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 11 };
+enum { VERSION = 12 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
 enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 28 };
@@ -624,6 +624,38 @@ static PyObject *call_locally(Door *door, PyObject *recipe, PyObject *args, PyOb
     return PyObject_Call(off ? callee : PyTuple_GET_ITEM(recipe, CALL), args, kwargs);
 }
 
+/* Does a question of this name, put to a tensor, have the answer yes? -1: error. */
+static int says(PyObject *x, PyObject *question) {
+    PyObject *answer = PyObject_CallMethodNoArgs(x, question);
+    int yes = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    return yes;
+}
+
+/* Tell autograd that a tensor is written: below it nobody does. */
+static int raise_version(Door *door, PyObject *x) {
+    PyObject *one = PyTuple_Pack(1, x);
+    PyObject *raised = one == NULL ? NULL : PyObject_CallOneArg(door->held[RAISE_VERSIONS], one);
+    Py_XDECREF(one);
+    Py_XDECREF(raised);
+    return raised != NULL ? 0 : -1;
+}
+
+/* `kept_form._local_memories`: the local tensor counts a write, and that of the base. */
+static int count_locally(Door *door, PyObject *operand, PyObject *local) {
+    int done = says(local, str_is_inference);
+    if (done != 0) {
+        return done < 0 ? -1 : 0;
+    }
+    PyObject *base = memory_of(operand);
+    done = base == NULL ? -1 : raise_version(door, local);
+    if (done == 0 && base != operand && PyObject_IsInstance(base, door->held[ORDINARY]) > 0) {
+        done = raise_version(door, *(PyObject **)((char *)base + door->local_at));
+    }
+    Py_XDECREF(base);
+    return done;
+}
+
 /* The call that writes an operand, and gives it. FOUND: `result` is set. */
 static enum Found run_writing(
     Door *door, Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
@@ -637,6 +669,9 @@ static enum Found run_writing(
     PyObject *out = call_locally(door, recipe, args, kwargs);
     int counted = count_write(door, storage);
     Py_XDECREF(storage);
+    if (out != NULL && counted == 0) {
+        counted = count_locally(door, call->operand.at[written], call->local.at[written]);
+    }
     if (out == NULL || counted < 0) {
         Py_XDECREF(out);
         return FAILED;
@@ -704,14 +739,6 @@ static int is_no_view(PyObject *x) {
 }
 
 /* ---- calls on lists: one decision for the lists, one call on the lists of local tensors */
-
-/* Does a question of this name, put to a tensor, have the answer yes? -1: error. */
-static int says(PyObject *x, PyObject *question) {
-    PyObject *answer = PyObject_CallMethodNoArgs(x, question);
-    int yes = answer == NULL ? -1 : PyObject_IsTrue(answer);
-    Py_XDECREF(answer);
-    return yes;
-}
 
 /* Is what the recipe asks of each operand so? */
 static enum Found as_asked(Call *call, PyObject *recipe) {
@@ -1091,15 +1118,6 @@ static int are_plain(Door *below, Many *many) {
     return 1;
 }
 
-/* Tell autograd that an operand is written: below it nobody does. */
-static enum Found raise_version(Door *below, PyObject *x) {
-    PyObject *one = PyTuple_Pack(1, x);
-    PyObject *raised = one == NULL ? NULL : PyObject_CallOneArg(below->held[RAISE_VERSIONS], one);
-    Py_XDECREF(one);
-    Py_XDECREF(raised);
-    return raised != NULL ? FOUND : FAILED;
-}
-
 static enum Found write_whole(
     Door *below, Call *call, PyObject *recipe, PyObject *args, PyObject *kwargs, PyObject **result) {
     Py_ssize_t written = PyLong_AsSsize_t(PyTuple_GET_ITEM(recipe, WRITTEN));
@@ -1119,7 +1137,7 @@ static enum Found write_whole(
         found = FAILED;
     }
     if (found == FOUND) {
-        found = raise_version(below, operand);
+        found = raise_version(below, operand) < 0 ? FAILED : FOUND;
     }
     if (found == FOUND) {
         *result = Py_NewRef(operand);

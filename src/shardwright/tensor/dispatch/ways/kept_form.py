@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from shardwright.compat import increment_versions
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch import derived
@@ -101,7 +104,21 @@ def _with_form(value: Any, forms: Mapping[int, DTensor]) -> Any:
 
 def counting_writes(route: Callable[..., Any], func: Op, args: Args, kwargs: Kwargs) -> Any:
     """An op that writes; forms of what it writes hold no longer."""
+    written = write_back.written_by(func, args, kwargs)
     try:
         return route(func, args, kwargs)
     finally:
-        finished_forms.count_writes(write_back.written_by(func, args, kwargs))
+        finished_forms.count_writes(written)
+        if not torch.compiler.is_compiling():
+            increment_versions(_local_memories(written))
+
+
+def _local_memories(written: Sequence[DTensor]) -> list[torch.Tensor]:
+    """Local tensors that count a write: what a program gave to `from_local` it may have saved for a backward.
+
+    torch counts what is written above its dispatcher, and the local call runs below it. Nor does a local view
+    share the count of its base there.
+    """
+    bases = [x._base for x in written if isinstance(x._base, DTensor)]
+    locals_ = [x._local_tensor for x in (*written, *bases)]
+    return [x for x in locals_ if not x.is_inference()]
