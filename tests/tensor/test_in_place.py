@@ -105,19 +105,40 @@ def test_a_write_through_a_view_reaches_the_base(ranks, name, world):
 
 def _what_a_local_graph_saved():
     """A write counts for the local tensor too: its own graph must not compute with what is there then."""
-    writes = (lambda y: y.mul_(2), lambda y: y[:1].mul_(2), lambda y: y.uniform_(), lambda y: y[1:].zero_())
-    for write in (*writes, *writes):  # first calls, and known ones
+    writes = (
+        lambda y: y.mul_(2),
+        lambda y: y[:1].mul_(2),
+        lambda y: y.uniform_(),
+        lambda y: y[1:].zero_(),
+        lambda y: torch._foreach_mul_([y], 2),
+        lambda y: torch._foreach_mul_([y[1:]], 2),
+    )
+    for write in (*writes, *writes, *writes):  # first calls, and known ones
         for mode in (torch.enable_grad, torch.no_grad):
-            x = torch.randn(3, requires_grad=True)
-            y = sw.DTensor.from_local(x.exp(), rank_mesh((1,), ("a",)), [sw.Shard(0)])
+            _, y = _with_a_local_graph()
             with mode():
                 write(y)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.sum().backward()
 
 
-def test_a_write_is_seen_by_the_graph_that_made_the_local_tensor(ranks):
-    ranks(1, _what_a_local_graph_saved)
+def _with_a_local_graph():
+    x = torch.randn(3, requires_grad=True)
+    return x, sw.DTensor.from_local(x.exp(), rank_mesh((1,), ("a",)), [sw.Shard(0)])
+
+
+def _data_counts_no_write():
+    """As on one device: what was saved is computed with as it is then, without a word."""
+    for write in (lambda y: y.mul_(2), lambda y: y[:].mul_(2), lambda y: torch._foreach_mul_([y], 2)) * 3:
+        x, y = _with_a_local_graph()
+        write(y.data)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, 2 * x.detach().exp())
+
+
+@pytest.mark.parametrize("program", [_what_a_local_graph_saved, _data_counts_no_write])
+def test_a_write_is_seen_by_the_graph_that_made_the_local_tensor(ranks, program):
+    ranks(1, program)
 
 
 def _shape_changes():

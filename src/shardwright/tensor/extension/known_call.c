@@ -632,27 +632,32 @@ static int says(PyObject *x, PyObject *question) {
     return yes;
 }
 
-/* Tell autograd that a tensor is written: below it nobody does. */
-static int raise_version(Door *door, PyObject *x) {
-    PyObject *one = PyTuple_Pack(1, x);
-    PyObject *raised = one == NULL ? NULL : PyObject_CallOneArg(door->held[RAISE_VERSIONS], one);
-    Py_XDECREF(one);
+/* Tell autograd that tensors are written: below it nobody does. */
+static int raise_versions(Door *door, PyObject *told) {
+    PyObject *raised = PyObject_CallOneArg(door->held[RAISE_VERSIONS], told);
     Py_XDECREF(raised);
     return raised != NULL ? 0 : -1;
 }
 
-/* `kept_form._local_memories`: the local tensor counts a write, and that of the base. */
-static int count_locally(Door *door, PyObject *operand, PyObject *local) {
-    int done = says(local, str_is_inference);
-    if (done != 0) {
-        return done < 0 ? -1 : 0;
-    }
-    PyObject *base = memory_of(operand);
-    done = base == NULL ? -1 : raise_version(door, local);
-    if (done == 0 && base != operand && PyObject_IsInstance(base, door->held[ORDINARY]) > 0) {
-        done = raise_version(door, *(PyObject **)((char *)base + door->local_at));
+/* `kept_form._local_memories`: the local tensor of what is written, and that of its base. */
+static int add_local_memories(Door *door, PyObject *told, PyObject *operand, PyObject *local) {
+    int uncounted = says(local, str_is_inference);
+    PyObject *base = uncounted ? NULL : memory_of(operand);
+    int done = uncounted > 0 ? 0 : base == NULL ? -1 : PyList_Append(told, local);
+    PyObject *type = base == NULL || base == operand ? NULL : (PyObject *)Py_TYPE(base);
+    if (done == 0 && type != NULL && (type == door->held[ORDINARY] || type == door->held[LOCALIZED])) {
+        PyObject *memory = *(PyObject **)((char *)base + door->local_at);
+        done = memory == NULL ? 0 : PyList_Append(told, memory);
     }
     Py_XDECREF(base);
+    return done;
+}
+
+static int count_locally(Door *door, PyObject *operand, PyObject *local) {
+    PyObject *told = PyList_New(0);
+    int done = told == NULL ? -1 : add_local_memories(door, told, operand, local);
+    done = done == 0 ? raise_versions(door, told) : done;
+    Py_XDECREF(told);
     return done;
 }
 
@@ -768,12 +773,11 @@ static int count_writes(Door *door, Call *call, PyObject *recipe, Py_ssize_t fir
         }
         if (done == 0 && ran && PyTuple_GET_ITEM(recipe, VERSIONS) == Py_True) {
             done = PyList_Append(told, call->operand.at[i]);
+            done = done == 0 ? add_local_memories(door, told, call->operand.at[i], call->local.at[i]) : done;
         }
     }
     if (done == 0 && PyList_GET_SIZE(told)) {
-        PyObject *raised = PyObject_CallOneArg(door->held[RAISE_VERSIONS], told);
-        done = raised == NULL ? -1 : 0;
-        Py_XDECREF(raised);
+        done = raise_versions(door, told);
     }
     Py_XDECREF(told);
     return done;
@@ -1136,9 +1140,11 @@ static enum Found write_whole(
     if (found == FOUND && (count_write(below, storage) < 0 || out == NULL)) {
         found = FAILED;
     }
-    if (found == FOUND) {
-        found = raise_version(below, operand) < 0 ? FAILED : FOUND;
+    PyObject *told = found == FOUND ? PyTuple_Pack(1, operand) : NULL;
+    if (found == FOUND && (told == NULL || raise_versions(below, told) < 0)) {
+        found = FAILED;
     }
+    Py_XDECREF(told);
     if (found == FOUND) {
         *result = Py_NewRef(operand);
     }

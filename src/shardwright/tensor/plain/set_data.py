@@ -52,7 +52,10 @@ def get_data(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     unit = managing_unit(args[0])
     if unit is not None:
         unit.hand_out()
-    return func(*args, **kwargs)
+    made = func(*args, **kwargs)
+    if isinstance(made, DTensor):
+        made._local_tensor = made._local_tensor.data  # nor one of its local tensor
+    return made
 
 
 def _refuse_managed(unit: FsdpParameter, x: DTensor, value: torch.Tensor) -> None:
