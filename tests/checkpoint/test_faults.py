@@ -6,14 +6,20 @@ A part of `python -m tests.checkpoint.faults`, which tries far more.
 from __future__ import annotations
 
 import errno
+import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from shardwright.checkpoint.storage import reader
+from shardwright.checkpoint import save, save_hf
+from shardwright.checkpoint.storage import disk, reader
+from shardwright.checkpoint.storage.stores.local import lock
+from shardwright.errors import CheckpointError
 from tests.checkpoint.faults import sweep
+from tests.checkpoint.faults.inject import CHANGING, failing
 from tests.tiers import only
 
 
@@ -42,6 +48,41 @@ def test_a_disk_error_at_any_operation_of_a_save_costs_this_save_only(
     tmp_path: Path, code: int, lasting: bool, over: bool
 ) -> None:
     none_wrong(sweep.errors(tmp_path / "run", code, lasting=lasting, over=over), 30)
+
+
+def write_ours(model: nn.Module, path: Path) -> None:
+    save(path, model)
+
+
+def write_hf(model: nn.Module, path: Path) -> None:
+    save_hf(model, path, max_shard_size=100)
+
+
+def write_dcp(model: nn.Module, path: Path) -> None:
+    save(path, model, format="dcp")
+
+
+@pytest.mark.parametrize("write", [write_ours, write_hf, write_dcp])
+def test_an_interrupt_at_any_operation_stands_in_no_later_ones_way(
+    tmp_path: Path, write: Callable[[nn.Module, Path], None]
+) -> None:
+    """A lock that was just taken stayed with the process, and files of a half export with the folder."""
+    path, at, seen = tmp_path / "c", 0, True
+    names = (*CHANGING, "stat", "fstat", "listdir")
+    while seen:
+        at += 1
+        shutil.rmtree(path, ignore_errors=True)
+        with failing(tmp_path, at, 0, names=names) as count:
+            try:
+                write(nn.Linear(9, 9), path)
+            except (KeyboardInterrupt, CheckpointError):  # torch makes an error of it
+                held = lock(path) if path.exists() else None
+                if held is not None:
+                    disk.unlock_folder(held)
+                if write is not write_dcp:
+                    write(nn.Linear(9, 9), path)
+        seen = bool(count.failed)
+    assert at > 10
 
 
 def test_a_disk_error_at_any_operation_of_a_load_changes_nothing(tmp_path: Path) -> None:

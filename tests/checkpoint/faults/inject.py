@@ -27,7 +27,7 @@ def failing(
 ) -> Iterator[Count]:
     """Operation number `at` (from 1) on what is in the folder raises OSError(code); 0: none, only counted.
 
-    Args: lasting: all later ones fail too, as on a disk that is gone.
+    Args: code: 0: it is Ctrl-C instead. lasting: all later ones fail too, as on a disk that is gone.
     """
     count = Count()
     real: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in names}
@@ -45,7 +45,7 @@ def failing(
             count.done += 1
             if at and (count.done == at or (lasting and count.done > at)):
                 count.failed = count.failed or name
-                raise OSError(code, os.strerror(code), str(args[0]))
+                raise OSError(code, os.strerror(code), str(args[0])) if code else KeyboardInterrupt
             result = real[name](*args, **kwargs)
             if name == "open":
                 opened.add(result)

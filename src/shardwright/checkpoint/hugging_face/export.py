@@ -67,11 +67,11 @@ def save_hf(
     export.key, alike = plans[0][0], [one for _, one in plans]
     if differing := alike[0].union(*alike) - alike[0].intersection(*alike):
         raise CheckpointError(f"{min(differing)[0]} differs between ranks: make it equal first (broadcast)")
-    export.stream()
     try:
+        export.stream()
         agreed(f"exporting {folder} for Hugging Face", export.finish)
         agreed(f"exporting {folder} for Hugging Face", export.name_all)
-    except CheckpointError:
+    except BaseException:  # Ctrl-C too: what is half written would stand in the way of the next export
         export.clean()
         raise
     return folder
@@ -154,6 +154,7 @@ class _Export:
     def _write(self, number: int, out: _Out, whole: torch.Tensor) -> None:
         if number not in self.handles:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.handles[number] = -1  # so that the file goes, whatever happens from here on
             self.handles[number] = disk.open_new(self._under_way(number))
             entries = [self._entry(one) for one in self.files[number]]
             disk.write_all(self.handles[number], [memoryview(header_of(entries, _METADATA))])
@@ -180,8 +181,8 @@ class _Export:
         if rank() != 0:
             return
         for number in range(len(self.files)):
-            self._under_way(number).rename(self.folder / self._named(number))
             self.named.append(self._named(number))
+            self._under_way(number).rename(self.folder / self._named(number))
         if len(self.files) > 1:
             weights = {out.name: self._named(n) for n, outs in enumerate(self.files) for out in outs}
             total = sum(out.nbytes for outs in self.files for out in outs)

@@ -98,13 +98,16 @@ def _begin(path: Path) -> int:
     """A folder with nothing in it, locked. Raises: CheckpointError: something is there."""
     path.mkdir(parents=True, exist_ok=True)
     handle, _ = lock_or_warn(path)
-    found = next(iter(sorted(one.name for one in path.iterdir())), None)
-    if found is not None:
+    try:
+        found = next(iter(sorted(one.name for one in path.iterdir())), None)
+        if found is not None:
+            raise CheckpointError(
+                f"{path} is there and holds {found!r}: torch's format replaces file by file, so that "
+                'a crash would lose it; with format="dcp" name a folder that is new'
+            )
+    except BaseException:
         disk.unlock_folder(handle)
-        raise CheckpointError(
-            f"{path} is there and holds {found!r}: torch's format replaces file by file, so that "
-            'a crash would lose it; with format="dcp" name a folder that is new'
-        )
+        raise
     return handle
 
 

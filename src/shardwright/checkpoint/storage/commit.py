@@ -44,8 +44,8 @@ class Saving:
         self._store = store_of(path)
         self._renamed = False
         self._hold: Hold | None = self._store.hold()
-        saves_here.add(self.id)
         try:
+            saves_here.add(self.id)
             content = look(self._store)
             _refuse_strangers(path, content)
             if not self._hold.alone:

@@ -142,9 +142,11 @@ def lock_folder(path: Path) -> int | None:
     except BlockingIOError:
         os.close(handle)
         return None
-    except OSError as error:
+    except (
+        BaseException
+    ) as error:  # Ctrl-C too: a lock that nobody knows of would last as long as the process
         os.close(handle)
-        if error.errno in _NO_LOCKS:
+        if isinstance(error, OSError) and error.errno in _NO_LOCKS:
             raise NoLocksError(error.errno, "this file system has no locks (flock)", str(path)) from None
         raise
     return handle
@@ -152,9 +154,11 @@ def lock_folder(path: Path) -> int | None:
 
 def unlock_folder(handle: int) -> None:
     """Let a locked folder go, also where a child of this process has inherited the open folder."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_UN)
-    os.close(handle)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+    finally:
+        os.close(handle)
 
 
 def is_at(handle: int, path: Path) -> bool:

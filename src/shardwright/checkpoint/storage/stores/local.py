@@ -173,9 +173,16 @@ class LocalStore:
                 handle, alone = lock_or_warn(self.place)
             except FileNotFoundError:
                 continue
-            if disk.is_at(handle, self.place):
-                return LocalHold(self.place, handle, alone=alone, made=made)
-            disk.unlock_folder(handle)
+            hold = LocalHold(self.place, handle, alone=alone, made=made)
+            try:
+                hold.check()
+            except CheckpointError:
+                hold.let_go()
+            except BaseException:  # Ctrl-C
+                hold.let_go()
+                raise
+            else:
+                return hold
         why = "a link to what is not there" if self.is_link() else "made and removed again by somebody else"
         raise CheckpointError(f"{self.place} is {why}: name another folder")
 
