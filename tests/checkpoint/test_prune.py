@@ -103,4 +103,11 @@ def test_a_disk_that_refuses_is_no_reason_to_end_a_run(tmp_path: Path) -> None:
         pytest.warns(UserWarning, match="step-00000001 was not removed"),
     ):
         assert prune(tmp_path, keep=1) == ()
-    assert prune(tmp_path, keep=1) == (step_path(tmp_path, 1),)
+    unfinished = step_path(tmp_path, 0)
+    save(unfinished, nn.Linear(1, 1))
+    (unfinished / "manifest.json").unlink()
+    with (
+        failing(unfinished, 1, errno.EIO, names=("unlink",)),
+        pytest.warns(UserWarning, match="step-00000000 was not tidied up"),
+    ):  # it is no reason to say that nothing was removed
+        assert prune(tmp_path, keep=1) == (step_path(tmp_path, 1),)

@@ -160,6 +160,18 @@ def test_none_is_a_plain_value_and_asks_for_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="best has a state here, and was None when it was saved"):
         load(tmp_path / "c", model, best=scheduler)
     assert torch.equal(model.weight, before + 1)
+    load(tmp_path / "c", model, best=Stateless())
+    assert torch.equal(model.weight, before)
+
+
+class Stateless:
+    """It has nothing to say: its state is None, and comes back."""
+
+    def state_dict(self) -> None:
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        assert state is None
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

@@ -238,6 +238,12 @@ def test_what_torchs_format_cannot_hold_is_refused_on_every_rank(ranks: Ranks, t
     assert not (tmp_path / "d").exists()
 
 
+def test_what_torch_cannot_size_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^odd: torch's format has no torch\.bits8: save its view"):
+        save(tmp_path / "d", odd=torch.zeros(3, dtype=torch.uint8).view(torch.bits8), format="dcp")
+    assert not (tmp_path / "d").exists()
+
+
 def fail_on_one(path: Path) -> tuple[str, bool]:
     warnings.simplefilter("ignore")
     model, _ = on_a_mesh("fsdp")

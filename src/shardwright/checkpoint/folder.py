@@ -224,6 +224,9 @@ def _tidied_away(path: Place, interrupted: bool) -> bool:
         tidy(store, content, alone=hold.alone, interrupted=interrupted)
         store.drop_empty()
         return not store.exists()
+    except OSError as error:
+        warnings.warn(f"{path} was not tidied up: {error}", stacklevel=4)
+        return False
     finally:
         hold.let_go()
 

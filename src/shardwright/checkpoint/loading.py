@@ -195,7 +195,8 @@ class Loading:
         for node in self.nodes:
             if node.kind is Kind.GENERATOR and node.path in self.values:
                 check_generator(node.live, self.values[node.path], node.path)
-            if node.kind is Kind.STATEFUL and self.values.get(node.path, node) is None:
+            none = node.kind is Kind.STATEFUL and self.values.get(node.path, node) is None
+            if none and node.live.state_dict() is not None:
                 raise CheckpointError(f"{node.path} has a state here, and was None when it was saved")
 
     def _prepare_optimizers(self) -> None:
