@@ -52,6 +52,27 @@ def _heads(x):
     return (query @ key.mT @ value).square().sum()
 
 
+def _several(x):
+    return x @ x.mT, x.square().sum(), [x.sin()]
+
+
+def _read_in_turn():
+    """Of several results each is the only one that the loss reads, once."""
+    whole = torch.randn((4, 3), generator=torch.Generator().manual_seed(3)).requires_grad_()
+    x = sw.distribute_tensor(whole.detach(), rank_mesh((2,)), [sw.Shard(0)], src_data_rank=None)
+    x.requires_grad_()
+    called = torch.compile(_several, backend="aot_eager")
+    for read in (lambda out: out[1], lambda out: out[0].sum(), lambda out: out[2][0].sum()):
+        read(_several(whole)).backward()
+        read(called(x)).backward()
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+
+
+def test_a_loss_may_leave_results_of_a_graph_unread(ranks):
+    """A model returns logits beside its loss: torch made plain zeros of their gradient, and refused them."""
+    ranks(2, _read_in_turn)
+
+
 def _computes(function, shape, placement, ways=(True, False, True)):
     """Compiled, as it is, and compiled anew: on every rank what one device has."""
     full = torch.randn(shape, generator=torch.Generator().manual_seed(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from inspect import unwrap
@@ -25,23 +26,65 @@ _BELOW = ("comm", "compat", "index", "layout", "placement", "plan", "rules", "te
 _BELOW_TENSORS = tuple(f"shardwright.{name}" for name in _BELOW)
 # What `local_map` returns is a function of the program's own; this one asks what holds where it is called.
 _NOT_AS_THEY_ARE = ("shardwright.tensor.local_map", "shardwright.compat.dynamo")
+_READ = "_gradients_as_they_lie"
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
-def call_in_graphs(*functions: Callable[..., Any]) -> None:
-    """Have graphs hold calls of these as they are, as `torch.compiler.allow_in_graph` does."""
+def call_in_graphs(*functions: Callable[..., Any], told: Callable[[Sequence[Any]], None]) -> None:
+    """Have graphs hold calls of these as they are, as `torch.compiler.allow_in_graph` does.
+
+    told: is called with the results of each graph that can be differentiated, before anybody has them.
+    """
     if _DYNAMO in sys.modules:
-        _allow(functions)
+        _allow(functions, told)
     else:
-        sys.meta_path.insert(0, _AllowOnceImported(functions))
+        sys.meta_path.insert(0, _AllowOnceImported(lambda: _allow(functions, told)))
 
 
-def _allow(functions: Sequence[Callable[..., Any]]) -> None:
+def _allow(functions: Sequence[Callable[..., Any]], told: Callable[[Sequence[Any]], None]) -> None:
     for function in functions:
         torch.compiler.allow_in_graph(function)
     _run_as_they_are()
+    _tell_of_results(sys.modules["torch._functorch._aot_autograd.runtime_wrappers"].AOTDispatchAutograd, told)
     if not hasattr(torch.compiler, "_compile_session_context"):
         _say_what_compiles(sys.modules["torch._dynamo.convert_frame"])
+
+
+def _tell_of_results(maker: Any, told: Callable[[Sequence[Any]], None]) -> None:
+    finish = maker.post_compile
+
+    def post_compile(*args: Any, **kwargs: Any) -> Any:
+        graph = finish(*args, **kwargs)
+
+        @wraps(graph)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            results = graph(*args, **kwargs)
+            told(results)
+            return results
+
+        return run
+
+    maker.post_compile = staticmethod(post_compile)
+
+
+def read_in_backward(node: Any, place: int, lay_out: Callable[[Any], Any]) -> None:
+    """Have a graph's backward take what `lay_out` makes of a gradient; `node` made its results.
+
+    A hook of the node cannot: torch makes zeros of the gradients that are None after its hooks.
+    """
+    graph = type(node)._forward_cls
+    if not hasattr(graph, _READ):
+        backward, boxed = graph.backward, getattr(graph, "boxed_grads_call", False)  # torch 2.13: in a list
+
+        def reads(ctx: Any, *given: Any) -> Any:
+            grads = given[0] if boxed else list(given)
+            for n, laid_out in vars(ctx).get(_READ, {}).items():
+                grads[n] = laid_out(grads[n])
+            return backward(ctx, *(given if boxed else grads))
+
+        graph.backward = staticmethod(reads)
+        setattr(graph, _READ, True)
+    vars(node).setdefault(_READ, {})[place] = lay_out
 
 
 def _run_as_they_are() -> None:
@@ -136,8 +179,8 @@ def compiles_what_is_called() -> bool:
 class _AllowOnceImported(MetaPathFinder):
     """Finds Dynamo as Python does, and has it told once it was imported, which `torch.compile` does."""
 
-    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
-        self._functions = functions
+    def __init__(self, allow: Callable[[], None]) -> None:
+        self._allow = allow
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -151,6 +194,6 @@ class _AllowOnceImported(MetaPathFinder):
     def _then_allow(self, execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _allow(self._functions)
+            self._allow()
 
         return exec_module

@@ -55,7 +55,9 @@ def install() -> None:
     above.redistribute, above.replicated = conversions.redistribute, conversions.replicated
     above.term_of, above.laid_out = own_terms.term_of, made_gradients.as_operand
     open_doors()
-    call_in_graphs(conversions.from_local_in_graph, compute_view)  # of these a graph sees the call alone
+    call_in_graphs(  # of these a graph sees the call alone
+        conversions.from_local_in_graph, compute_view, told=made_gradients.await_all
+    )
     register_optimizer_step_pre_hook(refuse_replaced)
     register_optimizer_step_pre_hook(bring_gradients)
     register_optimizer_step_post_hook(give_back)

@@ -14,7 +14,8 @@ Rejected: a mode around every backward (all its ops would pass it), and hooks on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from shardwright.compat import (
     tree_leaves,
     tree_map_only,
 )
+from shardwright.compat.dynamo import read_in_backward
 from shardwright.layout.layout import Layout
 from shardwright.rules.call import Args, Kwargs
 from shardwright.tensor.autograd import apply
@@ -87,12 +89,29 @@ def _await(x: DTensor) -> None:
     place, mesh, target = edge.output_nr, x.device_mesh, finished(x._spec.layout)
 
     def lay_out(grad: torch.Tensor | None) -> torch.Tensor | None:
-        return grad if grad is None or isinstance(grad, DTensor) else _laid_out(grad, mesh, target)
+        return None if grad is None else _as_it_lies(grad, mesh=mesh, target=target)
 
     if torch.compiler.is_compiling():  # the gradient of a graph's input is taken before its place is asked
         x.register_hook(lay_out)  # type: ignore[no-untyped-call]
     else:
         edge.node.register_prehook(lambda grads: (*grads[:place], lay_out(grads[place]), *grads[place + 1 :]))
+
+
+def await_all(results: Sequence[Any]) -> None:
+    """Have the backward of a graph get zeros as they lie for results that no loss reads (logits beside one).
+
+    torch makes plain ones, of which its compiled backward says that it expected a DTensor.
+    """
+    wanted = [x for x in results if isinstance(x, torch.Tensor) and x.requires_grad]
+    for x in wanted if len(wanted) > 1 else ():
+        edge = get_gradient_edge(x) if isinstance(x, DTensor) and x.grad_fn is not None else None
+        if edge is not None and edge.node.name() == "CompiledFunctionBackward":
+            mesh, target = x.device_mesh, finished(x._spec.layout)
+            read_in_backward(edge.node, edge.output_nr, partial(_as_it_lies, mesh=mesh, target=target))
+
+
+def _as_it_lies(grad: Any, *, mesh: DeviceMesh, target: Layout) -> Any:
+    return grad if isinstance(grad, DTensor) else _laid_out(grad, mesh, target)
 
 
 def _edge(x: DTensor) -> GradientEdge | None:
