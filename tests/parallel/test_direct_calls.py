@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwright.parallel import parallelize_fsdp
 from shardwright.testing.meshes import rank_mesh
@@ -75,6 +76,23 @@ def _raises():
 
 def test_a_child_that_fails_leaves_the_unit_usable(ranks):
     ranks(2, _raises)
+
+
+def _checkpointed():
+    """Layers of one unit, each called on its own inside of a checkpoint: the last backward frees the unit."""
+    torch.manual_seed(0)
+    alone, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
+    model = parallelize_fsdp(copy.deepcopy(alone), rank_mesh((2,), ("dp",)))
+    for each, rows in ((alone, x), (model, x.chunk(2)[dist.get_rank()])):
+        for layer in each:
+            rows = checkpoint(lambda h, layer=layer: layer(h).tanh(), rows, use_reentrant=False)
+        rows.square().sum().backward()
+    check_full_gradients(model, {name: p.grad for name, p in alone.named_parameters()})
+
+
+def test_a_checkpoint_of_a_direct_call_is_computed_again(ranks):
+    """It read what the backward of another call had freed: wrong gradients, or no end."""
+    ranks(2, _checkpointed)
 
 
 class _Encodes(nn.Module):

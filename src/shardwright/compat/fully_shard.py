@@ -246,6 +246,13 @@ class FsdpUnit:
         entered: tuple[tuple[Any, ...], dict[str, Any]] = self._state._pre_forward(self.module, args, kwargs)
         return entered
 
+    def gather_again(self) -> None:
+        """In its backward: gather what that may have freed, for what is computed again in it."""
+        if self._state._training_state.name == "PRE_BACKWARD":
+            for group in groups_of(self._state):
+                group.unshard()
+                group.wait_for_unshard()
+
     def leave(self, args: tuple[Any, ...], out: Any) -> Any:
         """Free what `enter` gathered; a backward of `out` gathers it again."""
         self._state._modules_to_run_forward.clear()  # of a unit of several modules

@@ -41,7 +41,10 @@ class _DirectCalls:
 def _enter(
     calls: _DirectCalls, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if torch.compiler.is_compiling() or not calls.unit.is_idle:
+    if torch.compiler.is_compiling():
+        return None
+    if not calls.unit.is_idle:
+        calls.unit.gather_again()  # for a checkpoint of a direct call; the backward of another one ran
         return None
     calls.under_way += 1
     return calls.unit.enter(args, kwargs)
