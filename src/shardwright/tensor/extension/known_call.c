@@ -639,23 +639,24 @@ static int raise_versions(Door *door, PyObject *told) {
     return raised != NULL ? 0 : -1;
 }
 
-/* `kept_form._local_memories`: the local tensor of what is written, and that of its base. */
-static int add_local_memories(Door *door, PyObject *told, PyObject *operand, PyObject *local) {
+/* `kept_form._local_memories`: the local tensor of what is written, and that of its base, if it may be a view. */
+static int add_local_memories(Door *door, PyObject *told, PyObject *operand, PyObject *local, int may_be_view) {
     int uncounted = says(local, str_is_inference);
-    PyObject *base = uncounted ? NULL : memory_of(operand);
-    int done = uncounted > 0 ? 0 : base == NULL ? -1 : PyList_Append(told, local);
+    int done = uncounted > 0 ? 0 : uncounted < 0 ? -1 : PyList_Append(told, local);
+    PyObject *base = done == 0 && !uncounted && may_be_view ? memory_of(operand) : Py_NewRef(operand);
     PyObject *type = base == NULL || base == operand ? NULL : (PyObject *)Py_TYPE(base);
-    if (done == 0 && type != NULL && (type == door->held[ORDINARY] || type == door->held[LOCALIZED])) {
+    if (type != NULL && (type == door->held[ORDINARY] || type == door->held[LOCALIZED])) {
         PyObject *memory = *(PyObject **)((char *)base + door->local_at);
         done = memory == NULL ? 0 : PyList_Append(told, memory);
     }
+    done = base == NULL ? -1 : done;
     Py_XDECREF(base);
     return done;
 }
 
 static int count_locally(Door *door, PyObject *operand, PyObject *local) {
     PyObject *told = PyList_New(0);
-    int done = told == NULL ? -1 : add_local_memories(door, told, operand, local);
+    int done = told == NULL ? -1 : add_local_memories(door, told, operand, local, 1);
     done = done == 0 ? raise_versions(door, told) : done;
     Py_XDECREF(told);
     return done;
@@ -764,7 +765,7 @@ static enum Found as_asked(Call *call, PyObject *recipe) {
 /* Operands from `first` up to `end` were written: their storages count it, and autograd is told. */
 static int count_writes(Door *door, Call *call, PyObject *recipe, Py_ssize_t first, Py_ssize_t end, int ran) {
     PyObject *told = PyList_New(0);
-    int done = told == NULL ? -1 : 0;
+    int done = told == NULL ? -1 : 0, may_be_views = PyTuple_GET_ITEM(recipe, NO_VIEWS) != Py_True;
     for (Py_ssize_t i = first; done == 0 && i < end && i < call->operand.size; i++) {
         if (is_watched(door)) {
             PyObject *storage = PyObject_CallMethodNoArgs(call->local.at[i], str_untyped_storage);
@@ -773,7 +774,9 @@ static int count_writes(Door *door, Call *call, PyObject *recipe, Py_ssize_t fir
         }
         if (done == 0 && ran && PyTuple_GET_ITEM(recipe, VERSIONS) == Py_True) {
             done = PyList_Append(told, call->operand.at[i]);
-            done = done == 0 ? add_local_memories(door, told, call->operand.at[i], call->local.at[i]) : done;
+            if (done == 0) {
+                done = add_local_memories(door, told, call->operand.at[i], call->local.at[i], may_be_views);
+            }
         }
     }
     if (done == 0 && PyList_GET_SIZE(told)) {
