@@ -215,6 +215,7 @@ def arguments_of_one_rank(path: Path) -> list[str]:
         lambda: async_save(path / "n" if first else nobody, model),
         lambda: load(path / "c" if first else nobody, model),
         lambda: load(path / "c", model, only=None if first else number),
+        lambda: load(path / "c", model, only=None if first else "model/*"),
         lambda: load_hf(model, path / "hf" if first else nobody),
         lambda: save_hf(model, path / "n" if first else nobody),
         lambda: save_hf(model, path / "n", maps=() if first else nobody),

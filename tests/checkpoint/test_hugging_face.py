@@ -405,13 +405,14 @@ def save_differing(folder: Path, what: str) -> str:
             model,
             folder / str(rank) if what == "folder" else folder,
             max_shard_size=8 + rank if what == "max_shard_size" else 64,
+            maps=rename("bias", f"b{rank}") if what == "maps" else (),
         )
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("what", ["bias", "folder", "max_shard_size"])
+@pytest.mark.parametrize("what", ["bias", "folder", "max_shard_size", "maps"])
 def test_what_differs_between_ranks_is_refused(ranks: Ranks, tmp_path: Path, what: str) -> None:
     for told in ranks(2, save_differing, tmp_path / "out", what):
         assert told.startswith(f"{what} differs between ranks: make it equal first")

@@ -124,10 +124,11 @@ def test_arguments_of_one_rank_that_are_wrong_are_refused_on_all(ranks: Ranks, t
     """One rank raised at once, and the others waited for it."""
     found = ranks(2, arguments_of_one_rank, tmp_path)
     assert found[0] == found[1]
-    *others, patterns, hf, to_hf, maps, apart = found[0]
+    *others, patterns, others_patterns, hf, to_hf, maps, apart = found[0]
     assert all("None is no path" in text for text in (*others, hf, to_hf))
     assert len(others) == 4
     assert "only=3" in patterns
+    assert "only= is another on rank 1 than on rank 0" in others_patterns
     assert "maps=None is no map" in maps
     assert "own-1, which rank 0 made as" in apart
     assert not (tmp_path / "n").exists()

@@ -164,6 +164,15 @@ def test_none_is_a_plain_value_and_asks_for_one(tmp_path: Path) -> None:
     assert torch.equal(model.weight, before)
 
 
+def test_what_stands_where_a_value_or_a_tensor_was_looked_for_is_named(tmp_path: Path) -> None:
+    save(tmp_path / "c", run={"ema": torch.ones(2), "seen": 3}, best=0.5)
+    with pytest.raises(CheckpointError, match="run is not in the checkpoint as a value: it holds run/ema "):
+        load(tmp_path / "c", run={})
+    with pytest.raises(CheckpointError, match="best is not in the checkpoint as a tensor: it is a value"):
+        load(tmp_path / "c", best=torch.ones(1))
+    assert load(tmp_path / "c", run={"ema": torch.zeros(2), "seen": 0}).values == {"run/seen": 3}
+
+
 class Stateless:
     """It has nothing to say: its state is None, and comes back."""
 

@@ -17,7 +17,7 @@ class Identity(NamedTuple):
     """What a rank has: tensors by name, ties, the modules and the values that it wants.
 
     Args: roots: paths of modules: the checkpoint has nothing below them that is not here.
-        fitted: the patterns of `only=` that fit something here.
+        only: the patterns of `only=`. fitted: those that fit something here.
     """
 
     tensors: dict[str, tuple[str, tuple[int, ...]]]
@@ -25,6 +25,7 @@ class Identity(NamedTuple):
     roots: tuple[str, ...]
     values: tuple[str, ...]
     optimizers: tuple[str, ...] = ()
+    only: tuple[str, ...] | None = None
     fitted: frozenset[str] = frozenset()
 
 
@@ -39,7 +40,8 @@ def refuse_differences(path: Place, manifest: Manifest, ranks: Iterable[Identity
         ties |= one.ties
         roots |= set(one.roots)
         values |= set(one.values)
-    found = _tensors(manifest, tensors, ties, roots, wanted) + _values(manifest, values, roots, wanted)
+    found = _tensors(manifest, tensors, ties, roots, wanted)
+    found += _values(manifest, values, roots, wanted)
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise CheckpointError(
@@ -66,7 +68,8 @@ def _tensors(
     for name, (dtype, shape) in here.items():
         theirs = saved.get(manifest.ties.get(name, name))
         if theirs is None:
-            found.append(f"{name} is not in the checkpoint")
+            value = " as a tensor: it is a value" if name in manifest.values else ""
+            found.append(f"{name} is not in the checkpoint{value}")
         elif (theirs.shape, theirs.dtype) != (shape, dtype):
             found.append(f"{name} is {theirs} in the checkpoint but {dtype}{list(shape)} in the model")
     here_too = [name for name in (*here, *ties) if name in saved or name in manifest.ties]
@@ -102,5 +105,13 @@ def _values(manifest: Manifest, here: set[str], roots: set[str], wanted: Wanted)
     below = tuple(f"{root}/" for root in roots)
     extra = {name for name in manifest.values if name.startswith(below) and wanted(name)}
     return [f"{name} is in the checkpoint only" for name in sorted(extra - here)] + [
-        f"{name} is not in the checkpoint" for name in sorted(here - set(manifest.values))
+        f"{name} is not in the checkpoint{_instead(manifest, name)}"
+        for name in sorted(here - set(manifest.values))
     ]
+
+
+def _instead(manifest: Manifest, name: str) -> str:
+    """What stands where a value was looked for."""
+    others = (*manifest.tensors, *manifest.ties, *manifest.values, *manifest.optimizers)
+    below = next((one for one in others if one == name or one.startswith(f"{name}/")), None)
+    return "" if below is None else f" as a value: it holds {below} (give what that is to be loaded into)"

@@ -101,7 +101,10 @@ class Loading:
         try:
             identities = agreed(f"comparing the state with {self.path}", lambda: self._compare(state))
             fitted = [one.fitted for one in identities]
-            refuse_unfitted(self.patterns, fitted, {path for one in identities for path in one.optimizers})
+            patterns = [one.only for one in identities]
+            refuse_unfitted(
+                self.patterns, patterns, fitted, {path for one in identities for path in one.optimizers}
+            )
             refuse_differences(self.path, self.manifest, identities, self.patterns.want)
             agreed(f"comparing the optimizer with {self.path}", self._compare_others)
             agreed(f"reading {self.path}", self._read)
@@ -157,7 +160,9 @@ class Loading:
         roots = tuple(node.path for node in self.nodes if node.kind is Kind.MODULE)
         values = (*self.targets.objects, *(node.path for node in self.chosen if node.kind in VALUED))
         tuned = tuple(node.path for node in self.nodes if node.kind is Kind.OPTIMIZER)
-        return Identity(tensors, self.targets.ties, roots, values, tuned, frozenset(self.patterns.fitted))
+        only = None if self.patterns.everything else self.patterns.all
+        fitted = frozenset(self.patterns.fitted)
+        return Identity(tensors, self.targets.ties, roots, values, tuned, only, fitted)
 
     def _compare_others(self) -> None:
         try:

@@ -36,11 +36,23 @@ class Patterns:
         return named or below
 
 
-def refuse_unfitted(patterns: Patterns, fitted: Iterable[frozenset[str]], optimizers: Iterable[str]) -> None:
-    """Raises CheckpointError for a pattern that fits nothing on any rank.
+def refuse_unfitted(
+    patterns: Patterns,
+    ranks: Sequence[tuple[str, ...] | None],
+    fitted: Iterable[frozenset[str]],
+    optimizers: Iterable[str],
+) -> None:
+    """Raises CheckpointError for a pattern that fits nothing on any rank, and for ranks with other patterns.
 
-    Args: fitted: by each rank. optimizers: their paths, which cannot be loaded in part.
+    Args: ranks, fitted: the patterns of each, and which of them fit there. optimizers: their paths, which
+        cannot be loaded in part.
     """
+    for rank, given in enumerate(ranks):
+        if given != ranks[0]:
+            raise CheckpointError(
+                f"only= is another on rank {rank} than on rank 0, so a tensor would be loaded on some of "
+                "its ranks: give each rank the patterns of all (one need not fit on every rank)"
+            )
     found: set[str] = set().union(*fitted)
     for pattern in patterns.all:
         if pattern not in found:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -127,6 +128,7 @@ class _Export:
             raise CheckpointError("the model has no tensors, so there is nothing to write")
         alike = {(n, str(x.shape) if isinstance(x, DTensor) else digest(x)) for n, x in self.tensors.items()}
         given = {("folder", str(self.folder.absolute())), ("max_shard_size", str(self.most))}
+        given.add(("maps", xxhash.xxh3_128_hexdigest(repr(self.files).encode())))
         return secrets.token_hex(8), alike | given
 
     def _named(self, number: int) -> str:

@@ -187,7 +187,7 @@ def read_object(folder: Folder, place: tuple[str, int, int]) -> Any:
 def reason_of(error: Exception) -> str:
     """Of what torch says where it does not read a pickle, the line that says why."""
     found = _WHY.search(str(error))
-    return (found[1] if found else str(error)).partition("\n")[0].partition(". ")[0]
+    return (found[1] if found else str(error) or type(error).__name__).partition("\n")[0].partition(". ")[0]
 
 
 def read_piece(folder: Folder, name: str, piece: Piece) -> torch.Tensor:
