@@ -320,6 +320,19 @@ def test_what_a_cast_would_lose_is_refused(tmp_path: Path, dtype: torch.dtype) -
     assert "weight is " in refused(tmp_path, nn.Linear(2, 2, bias=False))
 
 
+def test_whole_numbers_are_cast_where_all_of_them_fit(tmp_path: Path) -> None:
+    """300 became 44 in uint8, without a word."""
+    save_file({"n": torch.tensor([300], dtype=torch.int32)}, tmp_path / "model.safetensors")
+    for dtype, fits in ((torch.int64, True), (torch.int32, True), (torch.uint8, False), (torch.bool, False)):
+        model = nn.Module()
+        model.register_buffer("n", torch.zeros(1, dtype=dtype))
+        if fits:
+            load_hf(model, tmp_path)
+            assert model.n.tolist() == [300]
+        else:
+            assert f"n is int32[1] in {tmp_path.name}, {dtype}[1] in the model" in refused(tmp_path, model)
+
+
 def test_what_the_files_call_otherwise_is_named_beside_what_is_missing(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     text = refused(tmp_path, nn.Linear(2, 2, bias=False))

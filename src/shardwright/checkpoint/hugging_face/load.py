@@ -147,7 +147,7 @@ class _Loading:
                 continue
             dtype, shape, _ = self.places[link.source][1]
             scales = [one for end in _SCALES if (one := f"{link.source}{end}") in self.places]
-            if shape != link.shape or _kind(DTYPES[dtype]) != _kind(mine):
+            if shape != link.shape or not _keeps(DTYPES[dtype], mine):
                 there = f"{link.source} is {dtype}{list(shape)} in {self.folder.name}"
                 yield f"{there}, {mine}{list(link.shape)} in the model"
             elif dtype.startswith("float8") and DTYPES[dtype] != mine and scales:
@@ -227,6 +227,18 @@ class _Loading:
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
     """What a cast may not change: floats, complex numbers and integers stay what they are."""
     return dtype.is_floating_point, dtype.is_complex
+
+
+def _keeps(there: torch.dtype, here: torch.dtype) -> bool:
+    """Whether elements may be cast: not to another kind, nor whole numbers to where they may wrap."""
+    if _kind(there) != _kind(here) or any(_kind(there)):
+        return _kind(there) == _kind(here)
+    (low, high), (least, most) = _range(there), _range(here)
+    return least <= low and high <= most
+
+
+def _range(dtype: torch.dtype) -> tuple[int, int]:
+    return (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def _made(old: torch.Tensor, like: torch.Tensor, device: torch.device) -> torch.Tensor:
