@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwright import Shard, distribute_tensor, init_device_mesh
 from shardwright.checkpoint import async_save, background, load
+from shardwright.checkpoint.agree import agreed
 from shardwright.checkpoint.storage.arena import copy_bytes
 from shardwright.errors import CheckpointError
 
@@ -155,6 +156,13 @@ def test_a_failure_that_one_rank_has_not_seen_is_raised_on_all(ranks: Ranks, tmp
     found = ranks(2, only_one_waits, tmp_path / "c", fresh=True)
     assert found[0] == found[1]
     assert "the disk is full" in found[0][0]
+
+
+def test_a_group_that_is_gone_is_no_world_of_one_rank() -> None:
+    """A rank took itself for all, and committed what it had without that of the others."""
+    assert not dist.is_initialized()
+    with pytest.raises(CheckpointError, match="destroyed before the end of writing c: call `wait`"):
+        agreed("writing c", lambda: 1, group=object())
 
 
 def test_the_memory_of_one_save_is_the_next_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,11 @@ def _try(what: str, function: Callable[[], Any]) -> _Outcome:
 
 
 def _gather(mine: _Outcome, group: Group) -> list[_Outcome]:
+    if group is not None and not dist.is_initialized():  # this rank would take itself for all of them
+        raise CheckpointError(
+            f"the process group was destroyed before the end of {mine.doing}: call `wait` of a save in the "
+            "background on every rank before destroy_process_group()"
+        )
     if world() == 1:
         return [mine]
     everybody: list[Any] = [None] * world()
