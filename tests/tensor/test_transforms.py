@@ -3,6 +3,7 @@
 A transform wraps the tensors that a function sees, so that the class of what is inside does not show.
 """
 
+import itertools
 import warnings
 
 import pytest
@@ -118,6 +119,24 @@ def _written_in_forward_mode():
 
 def test_what_is_written_has_its_tangent(ranks):
     ranks(2, _written_in_forward_mode)
+
+
+def _views_of_unlike_tangents():
+    """A view has its tangent, however that lies, and nothing is sent to see that they fit."""
+    x, y = full(4, 6).double(), full(4, 6, seed=1).double()
+    calls = (lambda x: (x * 2)[1:, 0], lambda x: (x * 2).narrow(1, 0, 2), lambda x: (x * 2).t()[0])
+    for call in calls:
+        _, wanted = func.jvp(call, (x,), (y,))
+        for one, other in itertools.permutations((sw.Shard(0), sw.Shard(1), sw.Replicate()), 2):
+            value, given = place(x, (one,)), place(y, (other,))
+            with sw.explicit(), sw.trace() as seen:
+                _, tangent = func.jvp(call, (value,), (given,))
+            assert seen.bytes == 0, f"{one} {other}"
+            close(tangent, wanted, f"{one} {other}")
+
+
+def test_a_view_has_a_tangent_that_lies_unlike_it(ranks):
+    ranks(2, _views_of_unlike_tangents)
 
 
 def _models():

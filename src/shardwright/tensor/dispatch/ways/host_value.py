@@ -48,9 +48,19 @@ def is_set_to(_: Op, args: Args, __: Mapping[str, Any]) -> bool:
     )
 
 
+def has_same_storage_numel(_: Op, args: Args, __: Mapping[str, Any]) -> bool:
+    """Is their memory of one length? Forward mode asks it of a value and its tangent, in unlike layouts too.
+
+    Of the logical tensors: what their sizes, strides and beginnings reach to is what torch knows of them.
+    """
+    one, two = (x.untyped_storage().nbytes() // x.element_size() for x in args)
+    return bool(one == two)
+
+
 READS: dict[Op, Callable[..., Any]] = {
     aten._local_scalar_dense.default: item,
     aten.is_nonzero.default: item,
     aten.equal.default: equal,
     aten.is_set_to.default: is_set_to,
+    aten._has_same_storage_numel.default: has_same_storage_numel,
 }
