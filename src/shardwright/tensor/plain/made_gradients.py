@@ -104,8 +104,10 @@ def await_all(results: Sequence[Any]) -> None:
     """
     wanted = [x for x in results if isinstance(x, torch.Tensor) and x.requires_grad]
     for x in wanted if len(wanted) > 1 else ():
-        edge = get_gradient_edge(x) if isinstance(x, DTensor) and x.grad_fn is not None else None
-        if edge is not None and edge.node.name() == "CompiledFunctionBackward":
+        if not isinstance(x, DTensor) or x.grad_fn is None:
+            continue
+        edge = get_gradient_edge(x)
+        if edge.node.name() == "CompiledFunctionBackward":
             mesh, target = x.device_mesh, finished(x._spec.layout)
             read_in_backward(edge.node, edge.output_nr, partial(_as_it_lies, mesh=mesh, target=target))
 
