@@ -83,10 +83,11 @@ def _checkpointed():
     torch.manual_seed(0)
     alone, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
     model = parallelize_fsdp(copy.deepcopy(alone), rank_mesh((2,), ("dp",)))
-    for each, rows in ((alone, x), (model, x.chunk(2)[dist.get_rank()])):
+    for each, part in ((alone, x), (model, x.chunk(2)[dist.get_rank()])):
+        h = part
         for layer in each:
-            rows = checkpoint(lambda h, layer=layer: layer(h).tanh(), rows, use_reentrant=False)
-        rows.square().sum().backward()
+            h = checkpoint(lambda h, layer=layer: layer(h).tanh(), h, use_reentrant=False)
+        h.square().sum().backward()
     check_full_gradients(model, {name: p.grad for name, p in alone.named_parameters()})
 
 
