@@ -17,7 +17,7 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local_use import kept_spec, of_this_rank, restored
 from shardwright.tensor.move import move_asked
 from shardwright.tensor.spec import Spec, Token, finished, spec_of, with_dtype
-from shardwright.tensor.wrap import as_ours, hand_out, up_to_date, wrap
+from shardwright.tensor.wrap import as_ours, hand_out, hold_outside, up_to_date, wrap
 
 
 def acceptable_gradient(source: Layout, gradient: Layout) -> Layout:
@@ -71,6 +71,7 @@ class FromLocal(torch.autograd.Function):
 
 def adopted(local: torch.Tensor, spec: Spec) -> DTensor:
     """The DTensor of a local tensor that the program goes on holding; not differentiable."""
+    hold_outside("from_local")
     return wrap(hand_out(local.detach()) if spec.pending else local.detach(), spec)
 
 

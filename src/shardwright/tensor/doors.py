@@ -35,11 +35,11 @@ from shardwright.tensor.localized import LOOKUPS, MIXING, LocalizedDTensor, call
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.host_reads import READING
 from shardwright.tensor.views import write_back
-from shardwright.tensor.wrap import wrap
+from shardwright.tensor.wrap import held_outside, wrap
 
 _VARIABLE = "SHARDWRIGHT_EXTENSION"
 _MODULE = "shardwright.tensor.extension.known_call"
-_BUILT = 12  # `VERSION` of the C file
+_BUILT = 13  # `VERSION` of the C file
 # Classes whose values `call._collect` tells apart by class and value.
 _SCALARS = frozenset(
     {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -177,6 +177,7 @@ def _dispatch(made: ModuleType) -> Any:
         helpers=boundary.helpers_allowed,
         raise_versions=increment_versions,
         watching=finished_forms.watching,
+        held_outside=held_outside,
         function_modes=function_modes_on,
         ops_of_any_number=any_number.ops,
         on_forms=short.on_forms,

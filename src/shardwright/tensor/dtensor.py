@@ -24,7 +24,7 @@ from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, writ
 from shardwright.tensor.flattened import as_gradient, constants_of, hand_over, spec_again
 from shardwright.tensor.placements import PlacementsArgument, placements_of, resolve_placements
 from shardwright.tensor.spec import Spec, finished, spec_of
-from shardwright.tensor.wrap import REMEMBERED, hand_out, up_to_date, wrap
+from shardwright.tensor.wrap import REMEMBERED, hand_out, hold_outside, up_to_date, wrap
 
 
 class _Above:
@@ -188,6 +188,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         Cost: none.
         """
         up_to_date(self)
+        hold_outside("to_local")
         if self._spec.pending and not torch.compiler.is_compiling():
             hand_out(self._local_tensor)
         with DisableTorchFunctionSubclass():

@@ -19,7 +19,7 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 12 };
+enum { VERSION = 13 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
 enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 28 };
@@ -43,6 +43,7 @@ enum {
     HELPERS,               /* do plain tensors that an op meets count as replicated? */
     RAISE_VERSIONS,        /* tells autograd that tensors were written */
     WATCHING,              /* who remembers how often storages were written: with nobody, they do not count */
+    HELD_OUTSIDE,          /* does a program hold local tensors? Its graphs may have saved some */
     FUNCTION_MODES,        /* how many modes see each function of torch */
     OPS_OF_ANY_NUMBER,     /* ops whose numbers are told apart by their class */
     ON_FORMS,              /* keys of calls that read finished forms, if such are kept, and nothing else */
@@ -84,7 +85,7 @@ _Static_assert(
 
 static const char *const held_by_dispatch[] = {"recipes", "recipe", "copies", "modes", "inference", "scalars",
     "ordinary", "localized", "new", "wrap", "local", "spec", "made_by", "lists", "list_ops", "tensor", "helpers",
-    "raise_versions", "watching", "function_modes", "ops_of_any_number", "on_forms", "with_forms", NULL};
+    "raise_versions", "watching", "held_outside", "function_modes", "ops_of_any_number", "on_forms", "with_forms", NULL};
 static const char *const held_by_boundary[] = {
     "compiler", "harmless", "reading", "own", "state", "below", "plain", "made",
     "of_one_mesh", "spec_of", "of_lists", "lookups", "looks", "ours", "below_it", "functions", "meet",
@@ -632,7 +633,7 @@ static int says(PyObject *x, PyObject *question) {
     return yes;
 }
 
-/* Tell autograd that tensors are written: below it nobody does. */
+/* Tell autograd that tensors are written: below it nobody does. It passes over those of inference mode. */
 static int raise_versions(Door *door, PyObject *told) {
     PyObject *raised = PyObject_CallOneArg(door->held[RAISE_VERSIONS], told);
     Py_XDECREF(raised);
@@ -641,20 +642,25 @@ static int raise_versions(Door *door, PyObject *told) {
 
 /* `kept_form._local_memories`: the local tensor of what is written, and that of its base, if it may be a view. */
 static int add_local_memories(Door *door, PyObject *told, PyObject *operand, PyObject *local, int may_be_view) {
-    int uncounted = says(local, str_is_inference);
-    int done = uncounted > 0 ? 0 : uncounted < 0 ? -1 : PyList_Append(told, local);
-    PyObject *base = done == 0 && !uncounted && may_be_view ? memory_of(operand) : Py_NewRef(operand);
-    PyObject *type = base == NULL || base == operand ? NULL : (PyObject *)Py_TYPE(base);
-    if (type != NULL && (type == door->held[ORDINARY] || type == door->held[LOCALIZED])) {
+    int counts = PySet_GET_SIZE(door->held[HELD_OUTSIDE]) != 0;
+    int done = counts ? PyList_Append(told, local) : 0;
+    if (done < 0 || !counts || !may_be_view) {
+        return done;
+    }
+    PyObject *base = memory_of(operand), *type = base == NULL ? NULL : (PyObject *)Py_TYPE(base);
+    done = base == NULL ? -1 : 0;
+    if (done == 0 && base != operand && (type == door->held[ORDINARY] || type == door->held[LOCALIZED])) {
         PyObject *memory = *(PyObject **)((char *)base + door->local_at);
         done = memory == NULL ? 0 : PyList_Append(told, memory);
     }
-    done = base == NULL ? -1 : done;
     Py_XDECREF(base);
     return done;
 }
 
 static int count_locally(Door *door, PyObject *operand, PyObject *local) {
+    if (PySet_GET_SIZE(door->held[HELD_OUTSIDE]) == 0) {
+        return 0;
+    }
     PyObject *told = PyList_New(0);
     int done = told == NULL ? -1 : add_local_memories(door, told, operand, local, 1);
     done = done == 0 ? raise_versions(door, told) : done;

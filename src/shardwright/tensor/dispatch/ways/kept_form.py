@@ -14,7 +14,7 @@ from shardwright.tensor.dispatch import derived
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import Spec
 from shardwright.tensor.views import write_back
-from shardwright.tensor.wrap import CLASSES
+from shardwright.tensor.wrap import CLASSES, held_outside
 
 
 class KeptForm:
@@ -109,7 +109,7 @@ def counting_writes(route: Callable[..., Any], func: Op, args: Args, kwargs: Kwa
         return route(func, args, kwargs)
     finally:
         finished_forms.count_writes(written)
-        if not torch.compiler.is_compiling():
+        if held_outside and not torch.compiler.is_compiling():
             increment_versions(_local_memories(written))
 
 
@@ -120,5 +120,4 @@ def _local_memories(written: Sequence[DTensor]) -> list[torch.Tensor]:
     share the count of its base there.
     """
     bases = [x._base for x in written if isinstance(x._base, DTensor)]
-    locals_ = [x._local_tensor for x in (*written, *bases)]
-    return [x for x in locals_ if not x.is_inference()]
+    return [x._local_tensor for x in (*written, *bases)]

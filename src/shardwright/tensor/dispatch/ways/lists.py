@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import tree_leaves, tree_map_only
+from shardwright.compat import increment_versions, tree_leaves, tree_map_only
 from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs, Op
@@ -299,7 +299,7 @@ def _raise_versions(func: Op, written: Sequence[DTensor]) -> None:
     fused steps raise no version on one device either.
     """
     if func._schema.name.startswith("aten::_foreach_"):
-        torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
+        increment_versions(written)
 
 
 def _may_overlap(func: Op, written: Sequence[DTensor]) -> bool:
