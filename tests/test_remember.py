@@ -28,6 +28,7 @@ STATE = {
     "context/registry.py:_newest": "the open context",
     "tensor/dispatch/torch_shardings.py:_told": "warnings are said once",
     "tensor/spec.py:_summed": "axes on which parameters compute locally, as strategies have said",
+    "tensor/wrap.py:held_outside": "the program has a local tensor, so that writes into them count",
     "tensor/finished_forms.py:watching": "who remembers versions, while they do",
     "tensor/plain/spmd.py:_checked_sites": "the ranks compared these lines together",
     "remember.py:_functions": "the list of the tables",
