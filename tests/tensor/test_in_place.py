@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import shardwright as sw
+from shardwright.tensor.wrap import held_outside
 from shardwright.testing.meshes import rank_mesh
 from tests.placement.user_placements import LogSumExp
 from tests.tiers import only
@@ -105,6 +106,7 @@ def test_a_write_through_a_view_reaches_the_base(ranks, name, world):
 
 def _what_a_local_graph_saved():
     """A write counts for the local tensor too: its own graph must not compute with what is there then."""
+    held_outside.clear()  # as in a program that comes to this first
     writes = (
         lambda y: y.mul_(2),
         lambda y: y[:1].mul_(2),
@@ -127,6 +129,18 @@ def _with_a_local_graph():
     return x, sw.DTensor.from_local(x.exp(), rank_mesh((1,), ("a",)), [sw.Shard(0)])
 
 
+def _what_was_taken_before():
+    """The same of what `to_local` gave."""
+    held_outside.clear()
+    for write in (lambda x: x.mul_(2), lambda x: torch._foreach_mul_([x], 2)) * 3:
+        x = sw.distribute_tensor(torch.randn(3), rank_mesh((1,), ("a",)), [sw.Shard(0)]).requires_grad_()
+        squares = x.to_local().square()
+        with torch.no_grad():
+            write(x)
+        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+            squares.sum().backward()
+
+
 def _data_counts_no_write():
     """As on one device: what was saved is computed with as it is then, without a word."""
     for write in (lambda y: y.mul_(2), lambda y: y[:].mul_(2), lambda y: torch._foreach_mul_([y], 2)) * 3:
@@ -136,7 +150,9 @@ def _data_counts_no_write():
         torch.testing.assert_close(x.grad, 2 * x.detach().exp())
 
 
-@pytest.mark.parametrize("program", [_what_a_local_graph_saved, _data_counts_no_write])
+@pytest.mark.parametrize(
+    "program", [_what_a_local_graph_saved, _what_was_taken_before, _data_counts_no_write]
+)
 def test_a_write_is_seen_by_the_graph_that_made_the_local_tensor(ranks, program):
     ranks(1, program)
 

@@ -642,9 +642,8 @@ static int raise_versions(Door *door, PyObject *told) {
 
 /* `kept_form._local_memories`: the local tensor of what is written, and that of its base, if it may be a view. */
 static int add_local_memories(Door *door, PyObject *told, PyObject *operand, PyObject *local, int may_be_view) {
-    int counts = PySet_GET_SIZE(door->held[HELD_OUTSIDE]) != 0;
-    int done = counts ? PyList_Append(told, local) : 0;
-    if (done < 0 || !counts || !may_be_view) {
+    int done = PyList_Append(told, local);
+    if (done < 0 || !may_be_view) {
         return done;
     }
     PyObject *base = memory_of(operand), *type = base == NULL ? NULL : (PyObject *)Py_TYPE(base);
@@ -657,8 +656,12 @@ static int add_local_memories(Door *door, PyObject *told, PyObject *operand, PyO
     return done;
 }
 
+static int is_held_outside(Door *door) {
+    return PySet_GET_SIZE(door->held[HELD_OUTSIDE]) != 0;
+}
+
 static int count_locally(Door *door, PyObject *operand, PyObject *local) {
-    if (PySet_GET_SIZE(door->held[HELD_OUTSIDE]) == 0) {
+    if (!is_held_outside(door)) {
         return 0;
     }
     PyObject *told = PyList_New(0);
@@ -780,7 +783,7 @@ static int count_writes(Door *door, Call *call, PyObject *recipe, Py_ssize_t fir
         }
         if (done == 0 && ran && PyTuple_GET_ITEM(recipe, VERSIONS) == Py_True) {
             done = PyList_Append(told, call->operand.at[i]);
-            if (done == 0) {
+            if (done == 0 && is_held_outside(door)) {
                 done = add_local_memories(door, told, call->operand.at[i], call->local.at[i], may_be_views);
             }
         }
