@@ -6,6 +6,7 @@ A part of `python -m tests.checkpoint.faults`, which tries far more.
 from __future__ import annotations
 
 import errno
+import fcntl
 import shutil
 import sys
 from collections.abc import Callable, Iterable
@@ -83,6 +84,29 @@ def test_an_interrupt_at_any_operation_stands_in_no_later_ones_way(
                     write(nn.Linear(9, 9), path)
         seen = bool(count.failed)
     assert at > 10
+
+
+def test_an_interrupt_in_a_lock_leaves_the_folder_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knew of a lock that was just taken; one that was being let go was held by the open folder."""
+    lock_it, held = fcntl.flock, disk.lock_folder(tmp_path)
+    assert held is not None
+
+    def interrupted(handle: int, how: int) -> None:
+        if how != fcntl.LOCK_UN:
+            lock_it(handle, how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fcntl, "flock", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        disk.unlock_folder(held)
+    with pytest.raises(KeyboardInterrupt):
+        disk.lock_folder(tmp_path)
+    monkeypatch.undo()
+    held = disk.lock_folder(tmp_path)
+    assert held is not None
+    disk.unlock_folder(held)
 
 
 def test_a_disk_error_at_any_operation_of_a_load_changes_nothing(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ class Localize(torch.autograd.Function):
         if grad is None:
             return None
         leaf = _leaf(ctx) if ctx.of_leaf else None
-        if leaf is not None and leaf._version != ctx.version:  # the local tensor does not count its writes
+        if leaf is not None and leaf._version != ctx.version:  # the local tensor need not count its writes
             raise RuntimeError(
                 f"a parameter {tuple(leaf.shape)} of this graph has been modified by an inplace operation"
             )

@@ -77,11 +77,9 @@ def _prepared(
                 f"rank {rank()} does not see {path}, which rank 0 made: the ranks do not share "
                 "this file system"
             )
-        odd = [
-            (key, one) for key, one in collected.tensors.items() if str(one.dtype).startswith("torch.bits")
-        ]
-        for key, one in odd:
-            raise CheckpointError(f"{key}: torch's format has no {one.dtype}: save its view(torch.uint8)")
+        for key, one in collected.tensors.items():
+            if str(one.dtype).startswith("torch.bits"):
+                raise CheckpointError(f"{key}: torch's format has no {one.dtype}: save its view(torch.uint8)")
         plan = plan_of([held for _, _, held, _ in told], [digests for _, _, _, digests in told])
         job = Job(path, "", plan, collected, told[0][1])
         entries: dict[str, list[Entry]] = {key: [] for key in job.whole}

@@ -142,9 +142,7 @@ def lock_folder(path: Path) -> int | None:
     except BlockingIOError:
         os.close(handle)
         return None
-    except (
-        BaseException
-    ) as error:  # Ctrl-C too: a lock that nobody knows of would last as long as the process
+    except BaseException as error:  # Ctrl-C too: a lock that nobody knows of lasts as long as the process
         os.close(handle)
         if isinstance(error, OSError) and error.errno in _NO_LOCKS:
             raise NoLocksError(error.errno, "this file system has no locks (flock)", str(path)) from None
