@@ -41,6 +41,8 @@ _COSTLY = {
         "torch.export._trace",
     ),
 }
+# What torch says there of plain programs too.
+_SAID_ON_GPU = ("Attempting to run cuBLAS", "RNN module weights are not part of single contiguous chunk")
 _POOL = pytest.StashKey[RankPool]()
 
 
@@ -51,6 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--ranks-on"):
         os.environ[VARIABLE] = config.getoption("--ranks-on")
+    for text in _SAID_ON_GPU if device_of_ranks() != "cpu" else ():
+        config.addinivalue_line("filterwarnings", f"ignore:{text}")
     # What a script starts in the background ignores SIGINT, and so would all that the tests start and stop.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

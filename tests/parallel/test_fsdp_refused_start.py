@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwright.parallel import parallelize_fsdp, parallelize_hsdp
 from shardwright.testing.meshes import rank_mesh
+from shardwright.testing.rank_device import here
 
 Ranks = Callable[..., list[Any]]
 
@@ -42,7 +43,7 @@ def _gets_its_memory_late(strategy: str, units: bool) -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="should be materialized from meta device"):
             model(X)
-    model.to_empty(device="cpu")
+    model.to_empty(device=here())
     values = _placed(_net(), strategy, units=units).state_dict()
     model.load_state_dict(values)
     torch.testing.assert_close(model(X), plain(X))

@@ -14,6 +14,7 @@ from shardwright.parallel import (
     parallelize_tensor,
 )
 from shardwright.testing.meshes import rank_mesh
+from shardwright.testing.rank_device import here
 
 from .residual import PLAN, Model, check, one_device, residual, rows
 
@@ -68,7 +69,7 @@ def _start(name):
     names = list(model.state_dict())
     PLACED[name](model, mesh)
     assert all(t.is_meta for t in model.state_dict().values())
-    model.to_empty(device="cpu")
+    model.to_empty(device=here())
     assert list(model.state_dict()) == names
     with torch.no_grad():
         for key, p in model.named_parameters():

@@ -235,7 +235,7 @@ class WritesLate(Base):
 
 GENERATORS = {
     "python": (lambda: random.Random(0), lambda g, shape: torch.full(shape, g.random())),
-    "numpy": (lambda: np.random.default_rng(0), lambda g, shape: torch.from_numpy(g.random(shape)).float()),
+    "numpy": (lambda: np.random.default_rng(0), lambda g, shape: torch.tensor(g.random(shape, dtype="f"))),
     "torch": (lambda: torch.Generator().manual_seed(0), lambda g, shape: torch.rand(shape, generator=g)),
 }
 

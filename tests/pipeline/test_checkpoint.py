@@ -6,6 +6,7 @@ import torch
 from shardwright.checkpoint import load, save
 from shardwright.grads import GradientSynchronizer
 from shardwright.parallel import Pipeline
+from shardwright.testing.rank_device import here
 from tests.pipeline.models import arguments, batch, loss_sum, make
 from tests.pipeline.ranks import Case, place, whole
 
@@ -14,7 +15,7 @@ def _trained(case, steps, folder=None, resume=None):
     """Parameters after some steps, whole, of those that this rank holds; saved, or gone on from."""
     mesh, model = place(case)
     if resume is not None:
-        model.to("meta").to_empty(device="cpu")  # all that it is comes from the checkpoint
+        model.to("meta").to_empty(device=here())  # all that it is comes from the checkpoint
     pipeline = Pipeline(model, loss_sum, micro_batches=case.micro)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
     if resume is not None:

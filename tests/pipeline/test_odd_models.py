@@ -18,6 +18,7 @@ from shardwright.parallel import (
     parallelize_tensor,
 )
 from shardwright.testing import rank_mesh
+from shardwright.testing.rank_device import here
 from tests.pipeline.own_code import Base, H, Part
 from tests.pipeline.ranks import whole
 
@@ -243,7 +244,7 @@ def _alone(model, _mesh):
 
 
 def _without_memory(model):
-    model.to("meta").to_empty(device="cpu")
+    model.to("meta").to_empty(device=here())
 
 
 @pytest.mark.parametrize("strategy", [_alone, parallelize_replicate, parallelize_fsdp])

@@ -3,8 +3,13 @@
 import pytest
 
 import shardwright as sw
+from shardwright.testing.rank_device import device_of_ranks
 
 from .counted import bytes_sent, pairs_computed, peaks
+
+pytestmark = pytest.mark.skipif(
+    device_of_ranks() != "cpu", reason="counts gloo's calls and the CPU's kernels"
+)
 
 
 def test_a_ring_sends_n_minus_1_parts_of_keys_and_values(ranks):

@@ -28,7 +28,7 @@ def read_rng() -> dict[str, Any]:
 def check_rng(state: Any) -> None:
     """Try a state on generators that nobody uses. Raises: CheckpointError: it is none."""
     try:
-        torch.Generator().set_state(state["torch"])
+        torch.Generator("cpu").set_state(state["torch"])
         version, words, gauss = state["python"]
         random.Random().setstate((version, tuple(int(word) for word in words), gauss))
         np.random.RandomState().set_state(state["numpy"])
