@@ -27,7 +27,7 @@ from shardwright.rules.binding import bind
 from shardwright.rules.described import BindingError
 from shardwright.rules.equation import BoundHom
 from shardwright.rules.monoid import KEPT, pending_of
-from shardwright.tensor.dispatch.ways.out import functional_form, out_names
+from shardwright.rules.op import functional_form, out_names
 from shardwright.testing.meshes import rank_mesh
 from shardwright.testing.rule_cases import random_parts, speaks_of
 from shardwright.testing.simulate import Sample, in_double, run_whole

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.tensor.dispatch.ways.out import functional_form
+from shardwright.rules.op import functional_form
 from tests.tensor.cases import full, mesh, place, whole
 
 aten = torch.ops.aten

@@ -27,7 +27,8 @@ from shardwright.rules.decision import (
 from shardwright.rules.described import BindingError
 from shardwright.rules.equation import Dim, Equation
 from shardwright.rules.lists import join_decisions, split_call
-from shardwright.rules.registry import is_per_element, registry
+from shardwright.rules.op import is_per_element
+from shardwright.rules.registry import registry
 from shardwright.rules.search import Choice, Search, rewritten_operands
 
 

@@ -208,32 +208,6 @@ def _bases(name: str) -> Iterator[str]:
         yield plain.removesuffix("_copy")
 
 
-@remembered(4096)
-def functional_form(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload that returns new tensors and takes the same arguments, of an in-place or `out=` form."""
-    namespace, _, name = op._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    wanted = [_named(argument) for argument in op._schema.arguments if not argument.is_out]
-    for overload in packet.overloads() if packet is not None else ():
-        found: torch._ops.OpOverload = getattr(packet, overload)
-        if [_named(a) for a in found._schema.arguments] == wanted and not found._schema.is_mutable:
-            return found
-    return None
-
-
-def _named(argument: Any) -> tuple[str, str]:
-    return argument.name, str(argument.type)
-
-
-@remembered(4096)
-def is_per_element(op: torch._ops.OpOverload) -> bool:
-    """Whether the op does one thing to each element of its tensor lists (foreach, fused optimizers)."""
-    name = op._schema.name.partition("::")[2]
-    parameters = parameters_of(op)
-    takes_list = bool(parameters) and parameters[0].is_tensor and parameters[0].is_list
-    return takes_list and name.startswith(("_foreach_", "_fused_"))
-
-
 def op_key(op: OpName) -> str:
     """The name under which rules for `op` are kept. Raises: RuleError: not an op or a qualified name."""
     if isinstance(op, torch._ops.OpOverload):

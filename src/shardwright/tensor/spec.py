@@ -324,3 +324,11 @@ def coords_of(mesh: DeviceMesh) -> tuple[int, ...] | None:
             "  fix: shardwright.testing.RankPool, which runs ranks as processes"
         )
     return None if found is None else tuple(found)
+
+
+def has_form(tensors: Iterable[Any]) -> bool:
+    """Is a finished form of one of these known, perhaps?"""
+    for x in tensors:  # noqa: SIM110  a generator is a call for each
+        if x._spec.plain is not x._spec:
+            return True
+    return False

@@ -23,9 +23,10 @@ from shardwright.rules.call import Call
 from shardwright.rules.equation import Equation
 from shardwright.rules.formula import Formula
 from shardwright.rules.lists import split_call
+from shardwright.rules.op import is_per_element
 from shardwright.rules.price import Price
 from shardwright.rules.propagate import decide
-from shardwright.rules.registry import is_per_element, op_key, registry
+from shardwright.rules.registry import op_key, registry
 from shardwright.rules.search import Choice
 from shardwright.testing.meshes import sizes_of
 from shardwright.testing.rule_cases import Case, cases

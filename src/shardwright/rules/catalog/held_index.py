@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.rules.held_label import Held
-from shardwright.rules.registry import functional_form
+from shardwright.rules.op import functional_form
 
 Op = torch._ops.OpOverload
 HeldBy = Mapping[str, Held]

@@ -50,18 +50,6 @@ def is_described(op: torch._ops.OpOverload) -> bool:
     return _base(op) in _VIEWS
 
 
-# Their kernels are those of views, and what is written into a result is written into the operand; the schema
-# does not say it, so that autograd does not ask.
-_VIEWS_UNSAID = frozenset({"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes"})
-
-
-@remembered(4096)
-def copies(op: torch._ops.OpOverload) -> bool:
-    """Whether its results are new tensors: `view_copy`, `split_copy`, ..."""
-    said = any(result.alias_info is not None for result in op._schema.returns)
-    return not said and op._schema.name not in _VIEWS_UNSAID
-
-
 def _base(op: torch._ops.OpOverload) -> str:
     namespace, _, name = op._schema.name.partition("::")
     if namespace != "aten" or op._schema.overload_name == "dtype":

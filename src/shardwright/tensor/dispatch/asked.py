@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,11 @@ class Asked:
     def mesh(self) -> DeviceMesh:
         """The mesh of the first operand; where others have another one, `ways.one_mesh` answers."""
         return self.tensors[0].device_mesh
+
+    @property
+    def on_one_mesh(self) -> bool:
+        """Do all operands live on the same mesh?"""
+        return are_together(self.tensors)
 
     @cached_property
     def coords(self) -> Coords | None:
@@ -77,3 +83,10 @@ class Asked:
     def decision(self) -> Decision:
         """What the rules make of it."""
         return propagate(self.call, self.layouts)
+
+
+def are_together(tensors: Sequence[DTensor]) -> bool:
+    """Do they live on the same mesh?"""
+    first = tensors[0]
+    shape = first._spec.layout.mesh_shape
+    return all(x.device_mesh is first.device_mesh or x._spec.layout.mesh_shape == shape for x in tensors[1:])

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import CANNOT_VIEW, modes_on, tree_leaves, tree_map_only
+from shardwright.compat import CANNOT_VIEW, modes_on, sharding_of_users, tree_leaves, tree_map_only
 from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.op import is_view, writes_elements
 from shardwright.tensor import proxies
 from shardwright.tensor.dispatch import memory_order, other_sizes, short, torch_shardings, written_memory
 from shardwright.tensor.dispatch.asked import Asked
@@ -38,7 +39,7 @@ from shardwright.tensor.dispatch.ways.table import Handler, decide, handler_of
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain import made_gradients, own_terms
 from shardwright.tensor.plain.replicated import distributed, replicate_plain
-from shardwright.tensor.spec import Spec
+from shardwright.tensor.spec import Spec, has_form
 from shardwright.tensor.views import offsets, take, write_back
 from shardwright.tensor.wrap import as_ours
 
@@ -80,25 +81,26 @@ def _whole_route_of(func: Op) -> Handler:
     What is added here is judged by `short.learn` as well: known calls of the extension do not come by.
     """
     route = _route_of(func)
-    there = offsets.begins_there(func)
-    if there is not None:
-        route = partial(offsets.as_on_one_device, route, there)
-    if memory_order.asks(func):
+    name = func._schema.name
+    if is_view(func) or name in offsets.OF_ALL_MEMORY:
+        there = offsets.begins_there(func)
+        if there is not None:
+            route = partial(offsets.as_on_one_device, route, there)
+    if name in memory_order.LAID_FIRST:
         route = partial(memory_order.as_described, route)
-    if made_gradients.asks(func):
+    if name in made_gradients.WATCHED:
         route = partial(made_gradients.awaited, route)
     if func in own_terms.SUMS:
         route = partial(own_terms.labelled, route)
     if func._schema.is_mutable:
         route = partial(kept_form.counting_writes, route)
-    if write_back.is_view(func) or not written_memory.asks(func):
-        return route
-    return partial(_where_it_may_write, route)
+    return partial(_where_it_may_write, route) if writes_elements(func) else route
 
 
 def _route_of(func: Op) -> Handler:
     """The way of the op, or of each of its calls."""
-    torch_shardings.warn_of(func)
+    if sharding_of_users(func):
+        torch_shardings.warn_of(func)
     return handler_of(func) or dispatch_call
 
 
@@ -134,8 +136,9 @@ def dispatch_call(func: Op, args: Args, kwargs: Kwargs) -> Any:
 
 def _first(key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs, tensors: list[Any]) -> Any:
     """A call on layouts that were not seen before, as what is known of other sizes tells, or decided anew."""
-    torch_shardings.warn_of(func)
-    if kept_form.asks(tensors):
+    if sharding_of_users(func):
+        torch_shardings.warn_of(func)
+    if has_form(tensors):
         _store(key, _KEPT_FORM)
         if short.reader.there and (func not in own_terms.SUMS or own_terms.on_one_mesh(*args)):
             short.learn_on_forms(key, func, args)
@@ -149,7 +152,7 @@ def _first(key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs, tensors: 
                 short.learn(key, func, args, kwargs, tensors, reshape, out)
             return out
     rules = registry.registry.generation
-    known = other_sizes.adapt(func, key, args, kwargs, tensors)
+    known = other_sizes.adapt(func, key, args, kwargs, tensors) if func in other_sizes.ops else None
     if isinstance(known, Spec):
         out = run_simple(known, func, args)
         check_simple(known, func, out, tensors)
@@ -224,14 +227,14 @@ def _run_prepared(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tens
         if again is None:
             raise
         return again
-    if prepared.moves and write_back.is_view(func):
+    if prepared.moves and is_view(func):
         write_back.remember(out, func, args, kwargs, copied=True)
     return out
 
 
 def _is_reshape(func: Op, args: Args) -> bool:
     """A view with sizes: whether the local tensor can be viewed so depends on its own strides, each time."""
-    return write_back.is_view(func) and any(isinstance(value, list | tuple) for value in args)
+    return is_view(func) and any(isinstance(value, list | tuple) for value in args)
 
 
 def _collect(values: Iterable[Any], tensors: list[Any], key: list[Any]) -> bool:

@@ -23,11 +23,11 @@ import torch
 
 from shardwright.compat import current_graph_task_id, tree_map, tree_map_only
 from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
+from shardwright.rules.op import is_pointwise
 from shardwright.rules.propagate import Decision
 from shardwright.rules.search import is_expanded
 from shardwright.tensor import explicit_mode, finished_forms
 from shardwright.tensor.dispatch.prepared import Derivation
-from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_operands
 from shardwright.tensor.spec import is_of_ranks

@@ -22,7 +22,6 @@ from shardwright.compat import (
 )
 from shardwright.remember import remembered
 from shardwright.rules.call import Args, Kwargs, Op
-from shardwright.tensor.dispatch.ways.out import is_pointwise
 
 Order = Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
 
@@ -84,19 +83,21 @@ _ON_CPU: dict[str, Order] = {
     ),
     "aten::native_dropout_backward": _as_a_product,
 }  # fmt: skip
+# By name; of those that go element by element, all have an order of their own.
+KERNELS = _BY_DEVICE | _ON_CPU.keys()
 
 
 def as_kernels_put_them(func: Op, args: Args, kwargs: Kwargs, made: Any, device: str) -> Any:
     """The results of an op without data, with the strides that its kernel on this device gives.
 
-    Args: args, kwargs: with tensors without data.
+    Args: func: one of `KERNELS`, or pointwise. args, kwargs: with tensors without data.
     """
     name = func._schema.name
     if name in _BY_DEVICE:
         return _knowing_the_device(func, args, kwargs, made, device)
     order = _ON_CPU.get(name) if device == "cpu" else None
     if order is None:
-        return made if func._schema.is_mutable else _as_a_sum(func, args, made)
+        return made if func._schema.is_mutable else _as_a_sum(args, made)
     leaves, tree = tree_flatten(made)
     count = 2 if name == "aten::log_sigmoid_forward" else 1
     return tree_unflatten([*(order(args, x) for x in leaves[:count]), *leaves[count:]], tree)
@@ -120,9 +121,9 @@ def _knowing_the_device(func: Op, args: Args, kwargs: Kwargs, made: Any, device:
     )
 
 
-def _as_a_sum(func: Op, args: Args, made: Any) -> Any:
+def _as_a_sum(args: Args, made: Any) -> Any:
     """An op of each element of two operands: torch's functions in Python have an order of their own."""
-    if not is_pointwise(func) or not isinstance(made, torch.Tensor):
+    if not isinstance(made, torch.Tensor):
         return made
     pair = [x for x in args if isinstance(x, torch.Tensor)]
     if len(pair) != 2 or all(x.is_contiguous() for x in (*pair, made)):

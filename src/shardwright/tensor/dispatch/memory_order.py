@@ -28,14 +28,9 @@ Call = Callable[[Op, tuple[Any, ...], Mapping[str, Any]], Any]
 Lay = Callable[[torch.Tensor, DTensor], torch.Tensor]
 
 
-def asks(func: Op) -> bool:
-    """Does the op's derivative look at the strides of its operand, or its kernel trust them?"""
-    return func._schema.name in _LAID_FIRST
-
-
 def as_described(route: Call, func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The op on operands that lie as it needs them."""
-    return route(func, _LAID_FIRST[func._schema.name](func, args), kwargs)
+    return route(func, LAID_FIRST[func._schema.name](func, args), kwargs)
 
 
 def _as_the_matrix_says(local: torch.Tensor, x: DTensor) -> torch.Tensor:
@@ -100,7 +95,8 @@ LAYS: dict[str, Lay] = {
     **dict.fromkeys(("aten::native_group_norm", "aten::native_group_norm_backward"), _laid_as_said),
     **dict.fromkeys((*ATTENTION, *(f"{name}_backward" for name in ATTENTION)), _with_rows_in_one_piece),
 }
-_LAID_FIRST: dict[str, Callable[[Op, tuple[Any, ...]], tuple[Any, ...]]] = {
+# Ops whose derivative looks at the strides of their operands, or whose kernel trusts them.
+LAID_FIRST: dict[str, Callable[[Op, tuple[Any, ...]], tuple[Any, ...]]] = {
     **{name: partial(_each, lay) for name, lay in LAYS.items()},
     **dict.fromkeys(("aten::native_group_norm", "aten::native_group_norm_backward"), _in_one_format),
     **dict.fromkeys(("aten::median", "aten::nanmedian"), _each_in_its_place),

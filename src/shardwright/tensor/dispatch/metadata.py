@@ -20,9 +20,10 @@ from shardwright.compat import (
 )
 from shardwright.remember import memo, remembered
 from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
+from shardwright.rules.op import functional_form, is_pointwise, out_names
 from shardwright.tensor.dispatch.grouped_products import grouped_product
-from shardwright.tensor.dispatch.kernel_orders import as_kernels_put_them
-from shardwright.tensor.dispatch.ways.out import fits, functional_form, is_pointwise, out_names
+from shardwright.tensor.dispatch.kernel_orders import KERNELS, as_kernels_put_them
+from shardwright.tensor.dispatch.ways.out import fits
 from shardwright.tensor.dtensor import DTensor
 
 # Ops without a kernel for tensors without data: results that are like `self`, each with its dtype if another.
@@ -132,11 +133,13 @@ def _infos(func: Op, args: Args, kwargs: Kwargs) -> tuple[TensorInfo | None, ...
         if "device" in meta_kwargs:
             meta_kwargs["device"] = torch.device("meta")
         try:  # NotImplementedError is how torch says that an op has no kernel without data
-            _refuse_what_does_not_fit(func, args, meta_args, meta_kwargs)
+            if func._schema.is_mutable:
+                _refuse_what_does_not_fit(func, args, meta_args, meta_kwargs)
             another = func._schema.name in _SPEAK_FOR_CUDA and _speaks_for_another(args, kwargs)
             with _nothing_refused() if another else nullcontext():
                 out = _without_data(func)(*meta_args, **meta_kwargs)
-            out = as_kernels_put_them(func, meta_args, meta_kwargs, out, _device(args, kwargs))
+            if func._schema.name in KERNELS or is_pointwise(func):
+                out = as_kernels_put_them(func, meta_args, meta_kwargs, out, _device(args, kwargs))
         except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
             if not func._schema.returns:
                 return (None,)

@@ -15,8 +15,8 @@ from shardwright.index.region import Shape
 from shardwright.remember import memo, remembered
 from shardwright.rules.any_size import AnySize, ResultForm
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.op import is_pointwise
 from shardwright.tensor.dispatch.prepared import Move, Prepared
-from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import Spec, SpecKind, Token, spec_kind
 
@@ -25,6 +25,7 @@ NUMBERS = frozenset({int, float, complex})  # True and False are settings
 # Types in a schema; a tensor argument may be given a number.
 _COMPUTED_WITH = frozenset({"number", "float", "Tensor", "Optional[number]", "Optional[float]"})
 _known: dict[tuple[Any, ...], Known] = memo("calls of any size", {})
+ops: set[Op] = memo("ops of which calls of any size are known", set())
 # Ops with arguments that are a shape: their positions and names. Their values are no part of a key.
 _shape_arguments: dict[Op, frozenset[int | str]] = memo("arguments that are a shape", {})
 
@@ -57,6 +58,7 @@ def remember(func: Op, key: Sequence[Any], args: Args, kwargs: Kwargs, prepared:
         _shape_arguments[func] = frozenset({*positions, *names})
     if len(_known) >= _MANY:
         _known.clear()
+    ops.add(func)
     kinds = tuple([None if spec is None else spec.kind for spec in prepared.results])
     _known[_key(func, key, args, kwargs, [])] = Known(prepared, form, kinds)
 
@@ -66,7 +68,7 @@ def adapt(
 ) -> Spec | Prepared | None:
     """The prepared call of the same kind for these tensors; None if there is none or it does not fit.
 
-    Args: key: what identifies the call, sizes included.
+    Args: func: one of `ops`. key: what identifies the call, sizes included.
     Returns: the spec of the result where that is all that is needed.
     """
     arguments: list[Sequence[int]] = []

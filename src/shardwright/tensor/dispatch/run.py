@@ -15,6 +15,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.identity import identity_of, reduction_of_cuts
+from shardwright.rules.op import is_view
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch import derived
 from shardwright.tensor.dispatch.memory_order import LAYS, as_made, lies_as_said
@@ -25,7 +26,6 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.finished_forms import finishes, may_keep
 from shardwright.tensor.move import move_operands, move_unasked
 from shardwright.tensor.spec import Spec, spec_of
-from shardwright.tensor.views.write_back import is_view
 from shardwright.tensor.wrap import as_replicated, common_use, wrap
 
 # What one device takes in expanded tensors: all elements of one place get the same.

@@ -25,10 +25,10 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.partial import Partial
 from shardwright.remember import memo
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.op import is_pointwise, writes_elements
 from shardwright.tensor.dispatch import any_number, bindings, derived, memory_order, written_memory
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.ways.local_reshape import LocalReshape
-from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain import made_gradients
 from shardwright.tensor.spec import Spec
@@ -275,6 +275,9 @@ def _writes_one(prepared: Prepared, tensors: Sequence[DTensor]) -> bool:
 
 def _something_around(func: Op, args: Args) -> bool:
     """Does more stand around the op (`call._whole_route_of`) than what C asks at each call?"""
-    if func._schema.is_mutable and not written_memory.asks(func):
+    if func._schema.is_mutable and not writes_elements(func):
         return True
-    return memory_order.asks(func) or (made_gradients.asks(func) and made_gradients.passes_over(func, args))
+    name = func._schema.name
+    if name in memory_order.LAID_FIRST:
+        return True
+    return name in made_gradients.WATCHED and made_gradients.passes_over(func, args)

@@ -6,15 +6,14 @@ import warnings
 
 import torch
 
-from shardwright.compat import sharding_of_users
 from shardwright.rules.registry import rules_of
 
 _told: set[torch._ops.OpOverload] = set()
 
 
 def warn_of(op: torch._ops.OpOverload) -> None:
-    """Say once that such a statement of this op does nothing here; not for a custom op with a rule."""
-    if op in _told or not sharding_of_users(op) or (op.namespace != "aten" and rules_of(op)):
+    """Say once that this statement of an op does nothing here; not for a custom op with a rule."""
+    if op in _told or (op.namespace != "aten" and rules_of(op)):
         return
     _told.add(op)
     warnings.warn(

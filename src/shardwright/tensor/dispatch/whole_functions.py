@@ -32,6 +32,7 @@ from shardwright.compat import tree_leaves
 from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs
+from shardwright.rules.op import is_view
 from shardwright.tensor.dispatch import any_number, call, short
 from shardwright.tensor.dispatch.bindings import Heard, Listening
 from shardwright.tensor.dispatch.same_local_calls import does_the_same, place_of
@@ -39,7 +40,6 @@ from shardwright.tensor.dispatch.ways.list_arguments import Taken
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.host_reads import READING
-from shardwright.tensor.views import write_back
 
 _Key = tuple[Any, ...]
 # Of calls by their keys; False: it goes the way through torch. Bounded by `_keep`.
@@ -153,7 +153,7 @@ def _bound(table: dict[_Key, Any]) -> None:
 
 
 def _learn(func: Any, args: Args, kwargs: Kwargs, key: _Key, heard: list[Heard], out: Any) -> None:
-    if all(write_back.is_view(each.op) for each in heard):  # or no op at all
+    if all(is_view(each.op) for each in heard):  # or no op at all
         functions[func] = None if heard and isinstance(func, _IN_C) else False
         return
     found = _found(func, args, kwargs, heard, out)

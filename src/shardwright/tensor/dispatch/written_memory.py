@@ -16,9 +16,9 @@ import torch
 from shardwright.errors import RuleError
 from shardwright.remember import remembered
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.op import is_pointwise
 from shardwright.tensor.dispatch import overlapping
 from shardwright.tensor.dispatch.overlapping import is_cut_there, writes_once
-from shardwright.tensor.dispatch.ways.out import is_pointwise
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.views.write_back import written_by
 from shardwright.tensor.wrap import offset_of
@@ -49,11 +49,6 @@ _TAKES_EXPANDED = frozenset({"masked_fill", "threshold"})
 
 _FEW = "more than one element of the written-to tensor refers to a single memory location"
 _READ = "some elements of the input tensor and the written-to tensor refer to a single memory location"
-
-
-def asks(func: Op) -> bool:
-    """Does the op write, so that one device asks about memory, or windows that overlap do?"""
-    return bool(func._schema.is_mutable) and torch.Tag.inplace_view not in func.tags
 
 
 @remembered(4096)

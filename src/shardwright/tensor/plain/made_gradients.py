@@ -42,7 +42,8 @@ from shardwright.tensor.wrap import as_replicated, wrap
 
 Call = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
 
-_WATCHED = frozenset(
+# Ops of one of whose operands torch makes a gradient of its size.
+WATCHED = frozenset(
     f"aten::{name}"
     for name in (
         "copysign", "copysign_", "nextafter", "nextafter_", "sgn", "sgn_", "repeat", "cat", "normal",
@@ -60,11 +61,6 @@ _ONLY: dict[str, Callable[..., bool]] = {
     "aten::cat": lambda members, *_: any(x.shape == (0,) for x in members),
     "aten::repeat": lambda _, repeats: 0 in repeats,
 }
-
-
-def asks(func: torch._ops.OpOverload) -> bool:
-    """Does torch make a gradient of one of the op's operands of its size?"""
-    return func._schema.name in _WATCHED
 
 
 def passes_over(func: torch._ops.OpOverload, args: Args) -> bool:

@@ -64,13 +64,10 @@ _FILLS = frozenset(
 _NOT_DRAWN_HERE = ("attention", "sdp_choice", "rnn", "lstm", "dropout_mask", "dropout_state", "nested")
 
 
-def is_random(func: Op) -> bool:
-    """Does the op draw numbers here (and is none that consists of others which do)?"""
-    if torch.Tag.nondeterministic_seeded not in func.tags or func.namespace != "aten":
-        return False
-    if is_composite(func):
-        return False
-    return not any(word in func._schema.name for word in _NOT_DRAWN_HERE)
+def draw_of(func: Op) -> Callable[[Op, Args, Kwargs], Any] | None:
+    """What runs an op that torch marks as drawing; None: it consists of others which do, or draws inside."""
+    inside = any(word in func._schema.name for word in _NOT_DRAWN_HERE)
+    return None if func.namespace != "aten" or inside or is_composite(func) else draw
 
 
 def draw(func: Op, args: Args, kwargs: Kwargs) -> Any:

@@ -22,10 +22,8 @@ _WITHOUT_GRADIENT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.vie
 
 
 def note(x: DTensor, func: Op) -> None:
-    """Remember the layout of a tensor of which `func` takes a view, as long as its graph lives."""
-    if not x.requires_grad or func in _WITHOUT_GRADIENT:
-        return
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    """Remember the layout of a tensor in a graph of which `func` takes a view, as long as the graph lives."""
+    if func in _WITHOUT_GRADIENT or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     node: Any = x.grad_fn
     if node is not None:

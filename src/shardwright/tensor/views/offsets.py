@@ -21,6 +21,7 @@ from shardwright.compat import (
 )
 from shardwright.remember import remembered
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.op import is_view
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import offset_of, wrap
@@ -38,7 +39,7 @@ _BEGIN_THERE = frozenset(
 
 
 # Copies of all of a storage, that begin in it where their operand does.
-_OF_ALL_MEMORY = frozenset({"aten::diagonal_scatter", "aten::select_scatter", "aten::slice_scatter"})
+OF_ALL_MEMORY = frozenset({"aten::diagonal_scatter", "aten::select_scatter", "aten::slice_scatter"})
 
 
 def begins_there(func: Op) -> bool | None:
@@ -48,9 +49,9 @@ def begins_there(func: Op) -> bool | None:
     (`expand_as`), which is taken apart into views that pass here themselves.
     """
     name = func._schema.name
-    if name in _OF_ALL_MEMORY:
+    if name in OF_ALL_MEMORY:
         return True
-    if not write_back.is_view(func):
+    if not is_view(func):
         return None
     if name in _BEGIN_THERE:
         return func._schema.overload_name != "dtype"
@@ -80,7 +81,7 @@ def as_on_one_device(route: Call, there: bool, func: Op, args: Args, kwargs: Kwa
 
 
 def _is_ordinary_view(func: Op, base: torch.Tensor) -> bool:
-    return write_back.is_view(func) and not is_composite(func) and not base.is_inference()
+    return is_view(func) and not is_composite(func) and not base.is_inference()
 
 
 def from_the_start(func: Op, args: Args, kwargs: Kwargs) -> tuple[int, ...] | None:

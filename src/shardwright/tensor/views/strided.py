@@ -18,7 +18,8 @@ from shardwright.index.region import Shape
 from shardwright.index.view import View
 from shardwright.remember import remembered
 from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
-from shardwright.rules.catalog.view_maps import copies, strided_views, views_of
+from shardwright.rules.catalog.view_maps import strided_views, views_of
+from shardwright.rules.op import copies
 from shardwright.tensor.dispatch.metadata import infos_of
 from shardwright.tensor.dispatch.ways.algorithm import finished
 from shardwright.tensor.dtensor import DTensor

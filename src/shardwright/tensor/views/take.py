@@ -27,7 +27,8 @@ from shardwright.placement.interleaved import Interleaved
 from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import remembered
 from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
-from shardwright.rules.catalog.view_maps import Chains, copies, joined_views, on_elements, undone_by
+from shardwright.rules.catalog.view_maps import Chains, joined_views, on_elements, undone_by
+from shardwright.rules.op import copies
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_unasked
@@ -54,7 +55,8 @@ class ViewCall:
     def run(self, func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """The results: aliases of the local tensor, or copies that remember where they came from."""
         source = tensors[0]._local_tensor
-        graph_bases.note(tensors[0], func)
+        if tensors[0].requires_grad:
+            graph_bases.note(tensors[0], func)
         found = []
         for index, (spec, local) in enumerate(zip(self.results, self.locals, strict=True)):
             taken, copied = local.take(source)

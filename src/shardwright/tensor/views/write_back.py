@@ -23,7 +23,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.remember import remembered
 from shardwright.rules.call import Args, Kwargs, Op
-from shardwright.rules.catalog.view_maps import copies
+from shardwright.rules.op import is_view
 from shardwright.tensor.dispatch.overlapping import overlaps, refuse
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import announce, move_asked
@@ -62,13 +62,6 @@ class _Origin:
 
 Snapshots = dict[int, torch.Tensor]  # by the id of the view
 origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of views that are alive
-
-
-@remembered(4096)
-def is_view(func: Op) -> bool:
-    """Do the op's results alias its first argument, which it does not write?"""
-    infos = [result.alias_info for result in func._schema.returns]
-    return not copies(func) and not any(info is not None and info.is_write for info in infos)
 
 
 def remember(out: Any, func: Op, args: Args, kwargs: Kwargs, *, copied: bool) -> None:

@@ -14,9 +14,9 @@ from shardwright.errors import ImplicitRedistributionError, LayoutError
 from shardwright.placement.base import Replicate
 from shardwright.rules.algorithms.algorithm import Chosen, algorithm_for
 from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
+from shardwright.rules.op import functional_form
 from shardwright.rules.propagate import propagate
 from shardwright.rules.refusal import implicit_text
-from shardwright.rules.registry import functional_form
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.ways.local_rows import run_on_parts
 from shardwright.tensor.dtensor import DTensor
@@ -123,7 +123,10 @@ def _is_out(op: Op, name: str) -> bool:
 
 def may_write(op: Op) -> bool:
     """Whether an op is functional, or a form of one whose results can be copied into what it writes."""
-    return not op._schema.is_mutable or functional_form(op) is not None
+    if not op._schema.is_mutable:
+        return True
+    plain = functional_form(op)
+    return plain is not None and not plain._schema.is_mutable
 
 
 def finished(x: DTensor, why: str) -> DTensor:

@@ -9,6 +9,7 @@ import torch
 
 from shardwright.compat import increment_versions
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.op import is_view
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dispatch import derived
 from shardwright.tensor.dtensor import DTensor
@@ -27,7 +28,7 @@ class KeptForm:
 
     def run(self, func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """The same call on finished forms; what it writes, and what it is a view of, is the value itself."""
-        if write_back.is_view(func):
+        if is_view(func):
             return self._view(func, args, kwargs, tensors)
         derived.finish_beside(func.name(), tensors)
         return self.again(func, *_exchanged(_forms_of(_asking(tensors), func, args, kwargs), args, kwargs))
@@ -85,14 +86,6 @@ def _exchanged(
 def _asking(tensors: Sequence[DTensor]) -> list[tuple[DTensor, Spec]]:
     """The operands of which a finished form is known, perhaps, with the specs that say so."""
     return [(x, x._spec) for x in tensors if x._spec.plain is not x._spec]
-
-
-def asks(tensors: Sequence[DTensor]) -> bool:
-    """Is a finished form of an operand known, perhaps?"""
-    for x in tensors:  # noqa: SIM110  a generator is a call for each
-        if x._spec.plain is not x._spec:
-            return True
-    return False
 
 
 def _with_form(value: Any, forms: Mapping[int, DTensor]) -> Any:

@@ -10,8 +10,9 @@ import torch
 
 from shardwright.compat import overload_for
 from shardwright.errors import RuleError
-from shardwright.remember import memo, remembered
+from shardwright.remember import memo
 from shardwright.rules.call import Args, Kwargs
+from shardwright.rules.op import list_arguments
 
 aten = torch.ops.aten
 
@@ -27,15 +28,6 @@ class ElementCall:
     def run(self) -> Any:
         """Its value; a fused op has none."""
         return self.op(*self.args, **self.kwargs)
-
-
-@remembered(4096)
-def list_arguments(func: torch._ops.OpOverload) -> tuple[str, ...]:
-    """The arguments of the op that are lists of tensors; empty: it does not do one thing per position."""
-    name = func._schema.name
-    if not name.startswith(("aten::_foreach_", "aten::_fused_")):
-        return ()
-    return tuple(a.name for a in func._schema.arguments if "List[Tensor]" in str(a.type))
 
 
 def element_calls(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> list[ElementCall]:

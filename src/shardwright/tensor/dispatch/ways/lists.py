@@ -17,6 +17,7 @@ from shardwright.compat import increment_versions, tree_leaves, tree_map_only
 from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.op import is_pointwise, list_arguments
 from shardwright.tensor import explicit_mode, finished_forms
 from shardwright.tensor.dispatch import short, written_memory
 from shardwright.tensor.dispatch.asked import Asked
@@ -24,14 +25,12 @@ from shardwright.tensor.dispatch.kernels import is_linear, kernel_of
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.refuse import refuse_implicit
 from shardwright.tensor.dispatch.run import check_simple, run
-from shardwright.tensor.dispatch.ways import kept_form
 from shardwright.tensor.dispatch.ways.list_arguments import Taken
-from shardwright.tensor.dispatch.ways.list_elements import ElementCall, element_calls, list_arguments
-from shardwright.tensor.dispatch.ways.out import is_pointwise
+from shardwright.tensor.dispatch.ways.list_elements import ElementCall, element_calls
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain.boundary import helpers_allowed
 from shardwright.tensor.plain.replicated import replicate_plain
-from shardwright.tensor.spec import Spec
+from shardwright.tensor.spec import Spec, has_form
 from shardwright.tensor.views.write_back import written_by, written_places
 from shardwright.tensor.wrap import as_ours, wrap
 
@@ -40,11 +39,6 @@ Decide = Callable[[Asked], Any]
 
 # Per call: what was decided.
 _known: dict[tuple[Any, ...], _Decided] = memo("calls on lists", {})
-
-
-def takes_lists(func: Op) -> bool:
-    """Is it one of these ops? Not every fused op is: `_fused_rms_norm` takes one tensor, and has a rule."""
-    return bool(list_arguments(func))
 
 
 def run_on_lists(decide: Decide, func: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -168,7 +162,7 @@ def _serves_all_numbers(call: ElementCall) -> bool:
     func: Any = call.op
     if not isinstance(func, torch._ops.OpOverload) or any(x._spec.pending for x in _tensors(call)):
         return False
-    return takes_lists(func) or is_pointwise(func)
+    return bool(list_arguments(func)) or is_pointwise(func)
 
 
 def _finished(calls: Sequence[ElementCall], positions: Sequence[_Alone | None]) -> Iterator[tuple[int, int]]:
@@ -228,7 +222,7 @@ def _refuse(decide: Decide, calls: Sequence[ElementCall]) -> None:
 def _run_alone(decide: Decide, call: ElementCall) -> Any:
     """One position: an ordinary call, but a fused step, which is no op of one tensor."""
     func: Any = call.op
-    if not (isinstance(func, torch._ops.OpOverload) and takes_lists(func)):
+    if not (isinstance(func, torch._ops.OpOverload) and list_arguments(func)):
         return call.run()
     alone = _prepared(decide, call)
     if alone is None:
@@ -256,7 +250,7 @@ def _learn(func: Op, args: Args, kwargs: Kwargs, taken: Taken, decided: _Decided
     specs = decided.specs
     operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor)]
     written = written_by(func, args, kwargs)
-    if specs is None or kept_form.asks(operands) or short.by_default_dtype(operands, specs):
+    if specs is None or has_form(operands) or short.by_default_dtype(operands, specs):
         return
     if written_memory.asks_of(func, written) or (kernel_of(func, set()) and not is_linear(func)):
         return

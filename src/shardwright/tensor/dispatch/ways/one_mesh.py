@@ -21,7 +21,7 @@ from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
 from shardwright.placement.base import Replicate
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.refusal import meshes_text
-from shardwright.tensor.dispatch.asked import Asked
+from shardwright.tensor.dispatch.asked import Asked, are_together
 from shardwright.tensor.dispatch.metadata import described_call
 from shardwright.tensor.dispatch.ways.steps import Steps
 from shardwright.tensor.dtensor import DTensor
@@ -30,15 +30,13 @@ from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import CLASSES, wrap
 
 
-def on_one_mesh(asked: Asked) -> Steps | None:
-    """The call with its numbers on the mesh of the others; None if they live on one mesh already.
+def on_one_mesh(asked: Asked) -> Steps:
+    """The call, whose operands live on several meshes, with its numbers on the mesh of the others.
 
     Raises: RuleError: operands of more than one element, or that are written, live on different meshes; it
         names the way out. Running it raises that for a number that wants a gradient.
     """
     func, args, kwargs, tensors = asked.func, asked.args, asked.kwargs, asked.tensors
-    if _are_together(tensors):
-        return None
     mesh = _home(func, args, kwargs, tensors)
     if mesh is None:
         raise _refusal(func, args, kwargs, tensors)
@@ -56,17 +54,11 @@ def on_one_mesh(asked: Asked) -> Steps | None:
     return Steps(run)
 
 
-def _are_together(tensors: Sequence[DTensor]) -> bool:
-    first = tensors[0]
-    shape = first._spec.layout.mesh_shape
-    return all(x.device_mesh is first.device_mesh or x._spec.layout.mesh_shape == shape for x in tensors[1:])
-
-
 def _home(func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> DeviceMesh | None:
     """The mesh of what cannot go along; where all can, the smallest that all are slices of."""
     operands = described_call(func, args, kwargs).flat_operands
     fixed = [x for x, o in zip(tensors, operands, strict=True) if o.mutated or x.numel() != 1]
-    if fixed and not _are_together(fixed):
+    if fixed and not are_together(fixed):
         return None
     found = [(fixed or tensors)[0].device_mesh]
     if not fixed:  # the largest, and what each is a slice of: slices of two may both belong to one of these

@@ -16,6 +16,7 @@ import torch
 from shardwright.compat import is_composite, tree_leaves
 from shardwright.remember import remembered
 from shardwright.rules.call import Args
+from shardwright.rules.op import is_pointwise, out_names
 
 # Composed of other functions, whose result torch copies into `out`: the copy passes its gradient on. Found by
 # giving `out=` to every operator of torch's database beside operands that require a gradient.
@@ -89,37 +90,6 @@ def _write(target: torch.Tensor, value: torch.Tensor) -> None:
     target.copy_(value)
 
 
-@remembered(4096)
-def functional_form(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload that computes what `func` writes in place or into `out`, from the same arguments."""
-    namespace, _, name = func._schema.name.partition("::")
-    outs = [a for a in func._schema.arguments if a.is_out]
-    if not outs and not (name.endswith("_") and not name.endswith("__")):
-        return None
-    packet = getattr(getattr(torch.ops, namespace), name if outs else name[:-1], None)
-    taken = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
-    for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():
-        found: torch._ops.OpOverload = getattr(packet, overload)
-        arguments = found._schema.arguments
-        same = [(a.name, str(a.type)) for a in arguments[: len(taken)]] == taken
-        rest = arguments[len(taken) :]
-        if same and not any(a.is_out for a in arguments) and all(a.has_default_value() for a in rest):
-            return found
-    return None
-
-
-# Element by element, although torch does not tag it so.
-_UNTAGGED = frozenset({"aten::floor_divide_", "aten::floor_divide"})
-
-
-@remembered(4096)
-def is_pointwise(func: torch._ops.OpOverload) -> bool:
-    """Does the op go element by element? Of many in-place forms torch tags only the plain form."""
-    plain = functional_form(func)
-    tagged = torch.Tag.pointwise in func.tags or (plain is not None and torch.Tag.pointwise in plain.tags)
-    return tagged or func._schema.name in _UNTAGGED
-
-
 def fits(func: torch._ops.OpOverload, made: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """That what the op makes goes into a tensor of this shape and dtype in place.
 
@@ -131,12 +101,6 @@ def fits(func: torch._ops.OpOverload, made: torch.Tensor, shape: tuple[int, ...]
         raise RuntimeError(
             f"{func.name()}: result type {made.dtype} can't be cast to {dtype}, which it is written into"
         )
-
-
-@remembered(4096)
-def out_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
-    """The arguments that the op only writes."""
-    return tuple(a.name for a in func._schema.arguments if a.is_out)
 
 
 def resized_first(func: torch._ops.OpOverload, sizes: Sequence[tuple[int, ...]]) -> Callable[..., Any]:

@@ -6,6 +6,8 @@ without the underscore gives; what torch knows of its sizes and strides follows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from shardwright.compat import no_dispatch
@@ -15,9 +17,9 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.wrap import reshaped
 
 
-def changes_shape_in_place(func: Op) -> bool:
-    """Does the op change sizes and strides of its first argument and nothing else?"""
-    return torch.Tag.inplace_view in func.tags and func is not torch.ops.aten.detach_.default
+def reshape_of(func: Op) -> Callable[[Op, Args, Kwargs], DTensor] | None:
+    """What runs an op that torch marks as a view in place; None: `detach_`, which changes no shape."""
+    return None if func is torch.ops.aten.detach_.default else reshape_in_place
 
 
 def reshape_in_place(func: Op, args: Args, kwargs: Kwargs) -> DTensor:

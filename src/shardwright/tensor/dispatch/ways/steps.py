@@ -10,10 +10,11 @@ from typing import Any
 from shardwright.compat import DispatchKey, TensorType, is_composite, tree_leaves
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.op import functional_form, out_names
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.kernels import with_keys
 from shardwright.tensor.dispatch.ways.fresh_results import fresh, laid
-from shardwright.tensor.dispatch.ways.out import functional_form, out_names, resized_first, written_from
+from shardwright.tensor.dispatch.ways.out import resized_first, written_from
 from shardwright.tensor.plain.boundary import helpers
 
 
@@ -33,11 +34,9 @@ class Steps:
 
 
 def of_an_undefined_gradient(asked: Asked) -> Steps | None:
-    """Autograd asks for the derivative of what nobody used; its functions without data do not know."""
-    first = asked.func._schema.arguments[0] if asked.args else None
-    if first is None or asked.args[0] is not None or not isinstance(first.type, TensorType):
-        return None
-    return Steps(partial(_undefined, asked.func))
+    """Autograd asks for the derivative of what nobody used, None; its functions without data do not know."""
+    takes_one = isinstance(asked.func._schema.arguments[0].type, TensorType)
+    return Steps(partial(_undefined, asked.func)) if takes_one else None
 
 
 def _undefined(func: Op, *_args: Any, **_kwargs: Any) -> Any:
@@ -49,8 +48,6 @@ def _undefined(func: Op, *_args: Any, **_kwargs: Any) -> Any:
 def decomposed(asked: Asked) -> Steps | None:
     """Simpler ops that an op without a rule consists of; of one that writes, the form that does not."""
     func = asked.func
-    if registry.rules_of(func):
-        return None
     if is_composite(func):
         return Steps(partial(_taken_apart, func))  # it comes whole in inference mode alone
     function = registry.fallback_decomposition(func)
@@ -72,8 +69,6 @@ def into_another_size(asked: Asked) -> Steps | None:
     """`out=` that has another size than the result gets that size first; where data decide it, after."""
     func, kwargs = asked.func, asked.kwargs
     names = out_names(func)
-    if not names:
-        return None
     if asked.infos is None:
         functional = functional_form(func)
         return None if functional is None else Steps(written_from(func, functional))

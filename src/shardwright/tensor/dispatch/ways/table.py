@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from shardwright.compat import tree_leaves
 from shardwright.errors import RuleError
 from shardwright.remember import forget
 from shardwright.rules import registry
 from shardwright.rules.algorithms.ops import FINISH
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.catalog.view_maps import is_described
+from shardwright.rules.op import functional_form, list_arguments, out_names
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.kernel_refusals import refuse_alike
 from shardwright.tensor.dispatch.ways import steps, view
@@ -24,13 +28,13 @@ from shardwright.tensor.dispatch.ways.algorithm import by_algorithm, finish
 from shardwright.tensor.dispatch.ways.fresh_results import fresh
 from shardwright.tensor.dispatch.ways.gather import gathered
 from shardwright.tensor.dispatch.ways.host_value import READS
-from shardwright.tensor.dispatch.ways.lists import run_on_lists, takes_lists
+from shardwright.tensor.dispatch.ways.lists import run_on_lists
 from shardwright.tensor.dispatch.ways.one_mesh import on_one_mesh
 from shardwright.tensor.dispatch.ways.resize import RESIZES
 from shardwright.tensor.dispatch.ways.rule import by_rule
-from shardwright.tensor.dispatch.ways.shape_change import changes_shape_in_place, reshape_in_place
+from shardwright.tensor.dispatch.ways.shape_change import reshape_of
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.random.full import draw, is_random
+from shardwright.tensor.random.full import draw_of
 from shardwright.tensor.views.strided import STRIDED
 
 Handler = Callable[[Op, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -44,12 +48,16 @@ class Way:
         name: for people.
         of_op: what runs every call of the op; None: another way does.
         of_call: how this call is run (something with `run`); None: another way does.
+        tag: torch's mark of the ops that it is asked about, if not all.
+        only: of which ops it is asked, by what their schema says, if not of all.
         by_other_ops: what it answers runs other ops, which may turn out not to take these arguments.
     """
 
     name: str
     of_op: Callable[[Op], Handler | None] | None = None
     of_call: Callable[[Asked], Any] | None = None
+    tag: torch.Tag | None = None
+    only: Callable[[Op], Any] | None = None
     by_other_ops: bool = False
 
 
@@ -67,23 +75,35 @@ def _rewritten(func: Op) -> Handler | None:
     return rewritten
 
 
+def _has_no_rule(func: Op) -> bool:
+    return not registry.rules_of(func)
+
+
+def _of_an_undefined_gradient(asked: Asked) -> Any:
+    return steps.of_an_undefined_gradient(asked) if asked.args and asked.args[0] is None else None
+
+
+def _on_one_mesh(asked: Asked) -> Any:
+    return None if asked.on_one_mesh else on_one_mesh(asked)
+
+
 WAYS: list[Way] = [
     Way("host value", of_op=READS.get),
     Way("resize", of_op=RESIZES.get),
     Way("strided view", of_op=STRIDED.get),
     Way("finish", of_op={FINISH: finish}.get),
-    Way("shape change", of_op=lambda op: reshape_in_place if changes_shape_in_place(op) else None),
-    Way("random numbers", of_op=lambda op: draw if is_random(op) else None),
-    Way("lists", of_op=lambda op: partial(run_on_lists, decide) if takes_lists(op) else None),
+    Way("shape change", of_op=reshape_of, tag=torch.Tag.inplace_view),
+    Way("random numbers", of_op=draw_of, tag=torch.Tag.nondeterministic_seeded),
+    Way("lists", of_op=lambda _: partial(run_on_lists, decide), only=list_arguments),
     Way("rewriting", of_op=_rewritten),
-    Way("undefined gradient", of_call=steps.of_an_undefined_gradient, by_other_ops=True),
-    Way("one mesh", of_call=on_one_mesh, by_other_ops=True),
-    Way("decomposition", of_call=steps.decomposed, by_other_ops=True),
-    Way("out= of another size", of_call=steps.into_another_size, by_other_ops=True),
-    Way("view of a cut dim", of_call=view.of_a_cut_dim),
-    Way("view", of_call=view.instead_of_a_move),
+    Way("undefined gradient", of_call=_of_an_undefined_gradient, by_other_ops=True),
+    Way("one mesh", of_call=_on_one_mesh, by_other_ops=True),
+    Way("decomposition", of_call=steps.decomposed, only=_has_no_rule, by_other_ops=True),
+    Way("out= of another size", of_call=steps.into_another_size, only=out_names, by_other_ops=True),
+    Way("view of a cut dim", of_call=view.of_a_cut_dim, only=is_described),
+    Way("view", of_call=view.instead_of_a_move, only=is_described),
     Way("algorithm", of_call=by_algorithm),
-    Way("functional form", of_call=steps.by_functional_form, by_other_ops=True),
+    Way("functional form", of_call=steps.by_functional_form, only=functional_form, by_other_ops=True),
     Way("gather", of_call=gathered),
     Way("rule", of_call=by_rule),
 ]
@@ -92,7 +112,9 @@ WAYS: list[Way] = [
 def handler_of(func: Op) -> Handler | None:
     """What runs every call of an op; None where its calls are decided one by one."""
     for way in WAYS:
-        found = None if way.of_op is None else way.of_op(func)
+        if way.of_op is None or (way.tag and way.tag not in func.tags) or (way.only and not way.only(func)):
+            continue
+        found = way.of_op(func)
         if found is not None:
             return found
     return None
@@ -106,7 +128,9 @@ def decide(asked: Asked, *, by_other_ops: bool = True) -> Any:
     """
     refuse_alike(asked.func, asked.args, asked.kwargs, asked.tensors)
     for way in WAYS:
-        if way.of_call is not None and (by_other_ops or not way.by_other_ops):
+        if way.of_call is None or (way.by_other_ops and not by_other_ops):
+            continue
+        if way.only is None or way.only(asked.func):
             found = way.of_call(asked)
             if found is not None:
                 return found
