@@ -18,7 +18,6 @@ from shardwright.context.context import DistributedContext
 from shardwright.context.domains import BATCH_DOMAIN, FLAT_DOMAIN
 from shardwright.context.submesh import submesh
 from shardwright.grads.clip import clip_grad_norm_
-from shardwright.grads.loss import global_mean
 from shardwright.grads.synchronizer import GradientSynchronizer
 from shardwright.parallel.pipeline.pipeline import Pipeline
 from shardwright.train.config import TrainConfig
@@ -144,15 +143,18 @@ class Trainer:
         return batch.to(self.context.device)
 
     def _backward(self, batch: Tensor) -> Tensor:
-        """Leave complete gradients of the mean loss over the global batch; return that mean."""
+        """Leave complete gradients of the mean loss over the global batch.
+
+        Returns: this rank's term of that mean (of a pipeline all of it): how many positions all ranks read is
+        known, so nobody waits for the others between the forward and the backward.
+        """
         if self._pipeline is not None:
             inputs, targets = self._cut(batch)
             with self._precision():
                 loss = self._pipeline.step(inputs, target=targets, count=targets.numel())
             self.synchronizer.synchronize()
             return loss
-        count = len(batch) * len(self._positions)
-        loss = global_mean(self._loss_sum(batch), count, self._readers)
+        loss = self._loss_sum(batch) / (self.config.batch_size * self.config.seq_len)
         with self.synchronizer.overlapped():
             loss.backward()
         return loss.detach()
@@ -180,10 +182,10 @@ class Trainer:
     def _agree(self, loss: Tensor, norm: Tensor, lr: float, sent: int, *, stop: bool) -> StepResult:
         config = self.config
         loads = self.routes.counts(config.layers, config.experts, loss.device)
-        mine = torch.cat((loads.new_tensor([sent, stop]), loads.flatten()))
-        sent_by_all, stops, *counts = self._total(mine).tolist()
+        mine = torch.cat((loads.new_tensor([float(loss), sent, stop]), loads.flatten()))
+        mean, sent_by_all, stops, *counts = self._total(mine).tolist()
         return StepResult(
-            loss=float(loss),
+            loss=mean if self._pipeline is None else float(loss),
             grad_norm=float(norm),
             lr=lr,
             loads=torch.tensor(counts, dtype=torch.float64).view(loads.shape),
