@@ -55,7 +55,22 @@ def _a_way_of_an_op():
     close(x.sin(), X.sin())
 
 
-@pytest.mark.parametrize("check", [_a_way_of_calls, _a_way_of_an_op])
+def _a_way_of_some_ops():
+    asked = []
+    x = place(X, [sw.Shard(0)])
+    is_sine = [torch.ops.aten.sin.default].__contains__
+    add_way(Way("some", of_op=lambda op: asked.append(op.name()), only=is_sine), before="rewriting")
+    add_way(Way("calls", of_call=lambda a: asked.append(a.func.name()), only=is_sine), before="rule")
+    try:
+        close(x.sin(), X.sin())
+        close(x.cos(), X.cos())
+        assert asked == ["aten::sin", "aten::sin"]
+    finally:
+        remove_way("some")
+        remove_way("calls")
+
+
+@pytest.mark.parametrize("check", [_a_way_of_calls, _a_way_of_an_op, _a_way_of_some_ops])
 def test_a_way_is_added_by_one_row_and_taken_out_again(ranks, check):
     ranks(2, check)
 

@@ -48,15 +48,13 @@ class Way:
         name: for people.
         of_op: what runs every call of the op; None: another way does.
         of_call: how this call is run (something with `run`); None: another way does.
-        tag: torch's mark of the ops that it is asked about, if not all.
-        only: of which ops it is asked, by what their schema says, if not of all.
+        only: of which ops it is asked, by what is known of an op alone; None: of all.
         by_other_ops: what it answers runs other ops, which may turn out not to take these arguments.
     """
 
     name: str
     of_op: Callable[[Op], Handler | None] | None = None
     of_call: Callable[[Asked], Any] | None = None
-    tag: torch.Tag | None = None
     only: Callable[[Op], Any] | None = None
     by_other_ops: bool = False
 
@@ -73,6 +71,14 @@ def _rewritten(func: Op) -> Handler | None:
         return function(*args, **kwargs)
 
     return rewritten
+
+
+def _changes_shape(func: Op) -> bool:
+    return torch.Tag.inplace_view in func.tags
+
+
+def _draws(func: Op) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _has_no_rule(func: Op) -> bool:
@@ -92,8 +98,8 @@ WAYS: list[Way] = [
     Way("resize", of_op=RESIZES.get),
     Way("strided view", of_op=STRIDED.get),
     Way("finish", of_op={FINISH: finish}.get),
-    Way("shape change", of_op=reshape_of, tag=torch.Tag.inplace_view),
-    Way("random numbers", of_op=draw_of, tag=torch.Tag.nondeterministic_seeded),
+    Way("shape change", of_op=reshape_of, only=_changes_shape),
+    Way("random numbers", of_op=draw_of, only=_draws),
     Way("lists", of_op=lambda _: partial(run_on_lists, decide), only=list_arguments),
     Way("rewriting", of_op=_rewritten),
     Way("undefined gradient", of_call=_of_an_undefined_gradient, by_other_ops=True),
@@ -112,11 +118,10 @@ WAYS: list[Way] = [
 def handler_of(func: Op) -> Handler | None:
     """What runs every call of an op; None where its calls are decided one by one."""
     for way in WAYS:
-        if way.of_op is None or (way.tag and way.tag not in func.tags) or (way.only and not way.only(func)):
-            continue
-        found = way.of_op(func)
-        if found is not None:
-            return found
+        if way.of_op is not None and (way.only is None or way.only(func)):
+            found = way.of_op(func)
+            if found is not None:
+                return found
     return None
 
 
