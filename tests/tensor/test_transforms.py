@@ -133,6 +133,13 @@ def _views_of_unlike_tangents():
                 _, tangent = func.jvp(call, (value,), (given,))
             assert seen.bytes == 0, f"{one} {other}"
             close(tangent, wanted, f"{one} {other}")
+    columns = y.t().contiguous().t()
+    for cut in (sw.Shard(0), sw.Shard(1), sw.Replicate()):
+        with sw.explicit():
+            _, tangent = func.jvp(torch.sin, (place(x, (cut,)),), (place(columns, (cut,)),))
+        assert tangent.placements == (cut,)
+        close(tangent, x.cos() * y, f"{cut} in columns")
+        close(func.jacfwd(torch.sin)(place(columns, (cut,))), func.jacfwd(torch.sin)(columns), f"{cut} batch")
 
 
 def test_a_view_has_a_tangent_that_lies_unlike_it(ranks):

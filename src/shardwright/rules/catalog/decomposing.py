@@ -37,3 +37,16 @@ def _as_aten(op: torch._ops.OpOverload, one: torch.Tensor, other: torch.Tensor) 
     whole = op is torch.ops.prims.div.default and not (one.is_floating_point() or one.is_complex())
     rounding = {"rounding_mode": "trunc"} if whole else {}
     return getattr(torch.ops.aten, op._opname)(one, other, **rounding)
+
+
+@rewrite("aten::_new_zeros_with_same_feature_meta")
+def _as_the_primal_lies(
+    op: torch._ops.OpOverload,  # noqa: ARG001
+    tangent: torch.Tensor,
+    primal: torch.Tensor,
+    *,
+    self_num_batch_dims: int = 0,
+) -> torch.Tensor:
+    """Where a tangent that lies otherwise than its primal is copied to: it is cut as the primal is."""
+    batch = tangent.shape[:self_num_batch_dims]
+    return torch.zeros_like(primal.expand(*batch, *primal.shape) if batch else primal)
