@@ -21,7 +21,7 @@ def _sums(info: TensorInfo) -> str:
 
 def _worth_looking_up(call: Call) -> bool:
     """Whether the looked-up values are less to sum than the tensor is to gather."""
-    made = call.results[0]
+    made = call.results[0] if call.results else None  # none is known where a mask chooses
     return made is not None and 2 * prod(made.shape) <= prod(call.arg("self").shape)
 
 
