@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import shardwright as sw
 from shardwright.compat.joined_meshes import union_mesh
 from shardwright.context import (
     BATCH_DOMAIN,
@@ -102,12 +103,16 @@ def _equal_axes_share_a_group():
     groups = [
         context.mesh_for(name).get_group("tp") for name in (REGULAR_DOMAIN, DENSE_DOMAIN, EXPERT_DOMAIN)
     ]
-    return made, groups[0] is groups[1] is groups[2]
+    with sw.trace() as t:
+        dist.barrier(groups[0])
+        dist.barrier(dist.new_group([0, 1, 2, 3]))
+    return made, groups[0] is groups[1] is groups[2], [event.axis for event in t.collectives]
 
 
 def test_equal_axes_of_two_domains_share_their_group(ranks):
-    """One own group for tp, one for dp, one of this rank alone; the world's exists."""
-    assert ranks(4, _equal_axes_share_a_group, fresh=True) == [(3, True)] * 4
+    """One own group for tp, one for dp, one of this rank alone; the world's exists. A record names them."""
+    expected = 3, True, ["tp", "ranks 0, 1, 2, 3"]
+    assert ranks(4, _equal_axes_share_a_group, fresh=True) == [expected] * 4
 
 
 def _fully_shard_on_views():

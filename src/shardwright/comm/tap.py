@@ -33,8 +33,10 @@ class GroupCall:
 
     @property
     def axis(self) -> str:
-        """The mesh axis that the group is of, as far as the group says it."""
-        described = self.group.group_desc or self.group.group_name
+        """The mesh axis that the group is of, as far as the group says it; else its ranks."""
+        described = self.group.group_desc
+        if described in {"", "undefined"}:  # the second is torch's word
+            return f"ranks {', '.join(map(str, dist.get_process_group_ranks(self.group)))}"
         return "world" if described == "default_pg" else described.removeprefix("mesh_")
 
     @property

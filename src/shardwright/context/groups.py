@@ -34,14 +34,15 @@ class GroupCache:
         Collective: every rank of the world calls it with the same axes.
         """
         ranks = torch.arange(dist.get_world_size(), device="cpu").view(tuple(axes.values()))
-        groups = [self._group(_partition(ranks, index)) for index in range(ranks.ndim)]
+        groups = [self._group(_partition(ranks, index), axis) for index, axis in enumerate(axes)]
         mesh = DeviceMesh.from_group(groups, self._device_type, ranks, mesh_dim_names=tuple(axes))
         return self._view_of_root(mesh)
 
-    def _group(self, partition: Partition) -> dist.ProcessGroup:
-        """Return this rank's group in `partition`, made by all ranks if it is new."""
+    def _group(self, partition: Partition, axis: str) -> dist.ProcessGroup:
+        """Return this rank's group in `partition`, made by all ranks and called by the axis if it is new."""
         if partition not in self._groups:
-            own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in partition])
+            lists = [list(ranks) for ranks in partition]
+            own, _ = dist.new_subgroups_by_enumeration(lists, group_desc=f"mesh_{axis}")
             self._groups[partition] = own
         return self._groups[partition]
 
