@@ -21,6 +21,7 @@ from shardwright.rules.catalog import (
     softmax,
     sorting,
     spatial,
+    triangles,
     views,
 )
 
@@ -45,5 +46,6 @@ __all__ = [
     "softmax",
     "sorting",
     "spatial",
+    "triangles",
     "views",
 ]
