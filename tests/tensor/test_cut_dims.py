@@ -55,6 +55,8 @@ def _bytes_of(rows, length):
     target = sw.distribute_tensor(torch.arange(rows) % length, mesh, whole)
     ops = {
         "softmax": lambda x: x.softmax(1),
+        "softmax, its gradient whole": lambda x: x.softmax(1).sum(),
+        "log_softmax, its gradient whole": lambda x: x.log_softmax(1).sum(),
         "triangle": lambda x: x.tril().triu(-1),
         "trace": lambda x: x.trace(),
         "log_softmax": lambda x: x.log_softmax(1),
@@ -95,6 +97,8 @@ def test_a_cut_dim_of_any_length_moves_a_few_numbers_per_row(ranks):
         group = all_reduce(4 * rows, 4)
         expected = {
             "softmax": (2 * row, row),
+            "softmax, its gradient whole": (2 * row, row),
+            "log_softmax, its gradient whole": (2 * row, 0),
             **dict.fromkeys(_FREE, (0, 0)),
             "log_softmax": (2 * row, row),
             "logsumexp": (2 * row, 0),

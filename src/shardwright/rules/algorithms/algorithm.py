@@ -110,22 +110,29 @@ def algorithm_for(call: Call, layouts: Sequence[Layout], decision: Decision) -> 
 
 
 def over_rows(
-    operand: str, dim: str | Callable[[Call], Any] | None = "dim", *, reductions: int = 2, itemsize: int = 0
+    operand: str,
+    dim: str | Callable[[Call], Any] | None = "dim",
+    *,
+    beside: str = "",
+    reductions: int = 2,
+    itemsize: int = 0,
 ) -> Cost:
     """The cost of `reductions` all-reduces of what is left without the dims that `dim` says, or its argument.
 
     None where no axis cuts one of these dims, or one cuts them in a way that labels cannot tell.
+    Args: beside: an operand of the same shape, which counts where the first is whole.
     """
 
     def cost(call: Call, layouts: Sequence[Layout]) -> int | None:
-        layout = layout_of(call, layouts, operand)
-        if layout is None:
-            return None
-        rank = len(layout.shape)
         value = call.arg(dim) if isinstance(dim, str) else dim and dim(call)
-        dims = dims_of(tuple(value) if isinstance(value, list) else value, rank)
-        sent = row_bytes(layout, dims, itemsize or max(4, layout.itemsize))
-        return None if sent is None else reductions * sent + pending_bytes(layouts)
+        for layout in (layout_of(call, layouts, name) for name in (operand, beside)):
+            if layout is None:
+                continue
+            dims = dims_of(tuple(value) if isinstance(value, list) else value, len(layout.shape))
+            sent = row_bytes(layout, dims, itemsize or max(4, layout.itemsize))
+            if sent is not None:
+                return reductions * sent + pending_bytes(layouts)
+        return None
 
     return cost
 

@@ -60,7 +60,7 @@ def safe_softmax(rows: Rows, x: Tensor, dim: int, dtype: torch.dtype | None = No
     return raised.div_(total.masked_fill(top == -torch.inf, 1))
 
 
-@row_program("aten::_softmax_backward_data", cost=over_rows("grad_output", reductions=1))
+@row_program("aten::_softmax_backward_data", cost=over_rows("grad_output", beside="output", reductions=1))
 def softmax_backward(
     rows: Rows, grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
 ) -> Tensor:
@@ -71,7 +71,7 @@ def softmax_backward(
     return weighted.sub_(out * total).to(input_dtype)
 
 
-@row_program("aten::_log_softmax_backward_data", cost=over_rows("grad_output", reductions=1))
+@row_program("aten::_log_softmax_backward_data", cost=over_rows("grad_output", beside="output", reductions=1))
 def log_softmax_backward(
     rows: Rows, grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
 ) -> Tensor:
