@@ -365,6 +365,8 @@ CASES = {
     "cummax, ties": (lambda x: tuple(x.cummax(1)), [(X * 2).round()], False),
     "cummax, special": (lambda x: tuple(x.cummax(1)), [special(ROWS, LONG)], False),
     "cummin": (lambda x: tuple(x.cummin(1)), [X], True),
+    "joined": (lambda x, y: torch.cat([y, x, x, y], 1), [X, values(ROWS, 1)], True),
+    "padded": (lambda x: functional.pad(x, (2, -1, 0, 1), value=0.5), [X], True),
     "tril": (lambda x: x.tril(1), [values(2, LONG, 4)], True),
     "triu_": (lambda x: x.clone().triu_(-1), [X], False),
     "trace": (lambda x: x.trace(), [X], True),

@@ -53,10 +53,15 @@ def _bytes_of(rows, length):
     mesh = rank_mesh((4,), ("tp",))
     whole = [sw.Replicate()]
     target = sw.distribute_tensor(torch.arange(rows) % length, mesh, whole)
+    edge = sw.distribute_tensor(torch.ones(rows, 3), mesh, whole)
+    short = sw.distribute_tensor(torch.ones(rows, 6), mesh, [sw.Shard(1)])
     ops = {
         "softmax": lambda x: x.softmax(1),
         "softmax, its gradient whole": lambda x: x.softmax(1).sum(),
         "log_softmax, its gradient whole": lambda x: x.log_softmax(1).sum(),
+        "joined with what is whole": lambda x: torch.cat([edge, x, edge], 1),
+        "joined, other lengths": lambda x: torch.cat([short, x, edge.repeat(1, length)], 1),
+        "padded": lambda x: functional.pad(x, (2, -1, 0, 1)),
         "triangle": lambda x: x.tril().triu(-1),
         "trace": lambda x: x.trace(),
         "log_softmax": lambda x: x.log_softmax(1),
@@ -87,7 +92,7 @@ def _bytes_of(rows, length):
     return found
 
 
-_FREE = ("triangle", "trace")
+_FREE = ("joined with what is whole", "joined, other lengths", "padded", "triangle", "trace")
 
 
 def test_a_cut_dim_of_any_length_moves_a_few_numbers_per_row(ranks):

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwright.compat.dynamo import call_in_graphs
 from shardwright.rules.registry import registry
 from shardwright.tensor import autograd, conversions
-from shardwright.tensor.algorithms import key_parts, orders, scans, windows
+from shardwright.tensor.algorithms import key_parts, orders, padding, scans, windows
 from shardwright.tensor.attention import function as attention
 from shardwright.tensor.doors import open_doors
 from shardwright.tensor.dtensor import DTensor, above
@@ -40,7 +40,7 @@ OWN: tuple[dict[Any, boundary.Own], ...] = (
     full.OWN,
 )
 # Their algorithms are in the registry of rules, which is open: it is filled as they are imported.
-ALGORITHMS = (key_parts, orders, scans, windows)
+ALGORITHMS = (key_parts, orders, padding, scans, windows)
 
 
 def install() -> None:

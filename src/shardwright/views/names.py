@@ -46,10 +46,10 @@ def simplest(part: Partition, length: int, n: int) -> Partition:
         plain = Shard(0)
         same = all(same_runs(held(plain, length, n, c), held(part, length, n, c)) for c in range(n))
         return plain if same else part
-    return _named(lambda coord: held(part, length, n, coord), length, n, part) or part
+    return named(lambda coord: held(part, length, n, coord), length, n, part) or part
 
 
-def _named(held_by: HeldBy, length: int, n: int, known: Partition | None = None) -> Partition | None:
+def named(held_by: HeldBy, length: int, n: int, known: Partition | None = None) -> Partition | None:
     """The name of a cut, if it has one that is simpler than `known`."""
     for guess in _guesses(held_by, length, n, known):
         with suppress(PlacementError):  # a guess may have no meaning for this length
@@ -187,7 +187,7 @@ def _taken_apart(held_by: HeldBy, length: int, sizes: tuple[int, ...]) -> tuple[
     """The first axis holds what its coords hold together; the others must cut that alike on each of them."""
     first, rest = sizes[0], sizes[1:]
     if not rest:
-        found = _named(held_by, length, first)
+        found = named(held_by, length, first)
         return None if found is None else (found,)
     inner = prod(rest)
 
@@ -196,7 +196,7 @@ def _taken_apart(held_by: HeldBy, length: int, sizes: tuple[int, ...]) -> tuple[
         indices = [at for runs in pieces for low, size in intervals(runs) for at in range(low, low + size)]
         return runs_of_indices(sorted(indices))
 
-    outer = _named(together, length, first)
+    outer = named(together, length, first)
     if outer is None:
         return None
     left = [held(outer, length, first, coord) for coord in range(first)]

@@ -37,6 +37,7 @@ from shardwright.tensor.views import base as graph_bases
 from shardwright.tensor.views import write_back
 from shardwright.tensor.views.elements import ElementView, PairView, pair_view, tears
 from shardwright.tensor.wrap import common_use, wrap
+from shardwright.views.end_to_end import end_to_end
 from shardwright.views.local import ChainedView, LocalView, local_view
 from shardwright.views.through import kept_dims, parts_of, through
 
@@ -249,9 +250,10 @@ def _base_of(views: Sequence[View], parts: Sequence[DTensor], *, exact: bool) ->
     bases: dict[Layout, None] = {}
     for layout in dict.fromkeys(part._spec.layout for part in parts):
         bases.update(dict.fromkeys(_guesses(views, layout)))
+    bases.update(dict.fromkeys(_laid_end_to_end(views, parts)))
     pairs = list(zip(views, parts, strict=True))
     if exact:  # nothing is planned: a part may have no way there
-        there = (all(_seen(base, *pair) == pair[1]._spec.layout for pair in pairs) for base in bases)
+        there = (all(_is_there(_seen(base, *pair), pair[1]._spec.layout) for pair in pairs) for base in bases)
         return next((base for base, fits in zip(bases, there, strict=True) if fits), None)
     best: tuple[int, Layout] | None = None
     for base in bases:
@@ -261,6 +263,25 @@ def _base_of(views: Sequence[View], parts: Sequence[DTensor], *, exact: bool) ->
         if best is None or away < best[0]:
             best = away, base
     return None if best is None else best[1]
+
+
+def _laid_end_to_end(views: Sequence[View], parts: Sequence[DTensor]) -> Iterator[Layout]:
+    """The whole whose elements are where those of the parts are, if these lie one after another in a dim."""
+    shape = views[0].source
+    if len(shape) == len(views[0].target):
+        dim = next((at for at, size in enumerate(shape) if size != views[0].target[at]), None)
+        base = None if dim is None else end_to_end(tuple(part._spec.layout for part in parts), dim)
+        if base is not None and base.shape == shape:
+            yield base
+
+
+def _is_there(wanted: Layout, have: Layout) -> bool:
+    """Does a part lie so already, or is it whole where the base cuts it?"""
+    if wanted == have:
+        return True
+    axes = zip(wanted.placements, have.placements, strict=True)
+    whole = all(one == other or other.is_replicated for one, other in axes)
+    return whole and not plan_redistribution(have, wanted).total_bytes
 
 
 def _away(base: Layout, view: View, part: DTensor) -> int:
