@@ -124,6 +124,28 @@ def test_a_cut_dim_of_any_length_moves_a_few_numbers_per_row(ranks):
             assert found == expected, f"{rows} rows of {length}"
 
 
+def _bytes_of_ends(length):
+    """Bytes that this rank sends: for gradients of two columns, and for one column that repeats."""
+    mesh = rank_mesh((4,), ("tp",))
+    x = sw.distribute_tensor(torch.randn(8, length), mesh, [sw.Shard(1)]).requires_grad_()
+    ends = x[:, 0] + x[:, -1]
+    with sw.trace() as backward:
+        ends.square().sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor()[:, 0], 2 * ends.full_tensor())
+    first = x.detach()[:, :1].expand(8, length)
+    with sw.trace() as repeated:
+        made = first + x
+    assert torch.equal(made.full_tensor(), first.full_tensor() + x.full_tensor())
+    return backward.bytes, repeated.bytes
+
+
+def test_gradients_of_parts_and_repeated_parts_move_as_parts(ranks):
+    column = 8 * FLOAT
+    for length in (16, 1024):
+        backward, repeated = zip(*ranks(4, _bytes_of_ends, length), strict=True)
+        assert (sum(backward), sum(repeated)) == (column, 3 * column), length
+
+
 def _language_model(steps, batch):
     """A tiny language model whose head is cut along the vocabulary trains as on one device."""
     mesh = rank_mesh((4,), ("tp",))

@@ -45,9 +45,9 @@ def _kept(layout: Layout, dims: tuple[int, ...], *, must_hold: bool) -> list[Pla
             kept.append(placement)
             continue
         cut = placement.cut_dims(layout.shape, n)
-        if len(cut) != 1:
+        if len(cut) > 1:
             return None
-        if cut[0] not in dims:
+        if not cut or cut[0] not in dims:  # one coord has everything, or the dim stays
             kept.append(placement)
         elif must_hold:
             return None

@@ -31,6 +31,7 @@ from shardwright.rules.catalog.view_maps import Chains, joined_views, on_element
 from shardwright.rules.op import copies
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.explicit_mode import here as mode
 from shardwright.tensor.move import move_unasked
 from shardwright.tensor.spec import LocalUse, Spec, coords_of, spec_of
 from shardwright.tensor.views import base as graph_bases
@@ -184,8 +185,8 @@ def put_back(
     """The result of an op that undoes views: gradients, `slice_scatter`, `cat`, `stack` of a split's parts.
 
     None where the base is not known, or the rules do as well. Where these move nothing (one rank has all of
-    a part), a base that has the parts where they are is still better: the gradients of other parts of it lie
-    as it does, and are added to this one.
+    a part), the base is still better: the gradients of other parts of it lie as it does, and are added to
+    this one. What moves there now is the part; afterwards it would be the whole.
 
     Args: given: what the rules give, if they move nothing.
     Cost: what brings an operand where the view of the base has it; nothing for an operand that is there.
@@ -205,7 +206,8 @@ def put_back(
     summed = func._schema.name == "aten::sum"
     base = None
     if use is None:
-        base = _base_in_graph(views, tensors, info.shape, exact=given is not None or summed)
+        stays = given is not None and (mode.explicit or any(x._spec.pending for x in tensors))
+        base = _base_in_graph(views, tensors, info.shape, exact=stays or summed)
     if base is None and given is None and not summed:
         base = _base_of(views, tensors, exact=view is None and not backward)
     if base is None:
