@@ -34,10 +34,13 @@ class GroupCall:
     @property
     def axis(self) -> str:
         """The mesh axis that the group is of, as far as the group says it; else its ranks."""
-        described = self.group.group_desc
-        if described in {"", "undefined"}:  # the second is torch's word
+        described, size = self.group.group_desc, self.group.size()
+        nobody = described in {"", "undefined"}  # the second is torch's word
+        if described == "default_pg" or (nobody and size == dist.get_world_size()):
+            return "world"
+        if nobody:
             return f"ranks {', '.join(map(str, dist.get_process_group_ranks(self.group)))}"
-        return "world" if described == "default_pg" else described.removeprefix("mesh_")
+        return described.removeprefix("mesh_")
 
     @property
     def tensors(self) -> list[Tensor]:
