@@ -282,7 +282,7 @@ def _is_there(wanted: Layout, have: Layout) -> bool:
     if wanted == have:
         return True
     axes = zip(wanted.placements, have.placements, strict=True)
-    whole = all(one == other or other.is_replicated for one, other in axes)
+    whole = all(one == other or (one.is_partition and other.is_replicated) for one, other in axes)
     return whole and not plan_redistribution(have, wanted).total_bytes
 
 
