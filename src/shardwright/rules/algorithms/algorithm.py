@@ -132,6 +132,8 @@ def over_rows(
             sent = row_bytes(layout, dims, itemsize or max(4, layout.itemsize))
             if sent is not None:
                 return reductions * sent + pending_bytes(layouts)
+            if any(placement.is_partition for placement in layout.placements):
+                return None
         return None
 
     return cost
