@@ -64,7 +64,7 @@ def _fsdp(place, sizes, axes) -> None:
     for block in model.blocks:
         place(block, mesh)
     place(model, mesh)
-    assert all(axes[-1] in p.device_mesh.mesh_dim_names for p in model.parameters())
+    assert all(axes[sizes[-1] > 1 and -1] in p.device_mesh.mesh_dim_names for p in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     _same(_step(model, optimizer, x[dist.get_rank()]), wanted)
     state = {n: p.full_tensor() for n, p in model.state_dict().items()}
@@ -81,6 +81,7 @@ def test_fsdp_replicates_a_scalar(ranks):
 def test_a_scalar_lives_on_the_axes_that_its_unit_is_replicated_on_too(ranks):
     ranks(4, _fsdp, partial(parallelize_hsdp, shard_dim="shard"), (2, 2), ("rep", "shard"))
     ranks(4, _fsdp, parallelize_fsdp, (2, 2), ("rep", "shard"))
+    ranks(2, _fsdp, parallelize_fsdp, (2, 1), ("rep", "shard"))  # a scalar lives on `rep` alone then
 
 
 def _replicate() -> None:

@@ -38,11 +38,14 @@ def _context():
 def _place(model, context, how):
     parallelize_pipeline(model, context.mesh_for("regular")["pp"], ["layers.2"])
     if how == "table":
-        parallelize(model, context, {"": ["expert", "batch_norm", "fsdp"]}, report=None)
+        rows = {"": ["expert", "batch_norm", "fsdp"], "layers.*": "fsdp", "layers.0.0.linear": "fsdp"}
+        parallelize(model, context, rows, report=None)
         return
     data = context.mesh_for("dense")["dp_cp_shard"]
-    parallelize_expert_parallel(model, context.mesh_for("expert")[["ep_replicate", "ep_shard"]])
-    parallelize_batch_norm(model, data)
+    parallelize_expert_parallel(model.layers[2], context.mesh_for("expert")[["ep_replicate", "ep_shard"]])
+    parallelize_batch_norm(model.layers[0], data)
+    for layer in model.layers:
+        parallelize_fsdp(layer, data)
     parallelize_fsdp(model, data)
 
 

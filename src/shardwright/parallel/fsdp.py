@@ -93,6 +93,8 @@ def shard_over(
         _refuse_unit(each, axes[-1])
         _refuse_container(each)
     refuse_other_order(mesh, axes[-1], "parallelize_fsdp")
+    if not members(module):
+        return
     shard_mesh = on_axes(mesh, axes[-1:])
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
     left_alone = {s.get() for s in slots if _elsewhere(s.get(), mesh)}
@@ -265,9 +267,11 @@ def _replicate_scalars(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Para
         return parameter.ndim > 0 or parameter in ignored or _unit(parameter) != ""
 
     axes = axis_names(mesh)
-    for new in place_parameters(module, mesh, (Replicate(),), axes, skip=is_left).values():
-        new._fully_sharded = axes[0]  # type: ignore[attr-defined]
-    return {slot.get() for slot in slots_of(module) if slot.get().ndim == 0}
+    place_parameters(module, mesh, (Replicate(),), axes, skip=is_left)
+    scalars = {slot.get() for slot in slots_of(module) if slot.get().ndim == 0}
+    for scalar in (s for s in scalars if not is_left(s)):  # also one that an axis of one rank left as it was
+        scalar._fully_sharded = axes[0]  # type: ignore[attr-defined]
+    return scalars
 
 
 def _refuse_partly_sharded(module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:

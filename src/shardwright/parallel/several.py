@@ -11,6 +11,7 @@ from torch import nn
 from shardwright.compat import RELEASE
 from shardwright.compat.fully_shard import FsdpUnit
 from shardwright.errors import ParallelError
+from shardwright.parallel.pipeline.mark import is_elsewhere
 
 Modules = TypeVar("Modules", bound=nn.Module | Sequence[nn.Module])
 
@@ -22,8 +23,12 @@ class SeveralModules(nn.ModuleList):
 def one_unit(module: Any) -> Any:
     """A list of modules as one tree, without those that stand inside of others; anything else as it is.
 
+    Modules that other stages of a pipeline hold are left out: there is nothing of them to be gathered here.
+
     Raises: ParallelError: on torch before 2.13, which loses track of those that are called on their own.
     """
+    if isinstance(module, nn.Module) and is_elsewhere(module):
+        return SeveralModules()
     given = list(dict.fromkeys(module)) if isinstance(module, list | tuple) else []
     if not given or not all(isinstance(each, nn.Module) for each in given):
         return module
@@ -32,7 +37,7 @@ def one_unit(module: Any) -> Any:
             "parallelize_fsdp: a unit of several modules needs torch 2.13\n  fix: one call for each of them"
         )
     inside = {part for each in given for part in each.modules() if part is not each}
-    return SeveralModules(each for each in given if each not in inside)
+    return SeveralModules(each for each in given if each not in inside and not is_elsewhere(each))
 
 
 def members(unit: nn.Module) -> list[nn.Module]:

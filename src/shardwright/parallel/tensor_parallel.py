@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import named_axes
-from shardwright.parallel.pipeline.mark import refuse_cut
+from shardwright.parallel.pipeline.mark import is_elsewhere, refuse_cut
 from shardwright.parallel.plan_of_styles import Styles, apply_styles
 from shardwright.parallel.swap import put_all, replace_parameters
 from shardwright.parallel.tensor.bring import brought_plan
@@ -68,6 +68,8 @@ def parallelize_tensor(
     axes = named_axes(mesh, "parallelize_tensor", module)
     if len(axes) != 1:
         raise ParallelError(f"parallelize_tensor takes one axis, got {axes}; slice the mesh: mesh['tp']")
+    if is_elsewhere(module):
+        return module
     refuse_cut(module, "parallelize_tensor")
     refuse_source(mesh, src_data_rank)
     plan = _as_mapping(parallelize_plan)

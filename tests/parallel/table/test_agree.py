@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from shardwright.errors import ParallelError
-from shardwright.parallel import parallelize, parallelize_pipeline
+from shardwright.moe import MoELayer
+from shardwright.parallel import (
+    parallelize,
+    parallelize_expert_parallel,
+    parallelize_pipeline,
+    parallelize_tensor,
+)
 from tests.parallel.randomness.models import made
 
 from .worlds import context
@@ -56,3 +62,32 @@ def _cut():
 
 def test_a_cut_model_without_memory_takes_its_weights_from_a_function(ranks):
     assert ranks(4, _cut) == [[16.0, 4.0]] * 4
+
+
+def _placed_before(strategy):
+    """What a table has no row for, or need not have, was placed by calls; a table places the rest."""
+    degrees = {"tensor": "tensor_parallel", "expert": "data_parallel_shard"}
+    at = context(pipeline_parallel=2, **{degrees[strategy]: 2}, expert_parallel=1 + (strategy == "expert"))
+    regular, experts = at.mesh_for("regular"), at.mesh_for("expert")[["ep_replicate", "ep_shard"]]
+    said = []
+    for early in (True, False):
+        model = nn.Sequential(MoELayer(4, 4, 2, 1), nn.Linear(4, 4), nn.Linear(4, 4))
+        if early and strategy == "expert":
+            parallelize_expert_parallel(model, experts)
+        parallelize_pipeline(model, regular["pp"], ["2"])
+        for layer in model[1:] if early and strategy == "tensor" else ():
+            parallelize_tensor(layer, regular["tp"], "colwise")
+        try:
+            parallelize(model, at, {"": "replicate"}, report=None)
+            said.append("")
+        except ParallelError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "expert"])
+def test_an_axis_that_a_call_has_used_needs_no_row(ranks, strategy):
+    stages = ranks(4, _placed_before, strategy)
+    assert [said[0] for said in stages] == [""] * 4
+    has_none = "and no row" in stages[0][1], "and no row" in stages[3][1]
+    assert has_none == (True, strategy == "tensor")  # a stage without experts has none to spread

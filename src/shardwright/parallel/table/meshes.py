@@ -76,8 +76,11 @@ class Axes:
             return submesh(self._dense, (*self.replicas, self.shard))
         return submesh(self._dense, self.shard)
 
-    def problems(self, strategies: frozenset[str]) -> list[str]:
-        """Rows for which the context has no ranks, and ranks for which there is no row."""
+    def problems(self, strategies: frozenset[str], before: frozenset[str]) -> list[str]:
+        """Rows for which the context has no ranks, and ranks for which there is no row.
+
+        Args: before: the axes that parameters live on already.
+        """
         if self.context.world_size == 1:
             return []  # every strategy is what one device does
         found = [
@@ -99,13 +102,13 @@ class Axes:
                 "the tokens of a rank are in a sequence that you cut by hand is unknown\n"
                 '    fix: "" = "context", or dropout=\'own\''
             )
-        if self.degrees.tensor_parallel > 1 and TENSOR not in strategies:
+        if self.degrees.tensor_parallel > 1 and TENSOR not in strategies and "tp" not in before:
             found.append(
                 f"tensor_parallel is {self.degrees.tensor_parallel}, and no row uses it: these ranks would "
                 "all compute the same\n    fix: a row of tensor parallelism ('auto', 'colwise', ...), or "
                 "tensor_parallel=1"
             )
-        if self.degrees.expert_parallel > 1 and EXPERT not in strategies:
+        if self.degrees.expert_parallel > 1 and EXPERT not in strategies and "ep_shard" not in before:
             found.append(
                 f"expert_parallel is {self.degrees.expert_parallel}, and no row spreads experts\n"
                 '    fix: "" = "expert", or expert_parallel=1'

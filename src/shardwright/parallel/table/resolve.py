@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.compat import axis_names
 from shardwright.moe.layer import MoELayer
 from shardwright.parallel.batch_norm import is_batch_norm
 from shardwright.parallel.names import matches
-from shardwright.parallel.pipeline.mark import is_cut
+from shardwright.parallel.pipeline.mark import is_cut, is_elsewhere
 from shardwright.parallel.table.contradictions import contradictions
 from shardwright.parallel.table.meshes import Axes
 from shardwright.parallel.table.rows import Row, refuse
@@ -55,10 +57,18 @@ def resolve(module: nn.Module, rows: Sequence[Row], axes: Axes) -> Table:
     """
     named = tuple(Named(row, _named(module, row)) for row in rows)
     problems = [text for each in named if (text := _idle(module, each))]
-    problems += axes.problems(frozenset(row.strategy for row in rows))
+    problems += axes.problems(frozenset(row.strategy for row in rows), _axes_of(module))
     problems += contradictions(module, [(n.row, n.modules) for n in named])
     refuse(problems)
     return Table(module, named, axes)
+
+
+def _axes_of(module: nn.Module) -> frozenset[str]:
+    """The axes of calls before the table: those that must come before a model is cut into stages."""
+    placed = [p.device_mesh for p in module.parameters() if isinstance(p, TorchDTensor)]
+    has_none = is_cut(module) and not any(isinstance(child, MoELayer) for child in module.modules())
+    unneeded = ("ep_shard",) if has_none else ()
+    return frozenset((*unneeded, *(axis for mesh in placed for axis in axis_names(mesh))))
 
 
 def _named(module: nn.Module, row: Row) -> dict[str, nn.Module]:
@@ -69,11 +79,18 @@ def _named(module: nn.Module, row: Row) -> dict[str, nn.Module]:
     return {path: child for child, path in found.items()}
 
 
+def _elsewhere(module: nn.Module) -> Iterator[str]:
+    """The names inside of parts that other stages of a pipeline hold."""
+    for path, part in module.named_modules():
+        if is_elsewhere(part):
+            yield from (f"{path}.{name}" for name, _ in part.shell.named_modules(remove_duplicate=False))
+
+
 def _idle(module: nn.Module, named: Named) -> str:
     """What to say of a row that names nothing, or nothing that its strategy places; "" for the others."""
     row, inside = named.row, [child for m in named.modules.values() for child in m.modules()]
     names = (name for name, _ in module.named_parameters(remove_duplicate=False))
-    if not named.modules:
+    if not named.modules and not any(matches(name, row.pattern) for name in _elsewhere(module)):
         if not any(matches(name, row.pattern) for name in names):
             has = ", ".join(name for name, _ in list(module.named_children())[:6]) or "no modules"
             return (

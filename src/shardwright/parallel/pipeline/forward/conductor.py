@@ -10,6 +10,7 @@ from torch import nn
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.forward.held import Held
 from shardwright.parallel.pipeline.forward.run import Run
+from shardwright.parallel.pipeline.mark import StandIn
 
 
 class Conductor:
@@ -59,7 +60,7 @@ class Conductor:
         return self.run.call(part, None, (args, kwargs))
 
 
-class Elsewhere(nn.Module):
+class Elsewhere(StandIn):
     """Stands where a part stood that another rank holds. Reads like the part, but has no parameters.
 
     While a stage runs, `isinstance` finds the part's class; a strategy that walks through the model does not.
