@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -31,11 +32,11 @@ class Training:
         text = out.with_suffix(".txt")  # the default is a large one, which each rank would read
         write_text(text)
         self.errors = out.with_suffix(".stderr")
-        with self.errors.open("w") as errors:
+        with self.errors.open("w") as errors, _without_reader() as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "shardwright", "train", *SMALL, "--data", text, "--out", out, *words],
                 env={**os.environ, "PYTHONPATH": str(SOURCE)},
-                stdout=subprocess.DEVNULL,
+                stdout=output,
                 stderr=errors,
                 start_new_session=True,
             )
@@ -58,6 +59,13 @@ class Training:
 
     def newest(self) -> int:
         return step_of(list_checkpoints(self.out).committed[0])
+
+
+def _without_reader() -> IO[bytes]:
+    """The end to write to of `| tee`, which the same Ctrl-C has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "wb")
 
 
 @pytest.fixture

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+
+from shardwright.launch.streams import lasting_streams
 from shardwright.train.metrics import StepRecord
 from shardwright.train.progress import Display
 
@@ -26,6 +31,25 @@ def test_other_ranks_show_nothing(capsys):
         display.show(record(1))
         display.say("hello")
     assert capsys.readouterr().out == ""
+
+
+def test_streams_outlast_their_reader_their_disk_and_their_alphabet(monkeypatch, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    pipe, narrow = os.fdopen(writer, "w"), (tmp_path / "log").open("w", encoding="ascii")
+    full = os.fdopen(os.open(next(filter(os.path.exists, ("/dev/full", os.devnull))), os.O_WRONLY), "w")
+    for stream, errors in ((pipe, narrow), (full, None), (None, None)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", errors)
+        with lasting_streams(), Display(2, 8, quiet=False) as display:
+            display.say("lost")
+            print("in füll", file=sys.stderr, flush=True)
+        assert (sys.stdout, sys.stderr) == (stream, errors)
+    pipe.close()  # what it still held is no error at the end either
+    with contextlib.suppress(OSError):
+        full.close()
+    narrow.close()
+    assert (tmp_path / "log").read_text() == "in f\\xfcll\n"
 
 
 def test_on_a_terminal_a_bar_shows_the_last_record(monkeypatch, capsys):

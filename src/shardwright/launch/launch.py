@@ -33,6 +33,7 @@ from shardwright.launch import supervise
 from shardwright.launch.board import Board
 from shardwright.launch.environment import given_ranks
 from shardwright.launch.monitor import Monitor, RankHandle, show_cursor
+from shardwright.launch.streams import lasting_streams
 from shardwright.launch.verdict import FAILURE, USER_ERROR, describe
 
 LOOPBACK = "127.0.0.1"
@@ -84,9 +85,10 @@ def launch(config: Settings, target: Callable[[Settings], int], *, advice: Calla
         raise ConfigError(f"launch takes functions as target and advice, and 'cpu' or 'cuda'; got {given}")
     refuse_no_number("launch: world", 1 if config.world is None else config.world, ConfigError, whole=True)
     refuse_no_number("launch: timeout", config.timeout, ConfigError)
-    if given_ranks() is not None:
-        return _be_a_rank(config, target)
-    return _Launch(config, target, advice).run()
+    with lasting_streams():
+        if given_ranks() is not None:
+            return _be_a_rank(config, target)
+        return _Launch(config, target, advice).run()
 
 
 @dataclass(frozen=True)
@@ -198,11 +200,11 @@ def _rank_main(seat: _Seat[C]) -> None:
     supervise.guard(watch, seat.lifeline, seat.launcher)
     supervise.install(watch)
     torch.set_num_threads(1)
-    code = _run_target(seat.target, seat.config, watch)
-    with contextlib.suppress(OSError, ValueError):
+    with lasting_streams():  # a forked rank has them already, a spawned one not
+        code = _run_target(seat.target, seat.config, watch)
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)
+        os._exit(code)
 
 
 def _run_target(target: Callable[[C], int], config: C, watch: supervise.Watch) -> int:
