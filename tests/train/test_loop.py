@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 
 from shardwright.errors import CheckpointError, ConfigError
+from shardwright.train.data import load_corpus
+from shardwright.train.loop import told_changes
 from shardwright.train.metrics import read_metrics
 from shardwright.train.model import Decoder, ModelShape
 from tests.train.worlds import tiny, write_text
@@ -156,6 +158,17 @@ def test_a_run_with_stages_goes_on_without_and_leaves_all_parameters(ranks, sett
     resumed = settings | steps | {"world": 1, "pp": 1, "resume": "newest"}
     assert ranks(1, trained, resumed) == [0]
     assert losses(settings["out"]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_run_that_goes_on_with_other_settings_says_which(tmp_path):
+    write_text(tmp_path / "text")
+    was = {**tiny().model_dump(mode="json"), "data_sum": load_corpus(tmp_path / "text", 16).sum}
+    (tmp_path / "text").write_bytes((tmp_path / "text").read_bytes() + b"more")
+    now = {**tiny(seed=2, tp=2).model_dump(mode="json"), "data_sum": load_corpus(tmp_path / "text", 16).sum}
+    seed, text = told_changes(was, now)
+    assert seed == "seed was 0, and is 2 from here on"
+    assert text.startswith("data_sum was ")
+    assert told_changes({}, now) == told_changes(now, now) == []
 
 
 def test_resume_without_a_finished_checkpoint_is_refused(ranks, settings):

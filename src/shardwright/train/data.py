@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwright.train.config import least_text, too_little
+from shardwright.train.config import least_text, reading, text_files, too_little
 
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
 MOST_BYTES = 64 * 2**20
@@ -31,6 +31,11 @@ class Corpus:
     train: Tensor
     held_out: Tensor
     source: str
+
+    @property
+    def sum(self) -> str:
+        """A checksum of the bytes to train on."""
+        return xxhash.xxh3_64_hexdigest(self.train.numpy().data)
 
     def batch(self, seed: int, step: int, rows: range, seq_len: int) -> Tensor:
         """The windows of these rows of the global batch of `step`:  int64 [len(rows), seq_len + 1].
@@ -50,7 +55,7 @@ def load_corpus(path: Path | None, seq_len: int) -> Corpus:
     """The corpus at `path`: a file, or all text files below a folder; by default the standard library.
 
     One twentieth is held out: the last part of each of 8 equal stretches, so that it covers the whole corpus.
-    Raises: ConfigError: too little text for windows of this length in both parts.
+    Raises: ConfigError: too little text for windows of this length in both parts, or none that can be read.
     """
     text = _read_all(path)
     source = str(path) if path else "the standard library's sources"
@@ -70,10 +75,11 @@ def share(total: int, parts: int, index: int) -> range:
 def _read_all(path: Path | None) -> bytearray:
     """The files one after another, a line break between them; no further than what is used."""
     text = bytearray()
-    for content in _read(path):
-        text += content + b"\n"
-        if len(text) > MOST_BYTES:
-            break
+    with reading(path):
+        for content in _read(path):
+            text += content + b"\n"
+            if len(text) > MOST_BYTES:
+                break
     return text
 
 
@@ -82,8 +88,7 @@ def _read(path: Path | None) -> Iterator[bytes]:
         yield path.read_bytes()
         return
     root = path if path is not None else Path(sysconfig.get_path("stdlib"))
-    pattern = "*" if path is not None else "*.py"
-    files = [file for file in root.rglob(pattern) if file.is_file()]
+    files = text_files(root, "" if path is not None else ".py")
     if path is None:
         files = [file for file in files if SKIPPED_FOLDERS.isdisjoint(file.relative_to(root).parts)]
     for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ from shardwright.train.run_folder import LAYOUTS, SAMPLE, RunFolder, choose_fold
 from shardwright.train.sample import write_text
 from shardwright.train.step import Observer, Trainer
 
+# Settings that decide what a step does, whatever the mesh. `data_sum` is of the text itself.
+DECIDING = frozenset(
+    ("steps", "batch_size", "seq_len", "lr", "warmup", "weight_decay", "clip", "dtype", "seed", "data_sum")
+)
+
 
 def run(
     config: TrainConfig,
@@ -47,6 +53,12 @@ def run(
 def open_folder(config: TrainConfig, context: DistributedContext) -> RunFolder:
     """The run's folder, the same on every rank; nothing is written yet. Collective."""
     return RunFolder(from_first_rank(context, lambda: choose_folder(config)), writes=context.is_main)
+
+
+def told_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What makes a run that goes on another one than the run that saved, a line for each setting."""
+    changed = [name for name in was if name in DECIDING and was[name] != now[name]]
+    return [f"{name} was {was[name]}, and is {now[name]} from here on" for name in changed]
 
 
 class TrainingRun:
@@ -94,6 +106,8 @@ class TrainingRun:
         loaded = load(choice.path, model=self.trainer.model, optimizer=self.trainer.optimizer)
         done = loaded.step or 0
         display.say(f"resume: {choice.path.name}, {done} of {config.steps} steps done")
+        for line in told_changes(loaded.config, self._settings()):
+            display.say(f"resume: {line}")
         for name in from_first_rank(self.context, lambda: set_aside(self.folder.path, done)):
             display.say(f"resume: {name} is of later steps, which are trained anew: now discarded-{name}")
         return done
@@ -157,8 +171,11 @@ class TrainingRun:
                 model=self.trainer.model,
                 optimizer=self.trainer.optimizer,
                 step=step,
-                config=self.config.model_dump(mode="json"),
+                config=self._settings(),
             )
+
+    def _settings(self) -> dict[str, Any]:
+        return {**self.config.model_dump(mode="json"), "data_sum": self.trainer.corpus.sum}
 
     def _finish(self, display: Display) -> None:
         """Leave the curve and a sample. The other ranks are done once the weights have been gathered."""
