@@ -184,6 +184,8 @@ def test_ranks_of_torchrun_refuse_in_one_line_together(
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert "--world 4 but 2 ranks are running" in refused(capsys, "train", "--world", "4")
+    monkeypatch.setenv("RANK", "2")
+    assert "RANK=2 and WORLD_SIZE=2, and ranks count from 0" in refused(capsys, "train")
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert "WORLD_SIZE='many', which is not a number" in refused(capsys, "train")
 
@@ -224,6 +226,7 @@ class TestPlanAndExplain:
             (["plan", "f32[8@dp]", "f32[8@tp]", "--mesh", "dp=2"], "names the axis 'tp'"),
             (["plan", "f32[8", "f32[8]", "--mesh", "dp=2"], "f32[8"),
             (["plan", "f32[8]", "f32[8]", "--mesh", "dp"], "'dp' is no axis; write name=size"),
+            (["plan", "f32[8]", "f32[8]", "--mesh", "dp=99999999999999999999"], "1,048,576 at most"),
             (["plan", "f32[8]", "f32[9]", "--mesh", "dp=2"], "9"),
             (["plan", "f32[8]", "f32[8]", "--mesh", "dp=2", "--to-mesh", "tp"], "--to-mesh 'tp'"),
             (["plan", "f32[8]", "--mesh", "dp=2"], "Missing argument 'TARGET'"),
@@ -265,7 +268,19 @@ def test_the_file_of_doctor_is_refused_before_it_measures(
     assert "cannot be written" in refused(capsys, "doctor", "--save", str(tmp_path / "no" / "file"))
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_under_the_output_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+    monkeypatch.setattr(sys, "stdout", full)
+    assert "No space left" in refused(capsys, "plan", "--mesh", "dp=2", "f32[8@dp]", "f32[8]")
+    with pytest.raises(OSError, match="No space left"):  # what it holds
+        full.close()
+
+
 def test_a_run_without_checkpoints_is_told_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "the path is empty" in refused(capsys, "checkpoint", "prune", "", "--keep", "1")
     assert "holds no checkpoints" in refused(capsys, "checkpoint", "prune", str(tmp_path), "--keep", "1")
     checkpoint.save(tmp_path / "alone", torch.nn.Linear(1, 1))
     assert main(("checkpoint", "ls", str(tmp_path / "alone"))) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     except typer.Abort:
         return 130
+    except OSError as error:  # a file or a pipe of this process; what a run writes has words of its own
+        return _refuse(str(error), everywhere=True)
     except Exception as error:
         message = getattr(error, "format_message", None)  # what the parser of the command line raises
         if message is None:
@@ -84,8 +87,9 @@ def _with_values(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def _refuse(message: str) -> int:
+def _refuse(message: str, *, everywhere: bool = False) -> int:
     """Say what is wrong in one line. Ranks of one torchrun share their arguments, so the first one speaks."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        sys.stderr.write(f"shardwright: {' '.join(message.split())}\n")
+    if everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError, AttributeError):  # closed, or full
+            sys.stderr.write(f"shardwright: {' '.join(message.split())}\n")
     return USER_ERROR

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shardwright.context.process import ProcessWorld
 from shardwright.launch.launch import launch
 
 _SMALL_ROUNDS = 200
@@ -56,7 +57,7 @@ def check_ping() -> Ping | str:
 
 def ping_rank(settings: PingSettings) -> int:
     """What each of the two ranks does."""
-    dist.init_process_group("gloo")
+    ProcessWorld.attach("cpu", None)
     dist.barrier()
     start = time.monotonic() - settings.began
     latency = _one_way(torch.zeros(1), _SMALL_ROUNDS)

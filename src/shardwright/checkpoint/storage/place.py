@@ -48,12 +48,14 @@ def place_of(where: Place | str) -> Place:
 
     `file://` is a path: the folder is the same, and there it has a lock, a rename and `fsync`.
     Raises: CheckpointError: an address that went through `Path`, which takes one of its slashes; one of
-        several file systems on top of each other (`::`); one without a folder; the home of nobody.
+        several file systems on top of each other (`::`); one without a folder; the home of nobody; nothing.
     """
     if isinstance(where, Address):
         return where
     if not isinstance(where, str | PathLike):
         raise CheckpointError(f"{where!r:.60} is no path: give a text, a Path, or an address")
+    if where == "":
+        raise CheckpointError("the path is empty (a variable that was never set?): name a folder")
     found = _SCHEME.match(str(where))
     if "::" in str(where) and (found is not None or _CHAINED.match(str(where))):
         raise CheckpointError(
