@@ -34,6 +34,13 @@ def test_degrees_that_do_not_multiply_to_the_world_are_refused_before_a_group_is
     assert not dist.is_initialized()
 
 
+def test_ranks_that_cannot_meet_are_refused_in_one_line(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "one"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MeshError, match=r"^the ranks cannot meet at x:one .*start with torchrun"):
+        DeviceMeshParameters().build()
+
+
 def test_a_half_set_launch_environment_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(MeshError, match="sets RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start with"):

@@ -48,7 +48,10 @@ def test_a_file_that_lacks_steps_of_the_checkpoint_says_so_and_goes_on(tmp_path,
     assert [line["step"] for line in read_metrics(path)] == [*sorted(set(steps)), 4]
 
 
-@pytest.mark.parametrize("damage", ["{", "[1]", '{"step": "x"}', "[" * 100_000, "\x00\xff"])
+FOREIGN = ['{"step": 2}', '{"step": 2, "loss": "x", "held_out_loss": null}']
+
+
+@pytest.mark.parametrize("damage", [*FOREIGN, "{", "[1]", '{"step": "x"}', "[" * 100_000, "\x00\xff"])
 def test_a_line_that_is_damaged_costs_this_line_only(tmp_path, damage):
     path = written(tmp_path / "metrics.jsonl", [1])
     path.write_text(path.read_text() + damage + "\n", encoding="latin-1")

@@ -1,9 +1,12 @@
 """A folder that cannot be written is refused before a process is started."""
 
+from pathlib import Path
+
 import pytest
 
 from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.config import TrainConfig
+from shardwright.train.metrics import MetricsFile, StepRecord
 from shardwright.train.run_folder import RunFolder, choose_folder
 
 
@@ -38,6 +41,30 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_one_ends(tmp_path):
     first.close()
     second.lock()
     second.close()
+
+
+def test_a_run_that_another_has_overtaken_in_its_folder_writes_nothing(tmp_path):
+    first, second = (RunFolder(tmp_path / "run", writes=True) for _ in range(2))
+    first.lock()
+    first.open(TrainConfig.parse(seed=1), 0)
+    first.close()
+    second.lock()
+    with pytest.raises(ConfigError, match=r"File exists at .*metrics.jsonl; mend that, then --resume"):
+        second.open(TrainConfig.parse(seed=2), 0)
+    assert '"seed": 1' in (tmp_path / "run" / "config.json").read_text()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_what_the_disk_refuses_of_a_run_is_one_line(tmp_path):
+    folder = RunFolder(tmp_path, writes=True)
+    (tmp_path / "sample.txt").mkdir()
+    with pytest.raises(ConfigError, match="cannot be written: Is a directory at"):
+        folder.write("sample.txt", "text")
+    with Path("/dev/full").open("w") as full:
+        folder._metrics = MetricsFile(tmp_path / "metrics.jsonl", full)
+        with pytest.raises(ConfigError, match="No space left on device"):
+            folder.log(StepRecord(1, 1.0, None, 0.5, 1e-3, 2.0, 100.0, 10, 1.0))
+        folder.close()
 
 
 @pytest.mark.parametrize("replaced", [False, True])

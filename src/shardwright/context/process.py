@@ -113,7 +113,15 @@ def _kinds_served() -> tuple[str, ...]:
 def _init_process_group(backend: str, timeout: float | None) -> None:
     """Make the default group: from the launcher's variables if given, else a world of this process alone."""
     limit = None if timeout is None else timedelta(seconds=timeout)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=limit)
-    else:
+    if "RANK" not in os.environ:
         dist.init_process_group(backend, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    try:
+        dist.init_process_group(backend, timeout=limit)
+    except (RuntimeError, ValueError) as error:  # torch's text goes on with frames of C++
+        where = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        why = str(error).partition("\n")[0]
+        raise MeshError(
+            f"the ranks cannot meet at {where} (MASTER_ADDR, MASTER_PORT): {why}; "
+            "start with torchrun, or give a port that is free and a network interface that is there"
+        ) from error

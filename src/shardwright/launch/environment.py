@@ -10,11 +10,17 @@ from shardwright.errors import ConfigError
 def given_ranks() -> int | None:
     """How many ranks somebody else (torchrun) has started, None when this process is not one of them.
 
-    Raises: ConfigError: the environment names a rank but no number of ranks, or no number.
+    Raises: ConfigError: the environment names a rank but no number of ranks, no number, or a rank beyond it.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
-    return _number("WORLD_SIZE") if _number("RANK") >= 0 else None
+    rank, ranks = _number("RANK"), _number("WORLD_SIZE")
+    if rank >= ranks:
+        raise ConfigError(
+            f"the environment says RANK={rank} and WORLD_SIZE={ranks}, and ranks count from 0: start with "
+            "torchrun, or unset both to have the ranks started here"
+        )
+    return ranks
 
 
 def _number(name: str) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -65,7 +68,7 @@ class TrainConfig(BaseModel):
 
     # files and supervision
     out: Path | None = None
-    resume: str | None = None
+    resume: Annotated[str, Field(min_length=1)] | None = None
     checkpoint_every: Annotated[int, Field(ge=0)] = 100
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     verify: bool = False
@@ -76,6 +79,10 @@ class TrainConfig(BaseModel):
         """An empty path is a shell variable that was never set, an address no folder."""
         if path == "":
             raise ValueError("it is empty: name a path, or leave the flag out")
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:  # it goes into files of JSON
+            raise ValueError("its name is not of UTF-8: use another") from None
         if "://" not in str(path):
             return path
         from shardwright.checkpoint.storage.place import folder_of  # noqa: PLC0415 - torch comes with it
@@ -268,14 +275,40 @@ def check_text(path: Path | None, seq_len: int) -> None:
     """
     if path is None:
         return
-    if not path.exists():
-        raise ConfigError(f"--data {path} does not exist: name a text file or a folder of text files")
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
+    with reading(path):
+        if not path.exists():
+            raise ConfigError(f"--data {path} does not exist: name a text file or a folder of text files")
+        if not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"--data {path} is a pipe or a device, which each rank would read: name a file")
+        size = sum(file.stat().st_size for file in text_files(path))
     if size == 0:
         raise ConfigError(f"--data {path} holds no text: name a file or a folder with text in it")
     if size < least_text(seq_len):
         raise too_little(f"--data {path}", size, seq_len)
+
+
+@contextlib.contextmanager
+def reading(path: Path | None) -> Iterator[None]:
+    """Raises: ConfigError: the system refuses to read what is at `--data`, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"--data: {error.filename or path!s:.200} cannot be read: {error.strerror or error}; "
+            "name a file or a folder that you may read"
+        ) from None
+
+
+def text_files(path: Path, ending: str = "") -> list[Path]:
+    """The file, or the files below the folder. Raises: OSError: a folder cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    if path.is_file():
+        return [path]
+    found = (Path(at, name) for at, _, names in os.walk(path, onerror=refuse) for name in names)
+    return [file for file in found if file.name.endswith(ending) and file.is_file()]
 
 
 def too_little(source: str, size: int, seq_len: int) -> ConfigError:

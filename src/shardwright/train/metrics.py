@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -87,8 +88,9 @@ class MetricsFile:
         self._file.flush()
 
     def close(self) -> None:
-        """No line follows."""
-        self._file.close()
+        """No line follows. What a full disk has not taken was an error of `append`."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -105,10 +107,12 @@ def load_entropy(loads: Tensor) -> float:
 def _step_of(line: str) -> int:
     """The step of a line; 0: it is none (a damaged file)."""
     try:
-        step = json.loads(line)["step"]
+        found = json.loads(line)
+        numbers = [number for number in (found["loss"], found["held_out_loss"]) if number is not None]
+        whole = type(found["step"]) is int and all(type(number) in (int, float) for number in numbers)
     except (ValueError, KeyError, TypeError, RecursionError):
         return 0
-    return step if type(step) is int else 0
+    return found["step"] if whole else 0
 
 
 def _whole_lines(path: Path) -> list[str]:

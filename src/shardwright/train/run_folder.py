@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -30,6 +32,13 @@ def choose_folder(config: TrainConfig) -> Path:
     Raises: ConfigError: a new run would write into a folder that already holds something.
     """
     path = at_home(config.out or Path("runs") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"))
+    with _refusals(path, "name a folder that you may write to"):
+        _look(path, config)
+    _refuse_unwritable(path)
+    return path
+
+
+def _look(path: Path, config: TrainConfig) -> None:
     if path.is_symlink() and not path.exists():
         raise ConfigError(f"--out {path} is a link to what is not there: name a folder")
     if path.exists() and not path.is_dir():
@@ -43,8 +52,16 @@ def choose_folder(config: TrainConfig) -> Path:
         raise ConfigError(
             f"--out {path} does not exist, so there is nothing to --resume: name the run's folder"
         )
-    _refuse_unwritable(path)
-    return path
+
+
+@contextlib.contextmanager
+def _refusals(path: Path, then: str = "mend that, then --resume") -> Iterator[None]:
+    """Raises: ConfigError: what the system refuses inside, why, and what to do `then`."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.strerror or error}{f' at {error.filename}' if error.filename else ''}"
+        raise ConfigError(f"--out {path} cannot be written: {why}; {then}") from None
 
 
 def _refuse_unwritable(path: Path) -> None:
@@ -93,8 +110,9 @@ class RunFolder:
         Raises: CheckpointError: another run writes there.
         """
         if self.writes:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock, _ = lock_or_warn(self.path)
+            with _refusals(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock, _ = lock_or_warn(self.path)
 
     def check(self) -> None:
         """Raises CheckpointError where the folder is not there any more, or is another one."""
@@ -111,24 +129,29 @@ class RunFolder:
         """
         if not self.writes:
             return 0
-        self.write(SETTINGS, config.model_dump_json(indent=2) + "\n")
         metrics = self.path / METRICS
-        self._metrics = MetricsFile.resume_at(metrics, done) if config.resume else MetricsFile.create(metrics)
-        return self._metrics.missing
+        with _refusals(self.path):  # a new run that another has overtaken here ends before it writes
+            begin = MetricsFile.resume_at(metrics, done) if config.resume else MetricsFile.create(metrics)
+        self._metrics = begin
+        self.write(SETTINGS, config.model_dump_json(indent=2) + "\n")
+        return begin.missing
 
     def log(self, record: StepRecord) -> None:
         """Add the line of a finished step."""
         if self._metrics is not None:
-            self._metrics.append(record)
+            with _refusals(self.path):
+                self._metrics.append(record)
 
     def write(self, name: str, text: str) -> None:
         """Keep a text under this name."""
         if self.writes:
-            (self.path / name).write_text(text, encoding="utf-8")
+            with _refusals(self.path):
+                (self.path / name).write_text(text, encoding="utf-8")
 
     def draw(self) -> bool:
         """Draw the loss curve; False without matplotlib."""
-        return self.writes and draw_losses(read_metrics(self.path / METRICS), self.path / CURVE)
+        with _refusals(self.path):
+            return self.writes and draw_losses(read_metrics(self.path / METRICS), self.path / CURVE)
 
     def close(self) -> None:
         """No line follows."""
