@@ -12,6 +12,7 @@ from shardwright.train.config import TrainConfig
 from shardwright.train.model import Decoder, ModelShape, count_parameters, init_weights, rotary_tables
 from shardwright.train.optim import make_optimizer, schedule, set_learning_rate
 from shardwright.train.reference import ReferenceMoE
+from shardwright.train.routes import Routes
 from shardwright.train.routing import largest_gap, routing_differences
 from shardwright.train.sample import write_text
 
@@ -120,3 +121,18 @@ def test_norms_are_not_decayed():
         (True, True),
         (False, False),
     }
+
+
+def test_routes_are_those_of_a_step_and_not_of_what_ran_before_it():
+    """A pipeline learns its borders on zeros: these had counted in the loads of a first step."""
+    model = decoder()
+    routes = Routes(model, 2)
+    heard = []
+    for number in (0, 0, 7, 9):
+        model(torch.full((1, 3), number))
+        heard.append(routes.choices()[1][-3:])
+    assert torch.equal(routes.choices()[1], torch.cat(heard[2:]))
+    counts = torch.cat(heard[2:]).flatten().bincount(minlength=4)
+    assert routes.counts(2, 4, torch.device("cpu"))[1].tolist() == counts.tolist()
+    routes.begin()
+    assert routes.choices() == {}

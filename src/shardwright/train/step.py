@@ -79,7 +79,7 @@ class Trainer:
         self._readers = submesh(batch, ("dp", "cp", "tp") if config.sp else ("dp", "cp"))
         self.place = Place.of(config, context.rank)
         self._positions = self.place.positions().to(context.device)
-        self.routes = Routes(model)
+        self.routes = Routes(model, config.micro_batches or 1)
         self._pipeline = self._staged() if config.pp > 1 else None
 
     def step(self, step: int, stop_requested: Callable[[], bool] = lambda: False) -> StepResult:
