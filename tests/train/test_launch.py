@@ -17,6 +17,8 @@ import psutil
 import pytest
 
 from shardwright.errors import ConfigError
+from shardwright.launch import supervise
+from shardwright.launch.board import Board
 from shardwright.launch.launch import launch
 from tests.tiers import only
 
@@ -261,6 +263,17 @@ class TestUnderTorchrun:
         code, text = runs[0].end(within=8)
         assert code == 1
         assert "has finished no step for 1.5 s" in text
+
+
+def test_ranks_whose_torchrun_was_killed_are_asked_to_save_and_end(monkeypatch):
+    parents, ticks = iter([7, 7, 1]), iter([None] * 3)
+    monkeypatch.setattr(supervise.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(supervise.time, "sleep", lambda _: next(ticks))
+    watch = supervise.Watch(Board.private())
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    with pytest.raises(StopIteration):
+        supervise._end_when_stuck(watch, 30.0, None)
+    assert watch.board.stop_signal == signal.SIGTERM
 
 
 def _free_port() -> int:

@@ -136,3 +136,9 @@ def test_routes_are_those_of_a_step_and_not_of_what_ran_before_it():
     assert routes.counts(2, 4, torch.device("cpu"))[1].tolist() == counts.tolist()
     routes.begin()
     assert routes.choices() == {}
+
+
+def test_a_model_that_has_diverged_writes_what_it_can():
+    model = decoder()
+    model.requires_grad_(False).embedding.weight.fill_(math.nan)
+    assert write_text(model, 5, 0).startswith("def  [no further: the outputs of the model are not finite")

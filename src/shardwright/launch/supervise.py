@@ -204,7 +204,8 @@ def stack_of(thread: int | None) -> tuple[str, ...]:
 def guard_alone(watch: Watch, timeout: float) -> None:
     """Without a launcher (torchrun): end this process when, after its first step, none follows in `timeout`.
 
-    A peer that is stopped ends the run on every rank in this way.
+    A peer that is stopped ends the run on every rank in this way. Ranks whose torchrun was killed are
+    asked to finish their step, save and end.
     """
     main = threading.main_thread().ident
     threading.Thread(
@@ -215,8 +216,12 @@ def guard_alone(watch: Watch, timeout: float) -> None:
 def _end_when_stuck(watch: Watch, timeout: float, main: int | None) -> None:
     board, rank = watch.board, watch.rank
     beats, since = board.beats(rank), time.monotonic()
+    agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     while True:
         time.sleep(TICK_SECONDS)
+        if agent is not None and os.getppid() != agent:
+            agent = None
+            board.ask_to_stop(signal.SIGTERM)
         now = time.monotonic()
         if board.beats(rank) != beats or beats == 0 or board.is_patient(rank):
             beats, since = board.beats(rank), now

@@ -8,6 +8,7 @@ from shardwright.train.model import Decoder
 
 PROMPT = b"def "
 TEMPERATURE = 0.8
+DIVERGED = " [no further: the outputs of the model are not finite, try a smaller --lr]"
 
 
 def write_text(model: Decoder, length: int, seed: int, prompt: bytes = PROMPT) -> str:
@@ -22,5 +23,7 @@ def write_text(model: Decoder, length: int, seed: int, prompt: bytes = PROMPT) -
         for _ in range(length):
             window = torch.tensor([text[-model.shape.seq_len :]], device=device)
             chances = (model(window)[0, -1].float() / TEMPERATURE).softmax(-1).cpu()
+            if not chances.isfinite().all():  # training has diverged, which the losses show
+                return bytes(text).decode("utf-8", errors="replace") + DIVERGED
             text.append(int(torch.multinomial(chances, 1, generator=generator)))
     return bytes(text).decode("utf-8", errors="replace")
