@@ -116,7 +116,7 @@ def _loss(out, target):
     return (out - target).square().sum()
 
 
-def _stages_step_together(shape, fused, hurt, frozen):
+def _stages_step_together(shape, fused, hurt, frozen, listed=False):
     mesh = rank_mesh(shape, ("pp", "dp")[: len(shape)])
     plain, model = _model(), _model()
     for each in (plain, model):
@@ -127,7 +127,8 @@ def _stages_step_together(shape, fused, hurt, frozen):
         parallelize_fsdp(model, mesh["dp"])
     one, ours = (cls("cpu", init_scale=64.0, growth_interval=2) for cls in (torch.amp.GradScaler, GradScaler))
     pipeline = Pipeline(model, lambda out, y: ours.scale(_loss(out, y)), micro_batches=2)
-    adam = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused) for m in (plain, model)]
+    given = [[p for p in m.parameters() if p.requires_grad or not listed] for m in (plain, model)]
+    adam = [torch.optim.AdamW([{"params": each}], lr=0.1, fused=fused) for each in given]
     rank = mesh["dp"].get_local_rank() if len(shape) == 2 else 0
     rows = slice(4 * rank, 4 * rank + 4) if len(shape) == 2 else slice(None)
     want, state = _steps(plain, one, lambda x, y: one.scale(_loss(plain(x), y)).backward(), adam[0], hurt)
@@ -148,3 +149,4 @@ def test_all_stages_take_a_step_or_none(ranks, shape, hurt, fused):
 
 def test_a_frozen_stage_steps_with_the_others(ranks):
     ranks(2, _stages_step_together, (2,), False, "4.weight", True)
+    ranks(2, _stages_step_together, (2,), False, "4.weight", True, True, fresh=True, timeout=30)

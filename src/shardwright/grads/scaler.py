@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwright.comm.functional import reduce_over
-from shardwright.grads.stages import groups_of, stages_of
+from shardwright.grads.stages import axis_of_all, groups_of, stages_of
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -52,6 +52,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _stages_of(optimizer: Optimizer) -> list[DeviceMesh]:
-    """The axes over which the models of an optimizer's parameters are cut."""
+    """The axes over which the models of an optimizer's parameters are cut; it may have none on this rank."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return list(dict.fromkeys(held.mesh for held in map(stages_of, parameters) if held is not None))
+    found = list(dict.fromkeys(held.mesh for held in map(stages_of, parameters) if held is not None))
+    return found if parameters else axis_of_all()

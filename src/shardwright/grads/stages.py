@@ -48,8 +48,9 @@ def axis_of_all() -> list[DeviceMesh]:
     found = list(_cut.get(dist.group.WORLD, ())) if dist.is_initialized() else []
     if len(found) > 1:
         raise ConfigError(
-            "the norm of no parameters: models of this process were cut into stages over several axes, and "
-            "other ranks may wait for this one on any of them\n  fix: clip_grad_norm_(module, ...)"
+            "no parameters: models of this process were cut into stages over several axes, and other ranks "
+            "may wait for this one on any of them\n  fix: clip_grad_norm_(module, ...); give an optimizer "
+            "the frozen parameters too"
         )
     return found
 
