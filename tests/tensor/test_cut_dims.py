@@ -139,6 +139,23 @@ def _bytes_of_ends(length):
     return backward.bytes, repeated.bytes
 
 
+def _bytes_of_unlike(length):
+    """Bytes that this rank sends: for a gradient of a softmax that is cut by rows, beside its cut result."""
+    mesh = rank_mesh((4,), ("tp",))
+    numbers = torch.arange(8.0 * length).view(8, length)
+    out, grad = numbers.sin().softmax(1), numbers.cos()
+    given = [sw.distribute_tensor(x, mesh, [sw.Shard(dim)]) for dim, x in enumerate((grad, out))]
+    with sw.trace() as seen:
+        found = torch.ops.aten._softmax_backward_data(*given, 1, torch.float32)
+    wanted = torch.ops.aten._softmax_backward_data(grad, out, 1, torch.float32)
+    torch.testing.assert_close(found.full_tensor(), wanted)
+    return seen.bytes
+
+
+def test_the_result_of_a_softmax_moves_once_to_a_gradient_that_is_cut_otherwise(ranks):
+    assert sum(ranks(4, _bytes_of_unlike, 64)) == 8 * 64 * FLOAT * 3 // 4
+
+
 def test_gradients_of_parts_and_repeated_parts_move_as_parts(ranks):
     column = 8 * FLOAT
     for length in (16, 1024):

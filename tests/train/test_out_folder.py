@@ -43,6 +43,15 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_one_ends(tmp_path):
     second.close()
 
 
+def test_a_folder_that_may_not_be_looked_into_is_refused_in_one_line(tmp_path, monkeypatch):
+    def refuse(path):  # as the system does, but for root
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_symlink", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be written: Permission denied at .*; name a folder that"):
+        choose_folder(TrainConfig.parse(out=tmp_path / "run"))
+
+
 def test_a_run_that_another_has_overtaken_in_its_folder_writes_nothing(tmp_path):
     first, second = (RunFolder(tmp_path / "run", writes=True) for _ in range(2))
     first.lock()
@@ -60,6 +69,13 @@ def test_what_the_disk_refuses_of_a_run_is_one_line(tmp_path):
     (tmp_path / "sample.txt").mkdir()
     with pytest.raises(ConfigError, match="cannot be written: Is a directory at"):
         folder.write("sample.txt", "text")
+    (tmp_path / "loss.png").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"cannot be written: Is a directory at .*loss.png"):
+        folder.draw()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory at"):
+        RunFolder(tmp_path / "file" / "run", writes=True).lock()
     with Path("/dev/full").open("w") as full:
         folder._metrics = MetricsFile(tmp_path / "metrics.jsonl", full)
         with pytest.raises(ConfigError, match="No space left on device"):

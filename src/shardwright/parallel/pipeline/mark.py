@@ -17,7 +17,7 @@ class StandIn(nn.Module):
     @property
     def shell(self) -> nn.Module:
         """The part, without its weights."""
-        raise NotImplementedError
+        raise NotImplementedError  # `forward.conductor.Elsewhere` has it, above this file
 
 
 def is_elsewhere(module: nn.Module) -> TypeGuard[StandIn]:

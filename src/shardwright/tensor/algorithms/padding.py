@@ -57,9 +57,6 @@ def pad(_op: object, x: torch.Tensor, pad: Amounts, value: Any = 0) -> torch.Ten
     """padding: joined with what is added."""
     for dim, before, after in _padded_dims(pad, x.dim()):
         inner = x.narrow(dim, -min(before, 0), x.shape[dim] + min(before, 0) + min(after, 0))
-        sizes = [
-            [max(n, 0) if at == dim else size for at, size in enumerate(x.shape)] for n in (before, after)
-        ]
-        parts = [x.new_full(sizes[0], value), inner, x.new_full(sizes[1], value)]
+        parts = [_filled(x, dim, before, value), inner, _filled(x, dim, after, value)]
         x = torch.cat([part for part in parts if part.shape[dim]], dim)
     return x
