@@ -96,22 +96,17 @@ class Ring:
         return exchange_rows(leaving, incoming, outgoing, group, axis=self.axis, reason=self.reason)
 
     def _posted(self, leaving: Tensor, arriving: Tensor, lane: int) -> Passing:
-        after, before = self.ranks[(self.own + 1) % len(self.ranks)], self.ranks[self.own - 1]
-        operations = [
-            dist.P2POp(verb, bits(x), rank, tag=_TAG + lane)
-            for verb, x, rank in ((dist.irecv, arriving, before), (dist.isend, leaving, after))
-            if x.numel()
-        ]
-        passing = Passing(_started(operations, leaving), arriving, leaving)
+        passing = Passing(self._started(leaving, arriving, _TAG + lane), arriving, leaving)
         if not self.blocking:
             return passing
         return Passing((), passing.wait(), leaving)  # gloo waits for ever for what was waited for
 
-
-def _started(operations: list[dist.P2POp], like: Tensor) -> list[Work]:
-    """gloo starts each message as it is posted; NCCL needs those that meet to be posted together."""
-    if not operations:
-        return []
-    if like.device.type != "cpu":
-        return dist.batch_isend_irecv(operations)
-    return [cast("Work", each.op(each.tensor, each.peer, tag=each.tag)) for each in operations]
+    def _started(self, leaving: Tensor, arriving: Tensor, tag: int) -> list[Work]:
+        """gloo starts each message as it is posted; NCCL needs those that meet to be posted together."""
+        after, before = self.ranks[(self.own + 1) % len(self.ranks)], self.ranks[self.own - 1]
+        both = ((dist.irecv, arriving, before), (dist.isend, leaving, after))
+        messages = [(verb, bits(x), rank) for verb, x, rank in both if x.numel()]
+        if leaving.device.type == "cpu":
+            return [cast("Work", verb(x, rank, tag=tag)) for verb, x, rank in messages]
+        operations = [dist.P2POp(verb, x, rank, tag=tag) for verb, x, rank in messages]
+        return dist.batch_isend_irecv(operations) if operations else []

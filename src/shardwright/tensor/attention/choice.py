@@ -8,8 +8,10 @@ queries, keys, values and results, which is less where n is large and more where
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
+from shardwright.index.stride import stride_like
 from shardwright.layout.applied import cut_form
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Placement, Replicate
@@ -65,10 +67,18 @@ class CutCall:
         elements = (self.key.numel + self.value.numel) * prod(whole)
         return (len(self.keys.held) - 1) * elements * self.key.itemsize
 
-    @property
+    @cached_property
     def result(self) -> Layout:
         """The layout of the result: that of the queries, as wide as the values."""
         return self.query.with_shape((*self.query.shape[:3], self.value.shape[3]))
+
+    @cached_property
+    def result_as_query(self) -> Layout:
+        """The same, in memory as the queries lie; where it has their shape."""
+        layout = self.result
+        if layout.shape != self.query.shape:
+            return layout
+        return layout.with_shape(layout.shape, stride_like(layout.shape, self.query.stride))
 
     def mask_layout(self, mask: Layout) -> Layout:
         """Where a mask [b or 1, h or 1, l or 1, s or 1] must be: the rows of the own queries, every key."""

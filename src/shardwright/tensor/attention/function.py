@@ -12,7 +12,6 @@ from torch.nn import functional
 from shardwright.comm.record import record_decision, recording
 from shardwright.comm.traced import goes_in_groups
 from shardwright.errors import RuleError
-from shardwright.index.stride import stride_like
 from shardwright.layout.layout import Layout
 from shardwright.rules.call import Args
 from shardwright.tensor.attention.asked import Asked, asked_here
@@ -200,10 +199,8 @@ def _rows_of_mask(mask: Any, query: DTensor, call: CutCall) -> torch.Tensor:
 
 def _result(given: Given, cut: CutCall) -> Layout:
     """The result lies in memory as one device's: like the queries, where torch's kernel takes the call."""
-    layout, mask = cut.result, given.attn_mask
-    if cut.query.shape == layout.shape and (mask is None or mask.ndim in (2, 4)):
-        return layout.with_shape(layout.shape, stride_like(layout.shape, cut.query.stride))
-    return layout
+    mask = given.attn_mask
+    return cut.result_as_query if mask is None or mask.ndim in (2, 4) else cut.result
 
 
 OWN: dict[Any, Own] = {functional.scaled_dot_product_attention: attention}

@@ -38,25 +38,29 @@ class Part(NamedTuple):
     In memory of its own.
     out: [b, h, l, v], zero for a query that sees no key. top, total: [b, h, l]; the weights of these keys add
     up to exp(top) * total, or exp(top) where there is no total; top is -inf where there are none.
+    all_see: there is no such query.
     """
 
     out: Tensor
     top: Tensor
     total: Tensor | None
+    all_see: bool
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Part:
-    """[b, h, l, d], [b, k, s, d], [b, k, s, v] -> [b, h, l, v] and the weights [b, h, l]; k divides h."""
+    """[b, h, l, d], [b, k, s, d], [b, k, s, v] -> [b, h, l, v] and the weights [b, h, l]; k divides h.
+
+    Rows are in one piece (`in_rows`), here as for the gradients.
+    """
     if not _has_kernel(query, value):
         return _written_out(query, key, value, seen)
     mask = _added(seen.mask, query)
-    given = map(_rows, (query, key, value))
-    out, logs = _forward(*given, 0.0, seen.causal, attn_mask=mask, scale=seen.scale)
+    out, logs = _forward(query, key, value, 0.0, seen.causal, attn_mask=mask, scale=seen.scale)
     if mask is not None:
         if (logs < _FAR).any():
             return _written_out(query, key, value, seen)
         logs = logs.masked_fill((mask == -torch.inf).all(-1), -torch.inf)  # the kernel says 0
-    return Part(out, logs, None)
+    return Part(out, logs, None, mask is None)
 
 
 def attend_backward(
@@ -64,26 +68,38 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The terms of the gradients of queries, keys and values that these keys make.
 
-    Args: grad: of the finished result. done: the finished result and logs, over all keys there are.
+    Args: grad: of the finished result. done: the finished result and logs, over all keys there are; see
+        `finite`.
     """
     out, logs = done
     if not _has_kernel(query, value):
         return _written_out_backward(grad, query, key, value, done, seen)
-    finite = logs.masked_fill(logs == -torch.inf, 0.0)
-    given = map(_rows, (grad, query, key, value, out))
-    rest = _as_the_kernel_has_them(finite), 0.0, seen.causal
+    given = (grad, query, key, value, out, _as_the_kernel_has_them(logs))
     mask = _added(seen.mask, query)
-    made: tuple[Tensor, Tensor, Tensor] = _backward(*given, *rest, attn_mask=mask, scale=seen.scale)
+    made: tuple[Tensor, Tensor, Tensor] = _backward(
+        *given, 0.0, seen.causal, attn_mask=mask, scale=seen.scale
+    )
     return made
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """With rows in one piece, as the kernel takes them to be: a part may lie otherwise than its whole."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def piece(x: Tensor, span: slice) -> Tensor:
+    """Some neighbouring positions:  [b, h, l, ...] -> [b, h, span, ...], a view; itself if these are all."""
+    length = span.stop - span.start
+    return x if length == x.shape[2] else x.narrow(2, span.start, length)
+
+
+def finite(logs: Tensor) -> Tensor:
+    """As gradients need them: a query that sees no key has weights of 0, whatever stands here."""
+    return logs.masked_fill(logs == -torch.inf, 0.0)
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
-
-
-def _rows(x: Tensor) -> Tensor:
-    """With rows in one piece, as the kernel takes them to be: a part may lie otherwise than its whole."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _as_the_kernel_has_them(logs: Tensor) -> Tensor:
@@ -121,7 +137,7 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Part:
     weights = (scores - top.masked_fill(top == -torch.inf, 0.0)[..., None]).exp()
     total = weights.sum(-1)
     out = weights @ value.unsqueeze(2).to(weights.dtype) / total.masked_fill(total == 0, 1.0)[..., None]
-    return Part(out.flatten(1, 2).to(query.dtype), top.flatten(1, 2), total.flatten(1, 2))
+    return Part(out.flatten(1, 2).to(query.dtype), top.flatten(1, 2), total.flatten(1, 2), all_see=False)
 
 
 def _written_out_backward(
@@ -130,8 +146,7 @@ def _written_out_backward(
     scores = _scores(query, key, seen)
     wide, groups = scores.dtype, (key.shape[1], -1)
     rows, result, whole = (x.to(wide).unflatten(1, groups) for x in (grad, done[0], query))
-    logs = done[1].to(wide).unflatten(1, groups)
-    weights = (scores - logs.masked_fill(logs == -torch.inf, 0.0)[..., None]).exp()
+    weights = (scores - done[1].to(wide).unflatten(1, groups)[..., None]).exp()
     of_weights = rows @ value.unsqueeze(2).to(wide).transpose(-1, -2)
     of_scores = weights * (of_weights - (rows * result).sum(-1, keepdim=True)) * seen.scale
     of_query = (of_scores @ key.unsqueeze(2).to(wide)).flatten(1, 2)

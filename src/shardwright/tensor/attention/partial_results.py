@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwright.tensor.attention.kernel import Part
+from shardwright.tensor.attention.kernel import Part, piece
 
 
 class Merged:
@@ -58,15 +58,15 @@ class Merged:
             self._out.copy_(part.out)
 
     def _merge_finished(self, queries: slice, part: Part) -> None:
-        top = self._top[:, :, queries]
+        top = piece(self._top, queries)
         both = torch.logaddexp(top, part.top)
-        shift = both.masked_fill(both == -torch.inf, 0.0)
+        shift = both if part.all_see else both.masked_fill(both == -torch.inf, 0.0)
         self._weigh(queries, (top - shift).exp_(), part.out, (part.top - shift).exp_())
         top.copy_(both)
 
     def _merge_sums(self, queries: slice, part: Part) -> None:
         self._total = torch.ones_like(self._top) if self._total is None else self._total
-        total, top = self._total[:, :, queries], self._top[:, :, queries]
+        total, top = piece(self._total, queries), piece(self._top, queries)
         highest = torch.maximum(top, part.top)
         shift = highest.masked_fill(highest == -torch.inf, 0.0)
         kept, weight = (top - shift).exp(), (part.top - shift).exp()
@@ -76,7 +76,7 @@ class Merged:
         top.copy_(highest)
 
     def _weigh(self, queries: slice, kept: Tensor, out: Tensor, weight: Tensor) -> None:
-        own = self._out[:, :, queries]
+        own = piece(self._out, queries)
         own.mul_(kept[..., None]).addcmul_(out.to(own.dtype), weight[..., None])
 
     def finished(self) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ Source: Liu, Zaharia, Abbeel, arXiv 2310.01889, section 3; the balanced order of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.ring import Passing, Ring
-from shardwright.errors import PlanError
 from shardwright.rules.held_label import Held
 from shardwright.tensor.attention.blocks import Block, Sees, Span, blocks, causal_blocks, spans
-from shardwright.tensor.attention.kernel import Seen, attend, attend_backward
+from shardwright.tensor.attention.kernel import Seen, attend, attend_backward, finite, in_rows, piece
 from shardwright.tensor.attention.partial_results import Merged
 
 
@@ -41,18 +40,17 @@ class Call:
     scale: float
     mask: Tensor | None = None
 
-    def shown(self, source: int, query: Tensor) -> Iterator[tuple[Block, Seen]]:
+    def shown(self, source: int, query: Tensor) -> Iterable[tuple[Block, Seen]]:
         """What is to be computed with the part of one rank; nothing without rows, heads or queries."""
         keys = self.keys[source]
         if not (query.numel() and keys.length):
-            return
+            return ()
         if self.causal:
-            yield from ((block, self._causal(block, keys)) for block in causal_blocks(self.queries, keys))
-        elif self.mask is None:
+            return [(block, self._causal(block, keys)) for block in causal_blocks(self.queries, keys)]
+        if self.mask is None:
             whole = Block(slice(0, self.queries.length), slice(0, keys.length), Sees.ALL)
-            yield whole, Seen(None, False, self.scale)
-        else:
-            yield from self._masked(self.mask, keys)
+            return [(whole, Seen(None, False, self.scale))]
+        return self._masked(self.mask, keys)
 
     def _causal(self, block: Block, keys: Held) -> Seen:
         if block.sees is not Sees.SOME:
@@ -76,7 +74,7 @@ class Call:
 
 
 def _rows(mask: Tensor, queries: slice) -> Tensor:
-    return mask if mask.shape[2] == 1 else mask[:, :, queries]
+    return mask if mask.shape[2] == 1 else piece(mask, queries)
 
 
 def _columns(mask: Tensor, keys: Sequence[Span]) -> Tensor:
@@ -92,20 +90,27 @@ class Pair(NamedTuple):
     key: Tensor
     value: Tensor
 
+    def in_rows(self) -> Pair:
+        """As the kernel takes them."""
+        return Pair(in_rows(self.key), in_rows(self.value))
+
     def flat(self) -> Tensor:
         """Both in one stretch of memory, as they travel."""
         return torch.cat([self.key.reshape(-1), self.value.reshape(-1)])
 
     def shaped(self, flat: Tensor, length: int) -> Pair:
         """What has travelled, as keys and values like these, `length` of them."""
-        key, value = ((*x.shape[:2], length, x.shape[3]) for x in self)
-        keys = flat.numel() * self.key.shape[3] // max(1, self.key.shape[3] + self.value.shape[3])
-        return Pair(flat[:keys].view(key), flat[keys:].view(value))
+        batch, heads, _, width = self.key.shape
+        keys = batch * heads * length * width
+        key, value = flat.split_with_sizes((keys, flat.numel() - keys))
+        return Pair(
+            key.view(batch, heads, length, width), value.view(batch, heads, length, self.value.shape[3])
+        )
 
     def numel(self, length: int) -> int:
         """How many elements travel of a part of this length."""
-        rows = self.key.shape[0] * self.key.shape[1] * length
-        return rows * (self.key.shape[3] + self.value.shape[3])
+        batch, heads, _, width = self.key.shape
+        return batch * heads * length * (width + self.value.shape[3])
 
 
 def _rounds(call: Call, own: Pair) -> Iterator[tuple[int, Pair]]:
@@ -132,10 +137,12 @@ def ring_forward(query: Tensor, own: Pair, call: Call) -> tuple[Tensor, Tensor]:
     Cost: each rank sends n - 1 parts of keys and values, (n - 1)/n of all.
     """
     merged = Merged(query, own.value.shape[3])
+    query, own = in_rows(query), own.in_rows()
     for source, part in _rounds(call, own):
         for block, seen in call.shown(source, query):
-            keys, values = part.key[:, :, block.keys], part.value[:, :, block.keys]
-            merged.add(block.queries, attend(query[:, :, block.queries], keys, values, seen))
+            rows, keys = block.queries, block.keys
+            found = attend(piece(query, rows), piece(part.key, keys), piece(part.value, keys), seen)
+            merged.add(rows, found)
     return merged.finished()
 
 
@@ -148,32 +155,38 @@ def ring_backward(
     while it works on the next part; the last one sends them home. The owner's stay where they are.
     Cost: each rank sends n - 1 parts of keys and values, and as many of their gradients.
     """
-    terms = Terms(query, own, call)
-    mine = under_way = None
+    own = own.in_rows()
+    terms = Terms(grad, query, own, done, call)
+    mine: list[Made] = []
+    passing: Passing | None = None
     for step, (source, part) in enumerate(_rounds(call, own)):
-        flat = terms.made(grad, part, done, source)
+        made = terms.of_part(part, source)
         if step == 0:
-            mine = flat
+            mine = made
             continue
-        if under_way is not None:
-            flat += under_way.wait()
+        flat = terms.summed(made, source, passing)
         size = own.numel(call.keys[call.ring.source(step + 1)].length)
-        under_way = call.ring.pass_on(flat, size, lane=1)
-    return terms.of_query, own.shaped(_sum(mine, under_way), call.keys[call.ring.own].length)
+        passing = call.ring.pass_on(flat, size, lane=1)
+    flat = terms.summed(mine, call.ring.own, passing)
+    return terms.of_query, own.shaped(flat, call.keys[call.ring.own].length)
 
 
-def _sum(mine: Tensor | None, under_way: Passing | None) -> Tensor:
-    """The owner's terms and those that come home; there is a step, so there are the owner's."""
-    if mine is None:
-        raise PlanError("a ring has at least one rank")
-    return mine if under_way is None else mine.add_(under_way.wait())
+class Made(NamedTuple):
+    """Terms of the gradients of some keys and values of a part."""
+
+    keys: slice
+    of_key: Tensor
+    of_value: Tensor
 
 
 class Terms:
     """The gradient of the own queries as it grows, and terms for the parts that come by."""
 
-    def __init__(self, query: Tensor, own: Pair, call: Call) -> None:
+    def __init__(
+        self, grad: Tensor, query: Tensor, own: Pair, done: tuple[Tensor, Tensor], call: Call
+    ) -> None:
         self._query, self._own, self._call = query, own, call
+        self._rows_of = (in_rows(grad), in_rows(query), in_rows(done[0]), finite(done[1]))
         self._wide = torch.promote_types(query.dtype, torch.float32)
         self._rows = slice(0, query.shape[2])
         self._of_query: Tensor | None = None
@@ -185,36 +198,40 @@ class Terms:
             self._of_query = self._query.new_zeros(self._query.shape, dtype=self._wide)
         return self._of_query
 
-    def made(self, grad: Tensor, part: Pair, done: tuple[Tensor, Tensor], source: int) -> Tensor:
-        """The terms of a part's gradients that the own queries make, flat; theirs are added to `of_query`."""
-        length = self._call.keys[source].length
-        flat = self._query.new_empty(self._own.numel(length), dtype=self._wide)
-        found, empty = self._own.shaped(flat, length), True
+    def of_part(self, part: Pair, source: int) -> list[Made]:
+        """The terms of a part's gradients that the own queries make; theirs are added to `of_query`."""
+        found = []
         for block, seen in self._call.shown(source, self._query):
             rows, keys = block.queries, block.keys
-            of_query, of_key, of_value = attend_backward(
-                grad[:, :, rows],
-                self._query[:, :, rows],
-                part.key[:, :, keys],
-                part.value[:, :, keys],
-                (done[0][:, :, rows], done[1][:, :, rows]),
-                seen,
-            )
+            grad, query, out, logs = [piece(x, rows) for x in self._rows_of]
+            given = (grad, query, piece(part.key, keys), piece(part.value, keys), (out, logs))
+            of_query, of_key, of_value = attend_backward(*given, seen)
             self._add(rows, of_query)
-            if empty and keys == slice(0, length):
-                found.key.copy_(of_key)
-                found.value.copy_(of_value)
-            else:
-                if empty:
-                    flat.zero_()
-                found.key[:, :, keys] += of_key
-                found.value[:, :, keys] += of_value
-            empty = False
-        return flat.zero_() if empty else flat
+            found.append(Made(keys, of_key, of_value))
+        return found
+
+    def summed(self, made: list[Made], source: int, passing: Passing | None) -> Tensor:
+        """Flat, as it travels: these terms of a part, and those of the ranks before, in their memory."""
+        length = self._call.keys[source].length
+        if passing is None:
+            flat = self._query.new_empty(self._own.numel(length), dtype=self._wide)
+        else:
+            flat = passing.wait()
+        of_key, of_value = self._own.shaped(flat, length)
+        if passing is None and len(made) == 1 and made[0].keys == slice(0, length):
+            of_key.copy_(made[0].of_key)
+            of_value.copy_(made[0].of_value)
+            return flat
+        if passing is None:
+            flat.zero_()
+        for keys, terms_of_key, terms_of_value in made:
+            piece(of_key, keys).add_(terms_of_key)
+            piece(of_value, keys).add_(terms_of_value)
+        return flat
 
     def _add(self, rows: slice, of_query: Tensor) -> None:
         """The first of all rows is in memory of its own."""
         if self._of_query is None and rows == self._rows and of_query.dtype == self._wide:
             self._of_query = of_query
         else:
-            self.of_query[:, :, rows] += of_query
+            piece(self.of_query, rows).add_(of_query)

@@ -60,7 +60,10 @@ class RingAttention(torch.autograd.Function):
             return wrap(query._local_tensor.new_empty(0), spec)
         call = facts.at(query, mask, f"{_NAME}: keys and values go round")
         own = Pair(key._local_tensor, value._local_tensor)
-        with torch.autocast(query.device.type, enabled=False):  # the types were chosen before
+        if torch.is_autocast_enabled(query.device.type):  # the types were chosen before
+            with torch.autocast(query.device.type, enabled=False):
+                out, logs = ring_forward(query._local_tensor, own, call)
+        else:
             out, logs = ring_forward(query._local_tensor, own, call)
         ctx.save_for_backward(query, key, value, out, logs, mask)
         return wrap(out, spec)
@@ -71,8 +74,10 @@ class RingAttention(torch.autograd.Function):
         """Another round; the terms of the gradients of keys and values follow these."""
         query, key, value, *saved = ctx.saved_tensors
         facts: Facts = ctx.facts
-        result = grad._spec.layout.with_placements(facts.result.placements, order=facts.result.order_names)
-        local = move_asked(grad, result, reason=f"gradient of {_NAME}")
+        result, layout = facts.result, grad._spec.layout
+        if not layout.is_placed_as(result):
+            layout = layout.with_placements(result.placements, order=result.order_names)
+        local = move_asked(grad, layout, reason=f"gradient of {_NAME}")
         if not saved:
             return query, key, value, None, None
         out, logs, mask = saved
