@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwright.comm import record
 from shardwright.comm.dtype import NATIVE, as_bytes, carrier
 from shardwright.comm.record import Sending, recording
 from shardwright.comm.uncounted import is_counted
@@ -70,7 +71,7 @@ def _row_bytes(x: Tensor) -> int:
 
 
 def _all_to_all(x: Tensor, out_splits: list[int], in_splits: list[int], told: Told) -> Tensor:
-    if recording():
+    if record.on and recording():
         sent = (x.shape[0] - in_splits[told[0].rank()]) * _row_bytes(x)
         with _sending(told, "all_to_all", x, sent):
             return _exchanged(x, out_splits, in_splits, told[0])
@@ -125,7 +126,10 @@ def start_sum(x: Tensor, group: ProcessGroup, *, axis: str = "", reason: str = "
     sent = 2 * (group.size() - 1) * x.nbytes // group.size()
     if torch.compiler.is_compiling() or is_counted():
         return start_reduction(x, "sum", group, axis=axis, reason=reason)
-    with _sending(told, "all_reduce", x, sent) if recording() else nullcontext(), below_autograd():
+    with (
+        _sending(told, "all_reduce", x, sent) if record.on and recording() else nullcontext(),
+        below_autograd(),
+    ):
         summed = _ops.all_reduce_(x, "sum", group.group_name)
     return lambda: _reduced(summed, "sum", group.size())
 
@@ -138,7 +142,7 @@ def _start_reduction(x: Tensor, op: str, told: Told) -> Callable[[], Tensor]:
     native = "sum" if op == "avg" else op
     sent = 2 * (n - 1) * x.nbytes // n
     name = told[0].group_name
-    with _sending(told, "all_reduce", x, sent) if recording() else nullcontext():
+    with _sending(told, "all_reduce", x, sent) if record.on and recording() else nullcontext():
         if torch.compiler.is_compiling():
             whole = kept(lambda given: _ops.all_reduce(given, native, name), x.contiguous())
             return lambda: whole.div(n) if op == "avg" else whole
@@ -198,7 +202,7 @@ def gather_equal(x: Tensor, told: Told) -> Tensor:
     group = told[0]
     n = group.size()
     name = group.group_name
-    with _sending(told, "all_gather", x, (n - 1) * x.nbytes) if recording() else nullcontext():
+    with _sending(told, "all_gather", x, (n - 1) * x.nbytes) if record.on and recording() else nullcontext():
         if torch.compiler.is_compiling():
             return kept(lambda given: _ops.all_gather_into_tensor(given, n, name), x)
         with below_autograd():

@@ -38,7 +38,11 @@ _HANDS_ON = (
 _BELOW = frozenset(f"shardwright.{name}" for name in ("comm.guard", "comm.record", "comm.tap", "compat"))
 _PACKAGE_NAME = "shardwright"
 
+# Is anybody recording, in some thread? To look at it is no call; `recording()` is the answer for this thread.
+on = False
+
 _active: tuple[Recorder, ...] = ()
+_alone = 0  # blocks of `only_to`
 _lock = threading.Lock()
 
 
@@ -92,17 +96,18 @@ class Recorder:
         return sum(event.bytes_sent for event in self.collectives)
 
     def __enter__(self) -> Self:
-        global _active  # noqa: PLW0603 - one stack per process is the point of this module
+        global _active, on
         with _lock:
             if not _active:
                 listen(_record_others)
-            _active = (*_active, self)
+            _active, on = (*_active, self), True
         return self
 
     def __exit__(self, *_: object) -> None:
-        global _active  # noqa: PLW0603
+        global _active, on  # noqa: PLW0603
         with _lock:
             _active = tuple(recorder for recorder in _active if recorder is not self)
+            on = bool(_active or _alone)
             if not _active:
                 stop_listening(_record_others)
 
@@ -116,10 +121,19 @@ def recording() -> bool:
 def only_to(recorder: Recorder) -> Iterator[None]:
     """Tell this recorder, and nobody else, what this thread does in the block: it does not really happen."""
     outer, _thread.only = _thread.only, (recorder,)
+    _count_alone(1)
     try:
         yield
     finally:
         _thread.only = outer
+        _count_alone(-1)
+
+
+def _count_alone(more: int) -> None:
+    global _alone, on  # noqa: PLW0603
+    with _lock:
+        _alone += more
+        on = bool(_active or _alone)
 
 
 def record_collective(

@@ -8,14 +8,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import is_held_elsewhere
+from shardwright.compat import is_held_elsewhere, transforms_on
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending
 from shardwright.remember import remembered
 from shardwright.tensor.between import acceptable_between
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local_use import kept_spec, of_this_rank, restored
-from shardwright.tensor.move import move_asked
+from shardwright.tensor.move import move_asked, move_to_spec
 from shardwright.tensor.spec import Spec, Token, finished, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours, hand_out, hold_outside, up_to_date, wrap
 
@@ -35,8 +35,14 @@ def acceptable_gradient(source: Layout, gradient: Layout) -> Layout:
 
 
 def apply(function: Any, *args: Any) -> DTensor:
-    """`function.apply`, typed: torch leaves it without annotations."""
-    return cast("DTensor", function.apply(*args))
+    """`function.apply`, typed: torch leaves it without annotations.
+
+    Past the part in Python, which is as long as all the rest: it looks for a `setup_context`, which functions
+    for DTensors do not have, and into plain arguments for what a transform has left (`unwrap_if_dead`).
+    """
+    if transforms_on() or torch.compiler.is_compiling():
+        return cast("DTensor", function.apply(*args))
+    return cast("DTensor", super(torch.autograd.Function, function).apply(*args))
 
 
 def differentiated(grad: torch.Tensor) -> bool:
@@ -114,7 +120,7 @@ def _own_part(local: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
 
 def to_local(x: DTensor, grad_layout: Layout) -> torch.Tensor:
     """The local tensor of `x`, which needs a gradient; the gradient has `grad_layout`."""
-    local: torch.Tensor = ToLocal.apply(x, grad_layout)  # type: ignore[no-untyped-call]
+    local: torch.Tensor = apply(ToLocal, x, grad_layout)
     return local
 
 
@@ -126,7 +132,7 @@ class Redistribute(torch.autograd.Function):
         ctx.source = x._spec.token
         ctx.set_materialize_grads(False)
         up_to_date(x)
-        local = move_asked(x, target.layout, reason="redistribute")
+        local = move_to_spec(x, target, reason="redistribute")
         if local is x._local_tensor:
             local = local.view_as(local)
         return wrap(local, target)
@@ -138,9 +144,8 @@ class Redistribute(torch.autograd.Function):
         target = _returned(ctx.source, grad._spec.token)
         if differentiated(grad):
             return apply(Redistribute, grad, target), None
-        return wrap_gradient(
-            move_asked(grad, target.layout, reason="gradient of redistribute"), target, grad
-        ), None
+        local = move_to_spec(grad, target, reason="gradient of redistribute")
+        return wrap_gradient(local, target, grad), None
 
 
 def redistributed(x: DTensor, target: Layout, mesh: DeviceMesh) -> DTensor:

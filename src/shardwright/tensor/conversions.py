@@ -1,9 +1,9 @@
-"""`from_local`, `redistribute` and `full_tensor`: argument checks above, autograd functions below."""
+"""`from_local`: argument checks above, autograd functions below."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,20 +12,17 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.dtype import bits
 from shardwright.comm.record import because
-from shardwright.compat import mesh_resources
+from shardwright.compat import mesh_resources, unwrap_if_dead
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Placement, Replicate
 from shardwright.tensor import known_parts
 from shardwright.tensor.agreed import check_alike, check_stated, cut_by, refuse_unequal, told_by_all, whole_of
-from shardwright.tensor.autograd import FromLocal, Redistribute, apply, redistributed
-from shardwright.tensor.between import layout_on
+from shardwright.tensor.autograd import FromLocal, apply
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.needless_moves import known_target, unmoved
-from shardwright.tensor.placements import PlacementsArgument, mesh_and_placements, resolve_placements
+from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.plain.constants import of_constants
 from shardwright.tensor.spec import coords_of, finished
-from shardwright.tensor.wrap import knots
 
 
 def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -127,7 +124,7 @@ def from_local_in_graph(
     grad_layout = finished(layout)
     if grad_placements is not None:
         grad_layout = layout.with_placements(resolve_placements(mesh, grad_placements, default="error")[0])
-    return apply(FromLocal, local, layout, mesh, grad_layout)
+    return apply(FromLocal, unwrap_if_dead(local), layout, mesh, grad_layout)
 
 
 def _agree(
@@ -230,51 +227,3 @@ def _same_on_replicas(local: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> 
     result = local.clone()
     with torch.no_grad():
         return result.copy_(told)
-
-
-def redistribute(
-    x: DTensor,
-    mesh: DeviceMesh | PlacementsArgument | None,
-    placements: PlacementsArgument | None,
-    *,
-    forward_dtype: torch.dtype | None,
-    backward_dtype: torch.dtype | None,
-    order: Sequence[str] | None,
-    async_op: bool = False,
-) -> DTensor:
-    """See `DTensor.redistribute`."""
-    if forward_dtype is None and backward_dtype is None and order is None and not async_op:
-        known = known_target(x, mesh, placements)
-        if known is not None:
-            return unmoved(x) if known.token is x._spec.plain.token else apply(Redistribute, x, known)
-    mesh, given = mesh_and_placements("redistribute", mesh, placements)
-    home = x.device_mesh if mesh is None else mesh
-    if forward_dtype is not None and forward_dtype != x.dtype:
-        x = cast("DTensor", x.to(forward_dtype))
-    if backward_dtype is not None:
-        x = apply(_CastGradient, x, backward_dtype)
-    target = layout_on(x, home, given, order)
-    if async_op and home == x.device_mesh and x._spec.use is None and not torch.compiler.is_compiling():
-        return knots.start(x, target)
-    return redistributed(x, target, home)
-
-
-class _CastGradient(torch.autograd.Function):
-    """Identity whose gradient is cast before it travels back."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        ctx.dtypes = (x.dtype, dtype)  # type: ignore[attr-defined]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.to(ctx.dtypes[0]), None  # type: ignore[attr-defined]
-
-
-def replicated(x: DTensor) -> DTensor:
-    """The same tensor, whole and finished on every rank."""
-    target = x._spec.layout.replicated()
-    if target == x._spec.layout:
-        return x
-    return redistributed(x, target, x.device_mesh)

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwright.compat.dynamo import call_in_graphs
 from shardwright.rules.registry import registry
-from shardwright.tensor import autograd, conversions
+from shardwright.tensor import autograd, conversions, redistribution
 from shardwright.tensor.algorithms import key_parts, orders, padding, scans, windows
 from shardwright.tensor.attention import function as attention
 from shardwright.tensor.doors import open_doors
@@ -52,7 +52,7 @@ def install() -> None:
         boundary.OWN.update(table)
     boundary.OF_GRAPHS.update(made_gradients.OWN)
     above.from_local, above.to_local = conversions.from_local, autograd.to_local
-    above.redistribute, above.replicated = conversions.redistribute, conversions.replicated
+    above.redistribute, above.replicated = redistribution.redistribute, redistribution.replicated
     above.term_of, above.laid_out = own_terms.term_of, made_gradients.as_operand
     open_doors()
     call_in_graphs(  # of these a graph sees the call alone

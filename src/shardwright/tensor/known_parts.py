@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.compat import forward_names, transforms_on
+from shardwright.compat import forward_names, transforms_on, unwrap_if_dead
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Placement
 from shardwright.remember import memo
 from shardwright.tensor.autograd import FromLocal, adopted, apply
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.needless_moves import TORCHS
+from shardwright.tensor.placements import TORCHS
 from shardwright.tensor.spec import Spec, finished
 
 _MANY = 16384
@@ -35,7 +35,7 @@ class Part(NamedTuple):
         """The DTensor of a local tensor like the first."""
         forward = forward_names["_current_level"] >= 0
         if (torch.is_grad_enabled() and local.requires_grad) or forward:
-            return apply(_FromPart, local, self.spec, self.grad_layout)
+            return apply(_FromPart, unwrap_if_dead(local), self.spec, self.grad_layout)
         return adopted(local, self.spec)
 
 

@@ -39,8 +39,18 @@ def move_asked(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
         return x._local_tensor
     key = spec.token, target, network.version
     road = _roads.get(key)
-    if road is None:
-        road = _roads[key] = _road(spec, target)
+    return _along(_learnt(key, spec, target) if road is None else road, x, reason)
+
+
+def move_to_spec(x: DTensor, target: Spec, *, reason: str) -> torch.Tensor:
+    """As `move_asked`, to the layout of a spec, which is found by identity."""
+    spec = x._spec
+    key = spec.token, target.token, network.version
+    road = _roads.get(key)
+    return _along(_learnt(key, spec, target.layout) if road is None else road, x, reason)
+
+
+def _along(road: _Road, x: DTensor, reason: str) -> torch.Tensor:
     if road.bound is None:
         return x._local_tensor
     local = x._local_tensor.resolve_conj().resolve_neg()  # what is sent are bytes, not flags
@@ -64,12 +74,18 @@ class _Road(NamedTuple):
 
 
 _MANY_ROADS = 16384
-_roads: dict[tuple[Token, Layout, int], _Road] = memo("moves between layouts", {})
+_Key = tuple[Token, Layout | Token, int]  # from, to, the network that a plan is cheap on
+_roads: dict[_Key, _Road] = memo("moves between layouts", {})
+
+
+def _learnt(key: _Key, spec: Spec, target: Layout) -> _Road:
+    if len(_roads) >= _MANY_ROADS:
+        _roads.clear()
+    made = _roads[key] = _road(spec, target)
+    return made
 
 
 def _road(spec: Spec, target: Layout) -> _Road:
-    if len(_roads) >= _MANY_ROADS:
-        _roads.clear()
     source = spec.layout
     if source == target:
         return _Road(None)

@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import Partial as TorchPartial
+from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
+from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from shardwright.compat import StridedShard, axis_names, rebuilds_by_placements
 from shardwright.errors import LayoutError
@@ -18,6 +21,9 @@ from shardwright.placement.convert import as_placement
 
 PlacementsArgument = Sequence[Any] | Mapping[str, Any]
 Unnamed = Literal["replicate", "layout", "error"]
+
+# Classes of torch whose placements mean what ours do.
+TORCHS = frozenset({TorchShard, TorchReplicate, TorchPartial})
 
 
 def mesh_and_placements(call: str, mesh: DeviceMesh | Any, placements: Any) -> tuple[DeviceMesh | None, Any]:

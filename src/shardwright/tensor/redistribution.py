@@ -1,25 +1,60 @@
-"""What a redistribution need not do again: make the spec it leads to, or move to the layout that it has."""
+"""`redistribute`: the full look at what is asked, and what need not be done again."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
-from torch.distributed.tensor.placement_types import Partial as TorchPartial
-from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
-from torch.distributed.tensor.placement_types import Shard as TorchShard
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import DisableTorchFunctionSubclass
 from shardwright.placement.base import Placement
 from shardwright.remember import memo
-from shardwright.tensor.autograd import Redistribute, apply
+from shardwright.tensor.autograd import Redistribute, apply, redistributed
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.placements import TORCHS, PlacementsArgument, mesh_and_placements
 from shardwright.tensor.spec import Spec, spec_of
-from shardwright.tensor.wrap import wrap
+from shardwright.tensor.wrap import knots, wrap
 
 
-def known_target(x: DTensor, mesh: Any, placements: Any) -> Spec | None:
+def redistribute(
+    x: DTensor,
+    mesh: DeviceMesh | PlacementsArgument | None,
+    placements: PlacementsArgument | None,
+    *,
+    forward_dtype: torch.dtype | None,
+    backward_dtype: torch.dtype | None,
+    order: Sequence[str] | None,
+    async_op: bool = False,
+) -> DTensor:
+    """See `DTensor.redistribute`."""
+    if forward_dtype is None and backward_dtype is None and order is None and not async_op:
+        known = _known_target(x, mesh, placements)
+        if known is not None:
+            return _unmoved(x) if known.token is x._spec.plain.token else apply(Redistribute, x, known)
+    mesh, given = mesh_and_placements("redistribute", mesh, placements)
+    home = x.device_mesh if mesh is None else mesh
+    if forward_dtype is not None and forward_dtype != x.dtype:
+        x = cast("DTensor", x.to(forward_dtype))
+    if backward_dtype is not None:
+        x = apply(_CastGradient, x, backward_dtype)
+    target = layout_on(x, home, given, order)
+    if async_op and home == x.device_mesh and x._spec.use is None and not torch.compiler.is_compiling():
+        return knots.start(x, target)
+    return redistributed(x, target, home)
+
+
+def replicated(x: DTensor) -> DTensor:
+    """The same tensor, whole and finished on every rank."""
+    target = x._spec.layout.replicated()
+    if target == x._spec.layout:
+        return x
+    return redistributed(x, target, x.device_mesh)
+
+
+def _known_target(x: DTensor, mesh: Any, placements: Any) -> Spec | None:
     """The spec that these placements mean for `x` on its own mesh, made once; that of `x` if it has them.
 
     None: on another mesh, of another kind of argument, or in an order of its own: a full look must tell.
@@ -49,8 +84,6 @@ def known_target(x: DTensor, mesh: Any, placements: Any) -> Spec | None:
     return _new_target(key, x, given) if known is None else known
 
 
-# Classes of torch whose placements mean what ours do.
-TORCHS = frozenset({TorchShard, TorchReplicate, TorchPartial})
 _MANY_TARGETS = 16384
 _targets: dict[tuple[Any, ...], Spec] = memo("targets of redistributions", {})
 
@@ -68,17 +101,17 @@ def _new_target(key: tuple[Any, ...], x: DTensor, given: Any) -> Spec:
     return target
 
 
-def unmoved(x: DTensor) -> DTensor:
+def _unmoved(x: DTensor) -> DTensor:
     """A new tensor that shares the local tensor of `x`, differentiable, as a redistribution would give."""
     with DisableTorchFunctionSubclass():
         differentiated = torch.is_grad_enabled() and x.requires_grad
     if differentiated:
-        return apply(_Unmoved, x)
+        return apply(_Same, x)
     local = x._local_tensor
     return wrap(local.view_as(local), x._spec)
 
 
-class _Unmoved(Redistribute):
+class _Same(Redistribute):
     """Its gradient may have another layout, and is brought back as that of any redistribution."""
 
     @staticmethod
@@ -91,3 +124,16 @@ class _Unmoved(Redistribute):
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> torch.Tensor | None:  # type: ignore[override]
         return Redistribute.backward(ctx, grad)[0]
+
+
+class _CastGradient(torch.autograd.Function):
+    """Identity whose gradient is cast before it travels back."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtypes = (x.dtype, dtype)  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.to(ctx.dtypes[0]), None  # type: ignore[attr-defined]
