@@ -74,6 +74,28 @@ def test_norm_and_gradients_are_those_of_one_device(ranks, max_norm, norm_type, 
     assert len({total.item() for total, _ in results}) == 1
 
 
+def _of_frozen():
+    parameters = _parameters(_context())
+    for parameter in parameters[1:4]:
+        parameter.requires_grad_(False)
+    mesh = rank_mesh((dist.get_world_size(),), ("axis",))
+    no_gradient = [
+        nn.Parameter(distribute_tensor(torch.ones(5), mesh, [placement]), requires_grad=False)
+        for placement in (Shard(0), Partial())
+    ]
+    total = clip_grad_norm_([*parameters, *no_gradient, torch.ones(3, dtype=torch.int64)], 0.5)
+    assert all(parameter.grad is None for parameter in no_gradient)
+    return total, [p.grad.full_tensor() for p in parameters]
+
+
+def test_gradients_of_what_was_frozen_since_count(ranks):
+    """A generative and an adversarial part with one optimizer: the other part is frozen in each backward."""
+    expected_total, expected = _reference(0.5, 2.0)
+    for total, gradients in ranks(4, _of_frozen):
+        torch.testing.assert_close(total, expected_total)
+        torch.testing.assert_close(gradients, expected)
+
+
 def _some_ranks_lack():
     parameters = _parameters(_context())
     if dist.get_rank() == 2:

@@ -347,6 +347,7 @@ CASES = {
     "topk": (lambda x: tuple(x.topk(3, 1)), [X], True),
     "topk, smallest": (lambda x: tuple(x.topk(2, 1, largest=False)), [X], True),
     "topk, most": (lambda x: tuple(x.topk(10, 1)), [X], True),
+    "topk, none": (lambda x: tuple(x.topk(0, 1)), [X], True),
     "topk, half": (lambda x: x.topk(3, 1).values, [X.bfloat16()], False),
     "topk, special": (lambda x: x.topk(4, 1).values, [special(ROWS, LONG)], False),
     "kthvalue": (lambda x: tuple(x.kthvalue(4, 1)), [X], True),

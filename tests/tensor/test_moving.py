@@ -41,6 +41,24 @@ def test_what_is_distributed_comes_back_bit_for_bit(ranks, world):
     ranks(world, _round_trips)
 
 
+def _parts_of_one_element():
+    axis = rank_mesh((2,), ("axis",))
+    for dtype in (torch.complex64, torch.int16, torch.float8_e4m3fn, torch.float32):
+        column = full(2, 3).to(dtype)[:, 0]
+        repeated = column[:1].expand(2)
+        for x in (column, repeated):
+            for placement in (sw.Shard(0), sw.ZigZag(0), sw.Owner(1), sw.Replicate()):
+                assert torch.equal(sw.distribute_tensor(x, axis, [placement]).full_tensor().view(x.dtype), x)
+        one = column[:1].as_strided((1,), (3,))
+        whole = sw.DTensor.from_local(one, axis, [sw.Replicate()], run_check=True)
+        assert torch.equal(whole.to_local(), one)
+
+
+def test_parts_of_one_element_travel_whatever_their_stride_says(ranks):
+    """torch calls one element contiguous, and shows its bytes only at a stride of 1."""
+    ranks(2, _parts_of_one_element)
+
+
 def _redistributes():
     for shape in [(5, 7), (1, 3)]:
         x = full(*shape)

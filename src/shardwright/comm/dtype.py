@@ -23,17 +23,18 @@ NATIVE = frozenset(
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The same memory as a flat uint8 tensor (a copy first if `x` is not contiguous).
+    """The same memory as a flat uint8 tensor (a copy first if `x` is not contiguous)."""
+    return _bytes_of(x.contiguous().view(-1))
 
-    torch shows no bytes of one element (or none) whose stride is not 1, and calls it contiguous.
-    """
-    flat = x.contiguous().view(-1)
-    return (flat if flat.numel() > 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
+
+def _bytes_of(run: Tensor) -> Tensor:
+    """torch shows no bytes of one element (or none) whose stride is not 1, and calls it contiguous."""
+    return (run if run.numel() > 1 else run.as_strided(run.shape, (1,))).view(torch.uint8)
 
 
 def bits(run: Tensor) -> Tensor:
     """A flat contiguous tensor as the backends can move it in place: itself, or its memory as uint8."""
-    return run if run.dtype in NATIVE else run.view(torch.uint8)
+    return run if run.dtype in NATIVE else _bytes_of(run)
 
 
 def carrier(dtype: torch.dtype, op: str) -> torch.dtype:

@@ -103,7 +103,8 @@ def arranged(
 
 
 def _chosen(flat: Tensor, width: int, at: Sequence[int]) -> Tensor:
-    return flat.view(-1, width).index_select(0, torch.tensor(at, device=flat.device)).view(-1)
+    rows = torch.tensor(at, dtype=torch.int64, device=flat.device)
+    return flat.view(-1, width).index_select(0, rows).view(-1)
 
 
 def _rows(views: Sequence[Strided], numel: int) -> tuple[int, list[int]] | None:

@@ -18,7 +18,7 @@ from shardwright.compat import foreach_mul_, foreach_norm
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.grads.alike import crowds_of
-from shardwright.grads.parameters import Parameters, named_parameters, trainable
+from shardwright.grads.parameters import Parameters, named_parameters, that_may_have_gradients
 from shardwright.grads.pending import finish_gradients
 from shardwright.grads.stages import SharedByStages, axis_of_all, groups_of, stages_of
 from shardwright.tensor.wrap import as_ours
@@ -49,7 +49,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: a module, one tensor, tensors, or (name, tensor) pairs; the same on every rank. Of a
-            pipeline those of this rank, which may be none where its stages are frozen.
+            pipeline those of this rank, which may be none where its stages are frozen. A gradient counts
+            whether its parameter is frozen now or not, as in torch's own.
         max_norm: the limit.
         norm_type: p of the p-norm, above 0; `inf` for the largest absolute value.
         error_if_nonfinite: raise, before anything is scaled, instead of scaling by a number that is none.
@@ -73,7 +74,7 @@ def clip_grad_norm_(
     named = named_parameters(parameters)
     stages = list(dict.fromkeys(held.mesh for held in map(stages_of, named.values()) if held is not None))
     stages = stages if named else axis_of_all()
-    wanted = trainable(named)
+    wanted = that_may_have_gradients(named)
     distributed = {name: p for name, p in wanted.items() if isinstance(p, TorchDTensor)}
     fused = foreach is not False
     powers = _powers(distributed, norm_type, fused=fused)
@@ -143,13 +144,19 @@ def _group(parameters: Iterable[Tensor]) -> dict[_Key, list[Tensor]]:
     """
     groups: defaultdict[_Key, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        members = groups[_key(parameter)]
         gradient = parameter.grad
+        if gradient is None and not parameter.requires_grad and _is_pending(parameter):
+            continue
+        members = groups[_key(parameter)]
         if gradient is not None:
             members.append(
                 as_ours(gradient)._local_tensor if isinstance(gradient, TorchDTensor) else gradient
             )
     return groups
+
+
+def _is_pending(parameter: Tensor) -> bool:
+    return isinstance(parameter, TorchDTensor) and bool(as_ours(parameter)._spec.layout.pending_axes)
 
 
 def _key(parameter: Tensor) -> _Key:

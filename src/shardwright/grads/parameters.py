@@ -40,6 +40,16 @@ def trainable(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in named.items() if tensor.requires_grad}
 
 
+def that_may_have_gradients(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that need a gradient or may have one from before they were frozen: equal on all ranks."""
+    with DisableTorchFunctionSubclass():
+        return {
+            name: tensor
+            for name, tensor in named.items()
+            if tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex()
+        }
+
+
 def name_list(names: Sequence[str], limit: int = 4) -> str:
     """Return the first names, and how many more there are."""
     shown = ", ".join(names[:limit])

@@ -85,7 +85,7 @@ def _candidates(x: DTensor, cut: CutDim, k: int, *, largest: bool) -> tuple[Tens
     longest = max(counts)
     every = [gather_along(x, cut, _padded(t, cut.dim, longest), _WHY) for t in (values, places)]
     real = [b * longest + j for b, count in enumerate(counts) for j in range(count)]
-    slots = torch.tensor(real, device=local.device)
+    slots = torch.tensor(real, dtype=torch.int64, device=local.device)  # there may be none
     return every[0].index_select(cut.dim, slots), every[1].index_select(cut.dim, slots)
 
 
