@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -27,6 +29,30 @@ def test_there_are_enough_mutants() -> None:
 def test_a_wrong_rule_is_caught(op: torch._ops.OpOverload, mutant: Formula) -> None:
     with pytest.raises(RuleCheckError):
         check_rule(op, samples_of(op), formula=mutant, worlds=(2, 3))
+
+
+@pytest.mark.parametrize("length", range(5, 9))
+@pytest.mark.parametrize("fact", ["sum", "avg", "max", "min", "norm2"])
+def test_a_false_fact_is_caught(fact: str, length: int) -> None:
+    """Parts are any that combine to the value: the length of squares is not the square of their length."""
+    with pytest.raises(RuleCheckError):
+        _checked(torch.square, randn(length), formula("... -> ...", hom=(f"x: {fact}->{fact}",)))
+
+
+@pytest.mark.parametrize(("fact", "function"), [("product", torch.square), ("norm2", lambda x: 2 * x)])
+def test_a_true_fact_passes(fact: str, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert _checked(function, randn(7), formula("... -> ...", hom=(f"x: {fact}->{fact}",)))
+
+
+def _checked(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, stated: Formula) -> bool:
+    """Check a formula for an op of one operand that is defined for this."""
+    library = torch.library.Library("rulefacts", "DEF")
+    try:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", function, "CompositeExplicitAutograd")
+        return check_rule("rulefacts::op", [(x,)], formula=stated, worlds=(3,)).cut > 0
+    finally:
+        library._destroy()
 
 
 def test_a_rule_that_takes_interleaved_for_plain_is_caught() -> None:

@@ -93,6 +93,10 @@ class Case:
         return [layout.split(x, (coord,)) for coord in range(n)]
 
 
+# A false fact may hold for some parts of a few elements.
+_DRAWS = 3
+
+
 def cases(equation: Equation, call: Call, n: int, generator: torch.Generator) -> Iterator[Case]:
     """All candidates of an equation on an axis of size n, over the families and beyond them."""
     view = _view(equation, call, n, (REPLICATE,) * len(equation.operands))
@@ -100,7 +104,7 @@ def cases(equation: Equation, call: Call, n: int, generator: torch.Generator) ->
         seed = int(torch.randint(1000, (1,), generator=generator))
         for part in cuts_of(n, equation.sizes[label], seed):
             yield from (Case(candidate) for candidate in cut(view, label, part))
-    for hom in equation.homs:
+    for hom in equation.homs * _DRAWS:
         yield from _pending_cases(equation, call, n, hom)
     if equation.same_shape:
         yield from _element_cases(equation, call, n)
@@ -165,6 +169,8 @@ def random_parts(placement: Placement, x: Tensor, n: int, generator: torch.Gener
         return [*factors, x / _product(factors, x)]
     if op in {"max", "min"}:
         return _random_owner(x, n, generator, sign=-1 if op == "max" else 1)
+    if op == "norm2":
+        return _random_length(x, n, generator)
     layout = Layout(MeshShape(("x",), (n,)), (placement,), x.shape, dtype=x.dtype, stride=x.stride())
     return [layout.split(x, (coord,)) for coord in range(n)]
 
@@ -187,20 +193,29 @@ def _noise(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randint(-4, 5, x.shape, generator=generator).to(x.dtype)
 
 
+def _random_length(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
+    """Terms whose squares add up; a value below 0 is a single term."""
+    terms = torch.rand((n, *x.shape), dtype=x.dtype, generator=generator) + 0.1
+    single = torch.randint(n, x.shape, generator=generator)
+    shares = terms / torch.linalg.vector_norm(terms, dim=0)
+    return [torch.where(x < 0, x * (single == coord), x * shares[coord]) for coord in range(n)]
+
+
 def _random_owner(x: Tensor, n: int, generator: torch.Generator, *, sign: int) -> list[Tensor]:
     """The value on one coord per element, something smaller (or larger) on the others."""
     owner = torch.randint(n, x.shape, generator=generator)
     if x.dtype == torch.bool:
         other = torch.full_like(x, fill_value=sign > 0)
         return [torch.where(owner == coord, x, other) for coord in range(n)]
+    if x.dtype.is_floating_point:
+        far = [torch.rand(x.shape, dtype=x.dtype, generator=generator) * 3 * sign for _ in range(n)]
+        return [torch.where(owner == coord, x, x + far[coord]) for coord in range(n)]
     offset = [torch.randint(0, 4, x.shape, generator=generator) * sign for _ in range(n)]
     return [torch.where(owner == coord, x, _moved(x, offset[coord])) for coord in range(n)]
 
 
 def _moved(x: Tensor, offset: Tensor) -> Tensor:
-    """`x + offset`; integers stop at the end of their range."""
-    if x.dtype.is_floating_point:
-        return x + offset.to(x.dtype)
+    """`x + offset` of integers, which stop at the end of their range."""
     limits = torch.iinfo(x.dtype)
     below = x.clamp(max=limits.min + 4).long() - limits.min
     above = limits.max - x.clamp(min=limits.max - 4).long()
