@@ -149,19 +149,19 @@ def test_an_object_of_the_same_class_is_no_other_argument(ranks):
         assert one == other
 
 
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(H, H), nn.Linear(H, H)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
 def _tied():
     """Gradients of earlier steps stay where a step fails."""
-
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(H, H), nn.Linear(H, H)
-            self.b.weight = self.a.weight
-
-        def forward(self, x):
-            return self.b(self.a(x))
-
-    model, pipeline = _cut(Tied, ("b",))
+    model, pipeline = _cut(_Tied, ("b",))
     x = torch.randn(4, H)
     pipeline.step(x)
     weight = next(p for n, p in model.named_parameters() if n.endswith("weight"))
@@ -250,3 +250,43 @@ def test_axes_of_data_that_hold_stages_are_refused(ranks, data):
     for made, counted in ranks(2, _with_data, data, timeout=30):
         assert "needs a mesh with axis names" in made or "has ranks of other stages" in made
         assert "is no number" in counted
+
+
+def _copies_part(names, change):
+    """A program changes one weight by some of its names, between two steps."""
+    model, pipeline = _cut(_Tied, ("b",))
+    x = torch.randn(4, H)
+    pipeline.step(x)
+    model.zero_grad()
+    with torch.no_grad():
+        for name in names:
+            change(getattr(model, name).weight)
+    if len(names) == 1:
+        return _raised(lambda: pipeline.step(x))
+    pipeline.step(x)
+    weight = next(p for n, p in model.named_parameters() if n.endswith("weight"))
+    return weight.requires_grad, weight.grad is not None
+
+
+def _freeze(weight):
+    weight.requires_grad_(False)
+
+
+def _clamp(weight):
+    weight.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(_freeze, "has frozen its copy"), (_clamp, "are not equal any more")]
+)
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_copies_of_a_tied_weight_do_not_part(ranks, name, change, message):
+    """On one device each of the names is the weight; here each rank has one of them."""
+    for text in ranks(2, _copies_part, (name,), change):
+        assert "a.weight and b.weight are one weight" in text
+        assert message in text
+
+
+@pytest.mark.parametrize(("change", "trained"), [(_freeze, False), (_clamp, True)])
+def test_a_tied_weight_is_changed_by_each_of_its_names(ranks, change, trained):
+    assert ranks(2, _copies_part, ("a", "b"), change) == [(trained, trained)] * 2

@@ -117,3 +117,44 @@ def _no_rows():
 
 def test_there_are_no_rows_of_no_rows(ranks):
     ranks(2, _no_rows)
+
+
+def _devices():
+    mesh = rank_mesh((3,), ("axis",))
+    made = {
+        "to": lambda x: x.to("meta"),
+        "to, with a dtype": lambda x: x.to("meta", torch.float64),
+        "zeros_like": lambda x: torch.zeros_like(x, device="meta"),
+        "empty_like": lambda x: torch.empty_like(x, device="meta"),
+        "full_like": lambda x: torch.full_like(x, 2.0, device="meta"),
+        "new_zeros": lambda x: x.new_zeros((), device="meta"),
+    }
+    found = []
+    for placement in (sw.Owner(0), sw.Replicate()):
+        x = sw.distribute_tensor(torch.tensor(1.0), mesh, [placement])
+        for name, make in made.items():
+            result = make(x)
+            found.append((name, str(result.device), str(result.to_local().device)))
+    return found
+
+
+def test_results_are_on_the_device_that_was_asked_for(ranks):
+    """A rank that holds nothing makes no call: torch asks results where they are, and goes on by that."""
+    for found in ranks(3, _devices):
+        assert {devices for _, *devices in found for devices in devices} == {"meta"}, found
+
+
+def _second_derivatives():
+    mesh = rank_mesh((3,), ("axis",))
+    made = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(5, 5, generator=made), torch.randn(5, generator=made)
+    wanted = torch.func.hessian(lambda x: (x @ weight[0]).sin())(x)
+    cut = sw.distribute_tensor(weight, mesh, [sw.Shard(0)])
+    whole = sw.distribute_tensor(x, mesh, [sw.Replicate()])
+    with sw.spmd(mesh):
+        found = torch.func.hessian(lambda x: (x @ cut[0]).sin())(whole)
+    torch.testing.assert_close(found.full_tensor(), wanted)
+
+
+def test_a_hessian_through_what_one_rank_holds(ranks):
+    ranks(3, _second_derivatives)

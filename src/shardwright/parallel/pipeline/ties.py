@@ -69,14 +69,31 @@ class Ties:
                 kept = total if tie.parameter.requires_grad else None
                 tie.parameter.grad = _added(earlier, kept)
 
-    def _used(self, ties: list[_Tie]) -> list[int]:
-        """For each parameter of several ranks, whether one of them has a gradient of it."""
-        has = torch.zeros(len(self.split.shared), dtype=torch.int64, device=self.split.mesh.device_type)
+    def _used(self, ties: list[_Tie]) -> list[bool]:
+        """For each parameter of several ranks, whether one of them has a gradient of it.
+
+        Raises: ParallelError: a holder has frozen its copy, or written into it, and another one has not; on
+            every rank.
+        """
+        told = torch.zeros(
+            (len(self.split.shared), 5), dtype=torch.int64, device=self.split.mesh.device_type
+        ).fill_(_LEAST)
         for tie in ties:
-            has[tie.number] = int(tie.parameter.grad is not None)
+            parameter, digest = tie.parameter, _digest(_local(tie.parameter.detach()))
+            states = [parameter.grad is not None, parameter.requires_grad, not parameter.requires_grad]
+            told[tie.number, :3] = torch.tensor(states, dtype=torch.int64)
+            told[tie.number, 3], told[tie.number, 4] = digest, -digest
         for axis, group in groups_above_one(self.split.mesh) if self.split.shared else ():
-            has = reduce_over(has, "max", group, axis=axis, reason="which tied weights have gradients")
-        used: list[int] = has.tolist()
+            told = reduce_over(told, "max", group, axis=axis, reason="what became of tied weights")
+        used = []
+        for (names, _), (has, trained, frozen, most, least) in zip(
+            self.split.shared, told.tolist(), strict=True
+        ):
+            if trained > 0 and frozen > 0:
+                raise ParallelError(_FROZEN.format(" and ".join(names)))
+            if most + least:
+                raise ParallelError(_PARTED.format(" and ".join(names)))
+            used.append(has > 0)
         return used
 
     def _total(self, tie: _Tie) -> Tensor:
@@ -128,6 +145,30 @@ class Ties:
             for work in dist.batch_isend_irecv(operations) if own.numel() else ():
                 work.wait()
         return [parts[rank] for rank in tie.ranks]
+
+
+_LEAST = -(1 << 62)
+_FROZEN = (
+    "pipeline: {} are one weight, held by several stages, of which one has frozen its copy and another has "
+    "not\n  fix: what is done to one of the names has no effect where another rank holds it: "
+    "requires_grad_() of each of them"
+)
+_PARTED = (
+    "pipeline: {} are one weight, held by several stages, and their values are not equal any more\n"
+    "  fix: write into each of the names, clip with shardwright.grads.clip_grad_norm_, and give the copies "
+    "one learning rate and weight decay"
+)
+_SAMPLES = 64
+
+
+def _digest(local: Tensor) -> Tensor | int:
+    """62 bits for some of the values, spread over all: copies that part do so nearly everywhere."""
+    if local.is_meta or not local.numel():
+        return 0
+    flat = local.reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().view(torch.uint8).to(torch.int64)
+    weights = torch.arange(1, some.numel() + 1, device=some.device) * 0x9E3779B97F4A7C1
+    return (some * weights).sum() & (1 << 62) - 1
 
 
 def _added(earlier: Tensor | None, total: Tensor | None) -> Tensor | None:

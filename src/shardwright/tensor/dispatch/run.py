@@ -43,7 +43,7 @@ def run(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tensors: list[
     if prepared.mutated and len(locals_) > 1:
         keep_apart(locals_, prepared.mutated)
     if prepared.skip:
-        out = _nothing(prepared, func, tensors, locals_)
+        out = _nothing(prepared, func, kwargs.get("device"), tensors, locals_)
         _write_nothing(prepared, out, locals_)
     else:
         local_args, local_kwargs = _local_call(prepared, func, args, kwargs, locals_)
@@ -261,12 +261,17 @@ def _check_shape(spec: Spec, func: Op, local: torch.Tensor, reason: str) -> None
         )
 
 
-def _nothing(prepared: Prepared, func: Op, tensors: list[DTensor], locals_: list[torch.Tensor]) -> Any:
-    """What a rank contributes that holds nothing: an empty part, or the identity of the reduction."""
+def _nothing(
+    prepared: Prepared, func: Op, device: Any, tensors: list[DTensor], locals_: list[torch.Tensor]
+) -> Any:
+    """What a rank contributes that holds nothing: an empty part, or the identity of the reduction.
+
+    device: that the program asked for.
+    """
     layouts = [x._spec.layout for x in tensors]
     for move in prepared.moves:
         layouts[move.operand] = move.target
-    made = [_identity(spec, layouts, locals_, seen=is_view(func)) for spec in prepared.results]
+    made = [_identity(spec, layouts, locals_, device, seen=is_view(func)) for spec in prepared.results]
     if not made:
         return None
     if _returns_a_list(func):
@@ -291,7 +296,7 @@ def _write_nothing(prepared: Prepared, made: Any, locals_: list[torch.Tensor]) -
 
 
 def _identity(
-    spec: Spec | None, inputs: list[Layout], locals_: list[torch.Tensor], *, seen: bool
+    spec: Spec | None, inputs: list[Layout], locals_: list[torch.Tensor], device: Any, *, seen: bool
 ) -> torch.Tensor | None:
     if spec is None:
         return None
@@ -300,7 +305,7 @@ def _identity(
     shape = layout.local_shape(coords) if coords is not None else (0,)
     if seen and layout.dtype == locals_[0].dtype:
         return nothing_of(locals_[0], shape)  # what is written there is written into the operand
-    local = locals_[0].new_empty(tuple(shape), dtype=layout.dtype)  # fake where that is
+    local = locals_[0].new_empty(tuple(shape), dtype=layout.dtype, device=device)  # fake where that is
     if local.numel():
         pending = reduction_of_cuts(layout, inputs)
         local.fill_(identity_of(pending, layout.dtype) if pending else 0)
