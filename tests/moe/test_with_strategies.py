@@ -6,12 +6,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.context import DeviceMeshParameters
+from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer, clip_grad_norm_, global_mean
 from shardwright.moe import MoELayer
 from shardwright.parallel.expert import parallelize_expert_parallel
 from shardwright.parallel.fsdp import parallelize_fsdp
 from shardwright.parallel.hsdp import parallelize_hsdp
 from shardwright.parallel.replicate import parallelize_replicate
+from shardwright.testing.meshes import rank_mesh
 from tests.tiers import only
 
 DEGREES = {
@@ -115,3 +117,30 @@ def test_experts_that_every_rank_holds_compile_as_one_graph(ranks):
     for pairs in ranks(2, _compiled):
         for got, expected in pairs:
             torch.testing.assert_close(got, expected)
+
+
+def _over_one_axis(strategy):
+    mesh = rank_mesh((2,), ("data",))
+    model = _model(8)
+    parallelize_expert_parallel(model, mesh_experts=mesh, expert_shard_dim="data")
+    strategy(model, mesh)
+    with pytest.raises(ParallelError, match="once per parameter and axis"):
+        strategy(model, mesh)
+    counts = (3, 5)
+    mine = _tokens(counts, 8).split(counts)[mesh.get_local_rank()]
+    global_mean(model(mine).square().sum(), len(mine), mesh).backward()
+    GradientSynchronizer(model).synchronize()
+    _, _, gradients = _one_device(counts, 8, 1)
+    for name, p in model.named_parameters():
+        scale = 0.5 / max(0.5, _norm(counts))  # the reference is clipped
+        torch.testing.assert_close(p.grad.full_tensor() * scale, gradients[name], rtol=1e-4, atol=1e-5)
+
+
+def _norm(counts):
+    return float(_one_device(counts, 8, 1)[1])
+
+
+@pytest.mark.parametrize("strategy", [parallelize_replicate, parallelize_fsdp])
+def test_experts_and_data_may_share_one_axis(ranks, strategy):
+    """What expert parallelism has placed there is left alone; the others may be placed once."""
+    ranks(2, _over_one_axis, strategy)

@@ -8,7 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright.parallel import parallelize_replicate
+from shardwright.errors import ParallelError
+from shardwright.grads import GradientSynchronizer, clip_grad_norm_
+from shardwright.parallel import parallelize_fsdp, parallelize_replicate
 from shardwright.testing.meshes import rank_mesh
 
 from .residual import PLAN, one_device, residual, rows
@@ -106,3 +108,40 @@ def _computes_in_its_backward():
 
 def test_a_users_own_backward_computes_with_the_parameter(ranks):
     ranks(2, _computes_in_its_backward)
+
+
+class _Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return x
+
+
+def _ends_too_early(look):
+    mesh = rank_mesh((2,), ("dp",))
+    model = _Twice()
+    parallelize_fsdp(model.block, mesh)
+    parallelize_fsdp(model, mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ParallelError, match=r"block\.weight.*gathered still by a sharded unit") as caught:
+        look(model)
+    assert "use_reentrant=False" in str(caught.value)
+
+
+def _synchronize(model):
+    GradientSynchronizer(model).synchronize()
+
+
+def _clip(model):
+    clip_grad_norm_(model, 1.0)
+
+
+@pytest.mark.parametrize("look", [_synchronize, _clip])
+def test_a_unit_whose_backward_ends_too_early_is_refused(ranks, look):
+    """torch's own units are left gathered there, with gradients of the first call alone."""
+    ranks(2, _ends_too_early, look)

@@ -1,5 +1,6 @@
 """Into, out of and between layouts: values, gradients with torch's conventions, and what is refused."""
 
+import dataclasses
 import itertools
 from functools import partial
 from unittest import mock
@@ -129,6 +130,44 @@ def _to_pending():
 
 def test_a_finished_value_can_become_pending(ranks):
     ranks(2, _to_pending)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weighed(sw.Pending):
+    """The value is the sum of the terms, of which each coord's is weighed."""
+
+    def combine(self, locals):  # noqa: A002  the name in sw.Pending
+        return sum(term * (coord + 1) for coord, term in enumerate(locals)) / 2
+
+    def embed(self, x, n, coord):
+        return x * 2 if coord == 0 else torch.zeros_like(x)
+
+    def identity(self, x):
+        return torch.zeros_like(x)
+
+    @property
+    def linear(self):
+        return True
+
+    def in_domain(self, x):
+        return x.is_floating_point()
+
+
+def _to_weighed_terms():
+    axis, other = rank_mesh((3,), ("axis",)), rank_mesh((3,), ("other",))
+    x = full(5, 7)
+    for placement in (sw.Shard(0), sw.ZigZag(1), sw.Owner(1), sw.Partial(), sw.Replicate()):
+        d = sw.distribute_tensor(x, axis, [placement])
+        torch.testing.assert_close(d.redistribute([_Weighed()]).full_tensor(), x)
+        torch.testing.assert_close(d.redistribute(other, [_Weighed()]).full_tensor(), x)
+        written = sw.distribute_tensor(torch.zeros(5, 7), axis, [_Weighed()])
+        written[1:3] = d[1:3]
+        torch.testing.assert_close(written.full_tensor()[1:3], x[1:3])
+
+
+def test_a_value_becomes_terms_that_are_weighed(ranks):
+    """Zeros are what its combine ignores, and a part beside them is not the value."""
+    ranks(3, _to_weighed_terms)
 
 
 def _mappings():

@@ -18,7 +18,12 @@ from shardwright.compat import foreach_mul_, foreach_norm
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.grads.alike import crowds_of
-from shardwright.grads.parameters import Parameters, named_parameters, that_may_have_gradients
+from shardwright.grads.parameters import (
+    Parameters,
+    named_parameters,
+    refuse_gathered,
+    that_may_have_gradients,
+)
 from shardwright.grads.pending import finish_gradients
 from shardwright.grads.stages import SharedByStages, axis_of_all, groups_of, stages_of
 from shardwright.tensor.wrap import as_ours
@@ -76,6 +81,8 @@ def clip_grad_norm_(
     stages = stages if named else axis_of_all()
     wanted = that_may_have_gradients(named)
     distributed = {name: p for name, p in wanted.items() if isinstance(p, TorchDTensor)}
+    if len(distributed) < len(wanted):
+        refuse_gathered(wanted)
     fused = foreach is not False
     powers = _powers(distributed, norm_type, fused=fused)
     groups = _group(wanted.values())

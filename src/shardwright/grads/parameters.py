@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import DisableTorchFunctionSubclass
+from shardwright.compat.fully_shard import gathered_by_units
 from shardwright.errors import ParallelError
 
 Parameters = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -38,6 +40,22 @@ def trainable(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those that need a gradient. Asked below the class: of a DTensor torch's own way takes a microsecond."""
     with DisableTorchFunctionSubclass():
         return {name: tensor for name, tensor in named.items() if tensor.requires_grad}
+
+
+def refuse_gathered(named: Mapping[str, Tensor]) -> None:
+    """Raise ParallelError for what a sharded unit has gathered, and not freed after its backward.
+
+    The gradients of its parts are wrong then: torch ends a unit's backward with that of the first nested one.
+    """
+    plain = {name: tensor for name, tensor in named.items() if not isinstance(tensor, TorchDTensor)}
+    held = gathered_by_units() if plain else set()
+    wrong = [name for name, tensor in plain.items() if id(tensor) in held]
+    if wrong:
+        raise ParallelError(
+            f"{name_list(wrong)}: gathered still by a sharded unit, whose backward has not ended: torch sees no "
+            "end where the unit is called several times, each in a reentrant checkpoint\n"
+            "  fix: checkpoint(..., use_reentrant=False)"
+        )
 
 
 def that_may_have_gradients(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from shardwright.grads.at_steps import are_finished
 from shardwright.grads.buckets import Plan, planned
 from shardwright.grads.coverage import refuse_uncovered
 from shardwright.grads.overlapped import OverlappedSum
-from shardwright.grads.parameters import Parameters, name_list, named_parameters, trainable
+from shardwright.grads.parameters import Parameters, name_list, named_parameters, refuse_gathered, trainable
 from shardwright.grads.pending import finish_gradients
 from shardwright.grads.stages import stages_of
 
@@ -123,6 +123,7 @@ def _refuse_plain(wanted: dict[str, Tensor]) -> None:
         if not isinstance(p, TorchDTensor) and ((held := stages_of(p)) is None or held.mesh.size() != world)
     ]
     if plain and world > 1:
+        refuse_gathered(wanted)
         raise ParallelError(
             f"{name_list(plain)}: plain trainable tensors in a world of {world} ranks, whose gradients "
             "nobody would sum; place them with parallelize_replicate(module, mesh), or freeze them"

@@ -108,6 +108,14 @@ def _take_over(experts: nn.Module) -> None:
     put_all(slots, plain)
 
 
+def spread_over(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """What expert parallelism has placed on all axes of a mesh: a strategy of the others leaves it alone."""
+    layers = [m for m in module.modules() if isinstance(m, MoELayer) and m.communicator is not None]
+    placed = {p for layer in layers for part in (layer.experts, layer.router) for p in part.parameters()}
+    axes = set(axis_names(mesh))
+    return {p for p in placed if isinstance(p, TorchDTensor) and axes <= set(axis_names(p.device_mesh))}
+
+
 def parallelize_expert_parallel(
     module: nn.Module, mesh_experts: DeviceMesh, expert_shard_dim: str = "ep_shard"
 ) -> nn.Module:

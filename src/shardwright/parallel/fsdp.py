@@ -31,6 +31,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of
 from shardwright.layout.strided import same_regions
 from shardwright.parallel.direct_calls import serve_direct_calls
+from shardwright.parallel.expert import spread_over
 from shardwright.parallel.meshes import is_other_view, named_axes, refuse_other_order, refuse_twice
 from shardwright.parallel.place import local_plain, place_parameters
 from shardwright.parallel.several import Modules, follow_several, members, one_unit
@@ -98,7 +99,7 @@ def shard_over(
     shard_mesh = on_axes(mesh, axes[-1:])
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
     left_alone = {s.get() for s in slots if _elsewhere(s.get(), mesh)}
-    left_alone |= set(fully_shard_kwargs.pop("ignored_params", None) or ())
+    left_alone |= spread_over(module, mesh) | set(fully_shard_kwargs.pop("ignored_params", None) or ())
     _refuse_partly_sharded(module, mesh, axes)
     _refuse_shared_with_another_unit(module)
     _refuse_twice(slots, axes, left_alone)

@@ -66,7 +66,8 @@ def refuse_twice(path: str, placed: DTensor, axes: Sequence[str]) -> None:
     if twice:
         raise ParallelError(
             f"{path}: axis {twice[0]!r} places this parameter already ({placed._spec.layout}); "
-            "apply a strategy once per parameter and axis"
+            "apply a strategy once per parameter and axis\n  fix: two strategies that share ranks take two "
+            "axes; of experts over some axes and data over more of them, a mesh with other axis names each"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.parallel.expert import spread_over
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.place import place_parameters
 from shardwright.placement.base import Replicate
@@ -25,5 +26,7 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, src_data_rank:
     Cost: a broadcast of the parameters per axis, once; nothing per step (the synchroniser's all-reduce).
     """
     axes = named_axes(mesh, "parallelize_replicate", module)
-    place_parameters(module, mesh, (Replicate(),) * len(axes), axes, src_data_rank=src_data_rank)
+    experts = spread_over(module, mesh)
+    whole = (Replicate(),) * len(axes)
+    place_parameters(module, mesh, whole, axes, src_data_rank=src_data_rank, skip=experts.__contains__)
     return module

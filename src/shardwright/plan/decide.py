@@ -200,7 +200,8 @@ class _Decision:
         made = self.change.made
         if not made or not commute(made) or not self._bound(self.after):  # the bound is the dearest to know
             return ()
-        return tuple((axis, pending) for axis, pending in made if takes_padding(pending, self.source.dtype))
+        dtype, sizes = self.source.dtype, self.target.sizes
+        return tuple([item for item in made if takes_padding(item[1], dtype, sizes[item[0]])])
 
     def _arrival(self) -> LayoutMap | MixedMap:
         """Where each element goes before Pendings are made of it."""

@@ -178,7 +178,7 @@ class _Decision:
         """Whether the target's terms can be made from a value that one rank of each group has."""
         if not self.made or not commute([(of.axis, of.pending) for of in self.made]):
             return False
-        return all(takes_padding(of.pending, self.source.dtype) for of in self.made)
+        return all(takes_padding(of.pending, self.source.dtype, of.n) for of in self.made)
 
     def _merged(self) -> Pending | None:
         """The reduction that joins terms of the source to terms of the target, if there is one."""

@@ -16,6 +16,7 @@ from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending
 from shardwright.placement.partial import Partial
+from shardwright.remember import remembered
 
 AxisPending = tuple[int, Pending]
 
@@ -58,16 +59,37 @@ def has_embed(placement: Pending) -> bool:
     return placement.can_be_target and type(placement).embed is not Pending.embed
 
 
-def takes_padding(pending: Pending, dtype: torch.dtype) -> bool:
-    """Whether its terms can be made where parts of a value are, by padding them with its identity.
+def takes_padding(pending: Pending, dtype: torch.dtype, n: int) -> bool:
+    """Whether its n terms can be made where parts of a value are, by padding them with its identity.
 
-    Not where signs matter: a rank that holds no negative number would go on where another one refuses.
+    Not where signs matter: a rank that holds no negative number would go on where another one refuses. Nor
+    where a term is weighed, so that a value and identities are another value.
     """
     empty = torch.empty((), dtype=dtype, device="cpu")
     if pending.identity(empty) is None:
         return False
     signed = dtype.is_floating_point and pending.in_domain(torch.ones_like(empty))
-    return not signed or pending.in_domain(torch.full_like(empty, -1))
+    if signed and not pending.in_domain(torch.full_like(empty, -1)):
+        return False
+    return bool(pending.reduce_op) or _is_any_of_its_terms(pending, dtype, n)
+
+
+# Of more coords nobody tries each: the value is finished there.
+_MANY_COORDS = 64
+
+
+@remembered(1024)
+def _is_any_of_its_terms(pending: Pending, dtype: torch.dtype, n: int) -> bool:
+    """Is a value what it and identities combine to, on whichever coord it is? Of a class of the user's."""
+    x = torch.tensor([1, 2], device="cpu").to(dtype)
+    neutral = pending.identity(x) if pending.in_domain(x) else None
+    if neutral is None or n > _MANY_COORDS:
+        return False
+    for coord in range(n):
+        made = pending.combine([(x if each == coord else neutral).clone() for each in range(n)])
+        if not torch.allclose(made.to(torch.complex128), x.to(torch.complex128), rtol=1e-2):
+            return False
+    return True
 
 
 def refuse_target(target: Layout, axis: int) -> None:
