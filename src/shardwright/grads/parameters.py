@@ -52,8 +52,8 @@ def refuse_gathered(named: Mapping[str, Tensor]) -> None:
     wrong = [name for name, tensor in plain.items() if id(tensor) in held]
     if wrong:
         raise ParallelError(
-            f"{name_list(wrong)}: gathered still by a sharded unit, whose backward has not ended: torch sees no "
-            "end where the unit is called several times, each in a reentrant checkpoint\n"
+            f"{name_list(wrong)}: gathered still by a sharded unit, whose backward has not ended: torch sees "
+            "no end where the unit is called several times, each in a reentrant checkpoint\n"
             "  fix: checkpoint(..., use_reentrant=False)"
         )
 
