@@ -2,6 +2,7 @@
 """A placement of your own, and a rule for an op of your own: state what they mean, and it is checked."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -19,12 +20,12 @@ class Interlaced(Partition):
     dim: int
 
     def region(self, shape: tuple[int, ...], n: int, coord: int) -> Region:
-        boxes, count = [], len(range(coord, shape[self.dim], n))
-        for index in range(coord, shape[self.dim], n):
-            offset = tuple(index if d == self.dim else 0 for d in range(len(shape)))
-            size = tuple(1 if d == self.dim else s for d, s in enumerate(shape))
-            boxes.append(Box(offset, size))
-        return Region(boxes, tuple(count if d == self.dim else s for d, s in enumerate(shape)))
+        outer, inner, held = shape[: self.dim], shape[self.dim + 1 :], range(coord, shape[self.dim], n)
+        size = (*[1] * len(outer), 1, *inner)
+        # In the order in which the local tensor has its elements: all of one outer index, then the next.
+        starts = [(*before, index) for before in product(*map(range, outer)) for index in held]
+        boxes = [Box((*start, *[0] * len(inner)), size) for start in starts]
+        return Region(boxes, (*outer, len(held), *inner))
 
 
 @torch.library.custom_op("examples::scaled_rows", mutates_args=())
@@ -46,6 +47,8 @@ def main() -> None:
         x = sw.distribute_tensor(whole, mesh, [Interlaced(0)])
         assert torch.equal(x.to_local(), whole[context.rank :: 2])
         assert torch.equal(x.redistribute([sw.Shard(1)]).full_tensor(), whole)
+        columns = sw.distribute_tensor(whole, mesh, [Interlaced(1)])
+        assert torch.equal(columns.to_local(), whole[:, context.rank :: 2])
         torch.testing.assert_close((x * 2 + 1).sum().full_tensor(), (whole * 2 + 1).sum())
 
         sw.rule("examples::scaled_rows", "m k, m -> m k", hom=("x: sum->sum", "scale: sum->sum"))

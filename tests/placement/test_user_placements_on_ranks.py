@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shardwright.errors import LayoutError
-from shardwright.placement import Box, Partition, Region, Shard
+from shardwright.placement import Box, Partition, Pending, Region, Shard
 from shardwright.testing import rank_mesh
-from tests.placement.user_placements import Band, Checkerboard, LogSumExp, PermutedRows
+from tests.placement.user_placements import Band, Checkerboard, LogSumExp, LongerDim, PermutedRows
 
 KINDS = {"rows": PermutedRows(7), "band": Band(), "tiles": Checkerboard(2)}
 SHAPE = (7, 6)
@@ -196,3 +196,48 @@ def told_of_parts():
 
 def test_a_shape_is_told_by_parts_only_where_dim_is_the_dim_that_is_cut(ranks):
     ranks(3, told_of_parts)
+
+
+def repeated_elements():
+    """What is expanded moves as what it was expanded from, where the parts of that are known."""
+    import shardwright as sw
+
+    mesh = mesh_of(sw, 2, 2)
+    column = torch.arange(4.0).view(4, 1)
+    for placement in (LongerDim(), Checkerboard(2)):
+        x = sw.distribute_tensor(column, mesh, [sw.Replicate()] * 2).expand(4, 3)
+        assert torch.equal(x.redistribute(mesh, [Shard(0), placement]).full_tensor(), column.expand(4, 3))
+        y = sw.distribute_tensor(torch.ones(1, 4), mesh, [Shard(0), placement]).requires_grad_()
+        (y * y).sum().backward()
+        assert torch.equal(y.grad.full_tensor(), torch.full((1, 4), 2.0))
+
+
+def test_repeated_elements_reach_placements_that_look_at_the_shape(ranks):
+    ranks(4, repeated_elements)
+
+
+@dataclass(frozen=True)
+class GeometricMean(Pending):
+    """Of positive numbers."""
+
+    def combine(self, locals):  # noqa: A002  the name in sw.Pending
+        return torch.stack(list(locals)).log().mean(0).exp()
+
+    def embed(self, x, n, coord):
+        return x.clone()
+
+    def in_domain(self, x):
+        return x.is_floating_point() and bool((x > 0).all())
+
+
+def positive_terms():
+    import shardwright as sw
+
+    mesh = mesh_of(sw, 3)
+    x = sw.distribute_tensor(torch.tensor([1.0, 2.0, 5.0]), mesh, [Shard(0)])
+    moved = x.redistribute(mesh, [GeometricMean()])
+    torch.testing.assert_close(moved.full_tensor(), torch.tensor([1.0, 2.0, 5.0]))
+
+
+def test_a_domain_need_not_hold_zero(ranks):
+    ranks(3, positive_terms)

@@ -132,6 +132,19 @@ def test_a_finished_value_can_become_pending(ranks):
     ranks(2, _to_pending)
 
 
+def _to_averages():
+    axis = rank_mesh((2,), ("axis",))
+    for x in (torch.full((4,), 60000.0).half(), torch.full((4,), 400.0).to(torch.float8_e4m3fn)):
+        for placement in (sw.Shard(0), sw.Owner(0), sw.Replicate()):
+            moved = sw.distribute_tensor(x, axis, [placement]).redistribute([sw.Partial("avg")])
+            assert torch.equal(moved.full_tensor().float(), x.float()), placement
+
+
+def test_terms_of_an_average_fit_in_a_narrow_type(ranks):
+    """One term of n times the value, beside zeros, would not."""
+    ranks(2, _to_averages)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Weighed(sw.Pending):
     """The value is the sum of the terms, of which each coord's is weighed."""

@@ -63,9 +63,12 @@ def takes_padding(pending: Pending, dtype: torch.dtype, n: int) -> bool:
     """Whether its n terms can be made where parts of a value are, by padding them with its identity.
 
     Not where signs matter: a rank that holds no negative number would go on where another one refuses. Nor
-    where a term is weighed, so that a value and identities are another value.
+    where a term is weighed, so that a value and identities are another value; the one term of an average is
+    n times the value, for which a narrow type has no room.
     """
     empty = torch.empty((), dtype=dtype, device="cpu")
+    if pending.reduce_op == "avg" and dtype.itemsize < _WIDE:
+        return False
     if pending.identity(empty) is None:
         return False
     signed = dtype.is_floating_point and pending.in_domain(torch.ones_like(empty))
@@ -73,6 +76,8 @@ def takes_padding(pending: Pending, dtype: torch.dtype, n: int) -> bool:
         return False
     return bool(pending.reduce_op) or _is_any_of_its_terms(pending, dtype, n)
 
+
+_WIDE = 4  # bytes
 
 # Of more coords nobody tries each: the value is finished there.
 _MANY_COORDS = 64
@@ -101,7 +106,7 @@ def refuse_target(target: Layout, axis: int) -> None:
             "redistribute to Replicate or a Partition instead"
         )
     blank = torch.zeros((), dtype=target.dtype, device="cpu")
-    if not placement.in_domain(blank):
+    if not _has_values(placement, target.dtype):
         others = [name for name in ("sum", "max", "bor") if Partial(name).in_domain(blank)]
         fix = " or ".join(["Replicate()", *(f'Partial("{name}")' for name in others)])
         raise PlanError(
@@ -110,10 +115,15 @@ def refuse_target(target: Layout, axis: int) -> None:
         )
 
 
+def _has_values(pending: Pending, dtype: torch.dtype) -> bool:
+    """Is there a number of this type in its domain?"""
+    zero = torch.zeros((), dtype=dtype, device="cpu")
+    return pending.in_domain(zero) or pending.in_domain(torch.ones_like(zero))
+
+
 def _check_domains(layout: Layout, pendings: tuple[AxisPending, ...]) -> None:
-    zero = torch.zeros((), dtype=layout.dtype, device="cpu")
     for axis, pending in pendings:
-        if not pending.in_domain(zero):
+        if not _has_values(pending, layout.dtype):
             raise PlanError(
                 f"{pending} on axis {layout.axes[axis]!r} has no meaning for {layout.dtype}: convert the "
                 "tensor first, or reduce it otherwise"

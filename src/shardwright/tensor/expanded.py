@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from shardwright.layout.layout import Layout
-from shardwright.placement.base import Partition, Placement, Replicate
+from shardwright.placement.along_dim import states_runs
+from shardwright.placement.base import OWN_CLASSES, Partition, Placement, Replicate
 from shardwright.remember import remembered
 
 
@@ -44,6 +45,8 @@ def _kept(layout: Layout, dims: tuple[int, ...], *, must_hold: bool) -> list[Pla
         if not isinstance(placement, Partition):
             kept.append(placement)
             continue
+        if not (type(placement) in OWN_CLASSES or states_runs(placement)):
+            return None  # it may cut another dim of another shape
         cut = placement.cut_dims(layout.shape, n)
         if len(cut) > 1:
             return None

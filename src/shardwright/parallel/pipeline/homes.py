@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,14 +32,22 @@ class Homes:
     def __call__(self, axes: tuple[str, ...]) -> DeviceMesh:
         """The mesh. Raises: ParallelError: this rank has none with these axes."""
         if axes not in self._found:
-            try:
-                self._found[axes] = submesh(root_mesh(self._pipeline), axes)
-            except (MeshError, KeyError, RuntimeError):
+            found = self._sliced(axes)
+            if found is None:
                 raise ParallelError(
                     f"pipeline: the stage before hands over a tensor on {axes}, which nothing here is on\n"
                     "  fix: make the meshes of all strategies slices of one mesh that has the pipeline's axis"
-                ) from None
+                )
+            self._found[axes] = found
         return self._found[axes]
+
+    def _sliced(self, axes: tuple[str, ...]) -> DeviceMesh | None:
+        """A slice of a parameter's mesh, or of the root of the pipeline's."""
+        around = [mesh for names, mesh in self._found.items() if set(axes) <= set(names)]
+        for mesh in (*around, root_mesh(self._pipeline)):
+            with suppress(MeshError, KeyError, RuntimeError):
+                return submesh(mesh, axes)
+        return None
 
 
 def _meshes(model: nn.Module) -> Iterator[DeviceMesh]:
