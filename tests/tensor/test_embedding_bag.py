@@ -92,3 +92,18 @@ def _refused():
 
 def test_what_torch_refuses_is_refused_in_its_words(ranks):
     ranks(3, _refused)
+
+
+def _erased():
+    mesh = rank_mesh((3,), ("axis",))
+    given = ((TABLE, S1), (INDEX.flatten(), R), (OFFSETS, R))
+    table, index, offsets = (sw.distribute_tensor(x, mesh, [p]) for x, p in given)
+    fast = sw.erase(functional.embedding_bag)
+    wanted = functional.embedding_bag(INDEX.flatten(), TABLE, OFFSETS)
+    for _ in range(3):
+        torch.testing.assert_close(fast(index, table, offsets).full_tensor(), wanted)
+    assert (fast.report().recordings, fast.report().as_it_is) == (1, {}), str(fast)
+
+
+def test_a_recording_reads_no_offsets(ranks):
+    ranks(3, _erased)
