@@ -16,7 +16,7 @@ from shardwright.checkpoint.change import Change
 from shardwright.checkpoint.collect import EXTRA
 from shardwright.checkpoint.compare import Identity, refuse_differences
 from shardwright.checkpoint.patterns import Only, Patterns, refuse_unfitted
-from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
+from shardwright.checkpoint.pieces import local_of, note_written, refuse_unwritable, views
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.rng_state import check_generator, check_rng, write_rng
 from shardwright.checkpoint.state import Kind, Node, nodes_of
@@ -297,3 +297,4 @@ class Loading:
             for target, data in self.held:
                 fill(target, data)
         self.held.clear()
+        note_written(self.targets.live.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.agree import rank as this_rank
 from shardwright.checkpoint.storage.element_types import name_of
+from shardwright.compat import increment_versions
 from shardwright.errors import CheckpointError
 from shardwright.index.boxes import Chunk, chunks_of
 from shardwright.index.region import Box
@@ -41,6 +43,15 @@ class Held(NamedTuple):
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The storage that this rank holds of a tensor, detached; writing into it writes into the tensor."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def note_written(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell autograd that tensors were written by other means than ops on them.
+
+    A backward of an earlier forward, which may have saved them or their parts, then raises as torch's does.
+    """
+    written = [each for one in tensors for each in (one, local_of(one))]
+    increment_versions([one for one in written if not one.is_inference()])
 
 
 def describe(tensor: torch.Tensor, key: str, rank: int) -> Held:
