@@ -9,9 +9,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardwright.checkpoint.optimizer_methods import (
+    after_load,
+    load_by_its_methods,
+    loads_itself,
+    refuse_what_is_lost,
+)
+from shardwright.checkpoint.pieces import local_of
 from shardwright.checkpoint.storage.element_types import DTYPES
 from shardwright.checkpoint.storage.manifest import SavedOptimizer, SavedTensor
 from shardwright.checkpoint.storage.values import Keep, canonical, decode, encode
+from shardwright.compat import tree_map_only
 from shardwright.errors import CheckpointError
 
 # In place of a parameter's name: what an optimizer keeps for itself, under other keys than parameters.
@@ -60,6 +68,7 @@ def read_optimizer(
     Args: names: identity of a parameter object -> its name.
     Raises: CheckpointError: a state that cannot be saved, or has no name of its own.
     """
+    refuse_what_is_lost(optimizer, path)
     part = OptimizerPart(type(optimizer).__name__, [])
     for number, group in enumerate(optimizer.param_groups):
         settings = {
@@ -68,7 +77,6 @@ def read_optimizer(
             if key not in _NO_SETTINGS
         }
         part.groups.append({**settings, _PARAMS: [names.get(id(one), "") for one in group[_PARAMS]]})
-    _refuse_what_is_lost(optimizer, path)
     parameters = parameters_of(optimizer, names, path)
     states = {name: optimizer.state.get(tensor, {}) for name, tensor in parameters.items()}
     for parameter, state in (states | {OWN: own_state(optimizer)}).items():
@@ -90,16 +98,6 @@ def own_state(optimizer: Optimizer) -> dict[str, Any]:
     """What an optimizer keeps in `state` for itself, and for no parameter."""
     state: dict[Any, Any] = optimizer.state
     return {name: one for name, one in state.items() if not isinstance(name, torch.Tensor)}
-
-
-def _refuse_what_is_lost(optimizer: Optimizer, path: str) -> None:
-    """Raises CheckpointError where an optimizer's own `state_dict` says more than groups and states."""
-    if type(optimizer).state_dict is not Optimizer.state_dict:
-        for name in sorted(set(optimizer.state_dict()) - {"state", "param_groups"}):
-            raise CheckpointError(
-                f"the state_dict() of {path} gives {name!r} beside its groups and states, which would be "
-                f"lost: keep it in the optimizer's state[{name!r}], or save it beside the optimizer"
-            )
 
 
 def merge(path: str, parts: list[OptimizerPart]) -> dict[str, Any]:
@@ -162,6 +160,32 @@ def empty_state(
     if saved.distributed or (was_plain and saved.shape and not counts):
         return parameter.detach().new_empty(saved.shape, dtype=dtype)
     return torch.empty(saved.shape, dtype=dtype, device=device)
+
+
+def placed_as_states(
+    values: dict[str, Any], parameter: torch.Tensor, *, as_parameter: bool
+) -> dict[str, Any]:
+    """Values that an optimizer keeps for a parameter, the plain tensors in them where the parameter is.
+
+    Args: as_parameter: such a tensor was plain as its parameter was, so that it is whole on all ranks of one
+        that is placed now.
+    """
+
+    def placed(found: torch.Tensor) -> torch.Tensor:
+        if type(found) is not torch.Tensor:
+            return found
+        if not as_parameter:
+            return found.to(parameter.device)
+        made = parameter.detach().new_empty(found.shape, dtype=found.dtype)
+        local = local_of(made)
+        if local.shape == found.shape:  # not on a rank that is not of its mesh
+            local.copy_(found)
+        return made
+
+    return {
+        name: value if name == _COUNTER else tree_map_only(torch.Tensor, placed, value)
+        for name, value in values.items()
+    }
 
 
 def step_devices(optimizer: Optimizer) -> dict[int, torch.device]:
@@ -251,6 +275,10 @@ def write_optimizer(
     groups: list[dict[str, Any]],
 ) -> None:
     """Put loaded state (parameter -> state -> value) and settings in; state that was not saved is dropped."""
+    own = states.get(OWN, {})
+    if loads_itself(optimizer):
+        load_by_its_methods(optimizer, names, states, groups, own)
+        return
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update(saved)
         for parameter in group[_PARAMS]:
@@ -258,6 +286,7 @@ def write_optimizer(
                 optimizer.state[parameter] = states[names[id(parameter)]]
             else:
                 optimizer.state.pop(parameter, None)
-    for own in own_state(optimizer):
-        del optimizer.state[own]  # type: ignore[arg-type]
-    optimizer.state.update(states.get(OWN, {}))  # type: ignore[arg-type]
+    for name in own_state(optimizer):
+        del optimizer.state[name]  # type: ignore[arg-type]
+    optimizer.state.update(own)  # type: ignore[arg-type]
+    after_load(optimizer)

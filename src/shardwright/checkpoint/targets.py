@@ -19,6 +19,7 @@ from shardwright.checkpoint.optimizer_state import (
     empty_state,
     own_state,
     parameters_of,
+    placed_as_states,
     states_of,
     step_devices,
     write_optimizer,
@@ -137,8 +138,15 @@ def of_rank(manifest: Manifest, path: str, rank: int, world: int) -> Any:
     )
 
 
-def _kept(found: Targets, manifest: Manifest, value: Any, like: Any) -> None:
-    """Room for the tensors that a value names: laid out as the one in its place here, else plain."""
+def _kept(
+    found: Targets, manifest: Manifest, value: Any, like: Any, beside: tuple[str, torch.Tensor] | None = None
+) -> None:
+    """Room for the tensors that a value names: laid out as the one in its place here, else plain.
+
+    Args: beside: the parameter, by its name in the checkpoint, of whose state the value is a part. A tensor
+        there that was as the parameter was is whole on every rank of it, as its `new_empty` makes one.
+    """
+    saved_beside = beside and manifest.tensors.get(beside[0])
     for key, place in kept_in(value):
         saved = manifest.tensors.get(key)
         if saved is None:
@@ -146,6 +154,8 @@ def _kept(found: Targets, manifest: Manifest, value: Any, like: Any) -> None:
         here = _at(like, place)
         if isinstance(here, torch.Tensor) and tuple(here.shape) == saved.shape:
             found.fresh[key] = torch.zeros_like(here.detach(), dtype=DTYPES[saved.dtype])
+        elif beside and saved_beside and saved.distributed == saved_beside.distributed:
+            found.fresh[key] = beside[1].detach().new_empty(saved.shape, dtype=DTYPES[saved.dtype])
         elif saved.distributed:
             raise CheckpointError(f"{key} is {saved}, and there is no tensor like it here to say how it lies")
         else:
@@ -203,7 +213,8 @@ def _optimizer(found: Targets, manifest: Manifest, node: Node) -> None:
             found.fresh[key] = torch.zeros_like(here.detach(), dtype=DTYPES[there.dtype])
     for parameter, values in saved.values.items():
         if parameter in parameters:
-            _kept(found, manifest, values, node.live.state.get(parameters[parameter], {}))
+            mine = parameters[parameter]
+            _kept(found, manifest, values, node.live.state.get(mine, {}), (parameter, mine))
     _kept(found, manifest, saved.values.get(OWN), own_state(node.live))
     found.optimizer_states[node.path] = states
 
@@ -223,6 +234,11 @@ def prepared(
         for parameter, values in saved.values.items()
         if parameter in here
     }
+    for parameter, tensor in parameters_of(node.live, names, node.path).items():
+        beside = manifest.tensors.get(parameter)
+        if parameter in states:
+            as_parameter = beside is not None and not beside.distributed
+            states[parameter] = placed_as_states(states[parameter], tensor, as_parameter=as_parameter)
     for (parameter, name), key in found.optimizer_states[node.path].items():
         states.setdefault(parameter, {})[name] = loaded[key]
     groups = check_groups(node.live, names, saved, node.path)

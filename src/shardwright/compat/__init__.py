@@ -417,6 +417,11 @@ def hooks_of_loads(module: nn.Module) -> list[Callable[[], object]]:
     return [partial(hook, one, none) for one in every for hook in one._load_state_dict_post_hooks.values()]
 
 
+def hooks_of_optimizer(optimizer: torch.optim.Optimizer, moment: str) -> list[Callable[..., Any]]:
+    """Args: moment: `state_dict_pre`, `state_dict_post`, `load_state_dict_pre` or `load_state_dict_post`."""
+    return list(getattr(optimizer, f"_optimizer_{moment}_hooks").values())
+
+
 def intercept_calls(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Let `around(what a call of this one module did)` answer its calls from now on, before any hook.
 
