@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
 
+from shardwright.context.randomness import go_on_undivided, undivided
 from shardwright.errors import CheckpointError
 
 KEY = "rng"
@@ -22,6 +24,7 @@ def read_rng() -> dict[str, Any]:
         "cuda": torch.cuda.get_rng_state() if _cuda_in_use() else None,
         "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": (str(name), np.array(keys), int(place), int(has_gauss), float(cached)),
+        "undivided": undivided(),
     }
 
 
@@ -34,6 +37,8 @@ def check_rng(state: Any) -> None:
         np.random.RandomState().set_state(state["numpy"])
         if state["cuda"] is not None and not isinstance(state["cuda"], torch.Tensor):
             raise TypeError("cuda's is no tensor")
+        if type(state.get("undivided")) not in (int, NoneType):
+            raise TypeError("the seed of undivided streams is no number")
     except (TypeError, ValueError, KeyError, IndexError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"the state of the generators is none ({error})") from None
 
@@ -54,6 +59,7 @@ def write_rng(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])  # noqa: NPY002  the global one
     if state["cuda"] is not None and _cuda_in_use():
         torch.cuda.set_rng_state(state["cuda"])
+    go_on_undivided(state.get("undivided"))
 
 
 def _cuda_in_use() -> bool:

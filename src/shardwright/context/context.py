@@ -17,9 +17,9 @@ from shardwright.context.process import ProcessWorld
 from shardwright.context.randomness import (
     at_first_forward,
     check_dropout,
+    part_at_first_forward,
     refuse_own_masks,
     seed_everything,
-    stream_of,
 )
 from shardwright.context.submesh import as_names
 from shardwright.errors import ConfigError, MeshError
@@ -123,7 +123,8 @@ class DistributedContext:
         When a module that a strategy has placed is first called, the streams of torch's generators part:
         ranks that read other samples, or hold other stages, draw other dropout masks; those that share them
         (the axes `shared`) draw the same. The first part goes on as one device would. A checkpoint holds the
-        state of each rank's generators; one that is loaded before the first call is kept.
+        state of each rank's generators; one that is loaded before the first call is kept, and one that was
+        saved before its streams parted parts at the next call.
 
         Args:
             seed: 0 or larger; the same on every rank.
@@ -144,11 +145,10 @@ class DistributedContext:
         check_dropout(dropout, self.parameters.pipeline_parallel)
         seed_everything(seed)
         self.dropout = dropout
-        own = stream_of(seed, [mesh.get_local_rank(axis) for axis in names if axis not in shared])
         if dropout == "logical":
             at_first_forward(None, refuse_own_masks)
-        elif own != seed:
-            at_first_forward(seed, lambda _: torch.manual_seed(own))
+        else:
+            part_at_first_forward(seed, [mesh.get_local_rank(axis) for axis in names if axis not in shared])
 
     def close(self) -> None:
         """Destroy the process group if this context made it; the meshes are unusable then."""

@@ -23,6 +23,16 @@ _OF_NUMPY = 2**32
 _waiting: list[tuple[Any, Callable[[nn.Module], None]]] = []
 
 
+class _Streams:
+    """What the newest seed said of this rank: its place among the parts, and what they still part from."""
+
+    coordinate: tuple[int, ...] | None = None
+    undivided: int | None = None
+
+
+_streams = _Streams()
+
+
 def seed_everything(seed: object) -> None:
     """Seed torch (all devices), Python and numpy.
 
@@ -31,6 +41,7 @@ def seed_everything(seed: object) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS:
         raise ConfigError(f"seed={seed!r} is no seed; give a whole number, 0 or larger, below 2**63")
     forget_waiting()
+    _streams.coordinate = None
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % _OF_NUMPY)  # noqa: NPY002  the global one
@@ -42,6 +53,34 @@ def stream_of(seed: int, coordinate: Sequence[int]) -> int:
         return seed
     text = f"{seed}/{'/'.join(map(str, coordinate))}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) % _SEEDS
+
+
+def part_at_first_forward(seed: int, coordinate: Sequence[int]) -> None:
+    """Let this rank go on from a stream of its own when a module with a placed parameter is first called."""
+    own = stream_of(seed, coordinate)
+
+    def part(_: nn.Module) -> None:
+        if own != seed:
+            torch.manual_seed(own)
+
+    at_first_forward(seed, part)
+    _streams.coordinate, _streams.undivided = tuple(coordinate), seed
+
+
+def undivided() -> int | None:
+    """The seed whose one stream all ranks are still in, to part at the first forward; None: they are not."""
+    seed = _streams.undivided if _waiting else None
+    return seed if seed == torch.initial_seed() else None
+
+
+def go_on_undivided(seed: int | None) -> None:
+    """The generators are back where ranks were in one stream of a seed: they part as they would have.
+
+    Nothing happens for None, or where this process was not seeded by a context.
+    """
+    if seed is not None and _streams.coordinate is not None:
+        forget_waiting()
+        part_at_first_forward(seed, _streams.coordinate)
 
 
 def at_first_forward(seed: int | None, act: Callable[[nn.Module], object]) -> None:
@@ -73,6 +112,7 @@ def part_now(module: nn.Module) -> None:
 
 def forget_waiting() -> None:
     """Nothing waits for a first forward any more."""
+    _streams.undivided = None
     while _waiting:
         _waiting.pop()[0].remove()
 

@@ -125,3 +125,23 @@ def test_masks_of_tensor_parallel_ranks_are_those_of_one_device(ranks):
     expected = one(torch.ones(3, 64))
     for got in ranks(2, _in_spmd):
         torch.testing.assert_close(torch.tensor(got), expected)
+
+
+def _drawn_after(folder, seed, saves):
+    """The mask of the first forward, where the checkpoint is saved before it or loaded before it."""
+    at = context(data_parallel_shard=2)
+    at.seed(seed)
+    model = _model()
+    parallelize_fsdp(model, at.mesh_for(DENSE_DOMAIN)["dp_cp_shard"])
+    if saves:
+        checkpoint.save(folder, model)
+    else:
+        assert checkpoint.load(folder, model).rng_restored
+    return (model(torch.ones(2, 64)) == 0).tolist()
+
+
+def test_streams_that_had_not_parted_when_they_were_saved_part_under_any_seed(ranks, tmp_path):
+    """All ranks drew the same masks where the run that loaded was seeded otherwise."""
+    wanted = ranks(2, _drawn_after, str(tmp_path / "at"), 0, True)
+    assert wanted[0] != wanted[1]
+    assert ranks(2, _drawn_after, str(tmp_path / "at"), 7, False) == wanted
