@@ -305,3 +305,81 @@ def test_a_tensor_without_elements_of_its_own_is_named(tmp_path: Path, kind: str
     with pytest.raises(CheckpointError, match=f"model.a.b is .*{kind}"):
         convert(tmp_path / "one.pt", tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+class Counted(nn.Module):
+    """Its extra state is what it is given."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.weight, self.held = nn.Parameter(torch.ones(3)), held
+
+    def get_extra_state(self) -> Any:
+        return self.held
+
+    def set_extra_state(self, state: Any) -> None:
+        self.held = state
+
+
+@pytest.mark.parametrize("how", ["file", "dcp", "ours"])
+@pytest.mark.parametrize("held", [{"n": 4, "t": torch.arange(3)}, {"n": 4}, torch.arange(3), [1, 2]])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_extra_state_is_one_value(tmp_path: Path, held: Any, how: str) -> None:
+    """Formats of torch take it apart as they do a dict of tensors, and no module took it back."""
+    model = nn.Sequential(Counted(held))
+    if how == "file":
+        torch.save({"model": model.state_dict()}, tmp_path / "theirs")
+    elif how == "dcp":
+        torch_checkpoint.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "theirs")
+    else:
+        save(tmp_path / "theirs", model, format="dcp")
+    other = nn.Sequential(Counted(None))
+    load(convert(tmp_path / "theirs", tmp_path / "ours"), other)
+    torch.testing.assert_close(other[0].held, held, rtol=0, atol=0)
+
+
+def _two() -> tuple[dict[str, nn.Module], list[torch.optim.Optimizer]]:
+    modules = {"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)}
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(one.parameters()) for one in modules.values()]
+    for factor, one, optimizer in zip((1, 2), modules.values(), optimizers, strict=True):
+        (factor * one(torch.ones(2)).sum()).backward()
+        optimizer.step()
+    return modules, optimizers
+
+
+@pytest.mark.parametrize("how", ["ours", "by number"])
+def test_of_two_optimizers_it_is_said_which_module_is_whose(tmp_path: Path, how: str) -> None:
+    modules, optimizers = _two()
+    said: dict[str, Any]
+    if how == "ours":
+        save(tmp_path / "theirs", modules, optimizers, format="dcp")
+        said = {"optimizer.0": "model.g", "optimizer.1": "model.d"}
+        with pytest.raises(CheckpointError, match=r"parameters=\{'optimizer.0': 'model.g'\} says it"):
+            convert(tmp_path / "theirs", tmp_path / "ours")
+    else:
+        told = {name: one.state_dict() for name, one in modules.items()}
+        torch.save(
+            {"model": told, "optimizer": [one.state_dict() for one in optimizers]}, tmp_path / "theirs"
+        )
+        said = {f"optimizer.{n}": [f"{name}.weight", f"{name}.bias"] for n, name in enumerate(modules)}
+    with pytest.raises(CheckpointError, match="speaks of 'other', which is no optimizer"):
+        convert(tmp_path / "theirs", tmp_path / "ours", parameters={"other": "g"})
+    convert(tmp_path / "theirs", tmp_path / "ours", parameters=said)
+    others, fresh = _two()
+    load(tmp_path / "ours", others, fresh)
+    for mine, theirs in zip(fresh, optimizers, strict=True):
+        for place, state in theirs.state_dict()["state"].items():
+            assert torch.equal(mine.state_dict()["state"][place]["exp_avg"], state["exp_avg"])
+
+
+def test_names_of_parameters_without_an_optimizer_are_refused(tmp_path: Path) -> None:
+    torch.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match="holds no optimizer that knows its parameters by number"):
+        convert(tmp_path / "theirs", tmp_path / "ours", parameters=["weight", "bias"])
+
+
+def test_a_part_of_a_value_says_where_it_is(tmp_path: Path) -> None:
+    torch.save({"model": nn.Linear(2, 2).state_dict(), "list": [torch.ones(2), 3]}, tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="list/0 is not in the checkpoint by itself: list is there"):
+        load(tmp_path / "ours", nn.Linear(2, 2), list=[torch.ones(2), 0])

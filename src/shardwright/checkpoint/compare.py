@@ -68,7 +68,7 @@ def _tensors(
     for name, (dtype, shape) in here.items():
         theirs = saved.get(manifest.ties.get(name, name))
         if theirs is None:
-            value = " as a tensor: it is a value" if name in manifest.values else ""
+            value = " as a tensor: it is a value" if name in manifest.values else _instead(manifest, name)
             found.append(f"{name} is not in the checkpoint{value}")
         elif (theirs.shape, theirs.dtype) != (shape, dtype):
             found.append(f"{name} is {theirs} in the checkpoint but {dtype}{list(shape)} in the model")
@@ -112,6 +112,11 @@ def _values(manifest: Manifest, here: set[str], roots: set[str], wanted: Wanted)
 
 def _instead(manifest: Manifest, name: str) -> str:
     """What stands where a value was looked for."""
+    above = name.rpartition("/")[0]
+    while above and above not in manifest.values:
+        above = above.rpartition("/")[0]
+    if above:
+        return f" by itself: {above} is there, as one value (give None for it: what was saved is returned)"
     others = (*manifest.tensors, *manifest.ties, *manifest.values, *manifest.optimizers)
     below = next((one for one in others if one == name or one.startswith(f"{name}/")), None)
     return "" if below is None else f" as a value: it holds {below} (give what that is to be loaded into)"

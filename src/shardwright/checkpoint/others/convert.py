@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from shardwright.checkpoint.others import first_format
 from shardwright.checkpoint.others.converted import Converted, Key
 from shardwright.checkpoint.others.foreign import Steps, read_file, read_folder
-from shardwright.checkpoint.others.foreign_optimizers import take_optimizers
+from shardwright.checkpoint.others.foreign_optimizers import Numbered, called, take_optimizers
 from shardwright.checkpoint.storage.commit import Saving
 from shardwright.checkpoint.storage.folder_names import metadata
 from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump, library_version
@@ -24,11 +24,7 @@ from shardwright.errors import CheckpointError
 
 
 def convert(
-    source: Path | str,
-    target: Place | str,
-    *,
-    key: Key | None = None,
-    parameters: Sequence[str] | None = None,
+    source: Path | str, target: Place | str, *, key: Key | None = None, parameters: Numbered = None
 ) -> Place:
     """Write what another program saved as a checkpoint that `load` reads onto any mesh.
 
@@ -42,7 +38,8 @@ def convert(
             nothing is called so, all is the model. A single optimizer is called `optimizer`, and `rng` is
             `rng~`, for a checkpoint has one of its own.
         parameters: the names of the parameters in the order in which the optimizer had them, for one that
-            knows them by number and not by name (`optimizer.state_dict()`).
+            knows them by number and not by name (`optimizer.state_dict()`). Of several optimizers a mapping,
+            by the name of each there: such names, or that of the module whose parameters it has.
     Returns: `target`.
     Raises: CheckpointError: the source is damaged, holds what could only be executed, two names get one key,
     or it is not known which parameter a state belongs to.
@@ -53,12 +50,19 @@ def convert(
     found: dict[Steps, Any] = {}
     for steps, one in read_folder(source) if source.is_dir() else read_file(source):
         if found.setdefault(steps, one) is not one:
-            called = ".".join(map(str, steps))
-            raise CheckpointError(f"{source}: two things are called {called}, one of them by a number")
+            raise CheckpointError(f"{source}: two things are called {called(steps)}, one of them by a number")
     new = Converted(source, found, key or (None if old is None else first_format.key))
     optimizers = [] if old is not None else take_optimizers(found, parameters)
+    if parameters is not None and not optimizers:
+        raise CheckpointError(
+            f"{source} holds no optimizer that knows its parameters by number, and parameters= names some: "
+            "leave it out"
+        )
+    by_name = parameters if isinstance(parameters, Mapping) else {}
     for one in optimizers:
-        new.add_optimizer(one, "optimizer" if len(optimizers) == 1 else "/".join(map(str, one.steps)))
+        said = by_name.get(called(one.steps))
+        path = "optimizer" if len(optimizers) == 1 else "/".join(map(str, one.steps))
+        new.add_optimizer(one, path, said if isinstance(said, str) else None)
     for path, name, thing in new.named(found):
         new.add(path, name, thing)
     about: dict[str, Any] = {"world": 1, "step": None, "config": {}, "ties": {}}

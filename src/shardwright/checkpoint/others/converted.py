@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwright.checkpoint.collect import EXTRA
+from shardwright.checkpoint.model_state import EXTRA as EXTRA_STATE
 from shardwright.checkpoint.optimizer_state import OWN
 from shardwright.checkpoint.others.foreign import ForeignTensor, Steps, as_thing, whole
 from shardwright.checkpoint.others.foreign_optimizers import ForeignOptimizer, refuse_other_shapes
@@ -42,10 +43,11 @@ class Converted:
             if self.model in (None, steps[0])
         }
         self.by_module: dict[Steps, dict[str, _Parameter]] = {}
+        self.every: dict[str, _Parameter] = {}
         for steps, one in tensors.items():
+            self.every[_dotted(steps)] = _Parameter(self.key(steps), one.shape)
             if len(steps) > 1:
-                here = self.by_module.setdefault(steps[:-1], {})
-                here[str(steps[-1])] = _Parameter(self.key(steps), one.shape)
+                self.by_module.setdefault(steps[:-1], {})[str(steps[-1])] = self.every[_dotted(steps)]
         self.tensors: dict[str, dict[str, Any]] = {}
         self.values: dict[str, Any] = {}
         self.optimizers: dict[str, Any] = {}
@@ -65,19 +67,29 @@ class Converted:
         return "/".join(map(str, (first, *steps[1:])))
 
     def named(self, found: dict[Steps, Any]) -> Iterator[tuple[str, str, Any]]:
-        """Key here, name there, and thing. What is neither of the model nor tensors alone is one value."""
+        """Key here, name there, and thing. What is neither of the model nor tensors alone is one value.
+
+        So is the extra state of a module, which its formats take apart as they do a dict of tensors.
+        """
         rest: dict[Any, dict[Steps, Any]] = {}
+        extra: dict[Steps, dict[Steps, Any]] = {}
         for steps, thing in found.items():
             apart = self._key is None and self.model not in (None, steps[0]) and len(steps) > 1
-            if apart:
+            depth = next((n for n, step in enumerate(steps, 1) if _is_extra(step)), 0)
+            if depth:
+                extra.setdefault(steps[:depth], {})[steps] = thing
+            elif apart:
                 rest.setdefault(steps[0], {})[steps] = thing
             else:
                 yield self.key(steps), _dotted(steps), thing
+        for steps, things in extra.items():
+            value = whole(things[steps]) if steps in things else _nested(things, len(steps))
+            yield self.key(steps), _dotted(steps), value
         for name, things in rest.items():
             if name != EXTRA and all(isinstance(thing, ForeignTensor) for thing in things.values()):
                 yield from ((self.key(steps), _dotted(steps), thing) for steps, thing in things.items())
             else:
-                yield self.key((name,)), str(name), _nested(things)
+                yield self.key((name,)), str(name), _nested(things, 1)
 
     def add(self, path: str, name: str, thing: Any) -> None:
         """A tensor or a value. Raises: CheckpointError: its key is taken, or it could only be pickled."""
@@ -101,9 +113,9 @@ class Converted:
         self._put(key, as_thing(tensor))
         return key
 
-    def add_optimizer(self, one: ForeignOptimizer, path: str) -> None:
-        """An optimizer, by the names that its parameters have here."""
-        parameters = self._parameters_of(one)
+    def add_optimizer(self, one: ForeignOptimizer, path: str, module: str | None = None) -> None:
+        """An optimizer, by the names that its parameters have here. Args: module: whose they are, if said."""
+        parameters = self._parameters_of(one, module)
         values: dict[str, dict[str, Any]] = {}
         for parameter, state in one.state.items():
             called = parameters[parameter].key if parameter != OWN else OWN
@@ -120,19 +132,30 @@ class Converted:
         ]
         self.optimizers[path] = {"kind": "", "groups": groups, "values": values}
 
-    def _parameters_of(self, one: ForeignOptimizer) -> dict[str, _Parameter]:
+    def _parameters_of(self, one: ForeignOptimizer, module: str | None) -> dict[str, _Parameter]:
         """The parameters by the names of the optimizer: of the model, or of the one module that has them all.
 
         Raises: CheckpointError: there is no such module, or there are several.
         """
-        if one.names <= set(self.parameters):
+        if module is not None:
+            fitting = [of for steps, of in self.by_module.items() if module == _dotted(steps)]
+            if not fitting:
+                raise CheckpointError(
+                    f"parameters= says that those of {_dotted(one.steps)} are of {module!r}, of which there "
+                    f"are no tensors; there are some of {', '.join(map(_dotted, self.by_module)) or 'none'}"
+                )
+        elif one.names <= set(self.parameters):
             fitting = [self.parameters]
+        elif one.names <= set(self.every):
+            fitting = [self.every]
         else:
             fitting = [of for of in self.by_module.values() if one.names <= set(of) and _fits(one, of)]
         if len(fitting) > 1:
+            which = next(_dotted(steps) for steps, of in self.by_module.items() if of is fitting[0])
             raise CheckpointError(
                 f"{_dotted(one.steps)} has parameters of names that {len(fitting)} modules have, and does "
-                "not say which: give key= with names of their own, or convert them apart"
+                f"not say which: parameters={{{_dotted(one.steps)!r}: {which!r}}} says it; of one that knows "
+                "them by number, give their names with that of the module before each"
             )
         found = fitting[0] if fitting else self.parameters
         refuse_other_shapes(one, {name: of.shape for name, of in found.items()})
@@ -151,12 +174,17 @@ def _dotted(steps: Steps) -> str:
     return ".".join(map(str, steps))
 
 
-def _nested(things: dict[Steps, Any]) -> Any:
-    """Things below one name as the dicts and lists in which they were."""
+def _is_extra(step: Any) -> bool:
+    """Does a step end in the name that torch gives a module's extra state?"""
+    return isinstance(step, str) and step.rpartition(".")[2] == EXTRA_STATE
+
+
+def _nested(things: dict[Steps, Any], depth: int) -> Any:
+    """Things below one name, of so many steps, as the dicts and lists in which they were."""
     nests: dict[Any, Any] = {}
     for steps, thing in things.items():
         inner = nests
-        for step in steps[1:-1]:
+        for step in steps[depth:-1]:
             inner = inner.setdefault(step, {})
         inner[steps[-1]] = whole(thing)
     return _with_lists(nests)

@@ -83,16 +83,24 @@ def _flat(steps: Steps, found: Mapping[Any, Any]) -> Iterator[tuple[Steps, Any]]
         yield from _of_optimizer(steps, found)
         return
     for name, one in found.items():
-        here = (*steps, str(name))
-        if isinstance(one, Mapping) and one and (_is_optimizer(one) or all(type(key) is str for key in one)):
-            yield from _flat(here, one)
-        else:
-            yield here, as_thing(one, here)
+        yield from _below((*steps, str(name)), one)
 
 
-def _is_optimizer(found: Mapping[Any, Any]) -> bool:
-    groups = found.get("param_groups")
-    return isinstance(found.get("state"), Mapping) and isinstance(groups, list)
+def _below(here: Steps, one: Any) -> Iterator[tuple[Steps, Any]]:
+    """A thing, or those of a dict by name and of a list with optimizers in it by number."""
+    if isinstance(one, Mapping) and one and (_is_optimizer(one) or all(type(key) is str for key in one)):
+        yield from _flat(here, one)
+    elif isinstance(one, list | tuple) and any(map(_is_optimizer, one)):
+        for number, each in enumerate(one):
+            yield from _below((*here, number), each)
+    else:
+        yield here, as_thing(one, here)
+
+
+def _is_optimizer(found: Any) -> bool:
+    if not isinstance(found, Mapping):
+        return False
+    return isinstance(found.get("state"), Mapping) and isinstance(found.get("param_groups"), list)
 
 
 def _of_optimizer(steps: Steps, found: Mapping[Any, Any]) -> Iterator[tuple[Steps, Any]]:

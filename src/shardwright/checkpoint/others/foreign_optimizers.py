@@ -19,6 +19,10 @@ _OF_THE_SHAPE = {  # states of torch's optimizers that have the shape of their p
 }  # fmt: skip
 
 
+# Names in an order, or for each optimizer by its name: those, or the module whose parameters it has.
+Numbered = Sequence[str] | Mapping[str, str | Sequence[str]] | None
+
+
 @dataclass
 class ForeignOptimizer:
     """An optimizer: settings of each group with `params` by name, and parameter -> state -> thing."""
@@ -33,20 +37,32 @@ class ForeignOptimizer:
         return {*self.state, *(name for group in self.groups for name in group[_PARAMS])} - {OWN}
 
 
-def take_optimizers(found: dict[Steps, Any], numbered: Sequence[str] | None) -> list[ForeignOptimizer]:
+def take_optimizers(found: dict[Steps, Any], numbered: Numbered) -> list[ForeignOptimizer]:
     """The optimizers among what a source holds; what is theirs leaves `found`.
 
     Args: numbered: the names of the parameters in the order in which the optimizer had them, for one that
-        knows them by number.
+        knows them by number; by the optimizer's name, where there are several.
     Raises: CheckpointError: that order is needed and not given, or a state does not fit its parameter.
     """
     nested = [steps[:-3] for steps in found if steps[-3:-2] == (_GROUPS,) and steps[-1] == _PARAMS]
     flat = [steps[:-1] for steps in found if steps and str(steps[-1]).startswith(f"{_GROUPS}.")]
+    names = [called(steps) for steps in (*nested, *flat)]
+    if isinstance(numbered, Mapping) and (unknown := set(numbered) - set(names)):
+        raise CheckpointError(
+            f"parameters= speaks of {min(unknown)!r}, which is no optimizer there; there are "
+            f"{', '.join(dict.fromkeys(names)) or 'none'}"
+        )
     taken = [_nested(found, steps, numbered) for steps in dict.fromkeys(nested)]
     return taken + [_flat(found, steps) for steps in dict.fromkeys(flat) if steps not in nested]
 
 
-def _nested(found: dict[Steps, Any], steps: Steps, numbered: Sequence[str] | None) -> ForeignOptimizer:
+def called(steps: Steps) -> str:
+    """An optimizer's name in a source."""
+    return ".".join(map(str, steps))
+
+
+def _nested(found: dict[Steps, Any], steps: Steps, given: Numbered) -> ForeignOptimizer:
+    numbered = given.get(called(steps)) if isinstance(given, Mapping) else given
     depth = len(steps)
     own = [key for key in found if key[:depth] == steps and len(key) == depth + 3]
     mine = {key: found.pop(key) for key in own if key[depth] in ("state", _GROUPS)}
@@ -58,7 +74,7 @@ def _nested(found: dict[Steps, Any], steps: Steps, numbered: Sequence[str] | Non
         else:
             state.setdefault(str(key[depth + 1]), {})[str(key[depth + 2])] = thing
     ordered = [groups[number] for number in sorted(groups)]
-    names = _names(steps, ordered, numbered)
+    names = _names(steps, ordered, None if isinstance(numbered, str) else numbered)
     for group in ordered:
         group[_PARAMS] = [names.get(one, str(one)) for one in group[_PARAMS]]
         group.pop(_NAMES, None)
@@ -73,16 +89,16 @@ def _names(steps: Steps, groups: list[dict[str, Any]], numbered: Sequence[str] |
         return {}
     if numbered is None and all(len(group.get(_NAMES, ())) == len(group[_PARAMS]) for group in groups):
         numbered = [name for group in groups for name in group[_NAMES]]
-    called = ".".join(map(str, steps)) or "the optimizer"
+    name = called(steps) or "the optimizer"
     if numbered is None:
         raise CheckpointError(
-            f"{called} knows its {len(numbers)} parameters by number only: give their names in the order in "
+            f"{name} knows its {len(numbers)} parameters by number only: give their names in the order in "
             "which that optimizer was given them: parameters=[name for name, _ in model.named_parameters()], "
             "or one group's after another's"
         )
     if len(numbered) != len(numbers) or len(set(numbered)) != len(numbered):
         raise CheckpointError(
-            f"{called} has {len(numbers)} parameters, parameters= names {len(set(numbered))} different ones"
+            f"{name} has {len(numbers)} parameters, parameters= names {len(set(numbered))} different ones"
         )
     return dict(zip(numbers, numbered, strict=True))
 
