@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.agree import agreed, rank, world
+from shardwright.checkpoint.agree import agreed, rank
 from shardwright.checkpoint.collect import digest
 from shardwright.checkpoint.hugging_face.index import INDEX, SINGLE
 from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of, listed
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import describe
 from shardwright.checkpoint.storage import disk
-from shardwright.checkpoint.storage.element_types import STANDARD
+from shardwright.checkpoint.storage.element_types import DTYPES, STANDARD
 from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.writer import Entry, blocks, header_of
 from shardwright.errors import CheckpointError
@@ -55,19 +54,18 @@ def save_hf(
     Returns: `folder`.
     Raises: CheckpointError: on every rank, with no file left: a tensor is still to be summed, or is plain and
     differs between ranks, so does an argument, there are such files already, or the disk refuses.
-    Cost: each tensor is gathered on all ranks, one at a time, and written by one of them; memory for one.
+    Cost: each tensor is gathered on all ranks that have a part of it (those of its stage, in a pipeline), one
+    at a time, and written by one of them; memory for one.
     """
     made: list[_Export] = []
 
-    def first() -> tuple[str, set[tuple[str, str]]]:
+    def first() -> _Plan:
         made.append(_Export(model, folder_of(folder), listed(maps), max_shard_size))
         return made[0].plan()
 
     plans = agreed(f"exporting {folder} for Hugging Face", first)
     export, folder = made[0], made[0].folder
-    export.key, alike = plans[0][0], [one for _, one in plans]
-    if differing := alike[0].union(*alike) - alike[0].intersection(*alike):
-        raise CheckpointError(f"{min(differing)[0]} differs between ranks: make it equal first (broadcast)")
+    export.arrange(plans)
     try:
         export.stream()
         agreed(f"exporting {folder} for Hugging Face", export.finish)
@@ -78,19 +76,38 @@ def save_hf(
     return folder
 
 
+class _Tensor(NamedTuple):
+    """A tensor of a rank's model: what must be the same on all ranks that have it, and what is written."""
+
+    name: str
+    alike: str
+    outs: tuple[_Out, ...]
+
+
+class _Plan(NamedTuple):
+    """What one rank has to export, in its order; what was asked for."""
+
+    key: str
+    asked: tuple[tuple[str, str], ...]
+    tensors: tuple[_Tensor, ...]
+
+
 class _Export:
     def __init__(self, model: nn.Module, folder: Path, maps: tuple[Map, ...], most: int) -> None:
         self.model, self.folder, self.maps, self.most = model, folder, maps, most
+        self.new_folders = [one for one in (folder, *folder.parents) if not one.exists()]
         self.key = ""
         self.tensors: dict[str, torch.Tensor] = {}
+        self.order: list[str] = []
         self.files: list[list[_Out]] = []
+        self.writers: list[int] = []
         self.of_tensor: dict[str, list[tuple[int, _Out]]] = {}
         self.handles: dict[int, int] = {}
         self.named: list[str] = []
         self.error: OSError | None = None
 
-    def plan(self) -> tuple[str, set[tuple[str, str]]]:
-        """Decide which tensor is in which file; a key, and what must be the same on every rank."""
+    def plan(self) -> _Plan:
+        """What this rank has."""
         if type(self.most) is not int or self.most < 1:
             raise CheckpointError(f"max_shard_size={self.most!r} is no number of bytes: 5 << 30 is 5 GiB")
         taken = sorted(one.name for one in self.folder.glob("*.safetensors*"))
@@ -99,37 +116,58 @@ class _Export:
                 f"{self.folder} holds {taken[0]} already: name another folder, or remove it"
             )
         seen: set[int] = set()
-        made_of: dict[str, str] = {}
-        room = 0
+        told: list[_Tensor] = []
         for name, tensor in read_model(self.model).tensors.items():
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            self.tensors[name] = tensor
-            dtype = describe(tensor, name, rank()).dtype
-            if dtype not in STANDARD:
-                raise CheckpointError(f"{name} is {dtype}, which these files have no name for: cast it first")
-            for link in links_of(name, tuple(tensor.shape), self.maps):
-                if link.source in made_of:
-                    raise CheckpointError(
-                        f"the maps call two tensors {link.source!r}: of {made_of[link.source]} and of "
-                        f"{name}; a file holds one of each name"
-                    )
-                made_of[link.source] = name
-                nbytes = torch.Size(link.shape).numel() * tensor.element_size()
-                if not self.files or (nbytes > room and self.files[-1]):
-                    self.files.append([])
-                    room = self.most
-                room -= nbytes
-                out = _Out(link.source, link, dtype, nbytes)
-                self.files[-1].append(out)
-                self.of_tensor.setdefault(name, []).append((len(self.files) - 1, out))
-        if not self.files:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                self.tensors[name] = tensor
+                told.append(self._told(name, tensor))
+        asked = ("folder", str(self.folder.absolute())), ("max_shard_size", str(self.most))
+        return _Plan(secrets.token_hex(8), asked, tuple(told))
+
+    def _told(self, name: str, tensor: torch.Tensor) -> _Tensor:
+        dtype = describe(tensor, name, rank()).dtype
+        if dtype not in STANDARD:
+            raise CheckpointError(f"{name} is {dtype}, which these files have no name for: cast it first")
+        outs = [
+            _Out(link.source, link, dtype, torch.Size(link.shape).numel() * tensor.element_size())
+            for link in links_of(name, tuple(tensor.shape), self.maps)
+        ]
+        return _Tensor(name, "" if isinstance(tensor, DTensor) else digest(tensor), tuple(outs))
+
+    def arrange(self, plans: Sequence[_Plan]) -> None:
+        """Decide which tensor is in which file, and which of the ranks that have all of a file's writes it.
+
+        Stages of a pipeline have other tensors each. Those of wide elements come first, so that each begins
+        where a program that maps the file can read it in place.
+
+        Raises: CheckpointError: the same on every rank: the ranks, or two tensors, contradict each other.
+        """
+        self.key = plans[0].key
+        known: dict[str, _Tensor] = {}
+        holders: dict[str, tuple[int, ...]] = {}
+        for number, plan in enumerate(plans):
+            for asked, of_first in zip(plan.asked, plans[0].asked, strict=True):
+                _refuse_two(asked[0], asked, of_first)
+            for one in plan.tensors:
+                first = known.setdefault(one.name, one)
+                named_alike = [out.name for out in one.outs] == [out.name for out in first.outs]
+                _refuse_two(one.name if named_alike else "maps", one, first)
+                holders[one.name] = (*holders.get(one.name, ()), number)
+        if not known:
             raise CheckpointError("the model has no tensors, so there is nothing to write")
-        alike = {(n, str(x.shape) if isinstance(x, DTensor) else digest(x)) for n, x in self.tensors.items()}
-        given = {("folder", str(self.folder.absolute())), ("max_shard_size", str(self.most))}
-        given.add(("maps", xxhash.xxh3_128_hexdigest(repr(self.files).encode())))
-        return secrets.token_hex(8), alike | given
+        _refuse_one_name(known)
+        self.order = sorted(known, key=lambda name: -DTYPES[known[name].outs[0].dtype].itemsize)
+        room = 0
+        of_file: tuple[int, ...] = ()
+        for name, out in ((one, out) for one in self.order for out in known[one].outs):
+            if not self.files or holders[name] != of_file or (out.nbytes > room and self.files[-1]):
+                self.files.append([])
+                room, of_file = self.most, holders[name]
+                self.writers.append(of_file[len(self.files) % len(of_file)])
+            room -= out.nbytes
+            self.files[-1].append(out)
+            self.of_tensor.setdefault(name, []).append((len(self.files) - 1, out))
 
     def _named(self, number: int) -> str:
         count = len(self.files)
@@ -143,11 +181,14 @@ class _Export:
 
         A disk that refuses is told at the end: the other ranks gather until then.
         """
-        for name, tensor in self.tensors.items():
+        for name in self.order:
+            tensor = self.tensors.get(name)
+            if tensor is None:  # of another stage
+                continue
             with torch.no_grad():
                 whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
             for number, out in self.of_tensor[name]:
-                if number % world() == rank() and self.error is None:
+                if self.writers[number] == rank() and self.error is None:
                     try:
                         self._write(number, out, whole)
                     except OSError as error:
@@ -200,9 +241,29 @@ class _Export:
         for path in (*map(self._under_way, numbers), *(self.folder / name for name in self.named)):
             with contextlib.suppress(OSError):
                 path.unlink()
+        for made in self.new_folders:
+            with contextlib.suppress(OSError):  # others have put something in it
+                made.rmdir()
 
     def _close(self) -> None:
         for handle in self.handles.values():
             with contextlib.suppress(OSError):
                 os.close(handle)
         self.handles = dict.fromkeys(self.handles, -1)
+
+
+def _refuse_two(name: str, one: object, other: object) -> None:
+    if one != other:
+        raise CheckpointError(f"{name} differs between ranks: make it equal first (broadcast)")
+
+
+def _refuse_one_name(tensors: dict[str, _Tensor]) -> None:
+    """Raises CheckpointError where the maps give two tensors of the model one name in the files."""
+    made_of: dict[str, str] = {}
+    for name, source in ((name, out.name) for name, one in tensors.items() for out in one.outs):
+        if source in made_of:
+            raise CheckpointError(
+                f"the maps call two tensors {source!r}: of {made_of[source]} and of {name}; a file holds one "
+                "of each name"
+            )
+        made_of[source] = name

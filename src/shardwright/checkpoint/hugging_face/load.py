@@ -13,7 +13,7 @@ from shardwright.checkpoint.agree import agreed
 from shardwright.checkpoint.hugging_face.index import INDEX, read_index
 from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of, listed
 from shardwright.checkpoint.model_state import read_model
-from shardwright.checkpoint.pieces import local_of, refuse_unwritable, views
+from shardwright.checkpoint.pieces import local_of, note_written, refuse_unwritable, views
 from shardwright.checkpoint.storage.arena import Arena, room_for, usable_afterwards
 from shardwright.checkpoint.storage.element_types import DTYPES
 from shardwright.checkpoint.storage.manifest import SavedFile, SavedPart, SavedTensor
@@ -145,7 +145,10 @@ class _Loading:
             if link.source not in self.places:
                 yield f"{link.source} is in no file" + ("" if link.source == name else f" (for {name})")
                 continue
-            dtype, shape, _ = self.places[link.source][1]
+            dtype, shape = self.places[link.source][1][:2]
+            if dtype not in DTYPES:
+                yield f"{link.source} has elements of type {dtype}, which are not known here"
+                continue
             scales = [one for end in _SCALES if (one := f"{link.source}{end}") in self.places]
             if shape != link.shape or not _keeps(DTYPES[dtype], mine):
                 there = f"{link.source} is {dtype}{list(shape)} in {self.folder.name}"
@@ -222,6 +225,7 @@ class _Loading:
             for name, staged in self.staged.items():
                 one = self.tensors[name]
                 local_of(self.made.get(id(one), one)).copy_(staged)
+        note_written(self.tensors[name] for name in self.staged)
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:

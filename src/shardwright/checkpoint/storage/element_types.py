@@ -73,9 +73,6 @@ def in_file(name: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
     return (standard, list(shape)) if standard else ("U8", [*shape, ITEMSIZES[name]])
 
 
-def from_file(standard: str) -> str:
-    """Our name of a safetensors dtype. Raises: CheckpointError: an unknown one."""
-    try:
-        return _FROM_STANDARD[standard]
-    except KeyError:
-        raise CheckpointError(f"elements of type {standard!r} are not known here") from None
+def from_file(standard: str) -> str | None:
+    """Our name of a safetensors dtype; None: it is not known here."""
+    return _FROM_STANDARD.get(standard)

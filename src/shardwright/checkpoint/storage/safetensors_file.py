@@ -16,11 +16,15 @@ _MOST = 100_000_000  # of a header, as the format says
 
 
 class Place(NamedTuple):
-    """A tensor of a file: our name of its dtype, its shape, its first byte in the file."""
+    """A tensor of a file: our name of its dtype, its shape, its first byte in the file, how many there are.
+
+    A dtype that is not known here is in quotes, as the file calls it: only whoever asks for it is refused.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     at: int
+    nbytes: int
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Place]]:
@@ -66,20 +70,21 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _place(name: str, entry: dict[str, Any], start: int) -> Place:
-    dtype, shape = from_file(entry["dtype"]), tuple(entry["shape"])
+    written, shape = entry["dtype"], tuple(entry["shape"])
     low, high = entry["data_offsets"]
-    if any(type(n) is not int or n < 0 for n in (*shape, low, high)):
+    sizes = (*shape, low, high, high - low)
+    if type(written) is not str or any(type(n) is not int or n < 0 for n in sizes):
         raise ValueError(f"{name}: sizes that are none")
-    if high - low != prod(shape) * ITEMSIZES[dtype]:
+    dtype = from_file(written)
+    if dtype is not None and high - low != prod(shape) * ITEMSIZES[dtype]:
         raise ValueError(f"{name}: {dtype}{list(shape)} in {high - low} bytes")
-    return Place(dtype, shape, start + low)
+    return Place(dtype or repr(written), shape, start + low, high - low)
 
 
 def _check(places: dict[str, Place], start: int, size: int) -> None:
     for name, place in sorted(places.items(), key=lambda one: one[1].at):
-        nbytes = prod(place.shape) * ITEMSIZES[place.dtype]
-        if nbytes and place.at != start:
+        if place.nbytes and place.at != start:
             raise ValueError(f"{name} begins at byte {place.at}, what is before it ends at {start}")
-        start += nbytes
+        start += place.nbytes
     if start != size:
         raise ValueError(f"{size} bytes, of which {start} are accounted for")
