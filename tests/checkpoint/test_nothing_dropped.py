@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardwright.checkpoint import load, save, step_path, verify
 from shardwright.errors import CheckpointError
@@ -141,3 +142,12 @@ def test_a_module_hears_that_it_was_loaded(tmp_path: Path, in_place: bool) -> No
 def test_a_step_that_is_none_has_no_path(step: Any) -> None:
     with pytest.raises(CheckpointError, match="is no number of steps"):
         step_path("run", step)
+
+
+def test_extra_state_inside_a_wrapper_of_torch_s(tmp_path: Path) -> None:
+    """The wrapper leaves its own name out of what it saves."""
+    model = nn.Sequential(checkpoint_wrapper(Keeping(3)))
+    save(tmp_path / "c", model)
+    other = nn.Sequential(checkpoint_wrapper(Keeping(0)))
+    load(tmp_path / "c", other)
+    assert other[0].kept == 3

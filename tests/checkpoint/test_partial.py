@@ -190,3 +190,13 @@ def test_what_is_no_path_is_refused(path: Any) -> None:
     for take in (save, load, latest):
         with pytest.raises(CheckpointError, match="is no path: give a text, a Path, or an address"):
             take(path)
+
+
+def test_a_name_is_a_pattern_of_itself(tmp_path: Path) -> None:
+    """Brackets in it were read as a set of letters."""
+    model = nn.ModuleDict({"a[0]": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    save(tmp_path / "c", model)
+    other = nn.ModuleDict({"a[0]": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    load(tmp_path / "c", other, only="model/a[0].weight")
+    assert torch.equal(other["a[0]"].weight, model["a[0]"].weight)
+    assert not torch.equal(other["a[0]"].bias, model["a[0]"].bias)

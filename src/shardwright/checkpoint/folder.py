@@ -20,7 +20,7 @@ from shardwright.checkpoint.storage.place import Address, Place, at_home, place_
 from shardwright.checkpoint.storage.stores.of import store_of
 from shardwright.errors import CheckpointError, refuse_no_number
 
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-([0-9]{8,})")
 _OLD_PARTIAL = ".partial"  # how the first format called what it had not finished
 NEWEST = "newest"
 

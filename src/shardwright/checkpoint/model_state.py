@@ -10,7 +10,8 @@ from torch import nn
 
 from shardwright.errors import CheckpointError
 
-_COMPILED = "_orig_mod"
+# What torch.compile and torch's wrapper of activation checkpointing put into names.
+_OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 EXTRA = "_extra_state"
 
 
@@ -40,10 +41,10 @@ def read_model(model: nn.Module) -> ModelState:
         raise CheckpointError(f"a {type(model).__name__} is no module: give the model itself")
     entries: dict[str, Any] = {}
     for given, one in model.state_dict(keep_vars=True).items():
-        if entries.setdefault(_uncompiled(given), one) is not one:
+        if entries.setdefault(_unwrapped(given), one) is not one:
             raise CheckpointError(
-                f"two entries of the model are called {_uncompiled(given)!r} without {_COMPILED!r}, which "
-                "torch.compile puts into names: give one of them another name"
+                f"two entries of the model are called {_unwrapped(given)!r} without what torch's wrappers "
+                f"put into names ({', '.join(_OF_WRAPPERS)}): give one of them another name"
             )
     objects = _modules_with_objects(model)
     live = {id(one) for one in (*model.parameters(), *model.buffers())}
@@ -75,15 +76,15 @@ def _tied_names(name: str, tensor: torch.Tensor) -> tuple[str, ...]:
     return tuple(f"{prefix}{each}" for each in tied)
 
 
-def _uncompiled(name: str) -> str:
-    """A name without the parts that `torch.compile` adds: whole parts only."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+def _unwrapped(name: str) -> str:
+    """A name without the parts that torch's wrappers add: whole parts only."""
+    return ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS)
 
 
 def _modules_with_objects(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that override `get_extra_state`, by the names that torch gives that state: each that it has."""
     return {
-        _uncompiled(f"{name}.{EXTRA}".removeprefix(".")): module
+        _unwrapped(f"{name}.{EXTRA}".removeprefix(".")): module
         for name, module in model.named_modules(remove_duplicate=False)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }

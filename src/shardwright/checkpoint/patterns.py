@@ -26,7 +26,7 @@ class Patterns:
         """Whether a tensor or a value with this path is loaded."""
         if self.everything:
             return True
-        fits = {pattern for pattern in self.all if fnmatchcase(path, pattern)}
+        fits = {pattern for pattern in self.all if path == pattern or fnmatchcase(path, pattern)}
         self.fitted |= fits
         return bool(fits)
 

@@ -25,7 +25,7 @@ from shardwright.checkpoint.storage.stores.store import Store
 from shardwright.errors import CheckpointError
 
 _ID = r"([0-9a-f]{16})"
-DATA = re.compile(rf"data-{_ID}-\d{{5,}}-\d{{3,}}\.safetensors")
+DATA = re.compile(rf"data-{_ID}-[0-9]{{5,}}-[0-9]{{3,}}\.safetensors")
 SAVING = re.compile(rf"saving-{_ID}\.json")
 REMOVING = re.compile(rf"removing-{_ID}\.json")
 _REPLACED = re.compile(rf"{DATA.pattern}|{legacy.FILES.pattern}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+FILES = re.compile(r"__[0-9]+_[0-9]+\.distcp|\.metadata")
 
 
 def manifest_of(text: bytes) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from shardwright.errors import CheckpointError
 from shardwright.remember import remembered
 
 _MOST_DIMS = 64
-_FILE = re.compile(r"data-([0-9a-f]{16})-\d{5,}-\d{3,}\.safetensors")
+_FILE = re.compile(r"data-([0-9a-f]{16})-[0-9]{5,}-[0-9]{3,}\.safetensors")
 
 
 @remembered(4096)
