@@ -9,6 +9,7 @@ import torch
 from shardwright.compat import saves_for_hugging_face
 from shardwright.errors import LayoutError
 from shardwright.index.boxes import Chunk, chunks_of
+from shardwright.index.region import Box
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -27,10 +28,17 @@ def refuse_pending(layout: Layout) -> None:
 def _chunks(spec: Spec) -> tuple[Chunk, ...]:
     """The boxes that this rank holds, with their places in the local tensor.
 
+    Of a tensor without elements every rank has the whole, for torch knows nothing of a tensor without boxes.
+
     Raises: LayoutError: the tensor is not finished.
     """
     refuse_pending(spec.layout)
-    return () if spec.coords is None else chunks_of(spec.layout.region(spec.coords))
+    if spec.coords is None:
+        return ()
+    shape = tuple(spec.layout.shape)
+    if 0 in shape:
+        return (Chunk(Box((0,) * len(shape), shape), None, 0),)
+    return chunks_of(spec.layout.region(spec.coords))
 
 
 def chunk_list(spec: Spec) -> list[ChunkStorageMetadata]:

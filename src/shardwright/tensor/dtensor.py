@@ -312,6 +312,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         return twin
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        up_to_date(self)
         return _rebuild, (self._local_tensor.detach(), self._spec, self.requires_grad, _attributes(self))
 
     # -- protocol: torch's distributed checkpoint -------------------------------------------------------

@@ -20,7 +20,15 @@ from shardwright.tensor.dtensor import DTensor, above
 from shardwright.tensor.localized import LocalizedDTensor, compute_view
 from shardwright.tensor.modules.replaced import refuse_replaced
 from shardwright.tensor.optimizer_gradients import bring_gradients, give_back
-from shardwright.tensor.plain import backward, boundary, made_gradients, own_terms, packed_sequences, set_data
+from shardwright.tensor.plain import (
+    backward,
+    boundary,
+    made_gradients,
+    own_terms,
+    packed_sequences,
+    set_data,
+    shared_memory,
+)
 from shardwright.tensor.plain.host_reads import OWN as HOST
 from shardwright.tensor.random import full
 from shardwright.tensor.safe_globals import allow_safe_loading
@@ -33,6 +41,7 @@ OWN: tuple[dict[Any, boundary.Own], ...] = (
     strided.OWN,
     made_gradients.OWN,
     set_data.OWN,
+    shared_memory.OWN,
     HOST,
     backward.OWN,
     packed_sequences.OWN,

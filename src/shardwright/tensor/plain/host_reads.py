@@ -67,7 +67,12 @@ def applied(_: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     return x.copy_(as_replicated(_finished(x).clone().apply_(function, **kwargs), x.device_mesh))
 
 
-OWN: dict[Any, Any] = {torch.Tensor.apply_: applied}
+def exported(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
+    """`x.__dlpack__()`: other libraries read memory, and a distributed tensor has none of its own."""
+    return func(_finished(args[0]), *args[1:], **kwargs)
+
+
+OWN: dict[Any, Any] = {torch.Tensor.apply_: applied, torch.Tensor.__dlpack__: exported}
 
 
 def _of_no_graph(value: Any) -> Any:

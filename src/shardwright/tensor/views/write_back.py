@@ -88,6 +88,12 @@ def replace(known: DTensor, by: DTensor) -> None:
         origins[by] = origins.pop(known)
 
 
+def is_copy(view: torch.Tensor) -> bool:
+    """Does its local tensor not share the memory of what it is a view of?"""
+    origin = origins.get(view) if origins.data else None
+    return origin is not None and (origin.copied or is_copy(origin.base))
+
+
 def around(route: Call, func: Op, args: Args, kwargs: Kwargs) -> Any:
     """One op while such views are alive: stale ones are derived again first, written ones go back after."""
     for value in tree_leaves((args, dict(kwargs))):
