@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from shardwright.checkpoint import load_hf, save_hf
+from shardwright.checkpoint import load_hf, rename, save_hf
 from shardwright.errors import CheckpointError
-from shardwright.parallel import parallelize_fsdp, parallelize_pipeline
+from shardwright.parallel import parallelize_fsdp, parallelize_pipeline, parallelize_replicate
 from shardwright.testing import rank_mesh
 
 Ranks = Callable[..., list[Any]]
@@ -75,3 +76,33 @@ def test_a_type_of_elements_that_is_not_known_stops_only_whoever_asks_for_it(tmp
     model.register_buffer("scale", torch.zeros(3))
     with pytest.raises(CheckpointError, match="scale has elements of type 'F8_E8M0', which are not known"):
         load_hf(model, tmp_path / "out")
+
+
+def export_drifted(folder: Path) -> str:
+    """Copies of one parameter that are not alike: the file had those of whichever rank wrote it."""
+    mesh = rank_mesh((2,), ("dp",))
+    model = parallelize_replicate(nn.Linear(2, 2), mesh)
+    with torch.no_grad():
+        model.bias.to_local().fill_(dist.get_rank())
+    with pytest.raises(CheckpointError, match="bias differs between ranks") as error:
+        save_hf(model, folder)
+    return str(error.value)
+
+
+def load_by_other_maps(folder: Path) -> str:
+    model = parallelize_replicate(nn.Linear(2, 2), rank_mesh((2,), ("dp",)))
+    before = model.weight.to_local().clone()
+    with pytest.raises(CheckpointError, match="makes weight of other tensors on some ranks") as error:
+        load_hf(model, folder, maps=rename("weight", "ab"[dist.get_rank()]))
+    assert torch.equal(model.weight.to_local(), before)
+    return str(error.value)
+
+
+def test_copies_are_alike_and_so_are_maps(ranks: Ranks, tmp_path: Path) -> None:
+    assert len(set(ranks(2, export_drifted, tmp_path / "out"))) == 1
+    assert not (tmp_path / "out").exists()
+    model = nn.Module()
+    for name, shape in (("a", (2, 2)), ("b", (2, 2)), ("bias", (2,))):
+        model.register_buffer(name, torch.randn(shape))
+    save_hf(model, tmp_path / "in")
+    assert len(set(ranks(2, load_by_other_maps, tmp_path / "in"))) == 1

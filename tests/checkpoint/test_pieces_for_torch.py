@@ -199,3 +199,26 @@ def _placements_elsewhere() -> None:
 
 def test_placements_of_a_tensor_know_its_order(ranks: Callable[..., list[Any]]) -> None:
     ranks(6, _placements_elsewhere)
+
+
+def saved_without_elements(folder: Path) -> None:
+    """torch's writer left such a tensor out, and its reader missed it."""
+    mesh = rank_mesh((2,), ("x",))
+    for shape in ((2, 0), (0, 3), (0,)):
+        for number, placement in enumerate((sw.Shard(0), sw.Replicate(), sw.ZigZag(0))):
+            state = {
+                "none": sw.distribute_tensor(torch.zeros(shape), mesh, [placement]),
+                "some": sw.distribute_tensor(torch.ones(4), mesh, [sw.Shard(0)]),
+            }
+            at = folder / f"{len(shape)}-{shape[0]}-{number}"
+            dcp.save(state, checkpoint_id=at)
+            state["some"] = sw.distribute_tensor(torch.zeros(4), mesh, [sw.Shard(0)])
+            dcp.load(state, checkpoint_id=at)
+            assert state["none"].shape == shape
+            assert torch.equal(state["some"].full_tensor(), torch.ones(4))
+
+
+def test_tensors_without_elements_go_through_torchs_checkpoints(
+    ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    ranks(2, saved_without_elements, tmp_path)

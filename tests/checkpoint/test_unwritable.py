@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,32 @@ def test_nothing_is_loaded_into_a_sum_that_is_pending(ranks: Callable[..., Any],
     for said in ranks(2, loads_into_pending, tmp_path):
         for text in said:
             assert "is not finished: reduce it first" in text, said
+
+
+def copied_views(folder: Path) -> None:
+    """What was saved of such a view was old, and what was loaded into it never reached its base."""
+    mesh = rank_mesh((2,), ("a",))
+    x = sw.distribute_tensor(torch.zeros(2, 3), mesh, [sw.Ragged((1, 2), (0, 1))])
+    view, shared = x[:, ::2], x[:, :]
+    x.add_(1)
+    copied = r"x is a view whose part on this rank is a copy of what it shows"
+    with pytest.raises(CheckpointError, match=copied):
+        save(folder / "c", x=view)
+    with pytest.raises(CheckpointError, match=copied):
+        save(folder / "c", x=view[:1])
+    save(folder / "c", x=view.clone(), y=shared)
+    with pytest.raises(CheckpointError, match=copied):
+        load(folder / "c", x=view, y=shared)
+    kept = pickle.loads(pickle.dumps(x[:, ::2]))
+    assert torch.equal(kept.full_tensor(), torch.ones(2, 2))
+    x.zero_()
+    assert torch.equal(pickle.loads(pickle.dumps(view)).full_tensor(), torch.zeros(2, 2))
+    into = torch.zeros(2, 2)
+    load(folder / "c", x=into, y=shared)
+    assert torch.equal(into, torch.ones(2, 2))
+    assert torch.equal(x.full_tensor(), torch.ones(2, 3))
+    assert torch.equal(view.full_tensor(), torch.ones(2, 2))
+
+
+def test_views_that_had_to_copy_are_refused(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    ranks(2, copied_views, tmp_path)

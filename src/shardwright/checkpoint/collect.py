@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.agree import rank as this_rank
 from shardwright.checkpoint.agree import world
@@ -44,6 +45,7 @@ class Collected:
     optimizers: dict[str, OptimizerPart] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
 
     def keep(self, key: str, tensor: torch.Tensor) -> None:
         """Take a tensor. Raises: CheckpointError: there is another one of this name."""
@@ -53,7 +55,15 @@ class Collected:
         self.tensors[key] = tensor
 
     def keep_of_value(self, key: str, tensor: torch.Tensor) -> str:
-        """Take a tensor that a value names; its key: another one where two places of a value read alike."""
+        """Take a tensor that a value names; its key: another one where two places of a value read alike.
+
+        Where there are more ranks, each has values of its own: a plain tensor is called by what is in it too,
+        so that it is one tensor on those ranks that have the same.
+        """
+        if not isinstance(tensor, DTensor) and world() > 1:
+            found = digest(tensor)
+            key = f"{key}@{found[:16]}"
+            self.digests[key] = found
         while key in self.tensors or key in self.ties:
             key += "~"
         self.tensors[key] = tensor
@@ -94,7 +104,7 @@ class Collected:
             # A plain tensor is on no mesh at all.
             if held[key].boxes and (len(held[key].ranks) < ranks or is_copied(tensor))
         }
-        return held, {key: digest(tensor) for key, tensor in apart.items()}
+        return held, {key: self.digests.get(key) or digest(tensor) for key, tensor in apart.items()}
 
 
 def collect(nodes: list[Node], extra: Any, *, first_rank: bool) -> Collected:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from shardwright.checkpoint.storage.manifest import Manifest
 from shardwright.checkpoint.storage.place import Place
+from shardwright.checkpoint.storage.values import kept_in
 from shardwright.errors import CheckpointError
 
 _SHOWN = 3
@@ -60,10 +61,11 @@ def _tensors(
 ) -> list[str]:
     saved = manifest.tensors
     below = tuple(f"{root}/" for root in roots)
-    # Large tensors of an extra state are called by its path, and what stands in it.
-    valued = tuple(f"{path}/" for path in manifest.values if path.startswith(below))
     names = [name for name in (*saved, *manifest.ties) if name.startswith(below) and wanted(name)]
-    names = [name for name in names if not f"{name.rstrip('~')}/".startswith(valued)]
+    # Large tensors of an extra state are no tensors of the model.
+    valued = [value for path, value in manifest.values.items() if path.startswith(below)]
+    of_values = {key for key, _ in kept_in(valued)}
+    names = [name for name in names if name not in of_values]
     found = [f"{name} is not in the model" for name in names if name not in here and name not in ties]
     for name, (dtype, shape) in here.items():
         theirs = saved.get(manifest.ties.get(name, name))

@@ -18,6 +18,7 @@ from shardwright.index.region import Box
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of
 from shardwright.remember import remembered
+from shardwright.tensor.views.write_back import is_copy
 
 Shape = tuple[int, ...]
 Cell = tuple[Shape, Shape]  # offset and size
@@ -65,6 +66,7 @@ def describe(tensor: torch.Tensor, key: str, rank: int) -> Held:
         whole: tuple[Cell, ...] = (((0,) * len(shape), shape),) if tensor.numel() else ()
         return Held(name_of(tensor.dtype), shape, None, whole)
     _refuse_pending(tensor, key)
+    _refuse_copied_view(tensor, key)
     held = _held(layout_of(tensor), rank)
     if held.boxes:
         refuse_without_data(local_of(tensor), key)
@@ -86,6 +88,14 @@ def is_copied(tensor: torch.Tensor) -> bool:
 @remembered(4096)
 def _is_copied(layout: Layout) -> bool:
     return any(n > 1 and not p.is_partition for n, p in zip(layout.sizes, layout.placements, strict=True))
+
+
+def _refuse_copied_view(tensor: torch.Tensor, key: str) -> None:
+    if isinstance(tensor, DTensor) and is_copy(tensor):
+        raise CheckpointError(
+            f"{key} is a view whose part on this rank is a copy of what it shows, since its base is cut "
+            "across it: give the base, or save its clone()"
+        )
 
 
 def _refuse_pending(tensor: torch.Tensor, key: str) -> None:
@@ -125,6 +135,7 @@ def refuse_unwritable(tensor: torch.Tensor, key: str, *, made: bool = False) -> 
     Args: made: its memory is yet to be made.
     """
     _refuse_pending(tensor, key)
+    _refuse_copied_view(tensor, key)
     local = local_of(tensor)
     if not made:
         refuse_without_data(local, key)

@@ -13,19 +13,33 @@ from shardwright.context.randomness import go_on_undivided, undivided
 from shardwright.errors import CheckpointError
 
 KEY = "rng"
+_USUAL = "MT19937"
 
 
 def read_rng() -> dict[str, Any]:
     """The generators that this process uses: torch's (CPU, and CUDA once it is in use), Python's, numpy's."""
     version, words, gauss = random.getstate()
-    name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002  the global one
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if _cuda_in_use() else None,
         "python": (version, np.array(words, dtype=np.uint32), gauss),
-        "numpy": (str(name), np.array(keys), int(place), int(has_gauss), float(cached)),
+        "numpy": _numpys(),
         "undivided": undivided(),
     }
+
+
+def _numpys() -> Any:
+    """The state of numpy's global generator; a dict where it is none of the usual kind."""
+    state = np.random.get_state(legacy=False)  # noqa: NPY002  the global one
+    if _kind_of(state) != _USUAL:
+        return state
+    twister = state["state"]
+    gauss = int(state["has_gauss"]), float(state["gauss"])
+    return _USUAL, np.array(twister["key"]), int(twister["pos"]), *gauss
+
+
+def _kind_of(state: Any) -> str:
+    return str(state["bit_generator"] if isinstance(state, dict) else state[0])
 
 
 def check_rng(state: Any) -> None:
@@ -34,7 +48,10 @@ def check_rng(state: Any) -> None:
         torch.Generator("cpu").set_state(state["torch"])
         version, words, gauss = state["python"]
         random.Random().setstate((version, tuple(int(word) for word in words), gauss))
-        np.random.RandomState().set_state(state["numpy"])
+        was, here = _kind_of(state["numpy"]), _kind_of(_numpys())
+        if was != here:
+            raise TypeError(f"numpy's generator was a {was} and is a {here} here")
+        np.random.RandomState(getattr(np.random, here)()).set_state(state["numpy"])
         if state["cuda"] is not None and not isinstance(state["cuda"], torch.Tensor):
             raise TypeError("cuda's is no tensor")
         if type(state.get("undivided")) not in (int, NoneType):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from shardwright.checkpoint.optimizer_state import (
 from shardwright.checkpoint.state import Kind, Node
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
 from shardwright.checkpoint.storage.manifest import Manifest
-from shardwright.checkpoint.storage.values import decode
+from shardwright.checkpoint.storage.values import decode, kept_in
 from shardwright.errors import CheckpointError
 
 _TAG = "$"
@@ -160,25 +160,6 @@ def _kept(
             raise CheckpointError(f"{key} is {saved}, and there is no tensor like it here to say how it lies")
         else:
             found.fresh[key] = torch.empty(saved.shape, dtype=DTYPES[saved.dtype], device="cpu")
-
-
-def kept_in(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The keys of tensors that a value (as JSON) names, and where in it they stand."""
-    if isinstance(value, list):
-        for at, one in enumerate(value):
-            yield from kept_in(one, (*place, at))
-    elif isinstance(value, dict):
-        tag = value.get(_TAG)
-        if tag is None:
-            for name, one in value.items():
-                yield from kept_in(one, (*place, name))
-        elif tag == "kept":
-            yield str(value.get("v")), place
-        elif tag in ("dict", "ordered", "counter"):
-            for pair in value.get("v", ()):
-                yield from kept_in(pair[1], (*place, pair[0]))
-        elif isinstance(value.get("v"), list):
-            yield from kept_in(value["v"], place)
 
 
 def _at(value: Any, place: tuple[Any, ...]) -> Any:

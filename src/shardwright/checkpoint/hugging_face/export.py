@@ -8,18 +8,18 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.agree import agreed, rank
+from shardwright.checkpoint.agree import agreed, rank, world
 from shardwright.checkpoint.collect import digest
 from shardwright.checkpoint.hugging_face.index import INDEX, SINGLE
 from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of, listed
 from shardwright.checkpoint.model_state import read_model
-from shardwright.checkpoint.pieces import describe
+from shardwright.checkpoint.pieces import describe, is_copied
 from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.element_types import DTYPES, STANDARD
 from shardwright.checkpoint.storage.place import folder_of
@@ -77,19 +77,22 @@ def save_hf(
 
 
 class _Tensor(NamedTuple):
-    """A tensor of a rank's model: what must be the same on all ranks that have it, and what is written."""
+    """A tensor of a rank's model, and what of it is written."""
 
     name: str
-    alike: str
     outs: tuple[_Out, ...]
 
 
 class _Plan(NamedTuple):
-    """What one rank has to export, in its order; what was asked for."""
+    """What one rank has to export, in its order; what was asked for.
+
+    copies: (name, boxes) -> a digest, of what other ranks may hold too.
+    """
 
     key: str
     asked: tuple[tuple[str, str], ...]
     tensors: tuple[_Tensor, ...]
+    copies: dict[tuple[str, Any], str]
 
 
 class _Export:
@@ -117,23 +120,26 @@ class _Export:
             )
         seen: set[int] = set()
         told: list[_Tensor] = []
+        copies: dict[tuple[str, Any], str] = {}
         for name, tensor in read_model(self.model).tensors.items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 self.tensors[name] = tensor
-                told.append(self._told(name, tensor))
+                held = describe(tensor, name, rank())
+                told.append(self._told(name, tensor, held.dtype))
+                if held.boxes and world() > 1 and (held.layout is None or is_copied(tensor)):
+                    copies[name, held.boxes] = digest(tensor)
         asked = ("folder", str(self.folder.absolute())), ("max_shard_size", str(self.most))
-        return _Plan(secrets.token_hex(8), asked, tuple(told))
+        return _Plan(secrets.token_hex(8), asked, tuple(told), copies)
 
-    def _told(self, name: str, tensor: torch.Tensor) -> _Tensor:
-        dtype = describe(tensor, name, rank()).dtype
+    def _told(self, name: str, tensor: torch.Tensor, dtype: str) -> _Tensor:
         if dtype not in STANDARD:
             raise CheckpointError(f"{name} is {dtype}, which these files have no name for: cast it first")
         outs = [
             _Out(link.source, link, dtype, torch.Size(link.shape).numel() * tensor.element_size())
             for link in links_of(name, tuple(tensor.shape), self.maps)
         ]
-        return _Tensor(name, "" if isinstance(tensor, DTensor) else digest(tensor), tuple(outs))
+        return _Tensor(name, tuple(outs))
 
     def arrange(self, plans: Sequence[_Plan]) -> None:
         """Decide which tensor is in which file, and which of the ranks that have all of a file's writes it.
@@ -146,6 +152,7 @@ class _Export:
         self.key = plans[0].key
         known: dict[str, _Tensor] = {}
         holders: dict[str, tuple[int, ...]] = {}
+        copies: dict[tuple[str, Any], str] = {}
         for number, plan in enumerate(plans):
             for asked, of_first in zip(plan.asked, plans[0].asked, strict=True):
                 _refuse_two(asked[0], asked, of_first)
@@ -154,6 +161,8 @@ class _Export:
                 named_alike = [out.name for out in one.outs] == [out.name for out in first.outs]
                 _refuse_two(one.name if named_alike else "maps", one, first)
                 holders[one.name] = (*holders.get(one.name, ()), number)
+            for which, digested in plan.copies.items():
+                _refuse_two(which[0], digested, copies.setdefault(which, digested))
         if not known:
             raise CheckpointError("the model has no tensors, so there is nothing to write")
         _refuse_one_name(known)

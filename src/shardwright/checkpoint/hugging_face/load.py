@@ -62,14 +62,16 @@ def load_hf(
     """
     made: list[_Loading] = []
 
-    def first() -> None:
+    def first() -> dict[str, list[Link]]:
         there = folder_of(folder)
         made.append(_Loading(model, there, listed(maps), torch.device(device), dict(buffers or {})))
         made[0].compare()
+        return made[0].links
 
-    agreed(f"importing {folder}", first)
+    told = agreed(f"importing {folder}", first)
     loading = made[0]
     try:
+        _refuse_other_links(told)
         with usable_afterwards():
             agreed(f"importing {folder}", loading.read)
     finally:
@@ -226,6 +228,15 @@ class _Loading:
                 one = self.tensors[name]
                 local_of(self.made.get(id(one), one)).copy_(staged)
         note_written(self.tensors[name] for name in self.staged)
+
+
+def _refuse_other_links(told: Sequence[Mapping[str, list[Link]]]) -> None:
+    """Raises CheckpointError, the same on every rank, where maps make one tensor of others on some rank."""
+    known: dict[str, list[Link]] = {}
+    for links in told:
+        for name, one in links.items():
+            if known.setdefault(name, one) != one:
+                raise CheckpointError(f"maps= makes {name} of other tensors on some ranks than on others")
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:

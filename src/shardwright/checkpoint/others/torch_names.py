@@ -13,8 +13,7 @@ from typing import Any
 from shardwright.checkpoint.collect import RANKS, Part, optimizers_of, values_of
 from shardwright.checkpoint.optimizer_state import OWN
 from shardwright.checkpoint.rng_state import KEY as RNG
-from shardwright.checkpoint.storage.values import decode
-from shardwright.checkpoint.targets import kept_in
+from shardwright.checkpoint.storage.values import decode, kept_in
 from shardwright.errors import CheckpointError
 
 _PARAMS = "params"

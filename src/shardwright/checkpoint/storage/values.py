@@ -10,7 +10,7 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -113,6 +113,25 @@ def _encode_many(value: Any, where: str, keep: Keep | None, depth: int) -> Any:
         return {_TAG: "deque", "v": items, "most": value.maxlen}
     name = "size" if type(value) is torch.Size else type(value).__name__
     return items if type(value) is list else {_TAG: name, "v": items}
+
+
+def kept_in(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The keys of tensors that a value (as JSON) names, and where in it they stand."""
+    if isinstance(value, list):
+        for at, one in enumerate(value):
+            yield from kept_in(one, (*place, at))
+    elif isinstance(value, dict):
+        tag = value.get(_TAG)
+        if tag is None:
+            for name, one in value.items():
+                yield from kept_in(one, (*place, name))
+        elif tag == "kept":
+            yield str(value.get("v")), place
+        elif tag in ("dict", "ordered", "counter"):
+            for pair in value.get("v", ()):
+                yield from kept_in(pair[1], (*place, pair[0]))
+        elif isinstance(value.get("v"), list | dict):  # a dict: of each rank one
+            yield from kept_in(value["v"], place)
 
 
 def canonical(value: Any) -> str:
