@@ -23,6 +23,18 @@ def test_the_dim_of_a_batch_is_named():
     assert [kwargs["places"][0].tolist() for _, kwargs, _ in parts] == [[0], [1], [2], [3]]
 
 
+def test_a_named_dim_may_have_several_elements_for_each_row():
+    """Patches of the images of all rows, one row's after another's; the rows are counted elsewhere."""
+    patches, words = torch.arange(12).view(12, 1), torch.arange(4).view(4, 1)
+    given = {"patches": patches, "words": words}
+    parts = micro_batches((), given, None, 2, {"patches": 0})
+    assert [kwargs["patches"].flatten().tolist() for _, kwargs, _ in parts] == [[*range(6)], [*range(6, 12)]]
+    assert [kwargs["words"].flatten().tolist() for _, kwargs, _ in parts] == [[0, 1], [2, 3]]
+    for wrong, dims in ((patches, {}), (patches[:10], {"patches": 0})):
+        with pytest.raises(ParallelError, match=r"beside a batch of (4|12) rows"):
+            micro_batches((), {**given, "patches": wrong}, None, 2, dims)
+
+
 def test_a_batch_of_one_row_is_one_micro_batch():
     ((args, _, _),) = micro_batches((torch.zeros(1, 2),), {}, None, 1, {})
     assert args[0].shape == (1, 2)

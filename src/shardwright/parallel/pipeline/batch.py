@@ -24,16 +24,17 @@ def micro_batches(
 
     The batch is dim 0 of the first tensor; tensors whose dim 0 is as long are cut, those with one row and
     those without dims are handed to all. `dims` says otherwise by name: the dim of the batch, None for whole.
+    A dim that is named may have several elements for each row, one row after another (patches of images).
     Raises: ParallelError: `n` does not divide the batch, or a tensor has another number of rows.
     """
     flat, tree = tree_flatten((args, kwargs, target))
     named = _dims_of(args, kwargs, target, dims)
     lengths = [
-        x.shape[_place(x, d)]
+        (isinstance(d, int), x.shape[_place(x, d)])
         for x, d in zip(flat, named, strict=True)
         if isinstance(x, Tensor) and x.ndim > 0 and d is not None
     ]
-    rows = next((length for length in lengths if length != 1), 1)  # one row may stand for all
+    rows = _rows(lengths)
     if not lengths:
         raise ParallelError("pipeline: no tensor among the arguments has rows that could be cut")
     if n < 1 or rows % n:
@@ -44,6 +45,13 @@ def micro_batches(
         )
     parts = [_cut(x, d, rows, n) for x, d in zip(flat, named, strict=True)]
     return [tree_unflatten([part[i] for part in parts], tree) for i in range(n)]
+
+
+def _rows(lengths: list[tuple[bool, int]]) -> int:
+    """Of the batch: by the first length of a dim that nobody named, for one that was may have more."""
+    many = [(named, length) for named, length in lengths if length != 1]  # one row may stand for all
+    unnamed = [length for named, length in many if not named]
+    return unnamed[0] if unnamed else min((length for _, length in many), default=1)
 
 
 def _place(x: Tensor, dim: Dim) -> int:
@@ -70,10 +78,11 @@ def _cut(x: Any, dim: Dim, rows: int, n: int) -> list[Any]:
     if not isinstance(x, Tensor) or x.ndim == 0 or dim is None or (dim == _ASK and x.shape[0] == 1):
         return [x] * n
     at = _place(x, dim)
-    if x.shape[at] != rows:
+    if x.shape[at] != rows and not (isinstance(dim, int) and rows and x.shape[at] % rows == 0):
         raise ParallelError(
             f"pipeline: a tensor of shape {tuple(x.shape)} beside a batch of {rows} rows; name the dim of "
-            "its batch with batch_dims={argument: dim}, or None for what every micro-batch is handed whole"
+            "its batch (it may have several elements for each row) with batch_dims={argument: dim}, or None "
+            "for what every micro-batch is handed whole"
         )
     return list(x.chunk(n, dim=at))
 

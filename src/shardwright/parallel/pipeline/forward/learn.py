@@ -113,7 +113,7 @@ def _stage(
         finally:
             forget_forwards(model)
             aside.put_back()
-        _check_asked(stage, asked, needs, known)
+        _check_asked(stage, asked, needs, known, split)
         needs |= asked
 
 
@@ -152,14 +152,16 @@ def _told(run: Run, needs: frozenset[Value], aside: Aside, split: Split) -> Told
 
 
 def _check_asked(
-    stage: int, asked: frozenset[Value], needs: frozenset[Value], known: Mapping[Call, Any]
+    stage: int, asked: frozenset[Value], needs: frozenset[Value], known: Mapping[Call, Any], split: Split
 ) -> None:
     for value in sorted(asked):
         if value.call not in known:
             name = value.call.key
+            part, every = split.part_of(name) or name, tuple(range(split.stages))
             raise ParallelError(
                 f"{name} is held by another stage, and the model's own code uses it in stage {stage}\n"
-                f"  fix: parallelize_pipeline(..., stages={{{name!r}: {stage}}}), or both stages in a tuple"
+                f"  fix: parallelize_pipeline(..., stages={{{part!r}: {every}}}), or {stage} alone if no other "
+                "stage uses it"
             )
     if asked <= needs:
         raise ParallelError(f"it asks again for {sorted(asked)}, which it was given")
