@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
-from shardwright.checkpoint import load, save
+from shardwright.checkpoint import load, read_manifest, save
 from shardwright.grads import GradientSynchronizer
-from shardwright.parallel import Pipeline
+from shardwright.parallel import Pipeline, parallelize_pipeline
+from shardwright.testing import rank_mesh
 from shardwright.testing.rank_device import here
 from tests.pipeline.models import arguments, batch, loss_sum, make
 from tests.pipeline.ranks import Case, place, whole
@@ -94,3 +96,52 @@ def test_a_pipeline_goes_on_from_one_device(ranks, tmp_path, name):
     ranks(1, _saved_alone, name, tmp_path / "a")
     case = Case(name, {"pp": 2}, micro=2)
     _assert_same(ranks(2, _trained, case, [2, 3], None, tmp_path / "a"), _alone(name, [0, 1, 2, 3]))
+
+
+class Read(nn.Module):
+    """Layers behind an embedding, and the way back to words by its weight."""
+
+    def __init__(self, embed):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.embed = nn.Linear(8, 20, bias=False)
+        self.embed.weight = embed.weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.embed(x)
+
+
+class Alike(nn.Module):
+    """One weight with two names, of which one ends as the other."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(20, 8)
+        self.decoder = Read(self.embed)
+
+    def forward(self, tokens):
+        return self.decoder(self.embed(tokens))
+
+
+def _kept_alike(folder, seed, cut):
+    model = Alike(seed)
+    if cut:
+        parallelize_pipeline(model, rank_mesh((2,), ("pp",)), [cut])
+    if seed == 0:
+        save(folder, model)
+    else:
+        load(folder, model)
+    wanted = Alike(0).state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+    return sorted(read_manifest(folder).ties)
+
+
+def test_a_tied_weight_may_be_called_as_another_name_ends(ranks, tmp_path):
+    """A false tie was saved, with which nothing could load the checkpoint."""
+    ties = ranks(2, _kept_alike, tmp_path / "c", 0, "decoder.layers.2")
+    assert ties == [["model/decoder.embed.weight"]] * 2
+    for cut in ("decoder.layers.2", "decoder.layers.1", None):
+        ranks(2, _kept_alike, tmp_path / "c", 3, cut)

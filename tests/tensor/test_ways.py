@@ -76,7 +76,9 @@ def test_a_way_is_added_by_one_row_and_taken_out_again(ranks, check):
 
 
 def test_a_way_that_is_not_there_is_named_with_those_that_are():
-    with pytest.raises(RuleError, match=r"there is no way 'sideways'; the ways are host value, .*, rule"):
+    with pytest.raises(
+        RuleError, match=r"there is no way 'sideways'; the ways are collective by hand, .*, rule"
+    ):
         add_way(Way("mine"), before="sideways")
     with pytest.raises(RuleError, match="there is no way 'mine'"):
         remove_way("mine")

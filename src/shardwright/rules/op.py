@@ -22,6 +22,11 @@ def copies(op: Op) -> bool:
     return not said and op._schema.name not in _VIEWS_UNSAID
 
 
+def is_collective(op: Op) -> bool:
+    """Is it an op of a process group, which writes what it is given and does not say so?"""
+    return bool(op.namespace == "c10d")
+
+
 @remembered(4096)
 def is_view(op: Op) -> bool:
     """Do the op's results alias its first argument, which it does not write?"""

@@ -44,7 +44,8 @@ def save_hf(
     """Write a model's tensors as safetensors files with an index, as `save_pretrained` does.
 
     A collective over the world. Tied tensors are written once, by their first name. The configuration is not
-    written: `model.config.save_pretrained(folder)` does.
+    written: `model.config.save_pretrained(folder)` does, after `model.config.dtype = model.dtype` (as which
+    `from_pretrained` reads the files, whatever their types are).
 
     Args:
         folder: it may hold other files, but no safetensors files yet.

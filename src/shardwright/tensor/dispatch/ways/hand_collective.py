@@ -6,19 +6,14 @@ new tensors they would move the operands and lose what they wrote.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from shardwright.errors import RuleError
 from shardwright.rules.call import Args, Kwargs, Op
 
 
-def refuse_collectives(func: Op) -> Callable[..., Any] | None:
-    """What runs an op of a process group: an error on every rank that calls it."""
-    return _refuse if func.namespace == "c10d" else None
-
-
-def _refuse(func: Op, _: Args, __: Kwargs) -> NoReturn:
+def refuse_collective(func: Op, _: Args, __: Kwargs) -> NoReturn:
+    """Raise RuleError for an op of a process group, on every rank that calls it."""
     name = func._schema.name.partition("::")[2]
     raise RuleError(
         f"{name}: a collective of torch.distributed takes what each rank has for itself, and a DTensor is "
