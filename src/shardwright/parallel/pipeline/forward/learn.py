@@ -160,8 +160,8 @@ def _check_asked(
             part, every = split.part_of(name) or name, tuple(range(split.stages))
             raise ParallelError(
                 f"{name} is held by another stage, and the model's own code uses it in stage {stage}\n"
-                f"  fix: parallelize_pipeline(..., stages={{{part!r}: {every}}}), or {stage} alone if no other "
-                "stage uses it"
+                f"  fix: parallelize_pipeline(..., stages={{{part!r}: {every}}}), or {stage} alone if no "
+                "other stage uses it"
             )
     if asked <= needs:
         raise ParallelError(f"it asks again for {sorted(asked)}, which it was given")
