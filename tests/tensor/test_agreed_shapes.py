@@ -144,3 +144,45 @@ def test_two_axes_agree_too(ranks):
     said = ranks(4, _on_a_grid)
     assert len(set(said)) == 1
     assert "fix (checked): DTensor.from_local(..., shape=(5, 7), stride=(7, 1))" in said[0]
+
+
+def _with_own_arguments(how):
+    """Rank 1 met other numbers and asked, where rank 0 knew: it was aborted, or both waited."""
+    rank, at = dist.get_rank(), rank_mesh((2,), ("x",))
+    mapped = sw.local_map(
+        lambda part, n: part * float(n),
+        out_placements=[sw.Shard(0)],
+        in_placements=None if how == "named" else ([sw.Shard(0)], None),
+        device_mesh=at,
+    )
+    for step in range(3):
+        own = 5 + rank * step
+        x = sw.DTensor.from_local(torch.ones(2), at, [sw.Shard(0)])
+        n = torch.tensor(own) if how == "tensor" else own
+        y = mapped(x, n=n) if how == "named" else mapped(x, n)
+        assert y.full_tensor().tolist() == [5.0, 5.0, 5.0 + step, 5.0 + step]
+
+
+@pytest.mark.parametrize("how", ["placed", "named", "tensor"])
+def test_arguments_of_a_rank_s_own_do_not_let_it_ask_alone(ranks, how):
+    ranks(2, _with_own_arguments, how, timeout=60)
+
+
+def _what_is_asked():
+    """Nothing again where all is known alike; each time where a length may be among the arguments."""
+    at = rank_mesh((2,), ("x",))
+    x = sw.DTensor.from_local(torch.ones(2, 3), at, [sw.Shard(0)])
+    scaled = sw.local_map(lambda part, by: part * by, out_placements=[sw.Shard(0)], device_mesh=at)
+    longer = sw.local_map(lambda part, n: part.repeat(n, 1), out_placements=[sw.Shard(0)], device_mesh=at)
+    asked = []
+    for call in (lambda k: scaled(x, 0.5 * k), lambda k: longer(x, k)):
+        for k in (1, 2, 3):
+            with sw.trace() as seen:
+                made = call(k)
+            asked.append(len(seen.collectives))
+    assert made.shape == (12, 3)
+    return asked
+
+
+def test_what_was_told_is_remembered_where_all_is_known_alike(ranks):
+    assert ranks(2, _what_is_asked) == [[1, 0, 0, 1, 1, 1]] * 2

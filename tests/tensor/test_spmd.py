@@ -267,3 +267,41 @@ def _made_in_inference_mode():
 def test_tensors_of_inference_are_compared_each_time(ranks):
     """Nothing counts how often they are written."""
     ranks(2, _made_in_inference_mode)
+
+
+def _line(world_mesh, weight, x):
+    with sw.spmd(world_mesh):
+        return weight @ x
+
+
+def _on_two_meshes():
+    """The first ranks have passed the line before, on their own mesh: the others compared alone."""
+    small, whole = rank_mesh((2,), ("x",)), rank_mesh((4,), ("x",))
+    x = torch.arange(6.0).view(2, 3)
+    if dist.get_rank() < 2:
+        weight = sw.DTensor.from_local(torch.ones(2, 2), small, [sw.Shard(0)])
+        assert torch.equal(_line(small, weight, x).full_tensor(), torch.ones(4, 2) @ x)
+    weight = sw.DTensor.from_local(torch.ones(1, 2), whole, [sw.Shard(0)])
+    assert torch.equal(_line(whole, weight, x).full_tensor(), torch.ones(4, 2) @ x)
+
+
+def test_a_line_is_compared_by_the_ranks_of_its_mesh(ranks):
+    ranks(4, _on_two_meshes, timeout=60)
+
+
+def _with_an_error_of_one_rank():
+    at = rank_mesh((2,), ("x",))
+    weight = sw.DTensor.from_local(torch.ones(1, 2), at, [sw.Shard(0)])
+    for step in range(3):
+        try:
+            with sw.spmd(at):
+                y = weight @ torch.arange(6.0).view(2, 3)
+                if dist.get_rank() == 1 and step == 0:
+                    raise ValueError(step)
+        except ValueError:
+            pass
+        assert torch.equal(y.full_tensor(), torch.ones(2, 2) @ torch.arange(6.0).view(2, 3))
+
+
+def test_an_error_that_one_rank_catches_does_not_let_it_compare_alone(ranks):
+    ranks(2, _with_an_error_of_one_rank, timeout=60)

@@ -22,6 +22,8 @@ from shardwright.tensor.spec import coords_of
 from shardwright.tensor.wrap import as_ours
 
 Shape = tuple[int, ...]
+# What hardly decides how long a result is, whether or not all ranks have the same.
+_WITHOUT_SHAPE = (float, complex, torch.dtype, torch.device, type(None))
 # Calls with different layouts that one mapped function remembers the shapes of.
 _MANY = 256
 
@@ -48,9 +50,10 @@ def local_map(
         out_shapes: per output its logical shape; without it, the ranks tell each other their parts.
     Raises: LayoutError: an input with other placements, a wrong number of placements, or outputs that are not
         the parts of one tensor: on all ranks alike where they tell each other.
-    Cost: beyond `func`, the moves that `redistribute_inputs` asks for, and the first time for these layouts
-        of the arguments one all-gather of 536 bytes over each axis for each output that is cut, if
-        `out_shapes` does not give its shape. What was told is remembered.
+    Cost: beyond `func`, the moves that `redistribute_inputs` asks for, and one all-gather of 536 bytes over
+        each axis for each output that is cut, if `out_shapes` does not give its shape. What was told is
+        remembered for these layouts of the arguments, unless there are arguments beside DTensors and
+        fractions that may be this rank's own: whole numbers, plain tensors, objects.
     """
     if func is None:
         stated = out_placements, in_placements, in_grad_placements, device_mesh
@@ -71,7 +74,8 @@ def local_map(
         if not meshes:
             return out
         mesh = device_mesh or meshes[0]
-        shapes_told.asked = (mesh, *map(_seen, flat), repr(kwargs) if kwargs else "")
+        seen = [*map(_seen, flat), *map(_seen, kwargs.values())]
+        shapes_told.asked = None if None in seen else (mesh, *seen, *kwargs)
         return _leave(out, out_placements, mesh, out_shapes, shapes_told)
 
     return mapped
@@ -100,11 +104,11 @@ def _enter(
     return x.to_local(grad_placements=None if grads is None else grads[index])
 
 
-def _seen(value: Any) -> object:
-    """What all ranks know alike of an argument: the layout of a DTensor, else what it is called."""
+def _seen(value: Any) -> object | None:
+    """What all ranks know alike of an argument; None: it may be this rank's own, and decide about shapes."""
     if isinstance(value, TorchDTensor):
         return layout_of(value)
-    return type(value) if isinstance(value, torch.Tensor) else repr(value)
+    return type(value) if isinstance(value, _WITHOUT_SHAPE) else None
 
 
 def _leave(
@@ -139,10 +143,11 @@ class _ShapesTold:
     """The logical shapes of the outputs of one mapped function, as its ranks told each other once.
 
     asked: what all ranks know alike of the call: the same on every rank, so that all of them ask together.
+        None: there is more than that to a call, and they ask each time.
     """
 
     def __init__(self) -> None:
-        self.asked: tuple[object, ...] = ()
+        self.asked: tuple[object, ...] | None = None
         self._known: dict[tuple[object, ...], tuple[Shape, Shape]] = {}
 
     def of(self, index: int, local: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Shape | None:
@@ -151,6 +156,8 @@ class _ShapesTold:
         cuts = any(p.is_partition and n > 1 for p, n in zip(resolved, mesh.shape, strict=True))
         if not cuts or torch.compiler.is_compiling() or coords_of(mesh) is None:
             return None
+        if self.asked is None:
+            return _told(local, mesh, resolved, order)
         key = (index, resolved, *self.asked)
         if key not in self._known:
             if len(self._known) >= _MANY:

@@ -17,7 +17,7 @@ from shardwright.comm.record import source_line
 from shardwright.compat import FakeTensor, outside_transforms, transforms_on, unfollowed, version_of
 from shardwright.compat.dynamo import never_traced
 from shardwright.errors import SpmdError
-from shardwright.layout.mesh_shape import as_mesh_shape
+from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
 from shardwright.placement.base import Replicate
 from shardwright.rules.call import Args
 from shardwright.tensor.dispatch.ways.one_mesh import are_relatives
@@ -32,7 +32,8 @@ _TRANSFORMED = (
     "{}: a plain tensor of shape {} that a torch.func transform follows meets a DTensor inside spmd: what "
     "the transform made of it cannot be placed. fix: sw.distribute_tensor it before the transform"
 )
-_checked_sites: set[tuple[str, int]] = set()
+# Lines, each with the mesh of its block: whether ranks compare is theirs to know together.
+_checked_sites: set[tuple[str, int, MeshShape]] = set()
 
 
 class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the verb that users write
@@ -60,7 +61,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
             raise SpmdError(f'spmd(check={check!r:.60}): it is "first" (the default), True (always) or False')
         self._mesh = mesh
         frame = sys._getframe(1)
-        site = (frame.f_code.co_filename, frame.f_lineno)
+        site = (frame.f_code.co_filename, frame.f_lineno, as_mesh_shape(mesh))
         self._check = check is True or (check == "first" and site not in _checked_sites)
         self._site = site
         self._seen: dict[int, tuple[torch.Tensor, int | None]] = {}
@@ -72,7 +73,8 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         state.blocks -= 1
-        if kind is None:
+        # An error of one rank is no reason for it to compare alone; where they differ, all of them know.
+        if kind is None or not issubclass(kind, SpmdError):
             _checked_sites.add(self._site)
         self._seen.clear()
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
