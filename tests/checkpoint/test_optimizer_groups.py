@@ -15,7 +15,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.checkpoint import load, read_manifest, save
 from shardwright.errors import CheckpointError
-from shardwright.parallel import parallelize_fsdp, parallelize_replicate
+from shardwright.parallel import parallelize_fsdp, parallelize_pipeline, parallelize_replicate
 from shardwright.testing import rank_mesh
 from tests.checkpoint.programs import whole
 
@@ -155,3 +155,65 @@ def factored_states(path: Path) -> None:
 def test_states_of_other_shapes_go_into_an_optimizer_that_has_none(ranks: Ranks, tmp_path: Path) -> None:
     """Where they were distributed they had been refused; plain ones stood beside distributed gradients."""
     ranks(2, factored_states, tmp_path / "one")
+
+
+def layer_wise(model: nn.Module) -> torch.optim.Optimizer:
+    """A rate for each layer, of those that this rank has."""
+    by_layer: dict[int, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        by_layer.setdefault(int(name.split(".")[1]), []).append(parameter)
+    groups = [{"params": each, "lr": 0.5**layer} for layer, each in by_layer.items()]
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+class Layers(nn.Module):
+    """Four of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def rates(path: Path, cut: str | None, saves: bool) -> dict[str, float]:
+    model = Layers()
+    if cut:
+        parallelize_pipeline(model, rank_mesh((2,), ("pp",)), [cut])
+    optimizer = layer_wise(model)
+    if saves:
+        for group in optimizer.param_groups:
+            group["lr"] *= 3
+        save(path, model, optimizer)
+    else:
+        load(path, model, optimizer)
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize("cut", ["layers.2", "layers.3"])
+def test_stages_may_have_groups_of_their_own(ranks: Ranks, tmp_path: Path, cut: str) -> None:
+    """A rate for each layer was taken for ranks that disagree."""
+    ranks(2, rates, tmp_path / "c", cut, True)
+    wanted = {f"layers.{n}.{kind}": 3 * 0.5**n for n in range(4) for kind in ("weight", "bias")}
+    assert rates(tmp_path / "c", None, False) == wanted
+    for found in ranks(2, rates, tmp_path / "c", "layers.1", False):
+        assert found.items() <= wanted.items()
+
+
+def rank_s_own_rate(path: Path, over: str) -> str:
+    model = parallelize_replicate(nn.Linear(2, 2), rank_mesh((2,), ("dp",)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0 + (over == "rate") * dist.get_rank())
+    with pytest.raises(CheckpointError) as error:
+        save(path, model, optimizer, **({"only": 1} if over == "name" else {}))
+    return str(error.value)
+
+
+def test_one_parameter_has_one_rate(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2, rank_s_own_rate, tmp_path / "c", "rate"):
+        assert "the ranks have different settings of model/weight (lr)" in said
+    for said in ranks(2, rank_s_own_rate, tmp_path / "c", "name"):
+        assert "a state cannot be called 'only', which is an argument" in said

@@ -68,7 +68,7 @@ def _tied_names(name: str, tensor: torch.Tensor) -> tuple[str, ...]:
 
     A rank that holds one end of tied weights saves and loads them as a rank that holds both.
     """
-    tied: tuple[str, ...] = getattr(tensor, "names_in_stages", ())
+    tied = tuple(map(_unwrapped, getattr(tensor, "names_in_stages", ())))
     fitting = [each for each in tied if name == each or name.endswith(f".{each}")]
     own = max(fitting, key=len, default=None)  # one name may end as another does
     if own is None:

@@ -106,21 +106,35 @@ def merge(path: str, parts: list[OptimizerPart]) -> dict[str, Any]:
     Raises: CheckpointError: ranks disagree about its class, its settings or a value.
     """
     first = parts[0]
-    groups = [dict(group) for group in first.groups]
+    groups: dict[tuple[int, str], dict[str, Any]] = {}  # by place and settings: a stage may have its own
     values = dict(first.values)
-    for part in parts[1:]:
-        if part.kind != first.kind or len(part.groups) != len(groups):
-            raise CheckpointError(f"{path} is another optimizer, or has other groups, on some ranks")
-        for mine, other in zip(groups, part.groups, strict=True):
-            if canonical({**mine, _PARAMS: 0}) != canonical({**other, _PARAMS: 0}):
-                names = [key for key in dict.fromkeys((*mine, *other)) if key != _PARAMS]
-                differ = [key for key in names if canonical(mine.get(key)) != canonical(other.get(key))]
-                raise CheckpointError(f"{path}: the ranks have different settings ({', '.join(differ)})")
+    for part in parts:
+        if part.kind != first.kind:
+            raise CheckpointError(f"{path} is another optimizer on some ranks")
+        for place, other in enumerate(part.groups):
+            mine = groups.setdefault((place, canonical({**other, _PARAMS: 0})), {**other, _PARAMS: []})
             mine[_PARAMS] = list(dict.fromkeys((*mine[_PARAMS], *other[_PARAMS])))
+    _refuse_two_settings(path, list(groups.values()))
+    for part in parts[1:]:
         for parameter, mine_too in part.values.items():
             if canonical(values.setdefault(parameter, mine_too)) != canonical(mine_too):
                 raise CheckpointError(_differing(f"{path}/{parameter}", values[parameter], mine_too))
-    return {"kind": first.kind, "groups": groups, "values": values}
+    return {"kind": first.kind, "groups": [groups[key] for key in sorted(groups)], "values": values}
+
+
+def _refuse_two_settings(path: str, groups: list[dict[str, Any]]) -> None:
+    """Raises CheckpointError where ranks have one parameter in groups with different settings."""
+    seen: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        for parameter in group[_PARAMS]:
+            mine = seen.setdefault(parameter, group)
+            if mine is not group:
+                names = [key for key in dict.fromkeys((*mine, *group)) if key != _PARAMS]
+                differ = [key for key in names if canonical(mine.get(key)) != canonical(group.get(key))]
+                raise CheckpointError(
+                    f"{path}: the ranks have different settings of {parameter} "
+                    f"({', '.join(differ) or 'another group'})"
+                )
 
 
 def _differing(key: str, one: dict[str, Any], other: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from shardwright.errors import CheckpointError
 
 _DEPTH = 32
 _RESERVED = {"rng", "extra"}
+_ARGUMENTS = {"only", "in_place", "step", "config", "format"}  # of `save`, `async_save` or `load`
 
 
 class Kind(Enum):
@@ -44,6 +45,11 @@ def nodes_of(state: Mapping[str, Any]) -> list[Node]:
     taken = _RESERVED & set(state)
     if taken:
         raise CheckpointError(f"a state cannot be called {min(taken)!r}: the checkpoint has one of its own")
+    if taken := _ARGUMENTS & set(state):
+        raise CheckpointError(
+            f"a state cannot be called {min(taken)!r}, which is an argument of `save` or `load` (not of this "
+            "function): give it another name"
+        )
     return [node for name, value in state.items() for node in _walk(_name(name), value, 0)]
 
 
