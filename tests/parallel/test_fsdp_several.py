@@ -131,3 +131,42 @@ def _refused():
 
 def test_what_cannot_be_one_unit_is_refused(ranks):
     ranks(2, _refused)
+
+
+class _Twice(nn.Module):
+    """Layers that are registered as they are, and inside of what is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, 9)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(layer, nn.Tanh()) for layer in self.layers)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def _by_another_path(units):
+    torch.manual_seed(0)
+    alone = _Twice()
+    model, mesh = copy.deepcopy(alone), rank_mesh((2,), ("dp",))
+    for unit in getattr(model, units):
+        parallelize_fsdp(unit, mesh)
+    parallelize_fsdp(model, mesh)
+    for _ in range(2):
+        _whole(alone, TOKENS)
+        with sw.trace() as seen:
+            _whole(model, TOKENS[mesh.get_local_rank() :: 2])
+        GradientSynchronizer(model).synchronize()
+    for (name, mine), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad, msg=name)
+    return sum(each.op == "all_gather" for each in seen.collectives)
+
+
+@pytest.mark.parametrize("units", ["layers", "blocks"])
+def test_layers_of_units_may_be_registered_by_another_path(ranks, units):
+    """Around such units the model's own one took their layers again: torch's error about meshes."""
+    assert ranks(2, _by_another_path, units) == [5, 5]  # of each layer for forward and backward, of the rest

@@ -115,7 +115,9 @@ def shard_over(
             )
         scalars = _replicate_scalars(module, shard_mesh, left_alone)
         slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
-        ignored = {"ignored_params": left_alone | scalars}
+        # torch finds units inside by one path; a module that is registered by another it would take again.
+        inside = {slot.get() for slot in slots_of(module) if _unit(slot.get()) == axes[-1]}
+        ignored = {"ignored_params": left_alone | scalars | inside}
         _shard(module, shard_mesh, slots, answers, {**fully_shard_kwargs, **ignored})
 
 
