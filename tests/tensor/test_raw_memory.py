@@ -5,9 +5,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import shardwright as sw
 from shardwright.errors import RuleError
+from shardwright.parallel import parallelize_tensor
 from shardwright.testing import rank_mesh
 
 _CALLS = {
@@ -70,3 +72,53 @@ def _shared():
 def test_parts_lie_in_shared_memory(ranks):
     """It ended the process."""
     ranks(2, _shared)
+
+
+def _across():
+    """Ranks of the other axis hold the same parts: sums and copies of these are those of the tensor."""
+    mesh, rank = rank_mesh((2, 2), ("dp", "tp")), dist.get_rank() // 2
+    values = torch.arange(6.0).view(3, 2)
+    x = sw.distribute_tensor(values + rank, mesh["tp"], [sw.Shard(0)], src_data_rank=None)
+    version = x._version
+    group = mesh["dp"].get_group()
+    dist.all_reduce(x, group=group)
+    assert torch.equal(x.full_tensor(), 2 * values + 1)
+    assert x._version > version
+    y = sw.distribute_tensor(values + rank, mesh["tp"], [sw.Shard(1)], src_data_rank=None)
+    dist.broadcast(y, dist.get_rank() % 2, group=group)
+    assert torch.equal(y.full_tensor(), values)
+    for refused, of in ((y, mesh["tp"].get_group()), (y, None)):
+        with pytest.raises(RuleError, match="a DTensor is one tensor of all ranks"):
+            dist.all_reduce(refused, group=of)
+    pending = sw.DTensor.from_local(values, mesh["tp"], [sw.Partial("sum")])
+    with pytest.raises(RuleError, match="a DTensor is one tensor of all ranks"):
+        dist.all_reduce(pending, group=group)
+
+
+def test_sums_of_the_same_parts_are_sums(ranks):
+    ranks(4, _across)
+
+
+def _beside_torchs_copies():
+    """Copies that began differently never became one model: what was broadcast was lost."""
+    mesh, rank = rank_mesh((2, 2), ("dp", "tp")), dist.get_rank() // 2
+    torch.manual_seed(0)
+    alone, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)), torch.randn(4, 4)
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    parallelize_tensor(model, mesh["tp"], {"0": "colwise", "2": "rowwise"})
+    copies = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, copies)]
+    for _ in range(2):
+        alone(x).square().mean().backward()
+        with sw.spmd(mesh["tp"]):
+            copies(x[2 * rank : 2 * rank + 2]).square().mean().backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_torchs_data_parallel_keeps_copies_of_models_that_are_cut(ranks):
+    ranks(4, _beside_torchs_copies)

@@ -27,7 +27,7 @@ from shardwright.tensor.dispatch.ways import steps, view
 from shardwright.tensor.dispatch.ways.algorithm import by_algorithm, finish
 from shardwright.tensor.dispatch.ways.fresh_results import fresh
 from shardwright.tensor.dispatch.ways.gather import gathered
-from shardwright.tensor.dispatch.ways.hand_collective import refuse_collective
+from shardwright.tensor.dispatch.ways.hand_collective import run_collective
 from shardwright.tensor.dispatch.ways.host_value import READS
 from shardwright.tensor.dispatch.ways.lists import run_on_lists
 from shardwright.tensor.dispatch.ways.one_mesh import on_one_mesh
@@ -95,7 +95,7 @@ def _on_one_mesh(asked: Asked) -> Any:
 
 
 WAYS: list[Way] = [
-    Way("collective by hand", of_op=lambda _: refuse_collective, only=is_collective),
+    Way("collective by hand", of_op=lambda _: run_collective, only=is_collective),
     Way("host value", of_op=READS.get),
     Way("resize", of_op=RESIZES.get),
     Way("strided view", of_op=STRIDED.get),
