@@ -1,6 +1,7 @@
 """Several modules as one sharded unit are gathered together, and train as on one device, whoever runs."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -170,3 +171,52 @@ def _by_another_path(units):
 def test_layers_of_units_may_be_registered_by_another_path(ranks, units):
     """Around such units the model's own one took their layers again: torch's error about meshes."""
     assert ranks(2, _by_another_path, units) == [5, 5]  # of each layer for forward and backward, of the rest
+
+
+class _Own:
+    """What a program calls its results."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+
+@dataclass
+class _Told:
+    logits: torch.Tensor
+
+
+class _Wraps(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.net, self.kind = _Net(False), kind
+
+    def forward(self, tokens):
+        return self.kind(self.net(tokens))
+
+
+def _returned(kind, keep):
+    torch.manual_seed(0)
+    alone = _Wraps(_Told)
+    mesh = rank_mesh((2,), ("dp",))
+    model = copy.deepcopy(alone)
+    model.kind = kind
+    parallelize_fsdp(model, mesh, reshard_after_forward=not keep)
+    mine = TOKENS[mesh.get_local_rank() :: 2]
+    with torch.no_grad():
+        torch.testing.assert_close(model(mine).logits, alone(mine).logits)
+    if kind is _Own:
+        with pytest.raises(ParallelError, match="returned a _Own, in which fully_shard finds no tensor"):
+            model(mine)
+        model.kind = _Told
+    _loss(alone(TOKENS).logits, TOKENS).backward()
+    _loss(model(mine).logits, mine).backward()
+    GradientSynchronizer(model).synchronize()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", [_Own, _Told])
+def test_results_in_which_nobody_finds_a_tensor_are_refused(ranks, kind, keep):
+    """Where the unit kept its parameters, no gradient came, and nothing said so."""
+    ranks(2, _returned, kind, keep)

@@ -16,27 +16,40 @@ import torch
 from torch import nn
 from torch.distributed.utils import _apply_to_tensors
 
-from shardwright.compat import is_functorch_wrapped_tensor
+from shardwright.compat import is_functorch_wrapped_tensor, tree_leaves
 from shardwright.compat.fully_shard import groups_of
+from shardwright.compat.fully_shard_views import tensors_of
 
 
-def show_sharded_between(module: nn.Module, refuse_lost: Callable[[nn.Module, str], None]) -> None:
+def show_sharded_between(
+    module: nn.Module,
+    refuse_lost: Callable[[nn.Module, str], None],
+    refuse_hidden: Callable[[nn.Module, object], None],
+) -> None:
     """Show the unit's sharded parameters where neither its forward nor its backward runs.
 
     Args: refuse_lost: raises, given the unit and the name of a parameter of which the whole was written: it
-        is asked before the memory is given back.
+        is asked before the memory is given back. refuse_hidden: raises, given the unit and a result in which
+        torch finds nothing.
     Cost: a forward that finds what an earlier one has kept gathers again where the sharded parameter was
         written since.
     """
     for group in groups_of(module._get_fsdp_state()):  # type: ignore[operator]
-        _Shown(module, group, refuse_lost).take_over()
+        _Shown(module, group, refuse_lost, refuse_hidden).take_over()
 
 
 class _Shown:
     """The methods of one group that decide what its modules show."""
 
-    def __init__(self, unit: nn.Module, group: Any, refuse_lost: Callable[[nn.Module, str], None]) -> None:
-        self._unit, self._group, self._refuse_lost = unit, group, refuse_lost
+    def __init__(
+        self,
+        unit: nn.Module,
+        group: Any,
+        refuse_lost: Callable[[nn.Module, str], None],
+        refuse_hidden: Callable[[nn.Module, object], None],
+    ) -> None:
+        self._unit, self._group = unit, group
+        self._refuse_lost, self._refuse_hidden = refuse_lost, refuse_hidden
         self._gathered_of: list[_State] = []
         self._gathered_as: list[_State] = []
 
@@ -65,6 +78,7 @@ class _Shown:
 
     def post_forward(self, module: Any, args: Any, out: Any) -> Any:
         self._refuse_written()
+        self._refuse_hidden_results(out)
         out = self._post_forward(module, args, self._with_memory_of_its_own(out))
         self._show(whole=False)
         return out
@@ -114,8 +128,20 @@ class _Shown:
         given = _apply_to_tensors(copied, out)
         return given if found else out
 
+    def _refuse_hidden_results(self, out: Any) -> None:
+        """Where torch finds no result with a graph, the backward never gathers, and no gradient is kept."""
+        if not torch.is_grad_enabled():
+            return
+        hidden = next((x for x in tree_leaves(out) if not isinstance(x, _SEEN)), None)
+        if hidden is None or any(x.requires_grad for x in tensors_of(out)):
+            return
+        if any(p.sharded_param.requires_grad for p in self._group.fsdp_params):
+            self._refuse_hidden(self._unit, hidden)
+
 
 _State = tuple[int, int, int, int]
+# What a forward may return beside tensors without hiding any.
+_SEEN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def _state_of(x: torch.Tensor, handed_out: int = 0) -> _State:

@@ -10,7 +10,8 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.utils import _apply_to_tensors
 
 from shardwright.compat import tree_leaves
 from shardwright.compat.fully_shard import groups_of
@@ -41,7 +42,7 @@ class _Beginning:
 
     def hook(self, out: Any) -> Any:
         first, self._first = self._first, None
-        views = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad and x._is_view()]
+        views = [x for x in tensors_of(out) if x.requires_grad and x._is_view()]
         if not views or not torch.is_grad_enabled():
             return self._hook(out)
         for node in {id(x._base): x._base.grad_fn for x in views if x._base is not None}.values():
@@ -57,3 +58,16 @@ class _Beginning:
 
 def _number(node: Any) -> int:
     return int(node._sequence_nr())
+
+
+def tensors_of(out: Any) -> list[torch.Tensor]:
+    """The tensors that torch finds in what a unit's forward returns: in dataclasses too."""
+    found: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        found.append(x)
+        return x
+
+    for each in tree_leaves(out):
+        _apply_to_tensors(keep, each)
+    return found

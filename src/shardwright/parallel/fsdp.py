@@ -307,7 +307,7 @@ def _shard(
     kinds = [type(part) for part in parts]
     fully_shard(parts if len(parts) > 1 else parts[0], mesh=mesh, shard_placement_fn=said.get, **kwargs)
     unit = parts[0]  # several share one state
-    show_sharded_between(unit, _refuse_lost)
+    show_sharded_between(unit, _refuse_lost, _refuse_hidden)
     begin_before_bases(unit)
     for part, kind in zip(parts, kinds, strict=True):
         # Libraries find what they know of a class by how it reads (`transformers`: its recorded states).
@@ -355,6 +355,17 @@ def _refuse_lost(module: nn.Module, name: str) -> None:
         f"{name}: the forward of {type(module).__name__} wrote into what fully_shard had gathered of it, "
         "which is lost with the copy\n  fix: write after the step, into the sharded parameter (`with "
         "torch.no_grad(): module.weight.clamp_(-1, 1)`), or use parallelize_replicate"
+    )
+
+
+def _refuse_hidden(module: nn.Module, result: object) -> None:
+    """Raise ParallelError for results in which nobody finds a tensor."""
+    kind = type(result).__name__
+    raise ParallelError(
+        f"the forward of {type(module).__name__} returned a {kind}, in which fully_shard finds no tensor "
+        "with a graph: its backward would gather nothing, and leave no gradient\n"
+        "  fix: return tensors in lists, tuples, dicts or dataclasses, or say what it holds: "
+        f"torch.utils._pytree.register_pytree_node({kind}, ...)"
     )
 
 
