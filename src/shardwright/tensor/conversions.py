@@ -19,6 +19,7 @@ from shardwright.placement.base import Partition, Placement, Replicate
 from shardwright.tensor import known_parts
 from shardwright.tensor.agreed import check_alike, check_stated, cut_by, refuse_unequal, told_by_all, whole_of
 from shardwright.tensor.autograd import FromLocal, apply
+from shardwright.tensor.declared_terms import FromTerms, is_declared
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.plain.constants import of_constants
@@ -65,7 +66,12 @@ def from_local(
         shape=shape,
         stride=stride,
     )
-    if key is not None and mesh is not None and coords_of(mesh) is not None:
+    if (
+        key is not None
+        and mesh is not None
+        and coords_of(mesh) is not None
+        and not is_declared(made._spec.layout)
+    ):
         known_parts.learn(key, mesh, made)
     return made
 
@@ -121,6 +127,8 @@ def from_local_in_graph(
         _check_shape(local, layout, mesh, coords)
         if run_check:
             local = _same_on_replicas(local, mesh, layout)
+    if grad_placements is None and local.requires_grad and coords is not None and is_declared(layout):
+        return apply(FromTerms, unwrap_if_dead(local), layout, mesh)
     grad_layout = finished(layout)
     if grad_placements is not None:
         grad_layout = layout.with_placements(resolve_placements(mesh, grad_placements, default="error")[0])
