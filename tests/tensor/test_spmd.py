@@ -305,3 +305,38 @@ def _with_an_error_of_one_rank():
 
 def test_an_error_that_one_rank_catches_does_not_let_it_compare_alone(ranks):
     ranks(2, _with_an_error_of_one_rank, timeout=60)
+
+
+def _as_one_device(at, function):
+    with sw.spmd(at):
+        return function()
+
+
+def _nothing_compared_on_one_rank():
+    """A block that compares nothing on one rank, and one that raises there before it compares."""
+    at = rank_mesh((2,), ("x",))
+    weight = sw.DTensor.from_local(torch.ones(1, 2), at, [sw.Shard(0)])
+    x, tries = torch.arange(6.0).view(2, 3), []
+
+    def late():
+        tries.append(1)
+        if dist.get_rank() == 0 and len(tries) == 1:
+            raise OSError("not there yet")
+        return (weight @ x).sum().item()
+
+    if dist.get_rank() == 0:
+        _as_one_device(at, lambda: weight.abs().to_local().max())
+    found = []
+    while not found:
+        try:
+            found.append(_as_one_device(at, late))
+        except OSError:
+            continue
+    assert _as_one_device(at, lambda: (weight @ (x + 1)).sum().item()) == found[0] + 12
+    with pytest.raises(SpmdError, match="differs between the ranks"), sw.spmd(at):
+        weight @ (x + dist.get_rank())
+
+
+def test_what_one_rank_does_alone_is_no_comparison(ranks):
+    """It counted as one, and the ranks compared alone from then on."""
+    ranks(2, _nothing_compared_on_one_rank, timeout=60)

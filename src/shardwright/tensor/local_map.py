@@ -14,6 +14,7 @@ from shardwright.compat import tree_flatten, tree_unflatten
 from shardwright.errors import LayoutError
 from shardwright.index.stride import stride_like
 from shardwright.layout import layout_of
+from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
 from shardwright.placement.base import Placement
 from shardwright.tensor.agreed import check_alike, listed, told_by_all, whole_of
 from shardwright.tensor.dtensor import DTensor
@@ -22,8 +23,8 @@ from shardwright.tensor.spec import coords_of
 from shardwright.tensor.wrap import as_ours
 
 Shape = tuple[int, ...]
-# What hardly decides how long a result is, whether or not all ranks have the same.
-_WITHOUT_SHAPE = (float, complex, torch.dtype, torch.device, type(None))
+# What hardly decides how long a result is: ranks may have other ones of these.
+_WITHOUT_SHAPE, _ANY = (float, complex, torch.dtype, torch.device, type(None)), "any"
 # Calls with different layouts that one mapped function remembers the shapes of.
 _MANY = 256
 
@@ -74,8 +75,9 @@ def local_map(
         if not meshes:
             return out
         mesh = device_mesh or meshes[0]
-        seen = [*map(_seen, flat), *map(_seen, kwargs.values())]
-        shapes_told.asked = None if None in seen else (mesh, *seen, *kwargs)
+        named = tuple((name, _seen(value)) for name, value in sorted(kwargs.items()) if _seen(value) != _ANY)
+        seen = (*map(_seen, flat), *named)
+        shapes_told.asked = None if None in (*seen, *dict(named).values()) else seen
         return _leave(out, out_placements, mesh, out_shapes, shapes_told)
 
     return mapped
@@ -108,7 +110,7 @@ def _seen(value: Any) -> object | None:
     """What all ranks know alike of an argument; None: it may be this rank's own, and decide about shapes."""
     if isinstance(value, TorchDTensor):
         return layout_of(value)
-    return type(value) if isinstance(value, _WITHOUT_SHAPE) else None
+    return _ANY if isinstance(value, _WITHOUT_SHAPE) else None
 
 
 def _leave(
@@ -148,7 +150,8 @@ class _ShapesTold:
 
     def __init__(self) -> None:
         self.asked: tuple[object, ...] | None = None
-        self._known: dict[tuple[object, ...], tuple[Shape, Shape]] = {}
+        # For each mesh, whose ranks fill it alike: what one of them forgets, all of them do.
+        self._known: dict[MeshShape, dict[tuple[object, ...], tuple[Shape, Shape]]] = {}
 
     def of(self, index: int, local: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Shape | None:
         """The logical shape of an output; None where each rank knows it from its own part."""
@@ -158,12 +161,12 @@ class _ShapesTold:
             return None
         if self.asked is None:
             return _told(local, mesh, resolved, order)
-        key = (index, resolved, *self.asked)
-        if key not in self._known:
-            if len(self._known) >= _MANY:
-                self._known.clear()
-            self._known[key] = tuple(local.shape), _told(local, mesh, resolved, order)
-        own, shape = self._known[key]
+        key, known = (index, resolved, *self.asked), self._known.setdefault(as_mesh_shape(mesh), {})
+        if key not in known:
+            if len(known) >= _MANY:
+                known.clear()
+            known[key] = tuple(local.shape), _told(local, mesh, resolved, order)
+        own, shape = known[key]
         if own != tuple(local.shape):
             raise LayoutError(
                 f"local_map: output {index} has local shape {tuple(local.shape)}, and {own} when the ranks "

@@ -32,8 +32,10 @@ _TRANSFORMED = (
     "{}: a plain tensor of shape {} that a torch.func transform follows meets a DTensor inside spmd: what "
     "the transform made of it cannot be placed. fix: sw.distribute_tensor it before the transform"
 )
-# Lines, each with the mesh of its block: whether ranks compare is theirs to know together.
-_checked_sites: set[tuple[str, int, MeshShape]] = set()
+_Site = tuple[str, int, MeshShape]  # a line, and the mesh of its block: the ranks that compare together
+# What its ranks know together of a line: how many values were compared there, and whether a block has ended
+# that compared some. What else one of them did in a block (an error, or nothing) the others do not know.
+_compared: dict[_Site, tuple[int, bool]] = {}
 
 
 class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the verb that users write
@@ -61,9 +63,9 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
             raise SpmdError(f'spmd(check={check!r:.60}): it is "first" (the default), True (always) or False')
         self._mesh = mesh
         frame = sys._getframe(1)
-        site = (frame.f_code.co_filename, frame.f_lineno, as_mesh_shape(mesh))
-        self._check = check is True or (check == "first" and site not in _checked_sites)
-        self._site = site
+        self._site: _Site = (frame.f_code.co_filename, frame.f_lineno, as_mesh_shape(mesh))
+        self._check = check if check != "first" or not _compared.get(self._site, (0, False))[1] else False
+        self._met = 0  # values that were compared here, or at an earlier pass of the line
         self._seen: dict[int, tuple[torch.Tensor, int | None]] = {}
 
     def __enter__(self) -> Self:
@@ -73,10 +75,12 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         state.blocks -= 1
-        # An error of one rank is no reason for it to compare alone; where they differ, all of them know.
-        if kind is None or not issubclass(kind, SpmdError):
-            _checked_sites.add(self._site)
+        if kind is not None and issubclass(kind, SpmdError):
+            _compared.pop(self._site, None)  # where they differ, all of them know
+        elif kind is None and self._met:
+            _compared[self._site] = _compared.get(self._site, (0, False))[0], True
         self._seen.clear()
+        self._met = 0
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -131,13 +135,24 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         larger = len(home.axes) > len(own.axes) and are_relatives(own, home)
         return meshes[home] if larger else self._mesh
 
-    @never_traced  # it ends on the host: a graph breaks here
-    def _compare(self, value: torch.Tensor) -> None:
-        """Raise if the ranks of the mesh hold different bytes here."""
+    def _is_due(self, value: torch.Tensor) -> bool:
+        """Is the value to be compared: not twice in a block, and not again at a line ("first")?"""
         version = version_of(value)  # of inference tensors, None: nothing counts how often they are written
         if version is not None and self._seen.get(id(value)) == (value, version):
-            return
+            return False
         self._seen[id(value)] = (value, version)
+        self._met += 1
+        count, ended = _compared.get(self._site, (0, False))
+        if self._check == "first" and (ended or self._met <= count):
+            return False
+        _compared[self._site] = max(count, self._met), ended
+        return True
+
+    @never_traced  # it ends on the host: a graph breaks here
+    def _compare(self, value: torch.Tensor) -> None:
+        """Raise if the ranks of the mesh hold different bytes here, where that is to be asked."""
+        if not self._is_due(value):
+            return
         digest = _digest(value)
         pair = torch.tensor([digest, -digest], dtype=torch.int64, device=self._mesh.device_type)
         for axis in range(self._mesh.ndim):
