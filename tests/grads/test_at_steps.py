@@ -101,3 +101,27 @@ def test_a_step_after_a_synchronisation_sends_nothing(ranks):
         assert alone > 0
         assert more > 0
         assert same
+
+
+def _after_a_synchronisation_that_no_step_used(set_to_none):
+    """A norm was measured once; later a rank has no rows, and did not ask where the other one did."""
+    mesh = rank_mesh((2,), ("dp",))
+    torch.manual_seed(0)
+    alone, x = nn.Linear(4, 1), torch.arange(8.0).view(2, 4) / 8
+    model = parallelize_replicate(copy.deepcopy(alone), mesh)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    model(x).sum().backward()
+    GradientSynchronizer(model).synchronize()
+    optimizers[1].zero_grad(set_to_none=set_to_none)
+    alone(x).sum().backward()
+    if mesh.get_local_rank() == 0:
+        model(x).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_all_ranks_ask_after_a_synchronisation_of_other_gradients(ranks, set_to_none):
+    ranks(2, _after_a_synchronisation_that_no_step_used, set_to_none, timeout=60)

@@ -417,6 +417,11 @@ def hooks_of_loads(module: nn.Module) -> list[Callable[[], object]]:
     return [partial(hook, one, none) for one in every for hook in one._load_state_dict_post_hooks.values()]
 
 
+def saved_hooks_on() -> bool:
+    """Does somebody pack and unpack what graphs save (`torch.autograd.graph.saved_tensors_hooks`)?"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def hooks_of_optimizer(optimizer: torch.optim.Optimizer, moment: str) -> list[Callable[..., Any]]:
     """Args: moment: `state_dict_pre`, `state_dict_post`, `load_state_dict_pre` or `load_state_dict_post`."""
     return list(getattr(optimizer, f"_optimizer_{moment}_hooks").values())

@@ -24,7 +24,7 @@ from shardwright.erased.gradients import (
     inputs_of,
     own_backward,
 )
-from shardwright.erased.program import program_of
+from shardwright.erased.program import is_check, program_of
 from shardwright.erased.rates import Rate, followed_facts, may_name
 from shardwright.erased.record import Recording
 from shardwright.erased.refuse import Refusal
@@ -136,7 +136,18 @@ class Attempt:
             return [Refusal("a number of an optimizer", "the program may read it beside the step")]
         asked = self.world.asked_of_schedulers()
         restored = self.watch.restored if any(line.draws for line in self.tape.lines) else []
-        return [*self.recording.refusals, *self.watch.refusals, *restored, *self.world.refusals, *asked]
+        caught: list[Refusal] = []
+        if self.watch.catches and any(is_check(line) for line in self.tape.lines):
+            why = "an operator may raise by what it is given, and the program catches errors"
+            caught.append(Refusal("an error", why, self.watch.catches))
+        return [
+            *caught,
+            *self.recording.refusals,
+            *self.watch.refusals,
+            *restored,
+            *self.world.refusals,
+            *asked,
+        ]
 
     def _results(self, flat: list[Any]) -> tuple[list[Leaf], list[torch.Tensor], list[Refusal]]:
         """How each leaf comes back, and the tensors that were made."""
@@ -246,6 +257,7 @@ class _Finish:
         )
         self.done = False
         self.results = [Result.of(x, attempt.tape) for x in made]
+        self._told = len(attempt.world.facts)
         self.facts = followed_facts(attempt.world.facts, attempt.rates)
         # Looked at now: gradients and versions go on before a backward comes.
         tensors = [x for _, x in attempt.world.tensors]
@@ -280,7 +292,7 @@ class _Finish:
     ) -> None:
         """An entry with the backward that was just recorded."""
         attempt, tape = self.attempt, self.attempt.tape
-        refusals = attempt._refusals()
+        refusals = [*attempt._refusals(), *self._with_facts_of_the_backward()]
         of_inputs = [None if x is None else Result.of(x, tape) for x in found]
         if any(x is not None and r is None for x, r in zip(found, of_inputs, strict=True)):
             refusals.append(Refusal("a gradient", "it comes from nowhere in the recording"))
@@ -308,6 +320,16 @@ class _Finish:
                 self._of_others([*saved, *program.holds]),
             ),
         )
+
+    def _with_facts_of_the_backward(self) -> list[Refusal]:
+        """What only the backward reached is asked of each call too; what it changes there is refused."""
+        facts = self.attempt.world.facts[self._told :]
+        if not facts:
+            return []
+        self._told = len(self.attempt.world.facts)
+        of_forward, of_backward = self.guard, holds.guard_of(facts, (), {})
+        self.facts, self.guard = [*self.facts, *facts], lambda: of_forward() and of_backward()
+        return [Refusal(text, _CHANGES) for text in holds.changed(facts)]
 
     def _of_others(self, numbers: list[int]) -> tuple[Any, ...]:
         """What these values lie in that the program around may write before the backward."""

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import tree_flatten
-from shardwright.erased.walk import SCALARS, local_of
+from shardwright.erased.walk import SCALARS, is_the_users, local_of
 from shardwright.tensor.dtensor import DTensor
 
 _DIRECT = (torch.Tensor, *SCALARS)
@@ -39,12 +39,18 @@ def signature(leaves: list[Any]) -> tuple[Any, ...]:
 
 def _of_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return (*of_tensor(leaf), "hooks") if hooked(leaf) else of_tensor(leaf)
+        told = (*of_tensor(leaf), "hooks") if hooked(leaf) else of_tensor(leaf)
+        return (*told, *_hung_on(leaf)) if vars(leaf) else told
     if isinstance(leaf, float):
         return float, repr(leaf)  # of -0.0 and nan too
     if isinstance(leaf, SCALARS):
         return type(leaf), leaf
     return object, id(leaf)  # held by the recording, so that no other one takes this id
+
+
+def _hung_on(x: torch.Tensor) -> list[Any]:
+    """What the program has hung on an argument."""
+    return [(name, _of_leaf(value)) for name, value in vars(x).items() if is_the_users(name)]
 
 
 def hooked(x: torch.Tensor) -> bool:
@@ -71,13 +77,21 @@ def offsets(leaves: list[Any]) -> tuple[int, ...]:
     return tuple(int(local_of(x).storage_offset()) for x in leaves if isinstance(x, torch.Tensor))
 
 
-def _sharing(leaves: list[Any]) -> tuple[int, ...]:
-    """Per tensor the first one of its storage: a write into one is a write into all of them."""
+def _sharing(leaves: list[Any]) -> tuple[Any, ...]:
+    """Per tensor the first one of its storage: a write into one is a write into all of them.
+
+    Of a further one also whether it is the same object, and else how far from the first it begins.
+    """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if len(tensors) < 2:
         return ()
     first: dict[int, int] = {}
-    return tuple(first.setdefault(storage_of(x), place) for place, x in enumerate(tensors))
+    found = tuple([first.setdefault(storage_of(x), place) for place, x in enumerate(tensors)])
+    if len(first) == len(tensors):
+        return found
+    starts = [int(local_of(x).storage_offset()) for x in tensors]
+    same = (tensors[at] is x for at, x in zip(found, tensors, strict=True))
+    return *found, *same, *(start - starts[at] for start, at in zip(starts, found, strict=True))
 
 
 def storage_of(x: torch.Tensor) -> int:

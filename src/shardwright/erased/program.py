@@ -20,7 +20,6 @@ from shardwright.erased.tape import Line, Number, Ref, Tape
 
 _ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift", "aten::detach_"})
 _LITERALS = frozenset({type(None), bool, int, str})
-_KEPT_FOR_EFFECT = frozenset({"aten::_assert_async", "aten::_assert_scalar"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +59,12 @@ def refs_of(line: Line) -> list[int]:
     return [value.number for value in tree_leaves((line.args, line.kwargs)) if isinstance(value, Ref)]
 
 
+def is_check(line: Line) -> bool:
+    """Is it called for the error that it may raise, and gives nothing?"""
+    call = line.call
+    return isinstance(call, torch._ops.OpOverload) and not (call._schema.returns or call._schema.is_mutable)
+
+
 def _acts(line: Line) -> bool:
     """Does it do more than give its results?"""
     call = line.call
@@ -67,7 +72,7 @@ def _acts(line: Line) -> bool:
         return True
     if call.namespace == FUNCTIONAL or line.draws:
         return True
-    return call._schema.is_mutable or call._schema.name in _KEPT_FOR_EFFECT
+    return call._schema.is_mutable or is_check(line)
 
 
 def program_of(

@@ -121,7 +121,11 @@ class Recording(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
         line_args, line_kwargs = self._operands(func, args, kwargs)
-        out = func(*tree_map(numbers.plain, args), **tree_map(numbers.plain, kwargs))
+        try:
+            out = func(*tree_map(numbers.plain, args), **tree_map(numbers.plain, kwargs))
+        except Exception:  # of values, perhaps: whoever catches it takes a branch by them
+            self.refuse(str(func), "it raised, and the program may go on otherwise where it does not")
+            raise
         results = out if isinstance(out, list | tuple) else (out,)
         if _without_data([x for x in results if isinstance(x, torch.Tensor)]):
             return out

@@ -10,10 +10,12 @@ import torch
 from shardwright.comm import guard
 from shardwright.comm.record import recording
 from shardwright.compat import (
+    forward_names,
     function_modes_on,
     implicitly_replicated,
     in_loss_parallel,
     modes_on,
+    saved_hooks_on,
     transforms_on,
 )
 from shardwright.compat.function_modes import default_devices
@@ -75,6 +77,10 @@ def why_unerased() -> str:
         return "sw.guarded() compares what it sends, line by line"
     if transforms_on():
         return "a transform of torch.func follows it"
+    if forward_names["_current_level"] >= 0:
+        return "derivatives are taken forward"
+    if saved_hooks_on():
+        return "hooks look at each tensor that is saved for a backward"
     if modes_on():
         return "a dispatch mode of torch looks at each operator"
     if function_modes_on() and default_devices() is None:

@@ -68,6 +68,7 @@ HOOKS = {
     if name.startswith("_global_") and isinstance(hooks, dict)
 }
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_OURS_ON_TENSORS = {"shared_by_stages", "names_in_stages", "in_hands"}
 FLOAT = "float"  # a kind of fact
 _UNSET = object()  # what a context variable holds that nobody has set
 
@@ -188,6 +189,7 @@ class World:
             self.met(path, value)
             for name in _OF_TENSORS if value.requires_grad else ():
                 self._place(f"{path}.{name}", "attribute", value, name, getattr(value, name, None))
+            self._attributes(path, value, [name for name in vars(value) if is_the_users(name)])
         else:
             visitor = next((visit for cls, visit in _VISITORS if isinstance(value, cls)), World._object)
             visitor(self, path, value)
@@ -273,6 +275,7 @@ class World:
                 continue
         for name in ("__defaults__", "__kwdefaults__", "__code__"):
             self._place(f"{path}.{name}", "attribute", function, name, getattr(function, name))
+        self.facts.append(Fact(path, "length", vars(function), None, len(vars(function))))
         self._attributes(path, function, list(vars(function)))
 
     def _method(self, path: str, method: types.MethodType) -> None:
@@ -395,6 +398,11 @@ def _codes_of(code: types.CodeType) -> list[types.CodeType]:
     """That of a function, and those of the functions inside it."""
     inside = [_codes_of(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return [code, *itertools.chain(*inside)]
+
+
+def is_the_users(name: str) -> bool:
+    """Is this attribute of a tensor one that the program has hung on it?"""
+    return not name.startswith("_") and name not in _OF_OURS_ON_TENSORS
 
 
 def is_library(filename: str, globals_: dict[str, Any]) -> bool:

@@ -34,6 +34,7 @@ _BUILTIN = {
 _CLOCK = "it reads the clock, which says something else in a replay"
 _VALUES = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
 _GENERATOR = frozenset({"set_state", "get_state", "manual_seed", "seed"})
+_WRITES = frozenset({"write_record", "write_end_of_file", "write"})  # torch's own, and that of files
 _STATES = frozenset({"contextlib", "torch.random", "torch.cuda.random"})
 _NAMES = frozenset({*_BUILTIN, *_VALUES, *_GENERATOR, "run_backward", "now", "today", "utcnow", "urandom"})
 
@@ -48,7 +49,10 @@ class Watch:
     """Within the block the program is looked at; nothing of what it does is changed.
 
     ran_backward: did a backward run inside? restored: refusals that fall where no random number is drawn.
+    catches: the place of the user's code that catches errors, if some does.
     """
+
+    catches = ""
 
     def __init__(self, world: World, values_read: Callable[[torch.Tensor, str], None]) -> None:
         self.world, self.values_read = world, values_read
@@ -81,6 +85,8 @@ class Watch:
         """The user's code, for the first time."""
         self.world.run_code(code, frame.f_globals)
         for instruction in dis.get_instructions(code):
+            if instruction.opname == "CHECK_EXC_MATCH":
+                self.catches = self.catches or f"{code.co_filename}:{code.co_firstlineno}"
             if instruction.opname in {"STORE_GLOBAL", "DELETE_GLOBAL"}:
                 where = f"{code.co_filename}:{instruction.positions.lineno if instruction.positions else 0}"
                 name = f"the global {instruction.argval!r}"
@@ -97,6 +103,11 @@ class Watch:
             why = "it reads or moves the state of a generator of random numbers"
             found = self.restored if _by_checkpointing(frame) else self.refusals
             found.append(Refusal(f"Generator.{name}", why, source_line()))
+        elif name == "tensor_split":
+            why = "it may read where to split from a tensor, in memory that nobody watches"
+            self.refusals.append(Refusal(name, why, source_line()))
+        elif name in _WRITES and (name != "write" or _within(frame, "torch.serialization")):
+            self.refusals.append(Refusal(name, "it writes a file", source_line()))
         else:
             why = _why(name, owner, getattr(function, "__module__", None))
             if why and _by_the_user(frame):
@@ -111,9 +122,18 @@ def _why(name: str, owner: Any, module: str | None) -> str:
         return _CLOCK
     if isinstance(owner, random.Random) or (name == "urandom" and module == "posix"):
         return DRAWS
+    if module == "_thread" and name.startswith("start_"):
+        return "it starts a thread, which a replay would not"
     if isinstance(owner, _io._IOBase) and name in {"write", "writelines", "read", "readline"}:
         return "it reads or writes a file"
     return ""
+
+
+def _within(frame: FrameType | None, module: str) -> bool:
+    """Does this run inside a module's functions?"""
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _imports(frame: FrameType | None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -20,7 +21,9 @@ from shardwright.grads.pending import finish_gradients
 from shardwright.tensor.dtensor import read_gradient
 from shardwright.tensor.explicit_mode import here
 
-_FINISHED = "_gradient_is_finished"  # on a parameter, from a synchronisation to the next step
+_FINISHED = (
+    "_finished_gradient"  # on a parameter, from a synchronisation to the next step: which, how written
+)
 _watching: list[Any] = []
 
 
@@ -34,7 +37,8 @@ def are_finished(parameters: Iterable[TorchDTensor]) -> None:
     """Note that all ranks have agreed about the gradients of these."""
     for parameter in parameters:
         if getattr(parameter._spec, "use", None) is not None:  # torch's own class has none
-            vars(parameter)[_FINISHED] = True
+            gradient = read_gradient(parameter)
+            vars(parameter)[_FINISHED] = None if gradient is None else (ref(gradient), gradient._version)
 
 
 def finish_unasked(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -53,14 +57,22 @@ def finish_unasked(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             use = getattr(getattr(parameter, "_spec", None), "use", None)
             if use is not None and use.summed and parameter.requires_grad:
                 found.append(parameter)
-                left |= vars(parameter).pop(_FINISHED, None) is None or _is_away(parameter)
+                left |= not _is_finished(parameter)
     if left:
         named = {f"parameter {i} of {type(optimizer).__name__}": p for i, p in enumerate(found)}
         finish_gradients(named, DEFAULT_BUCKET_BYTES, agreed=False)
 
 
-def _is_away(parameter: Any) -> bool:
-    """Came a backward after the synchronisation?"""
-    gradient = read_gradient(parameter)
-    spec = getattr(gradient, "_spec", None)
-    return spec is not None and spec is not parameter._spec and bool(spec.layout.pending_axes)
+def _is_finished(parameter: Any) -> bool:
+    """Is its gradient still that of the last synchronisation, which no step has used up?
+
+    A rank without rows has no later one, where another rank has: that it lost that one tells it to ask.
+    """
+    marks, gradient = vars(parameter), read_gradient(parameter)
+    if _FINISHED not in marks:
+        return False
+    mark = marks.pop(_FINISHED)
+    if mark is None or gradient is None:
+        return mark is None and gradient is None
+    found, version = mark
+    return found() is gradient and version == gradient._version
