@@ -302,6 +302,25 @@ def begin_at_the_root(unit: nn.Module) -> None:
         root = root.around
     if state._is_root is None:
         _begin(root)
+    elif state._state_ctx.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1:
+        _forget_a_backward_that_raised(state)
+
+
+def _forget_a_backward_that_raised(state: Any) -> None:
+    """torch ends a backward in a callback that an error drops, and would end no later one.
+
+    What it left under way is lost, as the step is; gradients that are in their places stay there.
+    """
+    states = state._state_ctx.all_states
+    managed = [each for one in states for group in groups_of(one) for each in group.fsdp_params]
+    for each in managed:
+        each.unsharded_accumulated_grad = None
+        if hasattr(each, "_unsharded_param"):  # it was gathered once
+            each._unsharded_param.grad = None
+    kept = [(each.sharded_param, each.sharded_param.grad) for each in managed]
+    next(one for one in states if one._is_root)._root_post_backward_final_callback()
+    for parameter, gradient in kept:
+        parameter.grad = gradient
 
 
 def _begin(root: Any) -> None:

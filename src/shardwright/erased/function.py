@@ -10,7 +10,7 @@ import torch
 
 from shardwright.comm.record import source_line
 from shardwright.comm.traced import in_groups
-from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten, tree_unflatten
+from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten, tree_leaves, tree_unflatten
 from shardwright.erased import given, surroundings
 from shardwright.erased.attempt import Attempt
 from shardwright.erased.changed_rates import rates_that_changed
@@ -18,6 +18,8 @@ from shardwright.erased.gradients import Cut, behind_edge, given_back, has_graph
 from shardwright.erased.holds import changed
 from shardwright.erased.report import Report
 from shardwright.erased.watch import profiled
+from shardwright.tensor import finished_forms
+from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.views import write_back
 
 if TYPE_CHECKING:
@@ -43,18 +45,26 @@ class Erased:
         self._report = Report(getattr(function, "__qualname__", type(function).__name__))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result, by a replay where a recording holds."""
+        """The function's result, by a replay where a recording holds.
+
+        What was finished of an argument, or is of a result, is known on neither side: a rank that replays has
+        nothing of it, and would send what one that does not replay had.
+        """
+        if torch.compiler.is_compiling():
+            return self._function(*args, **kwargs)
         why = surroundings.why_unerased()
-        if why:
-            return self._as_it_is(args, kwargs, why)
         with DisableTorchFunctionSubclass():
             leaves, structure = given.flatten(args, kwargs)
+            _forget_forms(leaves)
+        if why:
+            return _without_forms(self._as_it_is(args, kwargs, why))
+        with DisableTorchFunctionSubclass():
             key = structure, surroundings.flags(), given.signature(leaves)
             for entry in self._entries.get(key, ()):
                 if entry.holds(leaves):
                     self._report.replays += 1
                     return entry.replay(leaves)
-        return self._record(key, leaves, args, kwargs)
+        return _without_forms(self._record(key, leaves, args, kwargs))
 
     def __get__(self, owner: Any, _: Any = None) -> Any:
         """A method of the class that has it."""
@@ -73,7 +83,7 @@ class Erased:
     def _as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         """The function itself; what it sends, now and in its backward, is what a replay would send."""
         self._report.ran_as_it_is(why, source_line())
-        if torch.compiler.is_compiling() or why.startswith("a transform"):
+        if why.startswith("a transform"):
             return self._function(*args, **kwargs)
         with DisableTorchFunctionSubclass():
             cut = Cut.of(args, kwargs)
@@ -143,6 +153,17 @@ class Erased:
                 "fix: keep it the same, pass it as a tensor, or erase(..., most=) more recordings",
                 stacklevel=5,
             )
+
+
+def _without_forms(out: Any) -> Any:
+    _forget_forms(tree_leaves(out))
+    return out
+
+
+def _forget_forms(leaves: list[Any]) -> None:
+    for x in leaves:
+        if isinstance(x, DTensor):
+            finished_forms.forget(x)
 
 
 def _views(leaves: list[Any]) -> str:

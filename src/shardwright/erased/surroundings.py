@@ -69,14 +69,14 @@ def autocast_devices() -> tuple[str, ...]:
 
 def why_unerased() -> str:
     """Why a call here is run as it is, "" where it may be replayed."""
-    if torch.compiler.is_compiling():
-        return "torch.compile traces it"
     if recording():
         return "sw.trace() looks at it, with the program's own lines"
     if guard.on:
         return "sw.guarded() compares what it sends, line by line"
     if transforms_on():
         return "a transform of torch.func follows it"
+    if torch.is_anomaly_enabled():
+        return "torch looks for anomalies in each backward"
     if forward_names["_current_level"] >= 0:
         return "derivatives are taken forward"
     if saved_hooks_on():

@@ -34,6 +34,7 @@ _BUILTIN = {
 _CLOCK = "it reads the clock, which says something else in a replay"
 _VALUES = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
 _GENERATOR = frozenset({"set_state", "get_state", "manual_seed", "seed"})
+_OF_THE_PROCESS = frozenset({"urandom", "getpid", "fspath", "getcwd", "cpu_count", "sched_getaffinity"})
 _WRITES = frozenset({"write_record", "write_end_of_file", "write"})  # torch's own, and that of files
 _STATES = frozenset({"contextlib", "torch.random", "torch.cuda.random"})
 _NAMES = frozenset({*_BUILTIN, *_VALUES, *_GENERATOR, "run_backward", "now", "today", "utcnow", "urandom"})
@@ -122,6 +123,8 @@ def _why(name: str, owner: Any, module: str | None) -> str:
         return _CLOCK
     if isinstance(owner, random.Random) or (name == "urandom" and module == "posix"):
         return DRAWS
+    if module == "posix" and name not in _OF_THE_PROCESS:
+        return "it asks the file system, which may say something else in a replay"
     if module == "_thread" and name.startswith("start_"):
         return "it starts a thread, which a replay would not"
     if isinstance(owner, _io._IOBase) and name in {"write", "writelines", "read", "readline"}:

@@ -53,8 +53,9 @@ def refuse_gathered(named: Mapping[str, Tensor]) -> None:
     if wrong:
         raise ParallelError(
             f"{name_list(wrong)}: gathered still by a sharded unit, whose backward has not ended: torch sees "
-            "no end where the unit is called several times, each in a reentrant checkpoint\n"
-            "  fix: checkpoint(..., use_reentrant=False)"
+            "no end where the unit is called several times, each in a reentrant checkpoint, nor after an "
+            "error\n"
+            "  fix: checkpoint(..., use_reentrant=False); after an error, zero_grad() and a forward first"
         )
 
 

@@ -179,6 +179,15 @@ def give_up(x: DTensor) -> None:
     x._spec = x._spec.plain
 
 
+def forget(x: DTensor) -> None:
+    """Let nobody know what was finished or derived of `x`, by any of its names."""
+    if x._spec is not x._spec.plain:
+        give_up(x)
+    vars(x).pop("_derived", None)
+    if x._spec.pending:
+        vars(x._local_tensor.untyped_storage()).pop("finished", None)
+
+
 def ask(x: DTensor) -> None:
     """Calls on `x`, a view of something that was finished, ask whether its form is known."""
     if x._spec.form is None:

@@ -257,6 +257,8 @@ def _collect(values: Iterable[Any], tensors: list[Any], key: list[Any]) -> bool:
         elif isinstance(value, list | tuple):
             key.append(len(value))
             ours = _collect(value, tensors, key) and ours
+        elif cls is torch.SymFloat or cls is torch.SymBool:
+            key.append(object())  # to compare it with what is known would be a part of the graph
         else:
             key.append(cls)
             if value is not None:
