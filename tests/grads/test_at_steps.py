@@ -125,3 +125,39 @@ def _after_a_synchronisation_that_no_step_used(set_to_none):
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_all_ranks_ask_after_a_synchronisation_of_other_gradients(ranks, set_to_none):
     ranks(2, _after_a_synchronisation_that_no_step_used, set_to_none, timeout=60)
+
+
+def _frozen_before_the_sum(how):
+    """Ranks whose rows take other branches, and a model that is frozen while its gradients wait."""
+    mesh = rank_mesh((2,), ("dp",))
+    torch.manual_seed(0)
+    alone, x = _Branches(), torch.randn(6, 3)
+    model = parallelize_replicate(copy.deepcopy(alone), mesh)
+    synchronizer = GradientSynchronizer(model)
+    of, rank = torch.tensor([0, 0, 0, 2, 2, 2]), mesh.get_local_rank()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    for _ in range(2):
+        alone(x, of).backward()
+        loss = model(x[3 * rank :][:3], of[3 * rank :][:3])
+        if how == "overlapped":
+            loss.backward()
+            model.requires_grad_(False)
+            with synchronizer.overlapped():
+                pass
+        else:
+            loss.backward()
+            model.requires_grad_(False)
+            if how == "synchronized":
+                synchronizer.synchronize()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        model.requires_grad_(True)
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["at the step", "synchronized", "overlapped"])
+def test_gradients_of_what_was_frozen_since_are_summed(ranks, how):
+    """Gradients of other parameters were added up, or the ranks waited for each other."""
+    ranks(2, _frozen_before_the_sum, how, timeout=60)

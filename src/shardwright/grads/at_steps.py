@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import ref
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -38,7 +37,9 @@ def are_finished(parameters: Iterable[TorchDTensor]) -> None:
     for parameter in parameters:
         if getattr(parameter._spec, "use", None) is not None:  # torch's own class has none
             gradient = read_gradient(parameter)
-            vars(parameter)[_FINISHED] = None if gradient is None else (ref(gradient), gradient._version)
+            mark = vars(parameter)[_FINISHED] = None if gradient is None else (object(), gradient._version)
+            if gradient is not None:  # no weak reference: torch swaps no tensor that has one
+                vars(gradient)[_FINISHED] = mark
 
 
 def finish_unasked(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -55,7 +56,8 @@ def finish_unasked(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             use = getattr(getattr(parameter, "_spec", None), "use", None)
-            if use is not None and use.summed and parameter.requires_grad:
+            # One that was frozen since its backward has a gradient all the same, perhaps on this rank alone.
+            if use is not None and use.summed and (parameter.is_floating_point() or parameter.is_complex()):
                 found.append(parameter)
                 left |= not _is_finished(parameter)
     if left:
@@ -74,5 +76,4 @@ def _is_finished(parameter: Any) -> bool:
     mark = marks.pop(_FINISHED)
     if mark is None or gradient is None:
         return mark is None and gradient is None
-    found, version = mark
-    return found() is gradient and version == gradient._version
+    return vars(gradient).get(_FINISHED) is mark and mark[1] == gradient._version

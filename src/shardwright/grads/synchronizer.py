@@ -16,7 +16,14 @@ from shardwright.grads.at_steps import are_finished
 from shardwright.grads.buckets import Plan, planned
 from shardwright.grads.coverage import refuse_uncovered
 from shardwright.grads.overlapped import OverlappedSum
-from shardwright.grads.parameters import Parameters, name_list, named_parameters, refuse_gathered, trainable
+from shardwright.grads.parameters import (
+    Parameters,
+    name_list,
+    named_parameters,
+    refuse_gathered,
+    that_may_have_gradients,
+    trainable,
+)
 from shardwright.grads.pending import finish_gradients
 from shardwright.grads.stages import stages_of
 
@@ -51,6 +58,7 @@ class GradientSynchronizer:
         self._covered: list[object] = []  # parameters and specs that `refuse_uncovered` let pass
         self._plan: Plan | None = None  # for these parameters
         self._lost = False  # an exception left a block
+        self._ever_trained: set[str] = set()
         self._distributed()
 
     def synchronize(self) -> None:
@@ -63,8 +71,9 @@ class GradientSynchronizer:
         of the pending gradients.
         """
         distributed = self._distributed()
+        distributed |= self._frozen_since(distributed)
         finish_gradients(distributed, self._bucket_bytes, agreed=self._static)
-        are_finished(distributed.values())
+        self._are_finished()
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
@@ -95,7 +104,9 @@ class GradientSynchronizer:
             stop()
         for left, alike in sums.finish():
             finish_gradients(left, self._bucket_bytes, agreed=alike or self._static)
-        are_finished(distributed.values())
+        if frozen := self._frozen_since(distributed):
+            finish_gradients(frozen, self._bucket_bytes, agreed=self._static)
+        self._are_finished()
 
     def _distributed(self) -> dict[str, TorchDTensor]:
         """Return the trainable parameters, none of which may be plain in a world of several ranks."""
@@ -107,11 +118,22 @@ class GradientSynchronizer:
         wanted = trainable(named_parameters(self._source))
         _refuse_plain(wanted)
         found = {name: p for name, p in wanted.items() if isinstance(p, TorchDTensor)}
+        self._ever_trained |= found.keys()
         placed: list[object] = [part for p in found.values() for part in (p, p._spec)]
         if len(placed) != len(self._covered) or not all(map(operator.is_, placed, self._covered)):
             refuse_uncovered(found)
             self._covered, self._plan = placed, None
         return found
+
+    def _frozen_since(self, trained: dict[str, TorchDTensor]) -> dict[str, TorchDTensor]:
+        """Parameters that were trained before and are frozen now, perhaps since a backward."""
+        left = self._ever_trained - trained.keys()
+        named = named_parameters(self._source) if left else {}
+        return {name: p for name, p in named.items() if name in left and isinstance(p, TorchDTensor)}
+
+    def _are_finished(self) -> None:
+        named = that_may_have_gradients(named_parameters(self._source))
+        are_finished(p for p in named.values() if isinstance(p, TorchDTensor))
 
 
 def _refuse_plain(wanted: dict[str, Tensor]) -> None:

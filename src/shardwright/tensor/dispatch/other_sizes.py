@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from shardwright.index.region import Shape
 from shardwright.remember import memo, remembered
 from shardwright.rules.any_size import AnySize, ResultForm
@@ -138,6 +140,8 @@ def _describe(value: Any, found: list[Any]) -> None:
         found.append(len(value))
         for part in value:
             _describe(part, found)
+    elif isinstance(value, torch.SymFloat | torch.SymBool):
+        found.append(value.__class__)  # comparing it with what is known would be a part of the graph
     else:
         found.append(value.__class__)
         found.append(value if value.__hash__ is not None else id(value))
