@@ -6,9 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd import forward_ad
 
 import shardwright as sw
+from shardwright.testing import rank_mesh
 
 BY_BACKWARD = {"factor": 2.0}
 
@@ -159,3 +161,39 @@ def test_threads_and_files_are_no_part_of_a_recording(tmp_path):
         fast(torch.full((2,), float(call)), "x")
         assert torch.load(tmp_path / "x")[0] == call
     assert "it writes a file" in str(fast.report())
+
+
+def _unlike_ranks(traced):
+    """One rank replays where the other records anew, or runs the function as it is; both send the same."""
+    mesh, rank = rank_mesh((2,), ("x",)), dist.get_rank()
+    torch.manual_seed(0)
+    left, right = torch.randn(4, 6), torch.randn(6, 4)
+    placed = [sw.distribute_tensor(x, mesh, [sw.Shard(dim)]) for dim, x in ((1, left), (0, right))]
+    numbers = {"own": 0}
+
+    def block(h):
+        numbers["own"] + 1  # what a rank logs by
+        return h, torch.relu(h) + 1
+
+    fast = sw.erase(block)
+    for step in range(5):
+        x, w = left + step, right
+        with sw.spmd(mesh):
+            h = (placed[0] + step) @ placed[1]  # pending
+            before = torch.sigmoid(h).sum()
+            if rank == 0 and not traced:
+                numbers["own"] = step
+            with sw.trace() if rank == 0 and traced and step else nullcontext():
+                same, read = fast(h)
+            found = before + torch.tanh(same).sum() + read.sum() + torch.exp(h / 10).sum()
+        y = x @ w
+        wanted = (
+            torch.sigmoid(y).sum() + torch.tanh(y).sum() + (torch.relu(y) + 1).sum() + torch.exp(y / 10).sum()
+        )
+        torch.testing.assert_close(found.full_tensor(), wanted)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_ranks_of_which_one_replays_send_the_same(ranks, traced):
+    """What one had finished, and the other had not, was paired with messages of the next step."""
+    ranks(2, _unlike_ranks, traced, timeout=60)

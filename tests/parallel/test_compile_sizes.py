@@ -158,3 +158,28 @@ def _sizes_of_equal_parts():
 
 def test_a_graph_is_told_by_logical_sizes(ranks):
     ranks(2, _sizes_of_equal_parts, timeout=120)
+
+
+_WITH_A_NUMBER = {
+    "a factor": lambda x, s: (x * s + 1).sum(),
+    "of a pending sum": lambda x, s: x.sum(0) * s,
+    "of a largest value": lambda x, s: x.amax(0) * s,
+    "beside others": lambda x, s: torch.add(x, x, alpha=s).clamp(min=s) / (s + 1),
+}
+
+
+def _by_a_number(name):
+    """The third number has another sign: a largest value becomes the least."""
+    function, mesh = _WITH_A_NUMBER[name], rank_mesh((2,), ("x",))
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager")
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    placed = sw.distribute_tensor(x, mesh, [sw.Shard(0)])
+    for number in (1.0, 2.0, -3.0, 0.5):
+        torch.testing.assert_close(compiled(placed, number).full_tensor(), function(x, number))
+
+
+@pytest.mark.parametrize("name", _WITH_A_NUMBER)
+def test_a_number_that_changes_is_one_graph_or_several(ranks, name):
+    """It ended in an error about a number that the graph does not follow."""
+    ranks(2, _by_a_number, name)

@@ -6,6 +6,7 @@ answers (`ways.table`), and cached: the same call with the same layouts costs on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -160,11 +161,23 @@ def _first(key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs, tensors: 
         if short.reader.there:
             short.learn(key, func, args, kwargs, tensors, known, out)
         return out
-    decided = decide(Asked(func, args, kwargs, tensors)) if known is None else known
+    decided = decide(Asked(func, *_told(args, kwargs, tensors), tensors)) if known is None else known
     if registry.registry.generation != rules:  # a rule came meanwhile: it takes part
         return dispatch_call(func, args, kwargs)
     _store(key, decided)
     return _again(decided, key, func, args, kwargs, tensors)
+
+
+def _told(args: Args, kwargs: Kwargs, tensors: list[Any]) -> tuple[Any, Any]:
+    """The arguments that decide: a number that changes between calls of a graph stands for any number.
+
+    For one of no sign beside pending values, whose largest may become the least.
+    """
+    if not torch.compiler.is_compiling():
+        return args, kwargs
+    any_number = math.nan if any(getattr(x._spec, "pending", False) for x in tensors) else 0.5
+    told: tuple[Any, Any] = tree_map_only(torch.SymFloat, lambda _: any_number, (args, dict(kwargs)))
+    return told
 
 
 def _again(known: Any, key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs, tensors: list[Any]) -> Any:
