@@ -161,7 +161,8 @@ def _first(key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs, tensors: 
         if short.reader.there:
             short.learn(key, func, args, kwargs, tensors, known, out)
         return out
-    decided = decide(Asked(func, *_told(args, kwargs, tensors), tensors)) if known is None else known
+    told = _told(args, kwargs, tensors) if torch.compiler.is_compiling() else (args, kwargs)
+    decided = decide(Asked(func, *told, tensors)) if known is None else known
     if registry.registry.generation != rules:  # a rule came meanwhile: it takes part
         return dispatch_call(func, args, kwargs)
     _store(key, decided)
@@ -173,8 +174,6 @@ def _told(args: Args, kwargs: Kwargs, tensors: list[Any]) -> tuple[Any, Any]:
 
     For one of no sign beside pending values, whose largest may become the least.
     """
-    if not torch.compiler.is_compiling():
-        return args, kwargs
     any_number = math.nan if any(getattr(x._spec, "pending", False) for x in tensors) else 0.5
     told: tuple[Any, Any] = tree_map_only(torch.SymFloat, lambda _: any_number, (args, dict(kwargs)))
     return told
