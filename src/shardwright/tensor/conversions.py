@@ -18,11 +18,11 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Placement, Replicate
 from shardwright.tensor import known_parts
 from shardwright.tensor.agreed import check_alike, check_stated, cut_by, refuse_unequal, told_by_all, whole_of
+from shardwright.tensor.algorithms.declared_terms import FromTerms, is_declared
 from shardwright.tensor.autograd import FromLocal, apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.plain.constants import of_constants
-from shardwright.tensor.plain.declared_terms import FromTerms, is_declared
 from shardwright.tensor.spec import coords_of, finished
 
 

@@ -161,7 +161,9 @@ def _first(key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs, tensors: 
         if short.reader.there:
             short.learn(key, func, args, kwargs, tensors, known, out)
         return out
-    told = _told(args, kwargs, tensors) if torch.compiler.is_compiling() else (args, kwargs)
+    told: tuple[Args, Kwargs] = args, kwargs
+    if torch.compiler.is_compiling():
+        told = _told(args, kwargs, tensors)
     decided = decide(Asked(func, *told, tensors)) if known is None else known
     if registry.registry.generation != rules:  # a rule came meanwhile: it takes part
         return dispatch_call(func, args, kwargs)
