@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwright.errors import ParallelError
 from shardwright.moe import MoELayer
 from shardwright.parallel import (
     Pipeline,
+    parallelize_batch_norm,
     parallelize_expert_parallel,
     parallelize_fsdp,
     parallelize_pipeline,
@@ -113,3 +115,28 @@ def _new_dtype(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_another_dtype_is_learned_anew(ranks, dtype):
     ranks(2, _new_dtype, dtype, timeout=30)
+
+
+def _batch_norm_over_other_rows():
+    """Ranks of other data meet other shapes; the statistics of a stage are of all of them."""
+    mesh = rank_mesh((2, 2), ("pp", "dp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
+    alone = copy.deepcopy(model)
+    parallelize_batch_norm(model, mesh["dp"])
+    parallelize_pipeline(model, mesh["pp"], ["2"])
+    parallelize_replicate(model, mesh["dp"])
+    pipeline = Pipeline(model, lambda out, y: (out - y).square().sum(), micro_batches=1)
+    rank = mesh["dp"].get_local_rank()
+    for step, rows in enumerate([(4, 4), (4, 6), (6, 4)]):
+        seeded = torch.Generator().manual_seed(step)
+        x, y = torch.randn(sum(rows), 4, generator=seeded), torch.randn(sum(rows), 2, generator=seeded)
+        mine = slice(rank * rows[0], rank * rows[0] + rows[rank])
+        loss = pipeline.step(x[mine], target=y[mine])
+        dist.all_reduce(loss, group=mesh["dp"].get_group())
+        torch.testing.assert_close(loss, (alone(x) - y).square().sum().detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_new_shape_of_one_data_rank_is_learned_beside_a_batch_norm(ranks):
+    """It was learned alone, in a forward that sums over the other one too."""
+    ranks(4, _batch_norm_over_other_rows, timeout=60)

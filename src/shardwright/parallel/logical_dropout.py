@@ -18,6 +18,7 @@ from shardwright.comm.record import because
 from shardwright.compat import current_graph_task_id, saved_tensors_hooks_on
 from shardwright.compat.dynamo import compiles_what_is_called
 from shardwright.context.randomness import LOGICAL
+from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError, RuleError
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.parallel.meshes import named_axes, refuse_other_order
@@ -110,6 +111,7 @@ class _RowsOfModule:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ranks = frozenset(as_mesh_shape(mesh).ranks)
         self._group, self._device = mesh.get_group(), mesh.device_type
+        self.groups = tuple(groups_above_one(mesh))  # over which its calls send
         self._here = _Here()
         self._known: OrderedDict[int, BatchRows] = OrderedDict()
 

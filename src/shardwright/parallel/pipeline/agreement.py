@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.functional import reduce_over
 from shardwright.comm.record import because
+from shardwright.context.randomness import LOGICAL
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.moe.layer import MoELayer
@@ -160,13 +161,21 @@ class Agreement:
         return checks
 
 
+# What modules have whose calls send over ranks of other data: batch norms, logical dropout.
+_SCOPES = ("_statistics_over", LOGICAL)
+
+
 def _peers(module: nn.Module, data: DeviceMesh | None) -> dict[ProcessGroup, str]:
     """The groups over which ranks of other data take part in a step, and their axes."""
     units = [p for p in module.parameters() if getattr(p, "_fully_sharded", "")]
     meshes = dict.fromkeys(p.device_mesh for p in units if isinstance(p, TorchDTensor))
     found = {group: axis for mesh in (data, *meshes) if mesh for axis, group in groups_above_one(mesh)}
     layers = [layer.communicator for layer in module.modules() if isinstance(layer, MoELayer)]
-    return found | {each.group: each.axis for each in layers if each is not None}
+    found |= {each.group: each.axis for each in layers if each is not None}
+    scopes = [
+        scope for m in module.modules() for name in _SCOPES if (scope := getattr(m, name, None)) is not None
+    ]
+    return found | {group: axis for scope in scopes for axis, group in scope.groups}
 
 
 def _hash(data: bytes) -> int:
