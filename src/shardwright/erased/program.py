@@ -62,7 +62,9 @@ def refs_of(line: Line) -> list[int]:
 def is_check(line: Line) -> bool:
     """Is it called for the error that it may raise, and gives nothing?"""
     call = line.call
-    return isinstance(call, torch._ops.OpOverload) and not (call._schema.returns or call._schema.is_mutable)
+    if not isinstance(call, torch._ops.OpOverload) or call.namespace != "aten":  # marks of a profiler, say
+        return False
+    return not (call._schema.returns or call._schema.is_mutable)
 
 
 def _acts(line: Line) -> bool:
