@@ -169,28 +169,28 @@ def _unlike_ranks(traced):
     torch.manual_seed(0)
     left, right = torch.randn(4, 6), torch.randn(6, 4)
     placed = [sw.distribute_tensor(x, mesh, [sw.Shard(dim)]) for dim, x in ((1, left), (0, right))]
-    numbers = {"own": 0}
+    numbers = {"own": 1}
 
-    def block(h):
-        numbers["own"] + 1  # what a rank logs by
-        return h, torch.relu(h) + 1
+    def block(h, a):
+        with sw.spmd(mesh):
+            made = a @ placed[1]  # pending, and finished for its first reader
+            return made, (torch.relu(made) + torch.relu(h)) * numbers["own"]
 
     fast = sw.erase(block)
     for step in range(5):
-        x, w = left + step, right
         with sw.spmd(mesh):
-            h = (placed[0] + step) @ placed[1]  # pending
+            x = placed[0] + step
+            h = x @ placed[1]
             before = torch.sigmoid(h).sum()
-            if rank == 0 and not traced:
-                numbers["own"] = step
-            with sw.trace() if rank == 0 and traced and step else nullcontext():
-                same, read = fast(h)
-            found = before + torch.tanh(same).sum() + read.sum() + torch.exp(h / 10).sum()
-        y = x @ w
-        wanted = (
-            torch.sigmoid(y).sum() + torch.tanh(y).sum() + (torch.relu(y) + 1).sum() + torch.exp(y / 10).sum()
-        )
-        torch.testing.assert_close(found.full_tensor(), wanted)
+        if rank == 0 and not traced:
+            numbers["own"] = 1.0 if step % 2 else 1  # the same, and another recording
+        with sw.trace() if rank == 0 and traced and step else nullcontext():
+            made, read = fast(h, x)
+        with sw.spmd(mesh):
+            found = before + torch.tanh(made).sum() + read.sum() + torch.exp(h / 10).sum()
+        y = (left + step) @ right
+        wanted = torch.sigmoid(y) + torch.tanh(y) + 2 * torch.relu(y) + torch.exp(y / 10)
+        torch.testing.assert_close(found.full_tensor(), wanted.sum())
 
 
 @pytest.mark.parametrize("traced", [False, True])

@@ -57,14 +57,14 @@ class Erased:
             leaves, structure = given.flatten(args, kwargs)
             _forget_forms(leaves)
         if why:
-            return _without_forms(self._as_it_is(args, kwargs, why))
+            return _without_forms(self._as_it_is(args, kwargs, why), leaves)
         with DisableTorchFunctionSubclass():
             key = structure, surroundings.flags(), given.signature(leaves)
             for entry in self._entries.get(key, ()):
                 if entry.holds(leaves):
                     self._report.replays += 1
                     return entry.replay(leaves)
-        return _without_forms(self._record(key, leaves, args, kwargs))
+        return _without_forms(self._record(key, leaves, args, kwargs), leaves)
 
     def __get__(self, owner: Any, _: Any = None) -> Any:
         """A method of the class that has it."""
@@ -155,8 +155,9 @@ class Erased:
             )
 
 
-def _without_forms(out: Any) -> Any:
-    _forget_forms(tree_leaves(out))
+def _without_forms(out: Any, leaves: list[Any]) -> Any:
+    """The results; of the arguments too the call may have finished some."""
+    _forget_forms([*leaves, *tree_leaves(out)])
     return out
 
 
