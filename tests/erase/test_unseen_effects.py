@@ -108,6 +108,15 @@ def test_what_only_a_backward_reads_is_asked_too():
         torch.testing.assert_close(*found)
 
 
+def test_an_argument_may_hold_itself():
+    x = torch.arange(4.0)
+    x.itself, x.scale = x, 2.0
+    fast = sw.erase(lambda y: y * y.scale)
+    for scale in (2.0, 2.0, 3.0):
+        x.scale = scale
+        torch.testing.assert_close(fast(x), torch.arange(4.0) * scale)
+
+
 @pytest.mark.parametrize("of", ["held", "given", "function"])
 def test_attributes_that_a_program_hangs_on_things_are_read(of):
     weight, x = torch.nn.Parameter(torch.ones(4)), torch.arange(4.0)

@@ -136,18 +136,10 @@ class Attempt:
             return [Refusal("a number of an optimizer", "the program may read it beside the step")]
         asked = self.world.asked_of_schedulers()
         restored = self.watch.restored if any(line.draws for line in self.tape.lines) else []
-        caught: list[Refusal] = []
         if self.watch.catches and any(is_check(line) for line in self.tape.lines):
             why = "an operator may raise by what it is given, and the program catches errors"
-            caught.append(Refusal("an error", why, self.watch.catches))
-        return [
-            *caught,
-            *self.recording.refusals,
-            *self.watch.refusals,
-            *restored,
-            *self.world.refusals,
-            *asked,
-        ]
+            asked.append(Refusal("an error", why, self.watch.catches))
+        return [*self.recording.refusals, *self.watch.refusals, *restored, *self.world.refusals, *asked]
 
     def _results(self, flat: list[Any]) -> tuple[list[Leaf], list[torch.Tensor], list[Refusal]]:
         """How each leaf comes back, and the tensors that were made."""

@@ -49,8 +49,9 @@ def _of_leaf(leaf: Any) -> Any:
 
 
 def _hung_on(x: torch.Tensor) -> list[Any]:
-    """What the program has hung on an argument."""
-    return [(name, _of_leaf(value)) for name, value in vars(x).items() if is_the_users(name)]
+    """What the program has hung on an argument: numbers and texts; of anything else, which object."""
+    hung = ((name, value) for name, value in vars(x).items() if is_the_users(name))
+    return [(name, _of_leaf(value) if isinstance(value, SCALARS) else id(value)) for name, value in hung]
 
 
 def hooked(x: torch.Tensor) -> bool:

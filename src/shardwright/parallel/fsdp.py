@@ -363,9 +363,8 @@ def _refuse_hidden(module: nn.Module, result: object) -> None:
     kind = type(result).__name__
     raise ParallelError(
         f"the forward of {type(module).__name__} returned a {kind}, in which fully_shard finds no tensor "
-        "with a graph: its backward would gather nothing, and leave no gradient\n"
-        "  fix: return tensors in lists, tuples, dicts or dataclasses, or say what it holds: "
-        f"torch.utils._pytree.register_pytree_node({kind}, ...)"
+        "with a graph: its backward would gather nothing, and leave no gradient\n  fix: return tensors in "
+        f"lists, tuples, dicts or dataclasses, or torch.utils._pytree.register_pytree_node({kind}, ...)"
     )
 
 

@@ -4,7 +4,7 @@ Their ops write what they name among their inputs, and do not say so in their sc
 new tensors they would move the operands and lose what they wrote.
 
 Between ranks that hold the same part of such a tensor a sum or a copy of the parts is one of the tensors: it
-runs on them. torch's DistributedDataParallel keeps copies of models so that tensor parallelism cuts.
+runs on them. So torch's DistributedDataParallel keeps copies of models that tensor parallelism cuts.
 """
 
 from __future__ import annotations
