@@ -115,10 +115,10 @@ def test_a_disk_that_refuses_is_no_reason_to_end_a_run(tmp_path: Path) -> None:
 
 def test_digits_of_other_scripts_are_no_step(tmp_path: Path) -> None:
     """A folder that no run of ours writes was taken for the newest, and removed."""
-    for step in (1, 2):
+    for step in (99, 2):
         save(step_path(tmp_path, step), nn.Linear(2, 2), step=step)
-    other = tmp_path / "step-\u0660\u0660\u0660\u0660\u0660\u0660\u0669\u0669"
-    step_path(tmp_path, 1).rename(other)
+    other = step_path(tmp_path, 99).parent / "step-\u0660\u0660\u0660\u0660\u0660\u0660\u0669\u0669"
+    step_path(tmp_path, 99).rename(other)
     assert latest(tmp_path) == step_path(tmp_path, 2)
     prune(tmp_path, keep=1)
     assert other.exists()
