@@ -40,6 +40,23 @@ def _scaled(x):
     return _Scaled.apply(x).sin()
 
 
+class _Counted(torch.autograd.Function):
+    """A derivative that counts its calls, which no forward does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        BY_BACKWARD["calls"] += 1
+        return gradient * 2.0
+
+
+def _counted(x):
+    return _Counted.apply(x).sin()
+
+
 def _by_attribute(weight, x):
     return x * getattr(weight, "scale", 1.0)
 
@@ -106,6 +123,15 @@ def test_what_only_a_backward_reads_is_asked_too():
             function(x).sum().backward()
             found.append(x.grad)
         torch.testing.assert_close(*found)
+
+
+def test_what_only_a_backward_changes_is_changed_at_each_call():
+    fast, x = sw.erase(_counted), torch.arange(4.0).requires_grad_()
+    BY_BACKWARD["calls"] = 0
+    for call in range(4):
+        fast(x).sum().backward()
+        assert BY_BACKWARD["calls"] == call + 1
+    assert "the call changes it" in str(fast.report())
 
 
 def test_an_argument_may_hold_itself():

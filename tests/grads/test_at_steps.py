@@ -127,6 +127,31 @@ def test_all_ranks_ask_after_a_synchronisation_of_other_gradients(ranks, set_to_
     ranks(2, _after_a_synchronisation_that_no_step_used, set_to_none, timeout=60)
 
 
+def _used_up(sent_by):
+    """Gradients that nobody zeroes: a rank without rows keeps the sum that the last step has used."""
+    mesh = rank_mesh((2,), ("dp",))
+    torch.manual_seed(0)
+    alone, x = nn.Linear(4, 1), torch.arange(8.0).view(2, 4) / 8
+    model = parallelize_replicate(copy.deepcopy(alone), mesh)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    rank = mesh.get_local_rank()
+    for rows in (2, 1):
+        alone(x[:rows]).sum().backward()
+        if rank < rows:
+            model(x[rank : rank + 1]).sum().backward()
+        if sent_by == "synchronizer" and rows == 2:
+            GradientSynchronizer(model).synchronize()
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
+@pytest.mark.parametrize("sent_by", ["synchronizer", "step"])
+def test_a_step_uses_up_what_was_synchronised(ranks, sent_by):
+    ranks(2, _used_up, sent_by, timeout=60)
+
+
 def _frozen_before_the_sum(how):
     """Ranks whose rows take other branches, and a model that is frozen while its gradients wait."""
     mesh = rank_mesh((2,), ("dp",))

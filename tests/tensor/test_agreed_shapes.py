@@ -189,19 +189,18 @@ def test_what_was_told_is_remembered_where_all_is_known_alike(ranks):
 
 
 def _with_other_kinds():
-    """A fraction here and None there; a stage of its own that asked so often that it forgot."""
-    whole, own = rank_mesh((2,), ("x",)), rank_mesh((1,), ("y",))
+    """A fraction here and None there; two ranks that asked so often on their own that they forgot."""
+    whole, own = rank_mesh((3,), ("x",)), sw.DeviceMesh("cpu", [0, 1], mesh_dim_names=("y",))
     mapped = sw.local_map(lambda part, w=None: part * (w or 1.0), out_placements=[sw.Shard(0)])
     x = sw.DTensor.from_local(torch.ones(2), whole, [sw.Shard(0)])
     mapped(x)
-    rank = dist.get_rank()
-    assert mapped(x, None if rank == 0 else 2.0).full_tensor().tolist() == [1.0, 1.0, 2.0, 2.0]
-    assert mapped(x, **({} if rank == 0 else {"w": 3.0})).full_tensor().tolist() == [1.0, 1.0, 3.0, 3.0]
-    if rank == 0:
-        for n in range(1, 300):
-            mapped(sw.DTensor.from_local(torch.ones(n), own, [sw.Shard(0)]))
-    assert mapped(x).full_tensor().tolist() == [1.0] * 4
+    rank, ones = dist.get_rank(), [1.0] * 4
+    assert mapped(x, 2.0 if rank == 1 else None).full_tensor().tolist() == [1.0, 1.0, 2.0, 2.0, 1.0, 1.0]
+    assert mapped(x, **({"w": 3.0} if rank == 2 else {})).full_tensor().tolist() == [*ones, 3.0, 3.0]
+    for n in range(1, 300 if rank < 2 else 1):
+        mapped(sw.DTensor.from_local(torch.ones(n), own, [sw.Shard(0)]))
+    assert mapped(x).full_tensor().tolist() == [1.0] * 6
 
 
 def test_what_ranks_know_together_hangs_on_nothing_else(ranks):
-    ranks(2, _with_other_kinds, timeout=60)
+    ranks(3, _with_other_kinds, timeout=60)

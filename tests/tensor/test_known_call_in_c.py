@@ -656,7 +656,7 @@ def _what_stays():
         seen.append(held())
     counts = zip(*(references for references, _ in seen), strict=True)
     grown = [[after - before for before, after in itertools.pairwise(each)] for each in counts]
-    # A reference that each call loses or keeps is a hundred in every round; what a table lets go once is no loss.
+    # What each call loses or keeps is a hundred in every round; what a table lets go once is no loss.
     return [each for each in grown if min(each) >= 95 or max(each) <= -95], seen[-1][1] - seen[-2][1]
 
 
