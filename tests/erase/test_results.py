@@ -50,6 +50,43 @@ def test_results_are_part_of_the_graph_around(ranks):
     ranks(2, _in_a_graph)
 
 
+_GIVES = {
+    "what it was given times its sum": lambda t, w: t * t.sum(),
+    "several": lambda t, w: (t * w, t.exp()),
+    "as it is": lambda t, w: t * 1.0,
+    "its argument, written": lambda t, w: t.mul_(w).sin(),
+}
+
+
+def _derivatives(function, x, w):
+    """The value, and three derivatives of it."""
+    t = x * w
+    made = function(t, w)
+    value = sum(y.square().sum() for y in (made if isinstance(made, tuple) else [made])) + t.square().sum()
+    found = [value]
+    for _ in range(3):
+        found += torch.autograd.grad(value, [x, w], create_graph=True)
+        value = sum(g.square().sum() for g in found[-2:])
+    return found
+
+
+def _again():
+    torch.manual_seed(0)
+    values = torch.rand(4), torch.rand(4)
+    for placement in (sw.Replicate(), sw.Shard(0)):
+        for name, function in _GIVES.items():
+            placed = [_on_mesh(x, placement).requires_grad_() for x in values]
+            ours = _derivatives(sw.erase(function), *placed)
+            wanted = _derivatives(function, *(x.clone().requires_grad_() for x in values))
+            for one, other in zip(ours, wanted, strict=True):
+                torch.testing.assert_close(full(one), other, msg=f"{name}, {placement}")
+
+
+def test_a_call_that_is_no_replay_is_differentiated_as_often_as_asked(ranks):
+    """Its first derivative ended at its arguments, and the second was one of a part."""
+    ranks(2, _again)
+
+
 def _two_results():
     """Gradients of the pattern that was recorded; another one is an error, never a wrong gradient."""
     w = _on_mesh(torch.ones(4, 4), sw.Replicate()).requires_grad_()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,7 @@ class Cut:
 
     ends: leaves that share the memory of what has a graph. originals: what was given, by the `id` of its
     end and of what the call gets for it. nodes: each tensor that the call gets, and its node before.
+    unwritten: of ends of what the call wrote, by `id`: what has the graph from before.
     """
 
     args: tuple[Any, ...]
@@ -109,6 +110,7 @@ class Cut:
     originals: dict[int, torch.Tensor]
     ends: tuple[torch.Tensor, ...]
     nodes: dict[int, tuple[torch.Tensor, Any]]
+    unwritten: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut:
@@ -131,9 +133,26 @@ class Cut:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         return Cut(args, kwargs, originals, tuple(ends), {id(x): (x, _node(x)) for x in given})
 
+    def beside(self, other: Cut) -> Cut:
+        """Where the graphs of both end."""
+        unwritten = {**other.unwritten, **self.unwritten}
+        originals = {**other.originals, **self.originals}
+        return replace(self, originals=originals, ends=(*other.ends, *self.ends), unwritten=unwritten)
+
     def original(self, x: Any) -> Any:
         """What was given, for what stood for it."""
         return self.originals.get(id(x), x)
+
+    def goes_on_at(self, x: torch.Tensor) -> torch.Tensor:
+        """What the graph that ends in this leaf goes on with, around the call."""
+        found: torch.Tensor = self.unwritten.get(id(x), self.original(x))
+        return found
+
+    def keep_graph_of(self, x: torch.Tensor) -> None:
+        """The call wrote what was given: derivatives of its backward still go on where that came from."""
+        for end in self.ends:
+            if self.original(end) is x:
+                self.unwritten[id(end)] = apply(_Same, x)
 
     def stands_for(self, x: Any) -> Any:
         """What the call gets for it, or for what ends there."""
@@ -186,10 +205,25 @@ def behind_edge(
 
     if not inputs:
         return results
-    around = [cut.original(x) for x in inputs]
-    return hang(
-        lambda: tuple(x.detach() for x in results), lambda gradients: run(results, inputs, gradients), around
-    )
+
+    def backward(gradients: Gradients) -> Gradients:
+        if torch.is_grad_enabled():
+            return _differentiable(lambda given: run(results, inputs, given), cut, gradients)
+        return run(results, inputs, gradients)
+
+    around = [cut.goes_on_at(x) for x in inputs]
+    return hang(lambda: tuple(x.detach() for x in results), backward, around)
+
+
+def _differentiable(run: Backward, cut: Cut, gradients: Gradients) -> Gradients:
+    """A backward that is differentiated again: its graph ends where that of the call does, so it has an edge."""
+    of_gradients = Cut.of(tuple(gradients), {})
+    found = [*run(of_gradients.args)]
+    hanging = {place: x for place, x in enumerate(found) if x is not None and has_graph(x)}
+    made = behind_edge([*hanging.values()], of_gradients.beside(cut), own_backward)
+    for place, x in zip(hanging, made, strict=True):
+        found[place] = x
+    return found
 
 
 def given_back(
@@ -206,6 +240,7 @@ def given_back(
     written = cut.written()
     made = hung([*results, *(apply(_Same, x) for x in written)])  # the graph that each has now
     for x, new in zip(written, made[len(results) :], strict=True):
+        cut.keep_graph_of(cut.original(x))
         with preserve_version_counter(cut.original(x)):  # the call has written it, and counted that
             apply(_Written, cut.original(x), new)
     known = {id(x): new for x, new in zip(results, made, strict=False)}
