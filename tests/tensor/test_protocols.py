@@ -51,6 +51,43 @@ def test_copies_and_pickled_layouts(ranks):
     ranks(2, _copies)
 
 
+_SEEN = {
+    "rows": lambda x: x[1:],
+    "transposed": lambda x: x.t(),
+    "wider": lambda x: x[:, None].expand(4, 2, 6),
+    "itself": lambda x: x,
+}
+
+
+def _copied_together(way):
+    """What shares memory shares it in its copies, and a write into one of them reaches no original."""
+    for placement in (sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Interleaved(1, 2)):
+        for name, view in _SEEN.items():
+            plain = full(4, 6)
+            d = place(plain, [placement])
+            twin, seen = way((d, view(d)))
+            wanted, wanted_seen = way((plain, view(plain)))
+            assert sw.layout_of(seen) == sw.layout_of(view(d)), (placement, name)
+            assert seen.stride() == wanted_seen.stride()
+            for x in (twin, wanted):
+                x.mul_(10)
+            close(twin, wanted)
+            close(seen, wanted_seen)
+            close(d, plain)
+
+
+def _written_and_read(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, _written_and_read])
+def test_views_that_are_copied_with_their_base_share_its_memory(ranks, way):
+    ranks(2, _copied_together, way)
+
+
 def _numbers_in_text():
     for plain in (torch.tensor(3), torch.tensor(1.25), torch.tensor(True)):
         d = place(plain, [sw.Replicate()])

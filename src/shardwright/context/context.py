@@ -148,7 +148,9 @@ class DistributedContext:
         if dropout == "logical":
             at_first_forward(None, refuse_own_masks)
         else:
-            part_at_first_forward(seed, [mesh.get_local_rank(axis) for axis in names if axis not in shared])
+            own = {axis: mesh.get_local_rank(axis) for axis in names if axis not in shared}
+            peers = mesh.mesh[tuple(own.get(axis, slice(None)) for axis in names)]
+            part_at_first_forward(seed, [*own.values()], peers.flatten().tolist())
 
     def close(self) -> None:
         """Destroy the process group if this context made it; the meshes are unusable then."""

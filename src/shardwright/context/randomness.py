@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,13 @@ _waiting: list[tuple[Any, Callable[[nn.Module], None]]] = []
 
 
 class _Streams:
-    """What the newest seed said of this rank: its place among the parts, and what they still part from."""
+    """What the newest seed said of this rank: its place among the parts, and what they still part from.
+
+    sharing: the ranks of the same part, which draw what this one draws.
+    """
 
     coordinate: tuple[int, ...] | None = None
+    sharing: frozenset[int] = frozenset()
     undivided: int | None = None
 
 
@@ -40,8 +44,7 @@ def seed_everything(seed: object) -> None:
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS:
         raise ConfigError(f"seed={seed!r} is no seed; give a whole number, 0 or larger, below 2**63")
-    forget_waiting()
-    _streams.coordinate = None
+    forget_streams()
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % _OF_NUMPY)  # noqa: NPY002  the global one
@@ -55,8 +58,11 @@ def stream_of(seed: int, coordinate: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) % _SEEDS
 
 
-def part_at_first_forward(seed: int, coordinate: Sequence[int]) -> None:
-    """Let this rank go on from a stream of its own when a module with a placed parameter is first called."""
+def part_at_first_forward(seed: int, coordinate: Sequence[int], sharing: Iterable[int]) -> None:
+    """Let this rank go on from a stream of its own when a module with a placed parameter is first called.
+
+    Args: sharing: the ranks at the same coordinate.
+    """
     own = stream_of(seed, coordinate)
 
     def part(_: nn.Module) -> None:
@@ -65,6 +71,15 @@ def part_at_first_forward(seed: int, coordinate: Sequence[int]) -> None:
 
     at_first_forward(seed, part)
     _streams.coordinate, _streams.undivided = tuple(coordinate), seed
+    _streams.sharing = frozenset(sharing)
+
+
+def draw_apart(ranks: Iterable[int]) -> bool:
+    """Are these ranks, of which this is one, in streams that a seed parts?
+
+    Whether they have parted by now each rank knows for itself alone: one without rows has run no forward.
+    """
+    return bool(_streams.sharing) and not _streams.sharing.issuperset(ranks)
 
 
 def undivided() -> int | None:
@@ -80,7 +95,7 @@ def go_on_undivided(seed: int | None) -> None:
     """
     if seed is not None and _streams.coordinate is not None:
         forget_waiting()
-        part_at_first_forward(seed, _streams.coordinate)
+        part_at_first_forward(seed, _streams.coordinate, _streams.sharing)
 
 
 def at_first_forward(seed: int | None, act: Callable[[nn.Module], object]) -> None:
@@ -115,6 +130,12 @@ def forget_waiting() -> None:
     _streams.undivided = None
     while _waiting:
         _waiting.pop()[0].remove()
+
+
+def forget_streams() -> None:
+    """No seed parts any streams, until the next one."""
+    forget_waiting()
+    _streams.coordinate, _streams.sharing = None, frozenset()
 
 
 def check_dropout(dropout: str, stages: int) -> None:

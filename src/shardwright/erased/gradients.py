@@ -216,7 +216,7 @@ def behind_edge(
 
 
 def _differentiable(run: Backward, cut: Cut, gradients: Gradients) -> Gradients:
-    """A backward that is differentiated again: its graph ends where that of the call does, so it has an edge."""
+    """A backward that is differentiated again: its graph ends where the call's does, so it has an edge."""
     of_gradients = Cut.of(tuple(gradients), {})
     found = [*run(of_gradients.args)]
     hanging = {place: x for place, x in enumerate(found) if x is not None and has_graph(x)}

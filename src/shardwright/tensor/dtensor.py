@@ -303,8 +303,9 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
             raise RuntimeError(
                 "only leaves of the autograd graph can be deep-copied\n  fix: copy `x.detach()`"
             )
-        with torch.no_grad():
-            twin = cast("DTensor", self.clone())
+        up_to_date(self)
+        local = copy.deepcopy(self._local_tensor.detach(), memo)  # two that share memory do so again
+        twin = wrap(local, self._spec.plain, offset=cast("int", self.storage_offset()))
         memo[id(self)] = twin.requires_grad_(self.requires_grad)
         vars(twin).update(copy.deepcopy(_attributes(self), memo))
         if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # as that of a plain one

@@ -15,6 +15,7 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.plain.constants import of_constants
 from shardwright.tensor.random import counter, mode
+from shardwright.tensor.random.shared_stream import shared_stream
 from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import wrap
 
@@ -86,10 +87,11 @@ def full(size: Any, fill_value: Any, **options: Unpack[Options]) -> DTensor:
 @of_constants
 def _drawn(draw: Any, size: tuple[Any, ...], *, requires_grad: bool = False, **options: Any) -> DTensor:
     layout, mesh = _layout(size, **options)
-    if mode.is_counter() and layout.dtype.is_floating_point:
-        made = counter.standard(layout, mesh, normal=draw is torch.randn)
-        return cast(DTensor, made.requires_grad_(requires_grad))
-    whole = draw(layout.shape, dtype=layout.dtype, device=mesh.device_type)
+    with shared_stream(mesh, layout.placements, None):
+        if mode.is_counter() and layout.dtype.is_floating_point:
+            made = counter.standard(layout, mesh, normal=draw is torch.randn)
+            return cast(DTensor, made.requires_grad_(requires_grad))
+        whole = draw(layout.shape, dtype=layout.dtype, device=mesh.device_type)
     coords = coords_of(mesh)
     local = whole.new_empty(0) if coords is None else layout.split(whole, coords).clone()
     return wrap(local, spec_of(layout, mesh), requires_grad=requires_grad)
@@ -99,7 +101,7 @@ def rand(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Uniform numbers, equal to one device's with the same seed whatever the placements.
 
     Every rank draws the whole tensor and keeps its part: time and transient memory of the full tensor.
-    Cost: none, as long as the ranks' generators agree.
+    Cost: none, as long as the ranks' generators agree; where a context has parted them, see `shared_stream`.
     """
     return _drawn(torch.rand, size, **options)
 

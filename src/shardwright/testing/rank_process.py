@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardwright.context.randomness import forget_streams
 from shardwright.testing.gloo_device import share_one_device
 from shardwright.testing.rank_device import take_device
 
@@ -172,6 +173,7 @@ def _load_file(name: str, file: str) -> ModuleType:
 
 def _reset(seed: int) -> None:
     """Undo what the last call may have left in the process, as far as torch lets it be undone."""
+    forget_streams()
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the legacy state is what a test may have used
     torch.manual_seed(seed)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from shardwright.comm.record import record_decision
-from shardwright.compat import is_composite, tree_flatten, tree_unflatten
+from shardwright.compat import is_composite, tree_flatten, tree_leaves, tree_unflatten
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
@@ -29,6 +29,7 @@ from shardwright.tensor.move import whole_unasked
 from shardwright.tensor.plain.replicated import replicate_plain
 from shardwright.tensor.random import counter as counter_draws
 from shardwright.tensor.random import mode
+from shardwright.tensor.random.shared_stream import shared_stream
 from shardwright.tensor.spec import Spec, coords_of, spec_of, with_dtype
 from shardwright.tensor.wrap import wrap
 
@@ -73,8 +74,19 @@ def draw_of(func: Op) -> Callable[[Op, Args, Kwargs], Any] | None:
 def draw(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """One random op on DTensors; results take the layout of the first operand of their shape.
 
-    Raises: RuleError: a plain tensor beside a DTensor, as for any op; an `out=` of another shape.
+    Raises: RuleError: a plain tensor beside a DTensor, as for any op; an `out=` of another shape; and what
+        `shared_stream` raises.
     """
+    x: DTensor = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor))
+    if x._spec.use is not None and torch.is_grad_enabled():
+        return _drawn(func, args, kwargs)  # a forward with a parameter: each rank draws for its own rows
+    keeps_cuts = func is aten.native_dropout.default or fills(func)
+    placements = x._spec.layout.placements if keeps_cuts else (Replicate(),) * x.device_mesh.ndim
+    with shared_stream(x.device_mesh, placements, kwargs.get("generator")):
+        return _drawn(func, args, kwargs)
+
+
+def _drawn(func: Op, args: Args, kwargs: Kwargs) -> Any:
     if func is aten.native_dropout.default:
         return _dropout(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("train", True))
     if mode.is_counter():

@@ -1,0 +1,148 @@
+"""What is drawn for a distributed tensor after `context.seed` has parted the streams: alike on all copies."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwright as sw
+from shardwright.comm.record import Recorder
+from shardwright.context import DENSE_DOMAIN
+from shardwright.grads import GradientSynchronizer
+from shardwright.parallel import parallelize
+from tests.parallel.table.worlds import context
+
+DEGREES = {
+    "replicate": {"data_parallel_replicate": 2},
+    "hsdp": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "fsdp": {"data_parallel_shard": 2},
+}
+
+
+class _Noisy(torch.optim.SGD):
+    """Steps of a Langevin kind: with noise on the parameters."""
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=0.1)
+
+
+def _copies(x):
+    """The parts that all ranks hold, by what they hold of the whole."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, x.to_local().detach().flatten().tolist())
+    return parts
+
+
+def _trained(strategy, how, rows_everywhere):
+    at = context(**DEGREES[strategy])
+    at.seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    parallelize(model, at, {"": strategy})
+    optimizer = _Noisy(model.parameters(), lr=0.1)
+    for step in range(3):
+        if how == "initialised" and step == 1:
+            nn.init.normal_(model[2].weight)
+            nn.init.trunc_normal_(model[0].weight)
+        if rows_everywhere or at.rank == 0 or step != 1:
+            model(torch.ones(2, 6)).square().sum().backward()
+        GradientSynchronizer(model).synchronize()
+        if how == "noise":
+            optimizer.step()
+        else:
+            torch.optim.SGD.step(optimizer)
+        optimizer.zero_grad()
+    return [_copies(p) for p in model.parameters()], model[2].weight.full_tensor().tolist()
+
+
+@pytest.mark.parametrize("how", ["initialised", "noise"])
+@pytest.mark.parametrize("strategy", DEGREES)
+def test_copies_of_a_parameter_stay_equal(ranks, strategy, how):
+    degrees = DEGREES[strategy]
+    n = degrees.get("data_parallel_replicate", 1) * degrees.get("data_parallel_shard", 1)
+    found = ranks(n, _trained, strategy, how, True, timeout=60)
+    assert all(each == found[0] for each in found)
+    for parts in found[0][0]:
+        assert len({str(part) for part in parts}) == degrees.get("data_parallel_shard", 1), parts
+
+
+def test_a_rank_without_rows_draws_with_the_others(ranks):
+    one, two = ranks(2, _trained, "replicate", "noise", False, timeout=60)
+    assert one == two
+
+
+def _sent():
+    """What is drawn before streams part is that of one device; only copies that draw apart send anything."""
+    at = context(data_parallel_replicate=2)
+    mesh = at.mesh_for(DENSE_DOMAIN)["dp_replicate"]
+    torch.manual_seed(3)
+    with Recorder() as nobody_parted:
+        alike = sw.randn(4, 3, device_mesh=mesh)
+    torch.manual_seed(3)
+    torch.testing.assert_close(alike.to_local(), torch.randn(4, 3), rtol=0, atol=0)
+    at.seed(3)
+    with Recorder() as parted:
+        alike = sw.randn(4, 3, device_mesh=mesh)
+        following = torch.randn(2)
+    torch.manual_seed(3)
+    torch.testing.assert_close(alike.to_local(), torch.randn(4, 3), rtol=0, atol=0)
+    torch.testing.assert_close(following, torch.randn(2), rtol=0, atol=0)
+    torch.manual_seed(at.rank)
+    cut = sw.distribute_tensor(torch.zeros(4, 3), mesh, [sw.Shard(0)])
+    whole = sw.distribute_tensor(torch.zeros(4, 3), mesh, [sw.Replicate()])
+    with Recorder() as nothing:
+        cut.normal_()
+        whole.clone().normal_(generator=torch.Generator().manual_seed(1))
+        nn.functional.dropout(cut + 1)
+    drawn = {}
+    own = torch.get_rng_state()
+    for mode in ("full", "counter"):
+        with sw.random_mode(mode):
+            drawn[mode] = [
+                whole.clone().normal_(),
+                sw.rand(3, device_mesh=mesh),
+                nn.functional.dropout(whole + 1),
+                torch.bernoulli(whole + 0.5),
+                torch.rand_like(whole),
+            ]
+    kept = torch.equal(own, torch.get_rng_state()) == (at.rank == 1)  # the first goes on, not the other
+    with pytest.raises(Exception, match="draw outside of what is compiled"):  # in an error of Dynamo's
+        torch.compile(lambda x: x.clone().normal_(), backend="eager")(whole)
+    values = [[x.to_local().tolist() for x in each] for each in drawn.values()]
+    return [len(r.collectives) for r in (nobody_parted, parted, nothing)], kept, values
+
+
+def test_only_copies_that_draw_apart_send_their_stream(ranks):
+    one, two = ranks(2, _sent, timeout=60)
+    assert one == two
+    assert one[:2] == ([0, 1, 0], True)
+
+
+class _Noise(nn.Module):
+    """Noise on a weight, in a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x):
+        return x @ (self.weight + torch.randn_like(self.weight))
+
+
+def _in_a_forward():
+    at = context(data_parallel_replicate=2)
+    at.seed(0)
+    model = _Noise()
+    parallelize(model, at, {"": "replicate"})
+    with Recorder() as recorder:
+        made = model(torch.eye(3))
+    return len(recorder.collectives), made.tolist()
+
+
+def test_a_forward_draws_for_its_own_rows(ranks):
+    (sent, one), (_, two) = ranks(2, _in_a_forward)
+    assert sent == 0
+    assert one != two
