@@ -105,6 +105,37 @@ def test_a_redistribution_that_moves_nothing_shares_memory_and_is_differentiable
     ranks(4, _unmoved)
 
 
+def _written_unmoved():
+    """A write into what moved nowhere is one into what it came from, and so are the gradients."""
+    grid = rank_mesh((2,), ("a",))
+    ways = {
+        "one": lambda x, placements: x.redistribute(grid, placements),
+        "by name": lambda x, _: x.redistribute({}),
+        "of a list": lambda x, placements: sw.redistribute_many([x], [placements])[0],
+    }
+    for (name, way), placement, writes in itertools.product(
+        ways.items(), (sw.Shard(0), sw.Replicate()), (0, 1)
+    ):
+        x = sw.distribute_tensor(full(4), grid, [placement]).requires_grad_()
+        one = full(4).requires_grad_()
+        ours, wanted = [], []
+        for leaf, move, found in ((x, way, ours), (one, lambda a, _: a.view_as(a), wanted)):
+            first = leaf * 2
+            pair = first, move(first, [placement])
+            read = pair[1 - writes].sin()
+            pair[writes].mul_(leaf)
+            for made in pair:
+                found += [made, *torch.autograd.grad(made.sum(), leaf, retain_graph=True)]
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(read.sum(), leaf)
+        for mine, other in zip(ours, wanted, strict=True):
+            close(mine, other, f"{name}, {placement}")
+
+
+def test_what_moves_nowhere_is_a_view(ranks):
+    ranks(2, _written_unmoved)
+
+
 def _order_is_a_move():
     grid = rank_mesh((2, 2), ("a", "b"))
     x = full(6, 3)

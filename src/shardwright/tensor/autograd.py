@@ -141,7 +141,7 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None]:
         if grad is None:
             return None, None
-        target = _returned(ctx.source, grad._spec.token)
+        target = gradient_spec(ctx.source, grad._spec.token)
         if differentiated(grad):
             return apply(Redistribute, grad, target), None
         local = move_to_spec(grad, target, reason="gradient of redistribute")
@@ -155,7 +155,7 @@ def redistributed(x: DTensor, target: Layout, mesh: DeviceMesh) -> DTensor:
 
 
 @remembered(16384)
-def _returned(source: Token, gradient: Token) -> Spec:
+def gradient_spec(source: Token, gradient: Token) -> Spec:
     """What a gradient of one spec becomes for a value that had the other."""
     target = acceptable_gradient(source.spec.layout, gradient.spec.layout)
     return spec_of(target, source.spec.mesh)

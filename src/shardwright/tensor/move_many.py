@@ -19,6 +19,7 @@ from shardwright.tensor.between import layout_on
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import announce
 from shardwright.tensor.placements import PlacementsArgument, mesh_and_placements
+from shardwright.tensor.redistribution import unmoved
 from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import as_ours, wrap
 
@@ -80,8 +81,13 @@ def _moved(
         return [x.redistribute(mesh, given) for x, given in zip(tensors, placements, strict=True)]
     homes = [x.device_mesh if mesh is None else mesh for x in tensors]
     targets = [layout_on(x, home, p) for x, home, p in zip(tensors, homes, placements, strict=True)]
-    results: list[DTensor | None] = [None] * len(tensors)
-    for (_, home), members in _by_meshes(tensors, homes).items():
+    results: list[DTensor | None] = [
+        unmoved(x) if x.device_mesh == home and x._spec.layout == target else None
+        for x, home, target in zip(tensors, homes, targets, strict=True)
+    ]
+    left = [i for i, x in enumerate(results) if x is None]
+    for (_, home), places in _by_meshes([tensors[i] for i in left], [homes[i] for i in left]).items():
+        members = [left[place] for place in places]
         moved = redistributed_together([tensors[i] for i in members], [targets[i] for i in members], home)
         for i, x in zip(members, moved, strict=True):
             results[i] = x

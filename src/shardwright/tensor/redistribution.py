@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.compat import DisableTorchFunctionSubclass
+from shardwright.compat import transforms_on
 from shardwright.placement.base import Placement
 from shardwright.remember import memo
-from shardwright.tensor.autograd import Redistribute, apply, redistributed
+from shardwright.tensor.autograd import Redistribute, apply, gradient_spec, redistributed
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import TORCHS, PlacementsArgument, mesh_and_placements
-from shardwright.tensor.spec import Spec, spec_of
+from shardwright.tensor.spec import Spec, Token, spec_of
 from shardwright.tensor.wrap import knots, wrap
 
 
@@ -33,7 +34,7 @@ def redistribute(
     if forward_dtype is None and backward_dtype is None and order is None and not async_op:
         known = _known_target(x, mesh, placements)
         if known is not None:
-            return _unmoved(x) if known.token is x._spec.plain.token else apply(Redistribute, x, known)
+            return unmoved(x) if known.token is x._spec.plain.token else apply(Redistribute, x, known)
     mesh, given = mesh_and_placements("redistribute", mesh, placements)
     home = x.device_mesh if mesh is None else mesh
     if forward_dtype is not None and forward_dtype != x.dtype:
@@ -101,18 +102,29 @@ def _new_target(key: tuple[Any, ...], x: DTensor, given: Any) -> Spec:
     return target
 
 
-def _unmoved(x: DTensor) -> DTensor:
-    """A new tensor that shares the local tensor of `x`, differentiable, as a redistribution would give."""
-    with DisableTorchFunctionSubclass():
-        differentiated = torch.is_grad_enabled() and x.requires_grad
-    if differentiated:
+def unmoved(x: DTensor) -> DTensor:
+    """A view of `x`, whose gradient is brought to the layout of `x`, as that of any redistribution.
+
+    It shares the memory, so it shares the graph: a write into either of them is one into both.
+    """
+    if torch.compiler.is_compiling() or transforms_on():
         return apply(_Same, x)
-    local = x._local_tensor
-    return wrap(local.view_as(local), x._spec)
+    if not torch.is_grad_enabled():  # a view would want the gradient that its base wants
+        return cast("DTensor", x.detach())
+    view = cast("DTensor", x.view_as(x))
+    if view.requires_grad:
+        view.register_hook(partial(_brought, x._spec.token))  # type: ignore[no-untyped-call]
+    return view
+
+
+def _brought(source: Token, gradient: DTensor) -> DTensor | None:
+    if gradient._spec.token is source:
+        return None
+    return apply(Redistribute, gradient, gradient_spec(source, gradient._spec.token))
 
 
 class _Same(Redistribute):
-    """Its gradient may have another layout, and is brought back as that of any redistribution."""
+    """The same where neither views nor hooks are followed: in graphs and transforms of functions."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:  # type: ignore[override]
