@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import prune
 
 import shardwright as sw
 from shardwright.comm.record import Recorder
@@ -121,6 +122,30 @@ def test_only_copies_that_draw_apart_send_their_stream(ranks):
     assert one[:2] == ([0, 1, 0], True)
 
 
+def _idioms():
+    """Draws for a parameter outside of a forward, with gradients switched on."""
+    at = context(data_parallel_replicate=2)
+    at.seed(0)
+    model = nn.Linear(4, 3)
+    parallelize(model, at, {"": "replicate"})
+    model(torch.ones(2, 4))
+    weight = model.weight
+    drawn = [
+        weight.data.normal_(0, 0.02),
+        weight.data.add_(torch.randn_like(weight.data)),
+        weight.detach().uniform_(),
+        weight.data.new_empty(3, 4).normal_(),
+        nn.functional.dropout(weight.data),
+    ]
+    prune.random_unstructured(model, "weight", 0.5)
+    return [_copies(x) for x in (*drawn, model.weight_mask)]
+
+
+def test_copies_are_drawn_alike_where_gradients_are_on(ranks):
+    for found in ranks(2, _idioms):
+        assert all(one == two for one, two in found)
+
+
 class _Noise(nn.Module):
     """Noise on a weight, in a forward."""
 
@@ -132,17 +157,23 @@ class _Noise(nn.Module):
         return x @ (self.weight + torch.randn_like(self.weight))
 
 
-def _in_a_forward():
+def _in_a_forward(compiled):
     at = context(data_parallel_replicate=2)
     at.seed(0)
     model = _Noise()
     parallelize(model, at, {"": "replicate"})
+    forward = model
+    model(torch.eye(3))  # where streams part
+    if compiled:
+        forward = torch.compile(model, backend="aot_eager")
+        forward(torch.eye(3))
     with Recorder() as recorder:
-        made = model(torch.eye(3))
+        made = forward(torch.eye(3))
     return len(recorder.collectives), made.tolist()
 
 
-def test_a_forward_draws_for_its_own_rows(ranks):
-    (sent, one), (_, two) = ranks(2, _in_a_forward)
-    assert sent == 0
-    assert one != two
+@pytest.mark.parametrize("compiled", [False, True])
+def test_noise_in_a_forward_is_that_of_one_weight_unless_a_graph_draws_it(ranks, compiled):
+    (sent, one), (_, two) = ranks(2, _in_a_forward, compiled)
+    assert sent == (0 if compiled else 1)
+    assert (one != two) is compiled

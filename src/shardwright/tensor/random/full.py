@@ -78,8 +78,8 @@ def draw(func: Op, args: Args, kwargs: Kwargs) -> Any:
         `shared_stream` raises.
     """
     x: DTensor = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor))
-    if x._spec.use is not None and torch.is_grad_enabled():
-        return _drawn(func, args, kwargs)  # a forward with a parameter: each rank draws for its own rows
+    if x._spec.use is not None and x.requires_grad and torch.compiler.is_compiling():
+        return _drawn(func, args, kwargs)  # noise on a parameter in a compiled forward: each rank its own
     keeps_cuts = func is aten.native_dropout.default or fills(func)
     placements = x._spec.layout.placements if keeps_cuts else (Replicate(),) * x.device_mesh.ndim
     with shared_stream(x.device_mesh, placements, kwargs.get("generator")):
