@@ -87,6 +87,92 @@ def test_a_call_that_is_no_replay_is_differentiated_as_often_as_asked(ranks):
     ranks(2, _again)
 
 
+def _of_one_base():
+    """Arguments that are views of one tensor: a write into one of them reaches the graphs of the others."""
+
+    def writes(t, u):
+        t.mul_(2)
+        return u.sum()
+
+    def reads(t, u):
+        return (t.exp()[:2] * u[:2]).sum()
+
+    views = {
+        "view and base": lambda a: (a[1:], a),
+        "base and view": lambda a: (a, a[1:]),
+        "two views": lambda a: (a[1:], a[:3]),
+        "one twice": lambda a: (a, a),
+    }
+    for placement in (sw.Shard(0), sw.Replicate()):
+        for (name, view), function in itertools.product(views.items(), (writes, reads)):
+            fast = sw.erase(function)
+            one = torch.arange(1.0, 5.0).requires_grad_()
+            ours = _on_mesh(one.detach(), placement).requires_grad_()
+            for _ in range(3):
+                found = []
+                for leaf, call in ((ours, fast), (one, function)):
+                    a = leaf * leaf
+                    made = call(*view(a))
+                    found.append(torch.autograd.grad(made + (a * 3).sum(), leaf)[0])
+                torch.testing.assert_close(full(found[0]), found[1], msg=f"{name}, {placement}")
+
+
+def test_arguments_that_are_views_of_one_tensor_stay_so(ranks):
+    ranks(2, _of_one_base)
+
+
+def _written_results():
+    """A result that its own backward reads, written before it: an error, as on one device."""
+    for function in (torch.exp, torch.sigmoid, lambda x: torch.softmax(x, 0), lambda x: x.exp()[1:]):
+        fast, x = sw.erase(function), _on_mesh(torch.ones(4)).requires_grad_()
+        for _ in range(2):
+            (fast(x * 2) * 3).sum().backward()
+        for write in (lambda y: y.mul_(2), lambda y: y[:1].zero_(), torch.relu_):
+            made = fast(x * 2)
+            write(made)
+            with pytest.raises(RuntimeError, match=r"in ?place"):
+                made.sum().backward()
+        assert fast.report().replays > 3
+    fast = sw.erase(lambda x: x * 2)  # it reads none
+    for _ in range(3):
+        made = fast(x * 2).add_(1)
+        made.sum().backward()
+
+
+def test_results_that_a_backward_reads_are_watched(ranks):
+    ranks(2, _written_results)
+
+
+def _in_other_ways():
+    """Many gradients at once, and derivatives forward."""
+    x = _on_mesh(torch.arange(4.0)).requires_grad_()
+
+    def function(t):
+        return t.sin() * t.sum()
+
+    def many(call):
+        return torch.autograd.grad(
+            call(x * 2), x, torch.stack([x.detach(), x.detach() * 2]), is_grads_batched=True
+        )
+
+    def forward(call):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x * 2, x.detach().cos())
+            return (torch.autograd.forward_ad.unpack_dual(call(dual)).tangent,)
+
+    for way in (many, forward):
+        torch.testing.assert_close(full(way(sw.erase(function))[0]), full(way(function)[0]))
+    fast = sw.erase(function)
+    fast(x * 2).sum().backward()
+    assert torch.equal(full(forward(fast)[0]), full(forward(function)[0]))
+    with pytest.raises(sw.errors.EraseError, match="no backward for many gradients at once"):
+        many(fast)
+
+
+def test_gradients_in_batches_and_forward(ranks):
+    ranks(2, _in_other_ways)
+
+
 def _two_results():
     """Gradients of the pattern that was recorded; another one is an error, never a wrong gradient."""
     w = _on_mesh(torch.ones(4, 4), sw.Replicate()).requires_grad_()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shardwright as sw
+from shardwright.errors import RuleError
 from shardwright.testing import rank_mesh
 
 
@@ -24,6 +25,31 @@ def _in_place() -> None:
 
 def test_shapes_change_in_place(ranks):
     ranks(2, _in_place)
+
+
+def _views_with_graphs() -> None:
+    """Without gradients, of a view whose gradient would be that of the shape before: refused."""
+    mesh = rank_mesh((2,), ("dp",))
+    whole = torch.arange(6.0).view(3, 2)
+    for placement in (sw.Shard(0), sw.Replicate()):
+        x = sw.distribute_tensor(whole, mesh, [placement]).requires_grad_()
+        view = (x * 2).view(3, 2)
+        for op in (torch.Tensor.t_, lambda v: v.transpose_(0, 1), lambda v: v.unsqueeze_(0)):
+            with torch.no_grad(), pytest.raises(RuleError, match="that has a graph"):
+                op(view)
+        view.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), 8 * whole)
+        turned = (x * 2).view(3, 2).t_()  # followed
+        x.grad = None
+        turned.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), 8 * whole)
+        with torch.no_grad():  # nobody's graph
+            assert (x * 2).view(3, 2).t_().shape == (2, 3)
+            assert x[:1].unsqueeze_(0).shape == (1, 1, 2)
+
+
+def test_a_view_that_has_a_graph_keeps_its_shape_where_nothing_follows(ranks) -> None:
+    ranks(2, _views_with_graphs)
 
 
 def _vector_times_matrix(vector, matrix) -> None:

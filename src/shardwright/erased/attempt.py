@@ -10,7 +10,12 @@ import torch
 
 from shardwright.comm.record import source_line
 from shardwright.comm.traced import in_groups
-from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten, tree_unflatten
+from shardwright.compat import (
+    DisableTorchFunctionSubclass,
+    is_batch_of_gradients,
+    tree_flatten,
+    tree_unflatten,
+)
 from shardwright.erased import given, holds
 from shardwright.erased.effects import Before, Effects, gradients_after, written_of
 from shardwright.erased.entry import Backward, Entry, Leaf, overlap
@@ -202,7 +207,8 @@ class Attempt:
         record: bool,
     ) -> Gradients:
         """The call's own backward; the first one is recorded too."""
-        if not record or self.finish.done or torch.is_grad_enabled() or profiled():
+        batched = any(x is not None and is_batch_of_gradients(x) for x in gradients)
+        if not record or self.finish.done or torch.is_grad_enabled() or batched or profiled():
             return own_backward(results, inputs, gradients)
         self.finish.done = True
         first = len(self.tape.lines)
@@ -310,6 +316,7 @@ class _Finish:
                 tuple(next(i for i, y in enumerate(self.made) if y is x) for x in results),
                 len(saved),
                 self._of_others([*saved, *program.holds]),
+                self._of_results([*saved, *program.holds]),
             ),
         )
 
@@ -330,6 +337,11 @@ class _Finish:
         leaves = [i for i, x in enumerate(attempt.leaves) if isinstance(x, torch.Tensor)]
         of_leaves = [i for i in leaves if given.storage_of(attempt.leaves[i]) in memory]
         return (*of_leaves, *(x for _, x in attempt.world.tensors if given.storage_of(x) in memory))
+
+    def _of_results(self, numbers: list[int]) -> tuple[int, ...]:
+        """The results in whose memory these values lie."""
+        memory = {given.storage_of(self.attempt.tape.values[n].tensor) for n in numbers}
+        return tuple(i for i, x in enumerate(self.made) if given.storage_of(x) in memory)
 
     def _entry(self, gives: list[int], lines: int, backward: Backward | None) -> None:
         attempt, tape = self.attempt, self.attempt.tape

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.comm.traced import in_groups
-from shardwright.compat import DisableTorchFunctionSubclass, tree_unflatten, version_of
+from shardwright.compat import DisableTorchFunctionSubclass, is_batch_of_gradients, tree_unflatten, version_of
 from shardwright.erased import given, text
 from shardwright.erased.effects import Effects, carry_out
 from shardwright.erased.gradients import hang
@@ -47,7 +47,8 @@ class Backward:
     wanted:  per differentiable result the gradient that it had, None for none.
     inputs:  where the gradients go: a number of a leaf of the arguments, or the tensor itself.
     gradients: how each is given back, None for an input without.
-    watched: as `inputs`, what must not be written before it ran.
+    watched: as `inputs`, what must not be written before it ran. watched_results: results of which the same
+        is true, by number.
     """
 
     program: Program
@@ -58,6 +59,7 @@ class Backward:
     differentiable: tuple[int, ...]
     saved: int  # how many values of the forward it takes
     watched: tuple[int | torch.Tensor, ...]
+    watched_results: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +128,7 @@ class Entry:
         hung = hang(lambda: tuple(made[place] for place in backward.differentiable), run, inputs)
         for place, x in zip(backward.differentiable, hung, strict=True):
             made[place] = x
+        watched += [(x, version_of(x)) for x in (made[place] for place in backward.watched_results)]
         return made
 
     def _run_backward(
@@ -137,6 +140,8 @@ class Entry:
         backward = self.backward
         if backward is None or torch.is_grad_enabled():
             raise EraseError(_TWICE)
+        if any(x is not None and is_batch_of_gradients(x) for x in gradients):
+            raise EraseError(_BATCHED)
         for x, version in watched:
             if version_of(x) != version:
                 raise RuntimeError(_WRITTEN.format(tuple(x.shape)))
@@ -161,6 +166,10 @@ class Entry:
 _TWICE = (
     "a replay has no second derivative: backward(create_graph=True) of what an erased function returned\n"
     "  fix: call the function itself, or take the inner gradient inside of what is erased"
+)
+_BATCHED = (
+    "a replay has no backward for many gradients at once: autograd.grad(is_grads_batched=True) of what an "
+    "erased function returned\n  fix: call the function itself, or take the gradients one by one"
 )
 _WRITTEN = (
     "a tensor of shape {} that an erased function's backward needs was written in place after its forward"

@@ -83,7 +83,7 @@ class Erased:
     def _as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         """The function itself; what it sends, now and in its backward, is what a replay would send."""
         self._report.ran_as_it_is(why, source_line())
-        if why.startswith("a transform"):
+        if why in surroundings.WITHOUT_EDGE:
             return self._function(*args, **kwargs)
         with DisableTorchFunctionSubclass():
             cut = Cut.of(args, kwargs)

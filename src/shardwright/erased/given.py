@@ -81,7 +81,8 @@ def offsets(leaves: list[Any]) -> tuple[int, ...]:
 def _sharing(leaves: list[Any]) -> tuple[Any, ...]:
     """Per tensor the first one of its storage: a write into one is a write into all of them.
 
-    Of a further one also whether it is the same object, and else how far from the first it begins.
+    Of a further one also whether it is the same object, and else how far from the first it begins and
+    whether it is a view of the same base, with which it shares the graph then.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if len(tensors) < 2:
@@ -92,7 +93,9 @@ def _sharing(leaves: list[Any]) -> tuple[Any, ...]:
         return found
     starts = [int(local_of(x).storage_offset()) for x in tensors]
     same = (tensors[at] is x for at, x in zip(found, tensors, strict=True))
-    return *found, *same, *(start - starts[at] for start, at in zip(starts, found, strict=True))
+    bases = [x._base if x._is_view() else x for x in tensors]
+    one_base = (bases[at] is base for at, base in zip(found, bases, strict=True))
+    return *found, *same, *one_base, *(start - starts[at] for start, at in zip(starts, found, strict=True))
 
 
 def storage_of(x: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ call's own graph, run here so that what it sends is what a replay sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -98,7 +98,8 @@ class Cut:
     """Arguments whose graphs end here: the graph of the call is its own, and no gradient counts twice.
 
     Asked for the gradient of a parameter and of an argument that was computed from it, autograd would give
-    the parameter's along both ways.
+    the parameter's along both ways. Arguments that are views of one tensor are so again, of what stands for
+    that tensor: a write into one of them is one into the others.
 
     ends: leaves that share the memory of what has a graph. originals: what was given, by the `id` of its
     end and of what the call gets for it. nodes: each tensor that the call gets, and its node before.
@@ -118,11 +119,16 @@ class Cut:
         ends: list[torch.Tensor] = []
         originals: dict[int, torch.Tensor] = {}
         for_it: dict[int, torch.Tensor] = {}
+        together = _views_of_one(tree_leaves((args, kwargs)))
 
         def end_of(x: torch.Tensor) -> torch.Tensor:
             if _node(x) is None:
                 return x
-            if id(x) not in for_it:
+            if id(x) not in for_it and id(x) in together and x._is_view():
+                base: Any = x._base
+                for_it[id(x)] = view_again(x, end_of(base))
+                originals[id(for_it[id(x)])] = x
+            elif id(x) not in for_it:
                 ends.append(x.detach().requires_grad_())
                 for_it[id(x)] = apply(_Same, ends[-1])
                 originals[id(ends[-1])] = originals[id(for_it[id(x)])] = x
@@ -151,8 +157,9 @@ class Cut:
     def keep_graph_of(self, x: torch.Tensor) -> None:
         """The call wrote what was given: derivatives of its backward still go on where that came from."""
         for end in self.ends:
-            if self.original(end) is x:
-                self.unwritten[id(end)] = apply(_Same, x)
+            original = self.original(end)
+            if (original is x or original is x._base) and id(end) not in self.unwritten:
+                self.unwritten[id(end)] = apply(_Same, original)
 
     def stands_for(self, x: Any) -> Any:
         """What the call gets for it, or for what ends there."""
@@ -246,6 +253,20 @@ def given_back(
     known = {id(x): new for x, new in zip(results, made, strict=False)}
     known |= {place: cut.original(x) for place, (x, _) in cut.nodes.items()}
     return [_as_view(x, known) for x in results]
+
+
+def _views_of_one(leaves: Iterable[Any]) -> set[int]:
+    """Which of these tensors, by `id`, share a base with another one, or are the base of one."""
+    of_base: dict[int, set[int]] = {}
+    for x in leaves:
+        if isinstance(x, torch.Tensor) and _node(x) is not None:
+            of_base.setdefault(id(_root(x)), set()).add(id(x))
+    return {each for found in of_base.values() if len(found) > 1 for each in found}
+
+
+def _root(x: torch.Tensor) -> torch.Tensor:
+    base = x._base if x._is_view() else None
+    return x if base is None else base
 
 
 def _as_view(x: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:

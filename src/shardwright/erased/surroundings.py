@@ -24,6 +24,10 @@ from shardwright.tensor import explicit_mode
 from shardwright.tensor.random import mode as random_mode
 
 _DEVICES = ("cpu", "cuda")
+_TRANSFORM = "a transform of torch.func follows it"
+_FORWARD = "derivatives are taken forward"
+# Where the graph around goes through the call: an edge has a derivative backward only.
+WITHOUT_EDGE = frozenset({_TRANSFORM, _FORWARD})
 
 
 def _autocast() -> tuple[Any, ...]:
@@ -74,11 +78,11 @@ def why_unerased() -> str:
     if guard.on:
         return "sw.guarded() compares what it sends, line by line"
     if transforms_on():
-        return "a transform of torch.func follows it"
+        return _TRANSFORM
     if torch.is_anomaly_enabled():
         return "torch looks for anomalies in each backward"
     if forward_names["_current_level"] >= 0:
-        return "derivatives are taken forward"
+        return _FORWARD
     if saved_hooks_on():
         return "hooks look at each tensor that is saved for a backward"
     if modes_on():

@@ -25,15 +25,24 @@ def reshape_of(func: Op) -> Callable[[Op, Args, Kwargs], DTensor] | None:
 def reshape_in_place(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
     """The first argument, with another shape.
 
-    Raises: RuleError: there is no op without the underscore to take the meaning from.
+    Raises: RuleError: there is no op without the underscore to take the meaning from; a view that has a
+        graph, with gradients switched off: torch makes that anew from the functions that made the view.
     """
     x: DTensor = args[0]
+    if not torch.is_grad_enabled() and x._is_view() and x.grad_fn is not None:
+        raise RuleError(_GRAPH.format(func.name(), func._schema.name.split("::")[1].rstrip("_")))
     view = _out_of_place(func)(*args, **kwargs)
     x._local_tensor, x._spec = view._local_tensor, view._spec
     reshaped(x)
     with no_dispatch():
         func(*args, **kwargs)
     return x
+
+
+_GRAPH = (
+    "{}: changes the shape of a view that has a graph, while gradients are switched off: its gradient would "
+    "be that of the shape before\n  fix: y = x.{}(...), or switch gradients on"
+)
 
 
 def _out_of_place(func: Op) -> Op:
