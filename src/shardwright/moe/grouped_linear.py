@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.nn import functional
 
+from shardwright.comm.traced import goes_in_groups
 from shardwright.errors import ConfigError
+from shardwright.moe.cut_tokens import computes_locally
 
 # Where torch defines its grouped kernel; its shape function, which a traced graph needs, knows bfloat16 only.
 _GROUPED_DTYPES = {
@@ -18,6 +21,7 @@ _GROUPED_DTYPES = {
     "traced": (torch.bfloat16,),
 }
 _ALIGNMENT_BYTES = 16
+_SHOWN = 8
 
 
 class GroupedLinear(nn.Module):
@@ -50,7 +54,12 @@ class GroupedLinear(nn.Module):
         nn.init.normal_(self.weight, std=self.in_features**-0.5)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return [T, out] for rows [T, in] sorted by group; group g has `counts[g]` rows."""
+        """Return [T, out] for rows [T, in] sorted by group; group g has `counts[g]` rows.
+
+        Raises: ConfigError: counts that are no whole numbers, one for each group; on the CPU also those below
+            0, or with another sum than T. An accelerator is not waited for to look at them.
+        """
+        refuse_wrong_counts(rows, counts, self.weight)
         rows = as_autocast(rows)
         refuse_other_dtype(rows, self.weight)
         if not self._kernel_takes(rows):
@@ -90,6 +99,52 @@ def refuse_other_dtype(rows: Tensor, weight: Tensor) -> None:
             f"  fix: torch.autocast in place of param_dtype; or `.to({rows.dtype})` of the MoELayer's router "
             "and experts before they are spread"
         )
+
+
+def refuse_wrong_counts(rows: Tensor, counts: object, weight: Tensor) -> None:
+    """Raise ConfigError for what does not count the rows of each group: the kernels believe what they get."""
+    if not isinstance(counts, Tensor) or not _is_whole(counts.dtype) or counts.ndim != 1:
+        got = type(counts).__name__
+        if isinstance(counts, Tensor):
+            got = f"{counts.dtype} of shape {tuple(counts.shape)}"
+        raise ConfigError(
+            f"counts say how many rows each group has, in one int64 tensor of shape [groups], got {got}\n"
+            "  fix: torch.bincount(group_of_row, minlength=groups)"
+        )
+    if torch.compiler.is_compiling():
+        return
+    groups = _groups_of(weight)
+    if groups is not None and counts.shape[0] != groups:
+        raise ConfigError(
+            f"counts say how many rows each group has, and here are {counts.shape[0]} counts for the "
+            f"{groups} groups of the weight on this rank\n  fix: one for each of them, 0 where it has no rows"
+        )
+    # A program that is recorded must not depend on the numbers of its first batch.
+    if counts.device.type != "cpu" or goes_in_groups(counts):
+        return
+    values = counts.tolist()
+    if min(values, default=0) < 0 or sum(values) != rows.shape[0]:
+        raise ConfigError(
+            f"counts {_shown(values)} do not say how the {rows.shape[0]} rows belong to groups: their sum is "
+            f"{sum(values)}, the smallest {min(values, default=0)}\n"
+            "  fix: torch.bincount(group_of_row, minlength=groups), of the rows that are given"
+        )
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _groups_of(weight: Tensor) -> int | None:
+    """How many groups a plain tensor of counts is about; None where groups are counted over several ranks."""
+    if not isinstance(weight, TorchDTensor):
+        return weight.shape[0]
+    return weight._local_tensor.shape[0] if computes_locally(weight) else None
+
+
+def _shown(values: list[int]) -> str:
+    more = f", ... {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
+    return f"[{', '.join(map(str, values[:_SHOWN]))}{more}]"
 
 
 def _under_autocast(x: Tensor) -> bool:
