@@ -86,6 +86,54 @@ def calls_of_the_program_itself(mesh, first):
     dist.all_reduce(torch.ones(3 if first else 4))
 
 
+def other_parts_of_a_tensor(mesh, first):
+    """The parts are of one size, so no call tells them apart."""
+    sw.distribute_tensor(torch.ones(4, 4), mesh, [S0 if first else S1])
+
+
+def a_tensor_of_other_shape(mesh, first):
+    sw.distribute_tensor(torch.ones(4 if first else 6, 4), mesh, [S0])
+
+
+def other_scatter(mesh, first):
+    dist.scatter(torch.empty(2 if first else 3), [torch.ones(2)] * 2 if first else None)
+
+
+def other_gather(mesh, first):
+    dist.gather(torch.ones(2 if first else 3), [torch.empty(2)] * 2 if first else None)
+
+
+def a_root_that_gives_other_shapes(mesh, first):
+    dist.scatter(torch.empty(2), [torch.ones(2), torch.ones(3)] if first else None)
+
+
+def other_roots(mesh, first):
+    dist.broadcast(torch.ones(2), 0 if first else 1)
+
+
+def other_reduce(mesh, first):
+    dist.reduce(torch.ones(2, dtype=torch.float32 if first else torch.float64), 0)
+
+
+def other_lists_of_all_gather(mesh, first):
+    dist.all_gather([torch.empty(2 if first else 3) for _ in range(2)], torch.ones(2 if first else 3))
+
+
+def other_lists_of_reduce_scatter(mesh, first):
+    dist.reduce_scatter(torch.empty(2), [torch.ones(2), torch.ones(2 if first else 3)])
+
+
+def rows_that_nobody_takes(mesh, first):
+    """Each sends one row to each; the second takes two from the first."""
+    out = torch.empty(2 if first else 3, 4)
+    dist.all_to_all_single(out, torch.ones(2, 4), [1, 1] if first else [2, 1], [1, 1])
+
+
+def lists_that_nobody_takes(mesh, first):
+    out = [torch.empty(1), torch.empty(1)] if first else [torch.empty(2), torch.empty(1)]
+    dist.all_to_all(out, [torch.ones(1), torch.ones(1)])
+
+
 def an_algorithm_beside_a_plan(mesh, first):
     x = _of(mesh, 4, 600)
     x.softmax(0) if first else x.full_tensor()
@@ -103,6 +151,17 @@ DIFFERENT = (
     a_missing_call,
     a_missing_call_before_a_barrier,
     calls_of_the_program_itself,
+    other_parts_of_a_tensor,
+    a_tensor_of_other_shape,
+    other_scatter,
+    other_gather,
+    a_root_that_gives_other_shapes,
+    other_roots,
+    other_reduce,
+    other_lists_of_all_gather,
+    other_lists_of_reduce_scatter,
+    rows_that_nobody_takes,
+    lists_that_nobody_takes,
     an_algorithm_beside_a_plan,
 )
 
@@ -136,11 +195,25 @@ def run_alike():
             dist.broadcast(torch.ones(2), 0)
         else:
             dist.broadcast(torch.zeros(2), 0)
+        _uneven_calls(rank)
         peer = torch.ones(3)
         dist.send(peer, 1) if rank == 0 else dist.recv(peer, 0)
         sw.redistribute_many([x.detach(), w.detach()], [{"tp": R}] * 2)
         torch.nn.utils.clip_grad_norm_([x, w], 1.0)
     return float(w.grad.full_tensor().norm())
+
+
+def _uneven_calls(rank):
+    """Calls in which the ranks rightly do not give and take the same."""
+    ones, rows = torch.ones(2), torch.ones(3, 4)
+    dist.scatter(torch.empty(2), [ones, ones] if rank == 0 else None)
+    dist.gather(ones, [ones.clone(), ones.clone()] if rank == 1 else None, dst=1)
+    dist.reduce(ones.clone(), 1)
+    dist.all_gather([ones.clone(), ones.clone()], ones)
+    dist.reduce_scatter(ones.clone(), [ones, ones])
+    taken = torch.empty(2 if rank == 0 else 4, 4)
+    dist.all_to_all_single(taken, rows, [1, 1] if rank == 0 else [2, 2], [1, 2])
+    sw.distribute_tensor(torch.ones(5, 4), rank_mesh((2,), ("tp",)), [S0])
 
 
 def run_error():

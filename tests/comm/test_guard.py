@@ -17,12 +17,23 @@ from . import guarded_programs as programs
 _SOON = 2.0
 _ON_ONE_LINE = {
     "an_algorithm_beside_a_plan",
+    "a_root_that_gives_other_shapes",
+    "a_tensor_of_other_shape",
     "calls_of_the_program_itself",
+    "lists_that_nobody_takes",
     "other_dtype",
+    "other_gather",
+    "other_lists_of_all_gather",
+    "other_lists_of_reduce_scatter",
     "other_op_in_place_of_its_twin",
+    "other_parts_of_a_tensor",
     "other_placement",
+    "other_reduce",
+    "other_roots",
+    "other_scatter",
     "other_shape",
     "other_sizes",
+    "rows_that_nobody_takes",
 }
 
 

@@ -18,16 +18,18 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.comm.guarded_call import NOTHING, Pair, pairs_of, words_of
 from shardwright.comm.record import asker, source_line
 from shardwright.comm.tap import GroupCall, listen, stop_listening
 from shardwright.comm.traced import is_traced
@@ -56,8 +58,9 @@ def guarded(*, patience: float = _PATIENCE) -> Iterator[None]:
     """Compare what the ranks are about to send, call by call, inside the block.
 
     Every redistribution is compared by its plan, its reason and the line of the program that asked for it,
-    every other collective (of torch, of the program) by its kind, shape and dtype. A difference raises on
-    every rank that takes part, before anything is sent; so does an extra or a missing call, as soon as the
+    every other collective (of torch, of the program) by its kind, root, shapes and dtypes, in an all-to-all
+    between each two ranks; messages between two ranks (`send`, `recv`) are not. A difference raises on every
+    rank that takes part, before anything is sent; so does an extra or a missing call, as soon as the
     other rank does the next thing, at the latest at the end of the block, where all ranks wait for each
     other. A rank that only is slow is waited for. The environment variable SHARDWRIGHT_GUARD=1 guards a
     whole program, and its end is the end of the block.
@@ -133,25 +136,38 @@ def _text(plan: Plan) -> str:
     return " -> ".join(f"{layout} on ranks {layout.ranks}" for layout in (plan.source, plan.target))
 
 
-# Ranks may give these other shapes: the root of some, uneven parts.
-_ALIKE = ("allreduce_", "_allgather_base_", "_reduce_scatter_base_", "broadcast_")
+def compare_words(what: str, ranks: Sequence[int]) -> None:
+    """Compare what an operation of ours is about to do where the calls that it makes would not tell.
+
+    Raises: PlanError: another of the ranks is about to do something else.
+    """
+    if not _thread.compared:
+        _book.compare(_Doing("calls", (f"- {what}",), source_line(), tuple(ranks)))
 
 
 def check_call(call: GroupCall) -> None:
-    """Compare a call that is no plan. Messages between two ranks are never the same on both."""
+    """Compare a call that is no plan.
+
+    Messages between two ranks are not: which one is posted first differs from rank to rank, so nobody can be
+    waited for.
+    """
     if _thread.compared or call.op in ("send", "recv"):
         return
     ranks = tuple(dist.get_process_group_ranks(call.group))
-    given = ", ".join(f"{x.dtype} {list(x.shape)}" for x in call.tensors) + " " if call.name in _ALIKE else ""
     line = source_line()
     # Only what our operations send comes from one line: the program may write its own calls rank by rank.
     told = line if asker().startswith("shardwright") else ""
-    _book.compare(_Doing("calls", (f"- {call.op} {given}over ranks {ranks}",), told, ranks, shown=line))
+    what = (f"- {call.op} {words_of(call)}over ranks {ranks}",)
+    _book.compare(_Doing("calls", what, told, ranks, shown=line), pairs_of(call))
 
 
 @dataclass(frozen=True, slots=True)
 class _Doing:
-    """What a rank is about to do. what: a text per plan, behind a digest; shown: a line not compared."""
+    """What a rank is about to do.
+
+    what: a text per plan, behind a digest. shown: a line not compared. pair: what goes to the rank that is
+    told, and what is to come from it.
+    """
 
     kind: str
     what: tuple[str, ...]
@@ -159,11 +175,12 @@ class _Doing:
     ranks: tuple[int, ...]
     shown: str = ""
     number: int = 0
+    pair: Pair = NOTHING
 
     def agrees(self, other: _Doing) -> bool:
         """The same, apart from the number (ranks need not all take part in all calls) and the folder."""
         here, there = ((d.kind, d.what, Path(d.line).name, d.ranks) for d in (self, other))
-        return here == there
+        return here == there and self.pair == other.pair[::-1]
 
     def text(self, other: _Doing) -> str:
         """The first of its plans that the other has not, and its line."""
@@ -171,7 +188,9 @@ class _Doing:
         pairs = zip(self.what, other.what, strict=False)
         what = next((mine for mine, theirs in pairs if mine != theirs), self.what[0])
         at = f" at {self.line or self.shown}" if self.line or self.shown else ""
-        return f"call {self.number}{at}: {several}{what.split(' ', 1)[1]}"
+        to_it, from_it = self.pair
+        pair = f", to it {to_it}, from it {from_it}" if self.pair != NOTHING else ""
+        return f"call {self.number}{at}: {several}{what.split(' ', 1)[1]}{pair}"
 
 
 class _Book:
@@ -202,22 +221,25 @@ class _Book:
         self._session = f"shardwright/guard/{(entered - 1) // world}"
         self._rank, self._world = dist.get_rank(), world
 
-    def compare(self, doing: _Doing) -> None:
-        """Tell the others, hear what they are about to do, and raise if that is something else."""
+    def compare(self, doing: _Doing, pairs: Mapping[int, Pair] = MappingProxyType({})) -> None:
+        """Tell the others, hear what they are about to do, and raise if that is something else.
+
+        Args: pairs: what each of them is told besides.
+        """
         with self._lock:
             if self._store is None:
                 self._join()
-            doing = self._tell(doing)
+            doing = self._tell(doing, pairs)
             for peer in doing.ranks:
                 if peer != self._rank:
-                    self._hear(peer, doing)
+                    self._hear(peer, replace(doing, pair=pairs.get(peer, NOTHING)))
 
-    def _tell(self, doing: _Doing) -> _Doing:
+    def _tell(self, doing: _Doing, pairs: Mapping[int, Pair] = MappingProxyType({})) -> _Doing:
         self._number += 1
-        doing = _Doing(**{**asdict(doing), "number": self._number})
-        text = json.dumps(asdict(doing))
+        doing = replace(doing, number=self._number)
         for peer in doing.ranks:
             if peer != self._rank:
+                text = json.dumps(asdict(replace(doing, pair=pairs.get(peer, NOTHING))))
                 self._store.set(self._key(self._rank, peer, self._told[peer]), text)
                 self._told[peer] += 1
         return doing
@@ -231,7 +253,8 @@ class _Book:
         facts = json.loads(self._store.get(key))
         self._store.delete_key(key)
         self._heard[peer] += 1
-        other = _Doing(**{**facts, "what": tuple(facts["what"]), "ranks": tuple(facts["ranks"])})
+        lists = {name: tuple(facts[name]) for name in ("what", "ranks", "pair")}
+        other = _Doing(**{**facts, **lists})
         if not doing.agrees(other):
             kind = doing.kind if doing.kind == other.kind else "calls"
             self._refuse(

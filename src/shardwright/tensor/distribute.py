@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.comm import guard
 from shardwright.comm.dtype import bits
 from shardwright.comm.record import because
 from shardwright.compat.dynamo import never_traced
@@ -77,6 +78,8 @@ def distribute_tensor(
     if src_data_rank is None or full.is_meta or mesh.size() == 1:
         local = own_part(full, layout, coords)
     else:
+        if guard.on:
+            guard.compare_words(f"distribute_tensor to {layout}", layout.mesh_shape.ranks)
         local = _from_source(full, layout, mesh, coords, src_data_rank)
     return wrap(local.detach(), spec_of(layout, mesh), requires_grad=tensor.requires_grad)
 
