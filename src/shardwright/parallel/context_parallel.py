@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import is_other_view, named_axes, refuse_twice
+from shardwright.parallel.same_model import refuse_other_models
 from shardwright.parallel.sequence_scope import SequenceScope, find_scope
 from shardwright.parallel.swap import replace_parameters
 from shardwright.placement.base import Partition, Replicate
@@ -58,8 +59,9 @@ def parallelize_context(
         src_data_rank: the rank of the axis whose parameters count; None: each rank's own, all equal.
     Returns: the module itself, with parameters replicated on the axis; class, names and ties are untouched.
     Raises: ParallelError: not one axis, an unknown `attention`, `output`, placement or argument, a module
-        whose sequence is cut already, parameters that `fully_shard` manages or that live on different axes;
-        nothing has been changed then. Place on tensor-parallel axes before this, on data-parallel ones after.
+        whose sequence is cut already, ranks with other parameters, parameters that `fully_shard` manages or
+        that live on different axes; nothing has been changed then. Place on tensor-parallel axes before
+        this, on data-parallel ones after.
     Cost: a broadcast of the parameters, once. In a forward of attention each rank sends n - 1 parts of keys
         and values in a ring, in the backward as many again and as many gradients; in an all-to-all (n-1)/n of
         its queries, keys, values and results. Gradients of parameters are pending until somebody sums them.
@@ -73,6 +75,14 @@ def parallelize_context(
         raise ParallelError(f"parallelize_context: cut={cut!r:.60}; give {{argument: dim of its sequence}}")
     scope = SequenceScope(axis, dict(cut or {}), placement, Asked(attention, stated=True), output)
     scope.check_arguments(module)
+    said = {
+        "attention": attention,
+        "cut": cut,
+        "placement": placement,
+        "output": output,
+        "src": src_data_rank,
+    }
+    refuse_other_models("parallelize_context", module, mesh, options=said)
     with ties_kept(module, "parallelize_context"):
         homes: set[DeviceMesh] = set()
 

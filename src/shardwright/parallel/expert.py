@@ -14,6 +14,7 @@ from shardwright.moe.layer import MoELayer
 from shardwright.parallel.meshes import named_axes, refuse_other_order
 from shardwright.parallel.pipeline.mark import is_cut
 from shardwright.parallel.place import place_parameters
+from shardwright.parallel.same_model import refuse_other_models
 from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
@@ -124,10 +125,12 @@ def parallelize_expert_parallel(
     Args:
         mesh_experts: axes over all data and context ranks: `expert_mesh[["ep_replicate", "ep_shard"]]`.
         expert_shard_dim: the axis that the experts are spread over; on the others they are replicated.
-    Raises: ParallelError: no MoELayer inside, no such axis, experts that do not divide; nothing has been
-        changed then.
-    Cost: see `ShardMoESparseExpertsParallel`.
+    Raises: ParallelError: no MoELayer inside, no such axis, experts that do not divide, ranks with other
+        parameters; nothing has been changed then.
+    Cost: an all-reduce of 40 bytes over each axis, once; see `ShardMoESparseExpertsParallel`.
     """
+    named_axes(mesh_experts, "parallelize_expert_parallel", module)
+    refuse_other_models("parallelize_expert_parallel", module, mesh_experts)
     layers = [child for child in module.modules() if isinstance(child, MoELayer)]
     if not layers and not is_cut(module):
         raise ParallelError(f"parallelize_expert_parallel: no MoELayer inside {type(module).__name__}")

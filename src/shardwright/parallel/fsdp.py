@@ -34,6 +34,7 @@ from shardwright.parallel.direct_calls import serve_direct_calls
 from shardwright.parallel.expert import spread_over
 from shardwright.parallel.meshes import is_other_view, named_axes, refuse_other_order, refuse_twice
 from shardwright.parallel.place import local_plain, place_parameters
+from shardwright.parallel.same_model import refuse_other_models
 from shardwright.parallel.several import Modules, follow_several, members, one_unit
 from shardwright.parallel.sharded_traffic import record_sharded_traffic
 from shardwright.parallel.swap import put_all
@@ -71,8 +72,11 @@ def parallelize_fsdp(
             `fully_shard` names them after the mesh.
     Raises: ParallelError: another number of axes, an axis that places a parameter already, what
         `fully_shard` cannot run (two dtypes in a unit, a part without elements, a container, hooks of
-        `Tensor.register_hook`); nothing has been changed then.
-    Cost: per step an all-gather per unit in forward and backward, and a reduce-scatter of its gradients.
+        `Tensor.register_hook`), ranks with other parameters; nothing has been changed then.
+    Warns: of parameters whose values differ between the ranks, of which each would keep a part of its own:
+        seed alike before the module is made, or load values afterwards.
+    Cost: an all-reduce of 40 bytes per unit, once; per step an all-gather per unit in forward and backward,
+        and a reduce-scatter of its gradients.
     Source: torch's `fully_shard`.
     """
     unit = one_unit(module)
@@ -87,7 +91,11 @@ def parallelize_fsdp(
 
 
 def shard_over(
-    module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], fully_shard_kwargs: dict[str, Any]
+    module: nn.Module,
+    mesh: DeviceMesh,
+    axes: tuple[str, ...],
+    fully_shard_kwargs: dict[str, Any],
+    verb: str = "parallelize_fsdp",
 ) -> None:
     """Shard the parameters of a unit over the last of `axes`, replicate them over the others; see above."""
     for each in members(module):
@@ -100,10 +108,19 @@ def shard_over(
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
     left_alone = {s.get() for s in slots if _elsewhere(s.get(), mesh)}
     left_alone |= spread_over(module, mesh) | set(fully_shard_kwargs.pop("ignored_params", None) or ())
+    taken = [slot for slot in slots if slot.get() not in left_alone]
+    refuse_other_models(
+        verb,
+        module,
+        mesh,
+        options=fully_shard_kwargs,
+        left_alone=left_alone,
+        cut=dict.fromkeys(slot.get() for slot in taken if slot.get().ndim),
+        over=axes[-1],
+    )
     _refuse_partly_sharded(module, mesh, axes)
     _refuse_shared_with_another_unit(module)
     _refuse_twice(slots, axes, left_alone)
-    taken = [slot for slot in slots if slot.get() not in left_alone]
     _refuse_what_torch_cannot(taken)
     refuse_placed_elsewhere(taken, module, "parallelize_fsdp")
     answers = _answers(taken, fully_shard_kwargs.pop("shard_placement_fn", None), shard_mesh)

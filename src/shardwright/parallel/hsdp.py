@@ -32,5 +32,5 @@ def parallelize_hsdp(
     if shard_dim not in axes:
         raise ParallelError(f"parallelize_hsdp: the mesh has no axis {shard_dim!r}; its axes are {axes}")
     others = tuple(axis for axis in axes if axis != shard_dim)
-    shard_over(unit, mesh, (*others, shard_dim), by_name((), fully_shard_kwargs))
+    shard_over(unit, mesh, (*others, shard_dim), by_name((), fully_shard_kwargs), "parallelize_hsdp")
     return module

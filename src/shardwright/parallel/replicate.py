@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.parallel.expert import spread_over
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.place import place_parameters
+from shardwright.parallel.same_model import refuse_other_models
 from shardwright.placement.base import Replicate
 
 
@@ -22,11 +23,15 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, src_data_rank:
         mesh: axes over which the batch (or the sequence) is spread.
         src_data_rank: index on each axis of the rank whose values count; None: each rank's own, all equal.
     Returns: the module itself; its class, hooks, state_dict keys and tied weights are untouched.
-    Raises: ParallelError: a parameter is placed on one of these axes already; nothing has been changed then.
-    Cost: a broadcast of the parameters per axis, once; nothing per step (the synchroniser's all-reduce).
+    Raises: ParallelError: a parameter is placed on one of these axes already, ranks with other parameters;
+        nothing has been changed then.
+    Cost: an all-reduce of 40 bytes and a broadcast of the parameters per axis, once; nothing per step (the
+        synchroniser's all-reduce).
     """
     axes = named_axes(mesh, "parallelize_replicate", module)
     experts = spread_over(module, mesh)
+    said = {"src_data_rank": src_data_rank}
+    refuse_other_models("parallelize_replicate", module, mesh, options=said, left_alone=experts)
     whole = (Replicate(),) * len(axes)
     place_parameters(module, mesh, whole, axes, src_data_rank=src_data_rank, skip=experts.__contains__)
     return module

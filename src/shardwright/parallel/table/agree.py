@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.parallel.buffers import digest_of, digests_of
+from shardwright.parallel.same_model import told_alike
 from shardwright.parallel.table.rehearsal import Placed
 from shardwright.parallel.table.rows import Row
 
@@ -52,7 +52,7 @@ def word_of(rank: int, module: nn.Module, rows: Sequence[Row], placed: Sequence[
     return Word(
         rank=rank,
         error="",
-        table=_digest(repr([(r.pattern, r.strategy, r.said, _told(r.options)) for r in rows])),
+        table=_digest(repr([(r.pattern, r.strategy, r.said, told_alike(r.options)) for r in rows])),
         names=tuple(name for name, _ in named),
         parameters=tuple(_parameter(p, values=name in cut) for name, p in named),
         buffers=tuple(digests_of(module).items()),
@@ -66,20 +66,6 @@ def _parameter(p: nn.Parameter, *, values: bool) -> int:
     if not values or p.is_meta or isinstance(p, TorchDTensor):
         return told
     return told ^ digest_of(p)
-
-
-def _told(value: Any) -> str:
-    """An option as every process writes it: functions by name, no addresses."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{key}: {_told(each)}' for key, each in value.items()))}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_told, value))}]"
-    if isinstance(value, partial):
-        return f"{_told(value.func)}{_told(value.args)}{_told(value.keywords)}"
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    text = repr(value)
-    return _told(type(value)) if " at 0x" in text else text
 
 
 def _digest(of: Any) -> int:

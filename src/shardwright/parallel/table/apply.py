@@ -11,6 +11,7 @@ from shardwright.context.domains import BATCH_DOMAIN
 from shardwright.context.submesh import submesh
 from shardwright.errors import ParallelError, ShardwrightError
 from shardwright.parallel.logical_dropout import logical_dropout
+from shardwright.parallel.same_model import compared_before
 from shardwright.parallel.table.agree import Word, agree, word_of
 from shardwright.parallel.table.calls import Call, calls_of
 from shardwright.parallel.table.initialise import Init, materialise, refuse_cut
@@ -64,8 +65,9 @@ def parallelize(
     calls, placed, words = _prepared(module, context, plan, init)
     is_new = any(p.is_meta for p in module.parameters())
     with ties_kept(module, "parallelize"):
-        for call in calls:
-            call.apply()
+        with compared_before():
+            for call in calls:
+                call.apply()
         if is_new:
             materialise(module, context.device, init)
         if context.dropout == "logical":

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import ParallelError, ShardwrightError
+from shardwright.parallel.same_model import compared_before
 from shardwright.parallel.table.calls import Call
 from shardwright.parallel.table.meshes import Axes
 from shardwright.parallel.table.rows import refuse
@@ -83,7 +84,8 @@ def _meta(x: torch.Tensor) -> torch.Tensor:
 def _make(call: Call, module: nn.Module, by: dict[str, list[str]]) -> None:
     before = dict(module.named_parameters())
     try:
-        call.apply()
+        with compared_before():  # ranks may fail one by one here, and tell each other afterwards
+            call.apply()
     except ShardwrightError as error:
         where = f" of {call.path!r}" if call.path else ""
         refuse([f"{call.row}, {call.strategy}{where}: {error}"])

@@ -1,0 +1,189 @@
+"""Ranks that place parameters over one mesh have the same parameters: compared before the first is placed.
+
+What differs would be broadcast into memory of another size, or cut into parts of different tensors, and be
+noticed a step later by nobody but the backend. One number each is compared; what it stands for is told only
+where they differ.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.comm.dtype import as_bytes
+from shardwright.comm.functional import reduce_over
+from shardwright.comm.record import because
+from shardwright.comm.told import told
+from shardwright.compat import FakeTensor, axis_names
+from shardwright.context.submesh import groups_above_one
+from shardwright.errors import ParallelError
+from shardwright.parallel.place import local_plain
+
+_REASON = "compare the parameters to place"
+_NO_MORE = "no more parameters"
+_SAMPLES = 16  # of each parameter: who draws from another stream differs in all of them
+_SHOWN = 8
+_FIX = (
+    "  fix: make the module alike on every rank: the same layers in the same order, with the same shapes, "
+    "dtypes, ties and requires_grad"
+)
+_FIX_OF_OPTIONS = "  fix: the same call on every rank"
+
+
+class _Here(threading.local):
+    """trusted: the ranks have compared the whole model already, or try out without a word to each other."""
+
+    trusted = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def compared_before() -> Iterator[None]:
+    """Inside, nothing is compared: the caller has the ranks compare all of it at once."""
+    before, _here.trusted = _here.trusted, True
+    try:
+        yield
+    finally:
+        _here.trusted = before
+
+
+def refuse_other_models(
+    verb: str,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    options: Mapping[str, Any] | None = None,
+    left_alone: Collection[nn.Parameter] = (),
+    cut: Iterable[nn.Parameter] = (),
+    over: str = "",
+) -> None:
+    """Raise ParallelError, the same on all ranks of `mesh`, unless they place the same parameters alike.
+
+    Compared are names and their order, shapes, dtypes, `requires_grad`, which are tied, which axes place them
+    already, and the options. Values are not, for a checkpoint may be loaded afterwards: where ranks keep
+    parts of other values, that is said once.
+
+    Args:
+        left_alone: parameters that this call does not place.
+        cut, over: those of which each rank of this axis keeps a part of its own.
+    Cost: an all-reduce of 40 bytes over each axis; a few elements of each of `cut` are read.
+    """
+    nobody_answers = isinstance(torch.empty(0), FakeTensor)
+    if _here.trusted or nobody_answers or mesh.get_coordinate() is None:
+        return
+    facts = _facts(module, options or {}, set(left_alone))
+    are_same, values_are = _compared(_digest("\n".join(facts).encode()), _sampled(cut), mesh, over)
+    if not are_same:
+        _refuse(verb, facts, mesh)
+    if not values_are:
+        _warn(over)
+
+
+def _facts(module: nn.Module, options: Mapping[str, Any], left_alone: set[nn.Parameter]) -> list[str]:
+    """What must be the same: a line of the options, and one for each name of a parameter."""
+    first: dict[nn.Parameter, str] = {}
+    lines = [f"options: {told_alike(options)}"]
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(parameter, name)
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        words = [f"{name}: {dtype} {tuple(parameter.shape)}"]
+        if isinstance(parameter, TorchDTensor):
+            words.append(f"placed {tuple(parameter.placements)} on {axis_names(parameter.device_mesh)}")
+        if not parameter.requires_grad:
+            words.append("requires_grad=False")
+        if known != name:
+            words.append(f"tied to {known}")
+        if parameter in left_alone:
+            words.append("left alone")
+        lines.append(", ".join(words))
+    return lines
+
+
+def told_alike(value: Any) -> str:
+    """An option as every process writes it: functions by name, no addresses."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{key}: {told_alike(each)}' for key, each in value.items()))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(told_alike, value))}]"
+    if isinstance(value, partial):
+        return f"{told_alike(value.func)}{told_alike(value.args)}{told_alike(value.keywords)}"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = repr(value)
+    return told_alike(type(value)) if " at 0x" in text else text
+
+
+def _sampled(cut: Iterable[nn.Parameter]) -> int:
+    """A digest of a few elements of each, as far as they are on a device; one copy to the host for each."""
+    samples: dict[torch.device, list[Tensor]] = {}
+    for parameter in cut:
+        x = local_plain(parameter)
+        if type(x) is Tensor and not x.is_meta and x.layout is torch.strided and x.numel():
+            step = max(x.numel() // _SAMPLES, 1)
+            samples.setdefault(x.device, []).append(as_bytes(x.reshape(-1)[::step]))
+    held = [torch.cat(parts).cpu().numpy().tobytes() for parts in samples.values()]
+    return _digest(b"".join(held))
+
+
+def _digest(data: bytes) -> int:
+    """A number whose negative fits a signed one of 64 bits as well."""
+    return xxhash.xxh3_64_intdigest(data) >> 2
+
+
+def _compared(what: int, values: int, mesh: DeviceMesh, over: str) -> tuple[bool, bool]:
+    """Have all ranks of the mesh the one, and those of each line of the axis the other?
+
+    A number is the same everywhere where its largest is its smallest, whatever the number of ranks.
+    """
+    numbers = torch.tensor([what, -what, values, -values, 0], dtype=torch.int64, device=mesh.device_type)
+    for axis, group in sorted(groups_above_one(mesh), key=lambda each: each[0] != over):
+        numbers = reduce_over(numbers, "max", group, axis=axis, reason=_REASON)
+        if axis == over:
+            numbers[4] = numbers[2] != -numbers[3]
+    high, low, _, _, differ = told(numbers)
+    return high == -low, not differ
+
+
+def _refuse(verb: str, facts: list[str], mesh: DeviceMesh) -> None:
+    """Raise ParallelError with the first difference, and what each rank has. Collective over the mesh."""
+    known = [(dist.get_rank(), facts)]
+    for _, group in groups_above_one(mesh):
+        everybody: list[list[tuple[int, list[str]]]] = [[] for _ in range(group.size())]
+        with because(_REASON):
+            dist.all_gather_object(everybody, known, group=group)
+        known = [each for some in everybody for each in some]
+    known.sort(key=lambda each: each[0])
+    longest = max(len(lines) for _, lines in known)
+    at = next(i for i in range(longest) if len({_line(lines, i) for _, lines in known}) > 1)
+    listed = [f"  rank {rank}  {_line(lines, at)}" for rank, lines in known[:_SHOWN]]
+    more = [f"  and {len(known) - _SHOWN} more"] if known[_SHOWN:] else []
+    names = [line.partition(":")[0] for _, lines in known if (line := _line(lines, at)) != _NO_MORE]
+    text = "\n".join([*listed, *more, _FIX if at else _FIX_OF_OPTIONS])
+    raise ParallelError(f"{verb}: the ranks differ in {names[0]}; nothing was changed\n{text}")
+
+
+def _line(lines: Sequence[str], at: int) -> str:
+    return lines[at] if at < len(lines) else _NO_MORE
+
+
+def _warn(axis: str) -> None:
+    warnings.warn(
+        f"the ranks of axis {axis!r} have other values of the parameters that are sharded over it, and each "
+        "keeps its own part: together they are a tensor that nobody drew. Seed alike on every rank before "
+        "the module is made (context.seed(seed) in a new program, torch.manual_seed in the midst of one), or "
+        "load values afterwards",
+        stacklevel=1,  # one place for all units, so that it is said once
+    )

@@ -1,0 +1,216 @@
+"""Ranks that place other parameters hear of it in the same words, before the first is placed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardwright.comm.record import Recorder
+from shardwright.context import DeviceMeshParameters
+from shardwright.errors import ParallelError
+from shardwright.moe import MoELayer
+from shardwright.parallel import (
+    parallelize,
+    parallelize_context,
+    parallelize_expert_parallel,
+    parallelize_fsdp,
+    parallelize_hsdp,
+    parallelize_replicate,
+)
+from shardwright.testing import rank_mesh
+
+Ranks = Callable[..., list[Any]]
+
+
+def _place(strategy: str, module: nn.Module, **options: Any) -> None:
+    if strategy == "hsdp":
+        parallelize_hsdp(module, rank_mesh((2, 1), ("a", "b")), shard_dim="b", **options)
+        return
+    call = {"replicate": parallelize_replicate, "fsdp": parallelize_fsdp, "context": parallelize_context}
+    call[strategy](module, rank_mesh((2,), ("dp",)), **options)  # type: ignore[operator]
+
+
+def _tied(is_tied: int) -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if is_tied:
+        module[1].weight = module[0].weight
+    return module
+
+
+def _frozen(bias: int) -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.bias.requires_grad_(bool(bias))
+    return module
+
+
+def _made(how: str, rank: int) -> nn.Module:
+    """A module that is another one on rank 1."""
+    a, b = nn.Linear(2, 3), nn.Linear(3, 2)
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "dtype": lambda: nn.Linear(4, 4, dtype=torch.float64 if rank else torch.float32),
+        "width": lambda: nn.Linear(4, 4 + 2 * rank),
+        "order": lambda: nn.ModuleDict({"a": a, "b": b} if rank else {"b": b, "a": a}),
+        "one more": lambda: nn.Linear(4, 4, bias=bool(rank)),
+        "trained": lambda: _frozen(rank),
+        "tied": lambda: _tied(rank),
+    }
+    module = nn.Module()
+    module.inner = makers[how]()
+    return module
+
+
+_NAMED = {
+    "dtype": ("inner.weight", "float32 (4, 4)", "float64 (4, 4)"),
+    "width": ("inner.weight", "float32 (4, 4)", "float32 (6, 4)"),
+    "order": ("inner.b.weight", "inner.b.weight: float32 (2, 3)", "inner.a.weight: float32 (3, 2)"),
+    "one more": ("inner.bias", "no more parameters", "inner.bias: float32 (4,)"),
+    "trained": ("inner.bias", "float32 (4,), requires_grad=False", "float32 (4,)"),
+    "tied": ("inner.1.weight", "float32 (2, 2)", "float32 (2, 2), tied to inner.0.weight"),
+}
+
+
+def _refused(strategy: str, how: str, device: str) -> str:
+    with torch.device(device):
+        module = _made(how, dist.get_rank())
+    with pytest.raises(ParallelError) as refused:
+        _place(strategy, module)
+    assert not any(isinstance(p, TorchDTensor) for p in module.parameters())
+    assert type(module) is nn.Module
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "fsdp", "hsdp", "context"])
+@pytest.mark.parametrize("how", _NAMED)
+def test_the_first_parameter_that_differs_is_named_with_what_each_rank_has(
+    ranks: Ranks, strategy: str, how: str
+) -> None:
+    """They had been garbage values, or an abort of the backend in a later step."""
+    for device in ("cpu", "meta"):
+        first, second = ranks(2, _refused, strategy, how, device)
+        assert first == second
+        name, one, two = _NAMED[how]
+        assert first.startswith(f"parallelize_{strategy}: the ranks differ in {name}; nothing was changed\n")
+        assert one in first.splitlines()[1]
+        assert two in first.splitlines()[2]
+        assert "fix: make the module alike" in first
+
+
+def _other_options() -> str:
+    with pytest.raises(ParallelError, match="the ranks differ in options") as refused:
+        _place("fsdp", nn.Linear(2, 2), reshard_after_forward=not dist.get_rank())
+    return str(refused.value)
+
+
+def test_ranks_that_shard_in_other_ways_are_refused(ranks: Ranks) -> None:
+    first, second = ranks(2, _other_options)
+    assert first == second
+    assert "{reshard_after_forward: True}" in first
+    assert "{reshard_after_forward: False}" in first
+
+
+def _other_experts() -> str:
+    mesh = rank_mesh((1, 2), ("ep_replicate", "ep_shard"))
+    layer = MoELayer(4, 4 + 4 * dist.get_rank(), num_experts=2, top_k=1)
+    with pytest.raises(ParallelError, match="parallelize_expert_parallel: the ranks differ in") as refused:
+        parallelize_expert_parallel(layer, mesh)
+    assert layer.communicator is None
+    return str(refused.value)
+
+
+def test_layers_of_other_experts_are_refused(ranks: Ranks) -> None:
+    first, second = ranks(2, _other_experts)
+    assert first == second
+
+
+def _values(strategy: str, seeds: str) -> list[str]:
+    torch.manual_seed(dist.get_rank() if seeds == "own" else 0)
+    mesh = rank_mesh((2, 2), ("a", "b"))
+    axis = {"replicate": 0, "shard": 1}.get(seeds)
+    if axis is not None:
+        torch.manual_seed(mesh.get_local_rank(axis))
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if strategy == "hsdp":
+            parallelize_hsdp(module, mesh, shard_dim="b")
+        elif strategy == "replicate":
+            parallelize_replicate(module, mesh)
+        else:
+            parallelize_fsdp(module, mesh["b"])
+    return [str(each.message) for each in said]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "seeds", "are_said"),
+    [
+        pytest.param("fsdp", "own", True, id="sharded"),
+        pytest.param("fsdp", "replicate", False, id="sharded, and another group is another"),
+        pytest.param("fsdp", "alike", False, id="sharded alike"),
+        pytest.param("hsdp", "shard", True, id="hybrid, over the shards"),
+        pytest.param("hsdp", "replicate", False, id="hybrid, over the copies: the first one's are sent"),
+        pytest.param("replicate", "own", False, id="replicated: the first one's are sent"),
+    ],
+)
+def test_other_values_of_what_is_cut_are_said(
+    ranks: Ranks, strategy: str, seeds: str, are_said: bool
+) -> None:
+    """Each rank cut its own tensor: together a tensor that nobody drew, and not a word."""
+    for said in ranks(4, _values, strategy, seeds):
+        assert len(said) == are_said
+        for text in said:
+            assert "the ranks of axis 'b' have other values" in text
+            assert "Seed alike on every rank before the module is made" in text
+            assert "or load values afterwards" in text
+
+
+def _said_once() -> int:
+    torch.manual_seed(dist.get_rank())
+    mesh = rank_mesh((2,), ("dp",))
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for unit in (*module, module):
+            parallelize_fsdp(unit, mesh)
+    return len(said)
+
+
+def test_other_values_are_said_once_for_all_units(ranks: Ranks) -> None:
+    assert ranks(2, _said_once) == [1, 1]
+
+
+def _sent() -> tuple[list[str], list[str]]:
+    mesh = rank_mesh((2,), ("dp",))
+    torch.manual_seed(0)
+    module = parallelize_replicate(nn.Linear(4, 4), mesh, src_data_rank=None)
+    with Recorder() as placed:
+        parallelize_fsdp(nn.Linear(4, 4), mesh)
+    with Recorder() as step:
+        module(torch.ones(2, 4)).sum().backward()
+    return [e.op for e in placed.collectives], [e.op for e in step.collectives]
+
+
+def test_one_small_message_when_placed_and_none_in_a_step(ranks: Ranks) -> None:
+    for placed, step in ranks(2, _sent):
+        assert placed == ["all_reduce"]
+        assert step == []
+
+
+def _by_table() -> int:
+    context = DeviceMeshParameters(data_parallel_shard=2).build(device="cpu")
+    context.seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with Recorder() as record:
+        parallelize(module, context, {"*": "fsdp", "": "fsdp"}, report=None)
+    context.close()
+    return len([e for e in record.collectives if e.op == "all_reduce"])
+
+
+def test_a_table_compares_once_for_all_of_its_calls(ranks: Ranks) -> None:
+    assert ranks(2, _by_table) == [0, 0]
