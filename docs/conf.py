@@ -29,6 +29,8 @@ napoleon_custom_sections = ["Cost", "Source", "Not"]
 # Docstrings name torch's classes; the reference does not link outside, so that it builds without a network.
 nitpicky = False
 
+# What the tests read as well: how many ranks run the blocks that follow.
+_RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Cost|Source|Note|Warning|Example):(?= \S)")
 
 
@@ -65,6 +67,22 @@ def _plain(part: str) -> str:
     return re.sub(r"(?<!\\)([*|])", r"\\\1", part)
 
 
+def _show_ranks(_app: object, _name: str, source: list[str]) -> None:
+    """Say where a program begins how to run it: a reader of the page sees no comment."""
+    running = "0"
+
+    def line(marker: re.Match[str]) -> str:
+        nonlocal running
+        before, running = running, marker.group(1)
+        if running == before:
+            return ""
+        launcher = f"torchrun --standalone --nproc-per-node {running}" if running != "0" else "python"
+        return f"Run the blocks from here on, as one program, with `{launcher} page.py`:\n"
+
+    source[0] = _RANKS.sub(line, source[0])
+
+
 def setup(app: object) -> None:
-    """Rewrite docstrings before napoleon reads them."""
+    """Rewrite docstrings before napoleon reads them, and pages before MyST does."""
+    app.connect("source-read", _show_ranks)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", _as_rest, priority=100)  # type: ignore[attr-defined]
