@@ -153,7 +153,12 @@ class DistributedContext:
             part_at_first_forward(seed, [*own.values()], peers.flatten().tolist())
 
     def close(self) -> None:
-        """Destroy the process group if this context made it; the meshes are unusable then."""
+        """Destroy the process group if this context made it; the meshes are unusable then.
+
+        The last thing that a process does with its ranks: under the same launcher it makes no new group
+        afterwards, whose ranks would meet at a store that still holds the old one's keys, and hang (as with
+        torch's `destroy_process_group` and `init_process_group`).
+        """
         if self.is_open:
             self._closed = True
             self._world.detach()

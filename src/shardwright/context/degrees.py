@@ -13,8 +13,18 @@ class Degrees:
     """Degrees of parallelism, checked on construction: all that a domain is a function of.
 
     The world is the product of all degrees but `expert_parallel`: experts reuse the data and context ranks,
-    so `expert_parallel` must divide the product of those four.
+    so `expert_parallel` must divide the product of those four. Each is a number of ranks; 1 leaves it out.
 
+    Args:
+        pipeline_parallel: ranks that hold consecutive stages of the model.
+        data_parallel_replicate: ranks that read other rows, and hold copies of the dense parameters.
+        data_parallel_shard: ranks that read other rows, and may cut parameters over them.
+        context_parallel_replicate: ranks that read other parts of a sequence; for dense parameters an axis of
+            their own (`cp_replicate`).
+        context_parallel_shard: ranks that read other parts of a sequence; for dense parameters one axis with
+            `data_parallel_shard` (`dp_cp_shard`).
+        tensor_parallel: ranks that read the same rows and compute a part of each layer.
+        expert_parallel: ranks over which the experts are spread, out of the data and context ranks.
     Raises:
         MeshError: a degree is not a positive int, or `expert_parallel` does not divide.
     """

@@ -25,7 +25,15 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    Args and state: those of `torch.amp.GradScaler`. Where stages are frozen a rank may have no gradients.
+    Args:
+        device: "cpu" or "cuda": where the loss and the gradients are.
+        init_scale: the first scale.
+        growth_factor: what the scale is multiplied by after `growth_interval` steps without an infinity.
+        backoff_factor: what it is multiplied by after a step that was left out.
+        growth_interval: how many steps in a row must be finite before it grows.
+        enabled: False: `scale` gives back what it gets, and `step` is the optimizer's.
+
+    Its state is that of `torch.amp.GradScaler`. Where stages are frozen a rank may have no gradients.
     Cost: of an optimizer's step 4 bytes over the stages, beside 4 bytes over each axis that cuts parameters.
     """
 

@@ -21,7 +21,7 @@ from shardwright.tensor.wrap import wrap
 
 
 class Options(TypedDict, total=False):
-    """What every factory takes by name: whole tensors on the surrounding mesh, of torch's default dtype."""
+    """What every factory takes by name, as `zeros` says."""
 
     dtype: torch.dtype | None
     layout: torch.layout
@@ -64,22 +64,43 @@ def _filled(size: tuple[Any, ...], value: Any, *, requires_grad: bool = False, *
 
 
 def zeros(*size: Any, **options: Unpack[Options]) -> DTensor:
-    """Zeros of logical shape `size`; each rank makes its own part. Cost: none."""
+    """Zeros of logical shape `size`; each rank makes its own part.
+
+    Args:
+        size: whole numbers, or one sequence of them.
+        dtype: None: torch's default one.
+        layout: `torch.strided`, the only one.
+        requires_grad: whether it is a leaf that is given a gradient.
+        device_mesh: None: that of the surrounding `with mesh:`.
+        placements: one for each axis, or by name, `{"tp": Shard(0)}`, where axes that are not named hold
+            copies. None: copies on every axis.
+    Raises: LayoutError: no mesh, another `layout`, too many or too few placements, an axis that the mesh does
+        not have; PlacementError: a placement that does not fit the shape.
+    Cost: none.
+    """
     return _filled(size, 0, **options)
 
 
 def ones(*size: Any, **options: Unpack[Options]) -> DTensor:
-    """Ones of logical shape `size`; each rank makes its own part. Cost: none."""
+    """Ones of logical shape `size`; each rank makes its own part. Args, raises, cost: see `zeros`."""
     return _filled(size, 1, **options)
 
 
 def empty(*size: Any, **options: Unpack[Options]) -> DTensor:
-    """Uninitialised memory of logical shape `size`; each rank makes its own part. Cost: none."""
+    """Uninitialised memory of logical shape `size`, its own part on each rank; for the rest see `zeros`."""
     return _filled(size, None, **options)
 
 
 def full(size: Any, fill_value: Any, **options: Unpack[Options]) -> DTensor:
-    """`fill_value` everywhere; each rank makes its own part. Cost: none."""
+    """`fill_value` everywhere; each rank makes its own part.
+
+    Args:
+        size: a sequence of whole numbers.
+        fill_value: a number; without `dtype` the tensor has the dtype that torch gives it.
+        options: as of `zeros`.
+    Raises: as `zeros`.
+    Cost: none.
+    """
     options["dtype"] = options.get("dtype") or torch.full((), fill_value).dtype
     return _filled((size,), fill_value, **options)
 
@@ -100,12 +121,18 @@ def _drawn(draw: Any, size: tuple[Any, ...], *, requires_grad: bool = False, **o
 def rand(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Uniform numbers, equal to one device's with the same seed whatever the placements.
 
-    Every rank draws the whole tensor and keeps its part: time and transient memory of the full tensor.
+    Every rank draws the whole tensor and keeps its part: time and transient memory of the full tensor. Inside
+    `sw.random_mode("counter")` it draws its own part alone, from another generator.
+
+    Args and raises: as of `zeros`; `dtype` is a floating-point or complex one.
     Cost: none, as long as the ranks' generators agree; where a context has parted them, see `shared_stream`.
     """
     return _drawn(torch.rand, size, **options)
 
 
 def randn(*size: Any, **options: Unpack[Options]) -> DTensor:
-    """Normal numbers, equal to one device's with the same seed whatever the placements; see `rand`."""
+    """Normal numbers, equal to one device's with the same seed whatever the placements.
+
+    Args, raises, cost: see `rand`.
+    """
     return _drawn(torch.randn, size, **options)
