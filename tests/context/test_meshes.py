@@ -229,6 +229,22 @@ def test_unknown_names_and_wrong_sizes_are_refused_in_one_line(ranks):
     assert world.startswith("data_parallel_shard=4 = 4 ranks, but the world has 2")
 
 
+def _other_degrees():
+    """One rank asks for another mesh than the others; afterwards all can build one."""
+    other = {"tensor_parallel": 2} if dist.get_rank() else {"data_parallel_shard": 2}
+    said = _message(lambda: DeviceMeshParameters(**other).build())
+    return said, DeviceMeshParameters(tensor_parallel=2).build().mesh_for("dense")["tp"].size()
+
+
+def test_ranks_that_build_other_meshes_are_told_so(ranks):
+    one, two = ranks(2, _other_degrees, timeout=60)
+    assert one == two
+    assert one[0].startswith(
+        "the ranks build other meshes: data_parallel_shard is 2 on rank 0 and 1 on rank 1"
+    )
+    assert one[1] == 2
+
+
 def _user_domain():
     register_domain("rows", lambda p: {"row": p.data_parallel_shard, "col": p.tensor_parallel})
     context = DeviceMeshParameters(data_parallel_shard=2, tensor_parallel=2).build()
