@@ -269,3 +269,53 @@ def test_a_backward_is_not_taken_apart_by_older_releases_of_torch(monkeypatch, r
     said = _text(schedules.check_schedule, "interleaved_zero_bubble", 4, 2, 4)
     assert "asks for torch 2.13 or later" in said
     assert schedules.check_schedule("interleaved_1f1b", 4, 2, 4) == "interleaved_1f1b"
+
+
+def _other_cuts(what):
+    rank = torch.distributed.get_rank()
+    model = Decoder(tied=False) if what != "model" or rank == 0 else nn.Sequential(Decoder(tied=False))
+    cuts = ["layers.2"] if rank == 0 or what != "cuts" else ["layers.1"]
+    stages = {"norm": rank} if what == "stages" else None
+    before = [id(m) for m in model.modules()]
+    text = _text(parallelize_pipeline, model, rank_mesh((2,), ("pp",)), cuts, stages=stages)
+    assert [id(m) for m in model.modules()] == before
+    return text
+
+
+@pytest.mark.parametrize(
+    ("what", "one", "two"),
+    [
+        ("cuts", "{cuts: ['layers.2'], stages: None}", "{cuts: ['layers.1'], stages: None}"),
+        ("stages", "{cuts: ['layers.2'], stages: {norm: 0}}", "{cuts: ['layers.2'], stages: {norm: 1}}"),
+        ("model", "  positions: float32 (12, 16)", "  0.positions: float32 (12, 16)"),
+    ],
+)
+def test_ranks_that_cut_in_other_ways_are_refused(ranks, what, one, two):
+    """A layer had been on two ranks, and another on none."""
+    first, second = ranks(2, _other_cuts, what)
+    assert first == second
+    assert first.startswith("parallelize_pipeline: the ranks differ in ")
+    assert one in first.splitlines()[1]
+    assert two in first.splitlines()[2]
+
+
+def _other_settings(name):
+    rank = torch.distributed.get_rank()
+    model = parallelize_pipeline(Decoder(tied=True), rank_mesh((2,), ("pp",)), ["layers.2"])
+    settings = {"schedule": "gpipe", "micro_batches": 2}
+    settings[name] = {"schedule": ("gpipe", "1f1b"), "micro_batches": (2, 0)}[name][rank]
+    return _text(Pipeline, model, loss_sum, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("schedule", "rank 0 with schedule='gpipe', rank 1 with schedule='1f1b'"),
+        ("micro_batches", "rank 0 with micro_batches=2, rank 1 with micro_batches=0"),
+    ],
+)
+def test_ranks_with_other_settings_are_refused(ranks, name, said):
+    """They had waited for each other in the first step."""
+    first, second = ranks(2, _other_settings, name)
+    assert first == second
+    assert f"pipeline: the ranks of the axis made it with different settings: {said}" in first

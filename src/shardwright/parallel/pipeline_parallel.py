@@ -13,6 +13,7 @@ from shardwright.parallel.pipeline.mark import ATTRIBUTE
 from shardwright.parallel.pipeline.places import VERB, Stages, read_places
 from shardwright.parallel.pipeline.schedules import rank_of_stage
 from shardwright.parallel.pipeline.split import refuse_placed, take_apart
+from shardwright.parallel.same_model import refuse_other_models
 
 
 def parallelize_pipeline(
@@ -36,8 +37,9 @@ def parallelize_pipeline(
         each of them.
     Raises: ParallelError: not one axis, no such module, cuts out of order, a number of stages that the ranks
         do not divide, a stage without parameters, a module that was cut already or that `fully_shard`
-        manages; nothing has been changed then.
-    Cost: none. The module is whole on every rank before; make a large one on the meta device.
+        manages, ranks with other cuts or parameters; nothing has been changed then.
+    Cost: an all-reduce of 40 bytes. The module is whole on every rank before; make a large one on the meta
+        device.
     Source: GPipe, arXiv 1811.06965; 1F1B: PipeDream, arXiv 2006.09503; interleaved: arXiv 2104.04473.
     """
     if hasattr(module, ATTRIBUTE):
@@ -46,6 +48,7 @@ def parallelize_pipeline(
     if len(axes) != 1:
         raise ParallelError(f"{VERB} takes one axis, got {axes}; slice the mesh: mesh['pp']")
     refuse_other_order(mesh, axes[0], VERB)
+    refuse_other_models(VERB, module, mesh, options={"cuts": cuts, "stages": stages})
     refuse_placed(module, mesh)
     places = read_places(module, cuts, stages or {})
     take_apart(module, mesh, places, rank_of_stage(places.stages, mesh.size()))

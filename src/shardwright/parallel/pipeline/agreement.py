@@ -40,6 +40,17 @@ class Agreement:
         self._split, self._data, self._device = split, data, device
         self._peers = _peers(module, data)
 
+    def settle(self, said: Sequence[str]) -> None:
+        """Settings say which message a rank waits for next: compared before the first is sent.
+
+        Raises: ParallelError: on every rank, with the first that differs.
+        """
+        number = _hash("\n".join(said).encode())
+        total = torch.tensor([number, -number], dtype=torch.int64, device=self._device)
+        high, low = self._over_stages(total, "max", "settings of a pipeline").tolist()
+        if high != -low:
+            self._refuse_different(said, "made it with different settings")
+
     def begin(self, said: Sequence[str], *, known: bool, error: BaseException | None) -> tuple[bool, int]:
         """Do all ranks know what crosses the borders for these arguments? And a seed for what they draw.
 
@@ -61,7 +72,7 @@ class Agreement:
         if others:
             raise ParallelError(_OTHER_DATA)
         if high != -low:
-            self._refuse_different(said)
+            self._refuse_different(said, "were called with different arguments")
         return not unknown, seed
 
     def end(
@@ -132,7 +143,7 @@ class Agreement:
         everybody = self._gathered(found, "what a forward of a pipeline has left")
         return self._split.leavings.merge(everybody)
 
-    def _refuse_different(self, said: Sequence[str]) -> None:
+    def _refuse_different(self, said: Sequence[str], how: str) -> None:
         """Raise ParallelError with the first difference."""
         everybody = self._gathered(list(said), "arguments of a pipeline, which differ")
         rank, other = next((r, o) for r, o in enumerate(everybody) if o != everybody[0])
@@ -140,8 +151,8 @@ class Agreement:
         at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), None)
         one, two = (first[at], other[at]) if at is not None else (f"{len(first)} of them", f"{len(other)}")
         raise ParallelError(
-            f"pipeline: the ranks of the axis were called with different arguments: rank 0 with {one}, rank "
-            f"{rank} with {two}\n  fix: every rank of the axis calls the same method with the same arguments"
+            f"pipeline: the ranks of the axis {how}: rank 0 with {one}, rank {rank} with {two}\n"
+            "  fix: every rank of the axis makes the same calls with the same arguments"
         )
 
     def _seed(self) -> int:

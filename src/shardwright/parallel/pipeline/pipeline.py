@@ -23,7 +23,12 @@ from shardwright.parallel.pipeline.forward.learn import learn
 from shardwright.parallel.pipeline.forward.recording import refuse_recording
 from shardwright.parallel.pipeline.homes import Homes
 from shardwright.parallel.pipeline.running import as_it_is, autocast, device_of, numbers, own_errors, running
-from shardwright.parallel.pipeline.schedules import check_schedule, make_schedule, refuse_taken_apart
+from shardwright.parallel.pipeline.schedules import (
+    check_schedule,
+    make_schedule,
+    named_schedule,
+    refuse_taken_apart,
+)
 from shardwright.parallel.pipeline.split import find_split
 from shardwright.parallel.pipeline.stage import Stage, StageModule
 from shardwright.parallel.pipeline.ties import Ties
@@ -48,8 +53,9 @@ class Pipeline:
             "interleaved_zero_bubble" (several; the last for models that are not sharded beside).
         data: the axes whose ranks have other rows, for `step(count=)`.
     Raises: ParallelError: the module was not cut, an unknown schedule, stages that place tied weights in
-        different ways, a model that records outputs of its layers.
-    Cost: tied weights are sent once to the other stages that hold them.
+        different ways, a model that records outputs of its layers, ranks with other settings.
+    Cost: an all-reduce of 16 bytes over the axis; tied weights are sent once to the other stages that hold
+        them.
     """
 
     def __init__(
@@ -72,6 +78,11 @@ class Pipeline:
                 f"Pipeline: data={axis_names(data)} has ranks of other stages, which have the same rows"
             )
         self.module, self.loss, self.data, self._split = module, loss, data, split
+        self._device = device_of(split.mesh.device_type)
+        self._agreement = Agreement(split, module, data, self._device)
+        name = named_schedule(schedule, split.stages, split.mesh.size())
+        axes = None if data is None else axis_names(data)
+        self._agreement.settle([f"schedule={name!r}", f"micro_batches={micro_batches!r:.60}", f"data={axes}"])
         self.schedule = check_schedule(schedule, split.stages, split.mesh.size(), micro_batches)
         refuse_taken_apart(self.schedule, module)
         self.micro_batches = micro_batches
@@ -82,8 +93,6 @@ class Pipeline:
         split.units.follow(module)
         self._caller = Caller(module, split)
         self._ready: dict[Any, _Ready] = {}
-        self._device = device_of(split.mesh.device_type)
-        self._agreement = Agreement(split, module, data, self._device)
 
     @property
     def is_last(self) -> bool:

@@ -45,14 +45,18 @@ def rank_of_stage(stages: int, ranks: int) -> tuple[int, ...]:
     return tuple(stage % ranks for stage in range(stages))
 
 
+def named_schedule(name: str | None, stages: int, ranks: int) -> str:
+    """The name that was given; by default one-forward-one-backward."""
+    return name or ("1f1b" if stages == ranks else "interleaved_1f1b")
+
+
 def check_schedule(name: str | None, stages: int, ranks: int, count: int) -> str:
-    """The schedule that is meant; by default one-forward-one-backward.
+    """The schedule that is meant.
 
     Raises: ParallelError: an unknown one, one for another number of stages on each rank, or for more
         micro-batches than `count`.
     """
-    if name is None:
-        name = "1f1b" if stages == ranks else "interleaved_1f1b"
+    name = named_schedule(name, stages, ranks)
     if type(count) is not int or count < 1:
         raise ParallelError(f"pipeline: micro_batches={count!r} is no number of parts of a batch")
     if name == "1f1b" and count < stages:
