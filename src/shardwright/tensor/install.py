@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwright.compat.dynamo import call_in_graphs
 from shardwright.rules.registry import registry
 from shardwright.tensor import autograd, conversions, redistribution
-from shardwright.tensor.algorithms import embedding_bag, key_parts, orders, padding, scans, windows
+from shardwright.tensor.algorithms import embedding_bag, key_parts, one_hot, orders, padding, scans, windows
 from shardwright.tensor.attention import function as attention
 from shardwright.tensor.doors import open_doors
 from shardwright.tensor.dtensor import DTensor, above
@@ -47,6 +47,7 @@ OWN: tuple[dict[Any, boundary.Own], ...] = (
     packed_sequences.OWN,
     attention.OWN,
     embedding_bag.OWN,
+    one_hot.OWN,
     full.OWN,
 )
 # Their algorithms are in the registry of rules, which is open: it is filled as they are imported.

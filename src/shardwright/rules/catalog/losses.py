@@ -15,21 +15,42 @@ from torch import Tensor
 
 from shardwright.layout.layout import Layout
 from shardwright.rules.algorithms.algorithm import pending_bytes, register_algorithm
-from shardwright.rules.algorithms.ops import finish
-from shardwright.rules.call import Call
-from shardwright.rules.catalog.decomposing import take_apart
+from shardwright.rules.algorithms.ops import finish, within
+from shardwright.rules.call import Call, Op
+from shardwright.rules.catalog.decomposing import decomposed, take_apart
 from shardwright.rules.formula import Formula, formula
+from shardwright.rules.registry import rewrite
 from shardwright.rules.rule import register_rule
 
+_NONE, _MEAN = 0, 1
 _LOSSES = """
-    mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
-    soft_margin_loss soft_margin_loss_backward binary_cross_entropy binary_cross_entropy_backward
-    binary_cross_entropy_with_logits
+    mse_loss mse_loss_backward smooth_l1_loss_backward huber_loss huber_loss_backward
+    soft_margin_loss soft_margin_loss_backward binary_cross_entropy_backward binary_cross_entropy_with_logits
 """
 
 take_apart(*(f"aten::{name}.default" for name in _LOSSES.split()))
 
-_NONE, _MEAN = 0, 1
+
+@rewrite("aten::smooth_l1_loss.default")
+def smooth_l1_loss(op: Op, x: Tensor, target: Tensor, reduction: int = _MEAN, beta: float = 1.0) -> object:
+    """Its steps, which would take any `beta`."""
+    if not beta >= 0:  # nan as well
+        raise RuntimeError("smooth_l1_loss does not support negative values for beta.")
+    return decomposed(op, x, target, reduction, beta)
+
+
+@rewrite("aten::binary_cross_entropy.default")
+def binary_cross_entropy(
+    op: Op, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN
+) -> object:
+    """Its steps, which would take any values, and weights of any shape."""
+    if weight is not None and torch.broadcast_shapes(x.shape, weight.shape) != x.shape:
+        raise RuntimeError(f"weights of shape {list(weight.shape)} do not fit losses of {list(x.shape)}")
+    x = within(x, 0, 1, "all elements of input should be between 0 and 1")
+    target = within(target, 0, 1, "all elements of target should be between 0 and 1")
+    return decomposed(op, x, target, weight, reduction)
+
+
 _FORWARD = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
 _BACKWARD = ("aten::nll_loss_backward", "aten::nll_loss2d_backward")
 

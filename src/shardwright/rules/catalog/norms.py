@@ -107,6 +107,9 @@ def batch_norm(op: torch._ops.OpOverload, x: Tensor, *rest: Any, **named: Any) -
     torch's own table rounds them to the type of `x`, its kernels do not; they give a memory format.
     """
     others = [value for value in (*rest, *named.values()) if isinstance(value, Tensor)]
+    for other in others:  # as many elements in another shape would spread over other dims
+        if other.dim() != 1:
+            raise RuntimeError(f"batch norm expects 1 dim of what belongs to channels, got {other.dim()}")
     wide = x.dtype in HALF and any(other.dtype == torch.float32 for other in others)
     made = decomposed(op, x.float() if wide else x, *rest, **named)
     out, *statistics = cast("tuple[Tensor, ...]", made)

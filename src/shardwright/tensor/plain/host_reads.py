@@ -41,7 +41,7 @@ def with_host_values(func: Any, args: Args, kwargs: dict[str, Any]) -> tuple[tup
     if func in WITH_LENGTHS:
         second, *others = rest
         return (first, _finished(second) if is_lengths(second) else second, *others), kwargs
-    return (first, *map(_listed, rest)), {name: _listed(value) for name, value in kwargs.items()}
+    return (first, *map(_points, rest)), {name: _points(value) for name, value in kwargs.items()}
 
 
 def is_lengths(value: Any) -> bool:
@@ -49,8 +49,12 @@ def is_lengths(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim == 1
 
 
-def _listed(value: Any) -> Any:
-    return _of_no_graph(value).tolist() if isinstance(value, TorchDTensor) else value
+def _points(value: Any) -> Any:
+    if not isinstance(value, TorchDTensor):
+        return value
+    if value.dtype != torch.int64:
+        raise RuntimeError(f"tensor_split: points to split at have dtype int64, got {value.dtype}")
+    return _of_no_graph(value).tolist()
 
 
 def _finished(value: Any) -> Any:

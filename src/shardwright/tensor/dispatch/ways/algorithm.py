@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from shardwright.rules.op import functional_form
 from shardwright.rules.propagate import propagate
 from shardwright.rules.refusal import implicit_text
 from shardwright.tensor.dispatch.asked import Asked
+from shardwright.tensor.dispatch.ways.fresh_results import fresh
 from shardwright.tensor.dispatch.ways.local_rows import run_on_parts
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_in_algorithm
@@ -71,7 +73,7 @@ class ByAlgorithm:
             out = run_on_parts(algorithm.rows, args, kwargs, finished)
             if out is not NotImplemented:
                 return out
-        return algorithm.function(op, *args, **kwargs)
+        return fresh(op, partial(algorithm.function, op))(*args, **kwargs)
 
     def _fitted(self, out: Any) -> list[Any]:
         """The results in the dtypes and the order in memory that the op has.
@@ -147,3 +149,9 @@ def finish(_: Op, args: Args, kwargs: Kwargs) -> DTensor:
     """The handler of `shardwright::finish`."""
     x, why = (*args, *kwargs.values())
     return finished(x, why)
+
+
+def within(func: Op, args: Args, kwargs: Kwargs) -> None:
+    """The handler of `shardwright::within`: each rank looks at what it holds."""
+    x, *bounds = args
+    func(x._local_tensor, *bounds, **kwargs)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from shardwright.compat import is_composite, tree_map_only
+from shardwright.remember import remembered
 from shardwright.rules.call import TensorInfo
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain.refuse import tensors_in
-from shardwright.tensor.wrap import with_stride
+from shardwright.tensor.wrap import with_stride, wrap
 
 
 def fresh(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,11 +22,14 @@ def fresh(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Callable
 
     What torch composes of others (`reshape`, `contiguous`, ...) may be a view on one device too.
     """
+    return partial(of_its_own, function) if _makes_new(func) else function
+
+
+@remembered(4096)
+def _makes_new(func: torch._ops.OpOverload) -> bool:
     schema = func._schema
-    composite = is_composite(func)
-    if composite or schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
-        return function
-    return partial(_of_its_own, function)
+    returns_given = schema.is_mutable or any(made.alias_info is not None for made in schema.returns)
+    return not (returns_given or is_composite(func))
 
 
 def laid(asked: Asked, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,10 +53,19 @@ def _laid(made: Any, info: TensorInfo | None) -> Any:
     return made if info is None or not isinstance(made, DTensor) else with_stride(made, info.stride)
 
 
-def _of_its_own(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def of_its_own(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the function makes, in memory of its own, and as nobody's view.
+
+    Nobody has the base of a view that was made on the way: autograd would take it for a leaf.
+    """
     given = {_memory(x) for x in tensors_in((*args, *kwargs.values())) if isinstance(x, DTensor)}
-    made = function(*args, **kwargs)
-    return tree_map_only(DTensor, lambda x: x.clone() if _memory(x) in given else x, made)
+
+    def new(x: DTensor) -> torch.Tensor:
+        if _memory(x) in given:
+            return x.clone()
+        return wrap(x._local_tensor, x._spec) if x._is_view() else x
+
+    return tree_map_only(DTensor, new, function(*args, **kwargs))
 
 
 def _memory(x: DTensor) -> int:

@@ -17,14 +17,14 @@ from shardwright.compat import tree_leaves
 from shardwright.errors import RuleError
 from shardwright.remember import forget
 from shardwright.rules import registry
-from shardwright.rules.algorithms.ops import FINISH
+from shardwright.rules.algorithms.ops import FINISH, WITHIN
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.catalog.view_maps import is_described
 from shardwright.rules.op import functional_form, is_collective, list_arguments, out_names
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.kernel_refusals import refuse_alike
 from shardwright.tensor.dispatch.ways import steps, view
-from shardwright.tensor.dispatch.ways.algorithm import by_algorithm, finish
+from shardwright.tensor.dispatch.ways.algorithm import by_algorithm, finish, within
 from shardwright.tensor.dispatch.ways.fresh_results import fresh
 from shardwright.tensor.dispatch.ways.gather import gathered
 from shardwright.tensor.dispatch.ways.hand_collective import run_collective
@@ -100,6 +100,7 @@ WAYS: list[Way] = [
     Way("resize", of_op=RESIZES.get),
     Way("strided view", of_op=STRIDED.get),
     Way("finish", of_op={FINISH: finish}.get),
+    Way("values within bounds", of_op={WITHIN: within}.get),
     Way("shape change", of_op=reshape_of, only=_changes_shape),
     Way("random numbers", of_op=draw_of, only=_draws),
     Way("lists", of_op=lambda _: partial(run_on_lists, decide), only=list_arguments),
