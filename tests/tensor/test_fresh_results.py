@@ -35,3 +35,34 @@ def _writes_stay_apart():
 
 def test_a_write_into_a_new_result_stays_there(ranks):
     ranks(2, _writes_stay_apart)
+
+
+def _written_results():
+    """What comes of a weight is written in place, and its gradient is that of one device."""
+    for cut in (sw.Shard(0), sw.Shard(1), sw.Replicate()):
+        plain = full(4, 3), full(2, 3, 3, seed=1).requires_grad_()
+        ours = place(plain[0], (sw.Replicate(),)), place(plain[1].detach(), (cut,), requires_grad=True)
+        for x, weight in (plain, ours):
+            out = functional.relu(functional.bilinear(x, x, weight), inplace=True)
+            out.square().sum().backward()
+        close(ours[1].grad, plain[1].grad, f"{cut}")
+
+
+def test_what_is_made_in_steps_is_written_in_place(ranks):
+    ranks(2, _written_results)
+
+
+def _nobodys_view():
+    """A result of steps is no view of what was made on the way, with a gradient and without."""
+    op = torch.ops.aten._trilinear.default
+    x, weight = full(4, 3), full(2, 3, 3, seed=1)
+    dims = [1, 3], [0], [1, 2], [2, 3]
+    for grad in (True, False):
+        d, w = place(x, (sw.Shard(0),)), place(weight, (sw.Shard(0),), requires_grad=grad)
+        out = op(d, w, d, *dims)
+        close(out, op(x, weight, x, *dims))
+        assert not out._is_view()
+
+
+def test_a_new_result_is_nobodys_view(ranks):
+    ranks(2, _nobodys_view)
