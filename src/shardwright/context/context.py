@@ -156,8 +156,8 @@ class DistributedContext:
         """Destroy the process group if this context made it; the meshes are unusable then.
 
         The last thing that a process does with its ranks: under the same launcher it makes no new group
-        afterwards, whose ranks would meet at a store that still holds the old one's keys, and hang (as with
-        torch's `destroy_process_group` and `init_process_group`).
+        afterwards. Its ranks would find the addresses of the old one in the store, and hang or fail,
+        not each time (as with torch's `destroy_process_group` and then `init_process_group`).
         """
         if self.is_open:
             self._closed = True
