@@ -10,7 +10,7 @@ import shardwright as sw
 from shardwright.comm.record import Recorder
 from shardwright.context import DENSE_DOMAIN
 from shardwright.grads import GradientSynchronizer
-from shardwright.parallel import parallelize
+from shardwright.parallel import parallelize, parallelize_fsdp, parallelize_hsdp, parallelize_replicate
 from tests.parallel.table.worlds import context
 
 DEGREES = {
@@ -144,6 +144,29 @@ def _idioms():
 def test_copies_are_drawn_alike_where_gradients_are_on(ranks):
     for found in ranks(2, _idioms):
         assert all(one == two for one, two in found)
+
+
+def _seeded_apart(strategy):
+    """Ranks that were seeded apart by hand, for their data, make their weights where they will lie."""
+    at = context(**DEGREES[strategy])
+    torch.manual_seed(at.rank)
+    with torch.device("meta"):
+        model = nn.Linear(6, 4)
+    parallelize_by = {"replicate": parallelize_replicate, "hsdp": parallelize_hsdp, "fsdp": parallelize_fsdp}
+    mesh = at.mesh_for(DENSE_DOMAIN)
+    axes = {"replicate": "dp_replicate", "hsdp": ("dp_replicate", "dp_cp_shard"), "fsdp": "dp_cp_shard"}
+    parallelize_by[strategy](model, mesh[axes[strategy]])
+    model.to_empty(device="cpu")
+    model.reset_parameters()
+    return [_copies(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", DEGREES)
+def test_weights_of_ranks_that_were_seeded_apart_are_one(ranks, strategy):
+    degrees = DEGREES[strategy]
+    n = degrees.get("data_parallel_replicate", 1) * degrees.get("data_parallel_shard", 1)
+    for parts in ranks(n, _seeded_apart, strategy)[0]:
+        assert len({str(part) for part in parts}) == degrees.get("data_parallel_shard", 1), parts
 
 
 class _Noise(nn.Module):

@@ -78,12 +78,18 @@ def draw(func: Op, args: Args, kwargs: Kwargs) -> Any:
         `shared_stream` raises.
     """
     x: DTensor = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor))
-    if x._spec.use is not None and x.requires_grad and torch.compiler.is_compiling():
-        return _drawn(func, args, kwargs)  # noise on a parameter in a compiled forward: each rank its own
+    noise_in_a_graph = x._spec.use is not None and x.requires_grad and torch.compiler.is_compiling()
+    if noise_in_a_graph or x._local_tensor.is_meta:
+        return _drawn(func, args, kwargs)  # on a parameter in a compiled forward each rank draws its own
     keeps_cuts = func is aten.native_dropout.default or fills(func)
     placements = x._spec.layout.placements if keeps_cuts else (Replicate(),) * x.device_mesh.ndim
-    with shared_stream(x.device_mesh, placements, kwargs.get("generator")):
+    with shared_stream(x.device_mesh, placements, kwargs.get("generator"), whoever_seeded=_is_state(func, x)):
         return _drawn(func, args, kwargs)
+
+
+def _is_state(func: Op, x: DTensor) -> bool:
+    """Is it drawn for a parameter, whose copies are trained alike from then on?"""
+    return x._spec.use is not None or (func._schema.is_mutable and isinstance(x, torch.nn.Parameter))
 
 
 def _drawn(func: Op, args: Args, kwargs: Kwargs) -> Any:

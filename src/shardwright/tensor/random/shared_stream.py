@@ -1,8 +1,9 @@
-"""One stream of random numbers for the ranks that hold the same elements, where a context has parted theirs.
+"""One stream of random numbers for the ranks that hold the same elements, where theirs are not one.
 
 After `context.seed` ranks that read other data draw from other streams, for dropout in modules that compute
-on plain tensors. What is drawn for a DTensor is one logical tensor all the same: a head that is initialised
-anew in mid-training, or noise that an optimizer adds, must be equal on all copies.
+on plain tensors; and users seed ranks apart by hand, for their data. What is drawn for a DTensor is one
+logical tensor all the same: a head that is initialised anew in mid-training, or noise that an optimizer adds,
+must be equal on all copies.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.record import because
+from shardwright.compat import FakeTensor
 from shardwright.context.randomness import draw_apart
 from shardwright.errors import RuleError
 from shardwright.layout.mesh_shape import as_mesh_shape
@@ -31,23 +33,33 @@ _IN_A_GRAPH = (
 
 @contextmanager
 def shared_stream(
-    mesh: DeviceMesh, placements: Sequence[Placement], generator: torch.Generator | None
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    generator: torch.Generator | None,
+    *,
+    whoever_seeded: bool = False,
 ) -> Iterator[None]:
     """Within the block copies of one element are drawn alike: from the stream of the first that holds it.
 
     Args:
         placements: of what is drawn; an axis of partitions has no copies.
         generator: the caller's own, which is his to keep alike. None: the default one.
+        whoever_seeded: also where no context parts streams: ranks may have been seeded apart by hand.
     Raises: RuleError: inside a compiled graph, where something would have to be sent.
-    Cost: none unless a context has parted the streams of ranks that hold copies; then a broadcast of the
-        generator's state (5 KiB on a CPU) over each axis that has copies.
+    Cost: a broadcast of the generator's state (5 KiB on a CPU) over each axis that has copies, if a context
+        parts the streams of those ranks, or for `whoever_seeded`; else none.
     """
-    axes = _axes_apart(mesh, placements) if generator is None else []
-    if not axes:
+    traced = torch.compiler.is_compiling()
+    axes = (
+        _axes_apart(mesh, placements, whoever_seeded=whoever_seeded and not traced)
+        if generator is None
+        else []
+    )
+    if axes and traced:
+        raise RuleError(_IN_A_GRAPH)
+    if not axes or isinstance(torch.empty(0), FakeTensor):  # nothing is drawn
         yield
         return
-    if torch.compiler.is_compiling():
-        raise RuleError(_IN_A_GRAPH)
     own = _default_generator(mesh)
     mine = own.get_state()
     state = mine.to(mesh.device_type, copy=True)
@@ -65,13 +77,13 @@ def shared_stream(
         own.set_state(mine)
 
 
-def _axes_apart(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
+def _axes_apart(mesh: DeviceMesh, placements: Sequence[Placement], *, whoever_seeded: bool) -> list[int]:
     """The axes along which ranks hold the same elements and may draw other numbers."""
     coords, shape = coords_of(mesh), as_mesh_shape(mesh)
     if coords is None:
         return []
-    copied = [axis for axis, p in enumerate(placements) if not p.is_partition]
-    return [axis for axis in copied if draw_apart(shape.line(coords, axis))]
+    copied = [axis for axis, p in enumerate(placements) if not p.is_partition and mesh.size(axis) > 1]
+    return [axis for axis in copied if whoever_seeded or draw_apart(shape.line(coords, axis))]
 
 
 def _default_generator(mesh: DeviceMesh) -> torch.Generator:
