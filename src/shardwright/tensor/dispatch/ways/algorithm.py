@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +18,6 @@ from shardwright.rules.op import functional_form
 from shardwright.rules.propagate import propagate
 from shardwright.rules.refusal import implicit_text
 from shardwright.tensor.dispatch.asked import Asked
-from shardwright.tensor.dispatch.ways.fresh_results import fresh
 from shardwright.tensor.dispatch.ways.local_rows import run_on_parts
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import move_in_algorithm
@@ -73,7 +71,7 @@ class ByAlgorithm:
             out = run_on_parts(algorithm.rows, args, kwargs, finished)
             if out is not NotImplemented:
                 return out
-        return fresh(op, partial(algorithm.function, op))(*args, **kwargs)
+        return algorithm.function(op, *args, **kwargs)
 
     def _fitted(self, out: Any) -> list[Any]:
         """The results in the dtypes and the order in memory that the op has.
@@ -93,7 +91,11 @@ class ByAlgorithm:
                 f"{tuple(value.shape)}, not {info.shape}: the algorithm is wrong"
             )
         value = value if value.dtype == info.dtype else value.to(info.dtype)
-        return with_stride(value, info.stride) if isinstance(value, DTensor) else value
+        if not isinstance(value, DTensor):
+            return value
+        if value._is_view():  # of what was made on the way: nobody has it
+            value = wrap(value._local_tensor, value._spec)
+        return with_stride(value, info.stride)
 
     def _into_operands(self, args: Args, kwargs: Kwargs) -> Any:
         """An in-place or `out=` form: the values of the functional form, copied into what is written."""
