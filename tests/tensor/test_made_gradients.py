@@ -166,3 +166,31 @@ def _zeros_without_memory():
 
 def test_zeros_that_have_no_memory_are_read_beside_what_is_written(ranks):
     ranks(3, _zeros_without_memory)
+
+
+BATCHES = {
+    "an empty slice": lambda x, y: torch.cat([x[0, 4:], x[1], y[0]]),
+    "passed over": lambda x, y: torch.cat([x[0, :0], y[0]]),
+    "sgn": lambda x, y: torch.sgn(x) * y,
+    "eq_": lambda x, y: x.clone().eq_(y) + x,
+}
+
+
+def _of_a_batch():
+    """`is_grads_batched`: the gradients of other members come as a batch, zeros of a size alone."""
+    for name, function in BATCHES.items():
+        for cut in CUTS:
+            plain = [full(3, 4, seed=seed).requires_grad_() for seed in (0, 1)]
+            ours = [place(x.detach(), (cut,), requires_grad=True) for x in plain]
+            wanted, got = function(*plain), function(*ours)
+            seeds = full(2, *wanted.shape, seed=2)
+            batched = {"is_grads_batched": True, "allow_unused": True}
+            grads = torch.autograd.grad(wanted, plain, seeds, **batched)
+            found = torch.autograd.grad(got, ours, place(seeds, (sw.Replicate(),)), **batched)
+            for g, w in zip(found, grads, strict=True):
+                assert isinstance(g, sw.DTensor), (name, cut)
+                close(g, w, f"{name} {cut}")
+
+
+def test_a_gradient_made_of_a_shape_stands_beside_a_batch(ranks):
+    ranks(2, _of_a_batch)

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.compat import (
     DispatchKey,
     exclude_key,
+    is_batch_of_gradients,
     is_key_excluded,
     preserve_version_counter,
     tree_leaves,
@@ -109,7 +110,15 @@ def await_all(results: Sequence[Any]) -> None:
 
 
 def _as_it_lies(grad: Any, *, mesh: DeviceMesh, target: Layout) -> Any:
-    return grad if isinstance(grad, DTensor) else _laid_out(grad, mesh, target)
+    return grad if _is_laid_out(grad) else _laid_out(grad, mesh, target)
+
+
+def _is_laid_out(grad: Any) -> bool:
+    """Is it a DTensor, or what a transform or a batch of gradients makes of one?
+
+    torch has no batches of zeros that it makes of a size alone: all of a batch have the same.
+    """
+    return isinstance(grad, DTensor) or is_batch_of_gradients(grad) or boundary.wraps_distributed(grad)
 
 
 def _edge(x: DTensor) -> GradientEdge | None:
@@ -138,7 +147,7 @@ def laid_out(grads: Iterable[torch.Tensor | None], inputs: Iterable[Any]) -> tup
     """What `torch.autograd.grad` found for these inputs: their places do not see it."""
     return tuple(
         as_operand(x, grad)
-        if isinstance(x, DTensor) and isinstance(grad, torch.Tensor) and not isinstance(grad, DTensor)
+        if isinstance(x, DTensor) and isinstance(grad, torch.Tensor) and not _is_laid_out(grad)
         else grad
         for grad, x in zip(grads, inputs, strict=True)
     )
@@ -174,7 +183,7 @@ class _LaidOutBefore(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
-        return grad if grad is None or isinstance(grad, DTensor) else _laid_out(grad, ctx.mesh, ctx.target)
+        return grad if grad is None or _is_laid_out(grad) else _laid_out(grad, ctx.mesh, ctx.target)
 
 
 class _LaidOut(torch.autograd.Function):
