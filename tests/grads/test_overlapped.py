@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.comm.record import Recorder
@@ -168,49 +169,81 @@ def _bytes():
     with Recorder() as seen, synchronizer.overlapped():
         model(_batch(torch.distributed.get_rank()).float(), True).sum().backward()
     parameters = list(model.parameters())
-    return seen.bytes, sum(4 * p.numel() for p in parameters) + 8 * len(parameters), len(seen.collectives)
+    return seen.bytes, sum(4 * p.numel() for p in parameters) + 12 * len(parameters), len(seen.collectives)
 
 
-def test_no_byte_is_sent_beside_the_gradients_and_two_flags_for_each(ranks):
+def test_no_byte_is_sent_beside_the_gradients_and_three_flags_for_each(ranks):
     for sent, wanted, collectives in ranks(2, _bytes):
         assert (sent, collectives) == (wanted, 1)
 
 
-def _twice():
-    model = parallelize_replicate(_Net(), rank_mesh((2,), ("a",)))
-    synchronizer = GradientSynchronizer(model, 1)
-    rows = _batch(0).float()
-
-    def twice():
+def _twice(readers, bucket_bytes):
+    """Two backwards in a block, of these ranks: each sends its second terms when the block ends."""
+    torch.manual_seed(0)
+    plain = _Net().double()
+    model = parallelize_replicate(copy.deepcopy(plain), rank_mesh((2,), ("a",)))
+    synchronizer = GradientSynchronizer(model, bucket_bytes)
+    rank = torch.distributed.get_rank()
+    for step in range(2):
+        for each in readers:
+            for number in (step, step + 5, step + 7)[: 3 - each]:
+                plain(_batch(number)[4 * each : 4 * each + 4], True).sum().backward()
         with synchronizer.overlapped():
-            model(rows, True).sum().backward()
-            model(rows, True).sum().backward()
-
-    with pytest.raises(ParallelError, match=r"second gradient.*one backward"):
-        twice()
-    return [p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks]
+            for number in (step, step + 5, step + 7)[: 3 - rank] if rank in readers else ():
+                model(_batch(number)[4 * rank : 4 * rank + 4], True).sum().backward()
+        _compare(plain, model)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-def _twice_after_it_was_sent():
-    model = parallelize_replicate(nn.Linear(WIDTH, WIDTH), rank_mesh((2,), ("a",)))
-    synchronizer = GradientSynchronizer(model, 1)
-    rows = _batch(0).float()
+@pytest.mark.parametrize("bucket_bytes", [1, 700, 1 << 20])
+@pytest.mark.parametrize("readers", [(0, 1), (0,), (1,)])
+def test_gradients_that_come_again_in_a_block_are_added(ranks, readers, bucket_bytes):
+    ranks(2, _twice, readers, bucket_bytes)
 
-    def twice():
+
+class _Recomputed(nn.Module):
+    """A layer that is called twice, each time in a checkpoint that runs a backward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer, self.other = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(lambda a: self.layer(a).tanh(), x, use_reentrant=True)
+        return checkpoint(lambda a: self.other(a).tanh(), self.layer(x), use_reentrant=True)
+
+
+def _recomputed(sizes, bucket_bytes, has_rows):
+    torch.manual_seed(0)
+    plain = _Recomputed().double()
+    mesh = rank_mesh(sizes, ("a", "b")[: len(sizes)])
+    model = parallelize_replicate(copy.deepcopy(plain), mesh)
+    synchronizer = GradientSynchronizer(model, bucket_bytes)
+    rank, n = torch.distributed.get_rank(), mesh.size()
+    for step in range(2):
+        for each in range(n):
+            if each in has_rows:
+                plain(_batch(step)[_rows(each, n, False)]).square().sum().backward()
         with synchronizer.overlapped():
-            model(rows).sum().backward()
-            model(rows).sum().backward()
-
-    with pytest.raises(ParallelError, match=r"second gradient.*one backward"):
-        twice()
+            if rank in has_rows:
+                model(_batch(step)[_rows(rank, n, False)]).square().sum().backward()
+        _compare(plain, model)
 
 
-def test_a_second_gradient_is_refused_also_when_its_bucket_was_sent(ranks):
-    ranks(2, _twice_after_it_was_sent)
-
-
-def test_a_second_backward_in_the_block_is_refused_and_no_hook_stays(ranks):
-    assert ranks(2, _twice) == [[], []]
+@pytest.mark.parametrize("bucket_bytes", [64, 700, 1 << 20])
+@pytest.mark.parametrize(
+    ("sizes", "has_rows"),
+    [
+        pytest.param((2,), {0, 1}, id="two ranks"),
+        pytest.param((2,), {1}, id="one without rows"),
+        pytest.param((2, 2), {0, 1, 3}, id="two axes"),
+    ],
+)
+def test_reentrant_checkpoints_of_a_layer_that_is_called_twice(ranks, sizes, bucket_bytes, has_rows):
+    """One backward had been taken for two, and refused."""
+    ranks(torch.Size(sizes).numel(), _recomputed, sizes, bucket_bytes, has_rows)
 
 
 def _summed_before():

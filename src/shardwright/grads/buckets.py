@@ -40,9 +40,10 @@ class Bucket:
 
     sizes: the numbers of elements of their terms.
     tells: it is the last of its kind: its tail says of each parameter of the kind whether this rank has a
-    term, and whether it has a gradient that is none.
+    term, whether it has a gradient that is none, and whether it got a term once more after the first was
+    sent; so it waits for the end of the backward.
     asks: it is the last of its ranks: the end of its tail says what this rank has of these, which nobody
-    sums; so it waits for the end of the backward.
+    sums.
     """
 
     kind: Kind
@@ -101,6 +102,7 @@ def planned(parameters: Mapping[str, TorchDTensor], bucket_bytes: int) -> Plan:
         bucket.tells = told[kind]
     crowds = crowds_of(left)
     _let_ask(buckets, crowds)
+    buckets.sort(key=lambda bucket: bucket.tells is not None)  # what waits stands in nobody's way
     place = {
         id(entry.parameter): (number, at)
         for number, bucket in enumerate(buckets)
@@ -110,11 +112,10 @@ def planned(parameters: Mapping[str, TorchDTensor], bucket_bytes: int) -> Plan:
 
 
 def _let_ask(buckets: list[Bucket], left: Mapping[frozenset[int], Crowd]) -> None:
-    """Let the last bucket of some ranks ask about what else they have; these buckets come last."""
+    """Let the last bucket of some ranks ask about what else they have."""
     last = {bucket.kind.ranks.members: bucket for bucket in buckets if bucket.tells is not None}
     for ranks in last.keys() & left.keys():
         last[ranks].asks = left[ranks]
-    buckets.sort(key=lambda bucket: bucket.asks is not None)
 
 
 def _summed(name: str, parameter: TorchDTensor) -> Summed | None:

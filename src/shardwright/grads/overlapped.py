@@ -1,12 +1,15 @@
 """Summing gradients while the backward goes on: a bucket is sent as soon as its last gradient is complete.
 
 Every rank sends the same buckets in the same order, whatever gradients it has: one that it lacks counts as
-zeros, and what each rank had is told in the tail of the last bucket. So nobody agrees on anything first, no
-rank waits for a peer whose graph is another one, and a rank without rows may leave out its backward.
+zeros, and what each rank had is told in the tail of the last bucket, at the end. So nobody agrees on anything
+first, no rank waits for a peer whose graph is another one, and a rank without rows may skip its backward.
+
+A parameter may get a gradient again after its first was sent: a checkpoint that is reentrant runs a backward
+of its own for each call of a layer. Such terms stay here until the end, where all ranks know of them, and are
+summed once more.
 
 Gradients that are no terms of a sum (those of a sharded unit, of experts that are spread) are left as they
-are; whether all ranks have them alike is told in the tail of a last bucket of the same ranks, which is then
-sent at the end of the backward.
+are; whether all ranks have them alike is told in the tail of a last bucket of the same ranks.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from shardwright.grads.state import GradientState
 from shardwright.tensor.autograd import TAKEN, GradientIsTaken
 
 _REASON = "sum gradients"
+_FLAGS = 3  # that are told of each parameter
 
 
 class _Filled:
@@ -67,7 +71,7 @@ class _Filled:
 
     def _empty(self) -> list[Tensor]:
         bucket = self.bucket
-        tail = 2 * len(bucket.tells or ()) + (NUMBERS if bucket.asks is not None else 0)
+        tail = _FLAGS * len(bucket.tells or ()) + (NUMBERS if bucket.asks is not None else 0)
         whole = torch.empty(sum(bucket.sizes) + tail, dtype=bucket.kind.dtype, device=bucket.kind.device)
         return [whole, *self.shaped(whole), whole[whole.numel() - tail :]]
 
@@ -85,6 +89,7 @@ class OverlappedSum:
         self._plan = plan
         self._filled = [_Filled(bucket) for bucket in plan.buckets]
         self._had: dict[int, tuple[bool, bool]] = {}  # by parameter: a term, and what is no term
+        self._late: dict[int, Tensor] = {}  # by parameter: the sum of its terms after the first
         self._next = 0
         self._ends = False
 
@@ -111,12 +116,25 @@ class OverlappedSum:
         number, at = self._plan.place[id(parameter)]
         filled = self._filled[number]
         if id(parameter) in self._had:  # also where its bucket is gone
-            raise ParallelError(
-                f"{filled.bucket.members[at].name} got a second gradient after its first was sent: run one "
-                "backward in a block of `overlapped()`, and those before it outside"
-            )
+            self._keep(filled.bucket.kind, filled.bucket.members[at])
+            return
         self._take(filled, at)
         self._send()
+
+    def _keep(self, kind: Kind, entry: Summed) -> None:
+        """Keep a term that came after the first; what is no term has been added to its kin by torch."""
+        a_term, _ = self._had[id(entry.parameter)]
+        if not a_term:
+            return
+        state = entry.state()
+        if not _fits(kind, entry, state):
+            raise ParallelError(
+                f"{entry.name} got a gradient of another layout or dtype after its first was sent: run one "
+                "backward in a block of `overlapped()`, and those before it outside"
+            )
+        term, before = entry.term(state, entry.pending), self._late.get(id(entry.parameter))
+        self._late[id(entry.parameter)] = term.clone() if before is None else before + term
+        entry.parameter.grad = None
 
     def _take(self, filled: _Filled, at: int) -> None:
         """This rank's term of a sum: from now on it is in the message alone."""
@@ -136,7 +154,7 @@ class OverlappedSum:
         """Post every bucket that is complete and whose turn it is."""
         while self._next < len(self._filled) and self._filled[self._next].complete:
             filled = self._filled[self._next]
-            if filled.bucket.asks is not None and not self._ends:
+            if filled.bucket.tells is not None and not self._ends:
                 return
             filled.send(self._tail(filled.bucket))
             self._next += 1
@@ -144,7 +162,8 @@ class OverlappedSum:
     def _tail(self, bucket: Bucket) -> Tensor | None:
         if bucket.tells is None:
             return None
-        flags = [float(flag) for entry in bucket.tells for flag in self._had[id(entry.parameter)]]
+        ids = [id(entry.parameter) for entry in bucket.tells]
+        flags = [float(flag) for each in ids for flag in (*self._had[each], each in self._late)]
         said = torch.tensor(flags, dtype=bucket.kind.dtype, device=bucket.kind.device)
         if bucket.asks is None:
             return said
@@ -165,34 +184,56 @@ class OverlappedSum:
             self._send()
         sums = [filled.wait() for filled in self._filled if filled.wait is not None]
         had = self._told(sums)
-        wrong = [entry.name for entry, (a_term, other) in had if a_term and other]
+        wrong = [entry.name for entry, (a_term, other, _) in had if a_term and other]
         if wrong:
             raise ParallelError(
                 f"gradients of {name_list(wrong)} have other layouts on some ranks than on their peers; run "
                 "the same backward passes on all ranks"
             )
-        exists = {id(entry.parameter) for entry, (a_term, _) in had if a_term}
-        found = [({entry.name: entry.parameter for entry, (_, other) in had if other}, False)]
+        exists = {id(entry.parameter) for entry, (a_term, _, _) in had if a_term}
+        late = self._sums_of_late([entry for entry, (_, _, is_late) in had if is_late])
+        found = [({entry.name: entry.parameter for entry, (_, other, _) in had if other}, False)]
         for filled, flat in zip(self._filled, sums, strict=True):
             bucket = filled.bucket
             if bucket.asks is not None:
                 found.append((bucket.asks.parameters, are_alike(flat)))
             for entry, total in zip(bucket.members, filled.shaped(flat), strict=True):
                 if id(entry.parameter) in exists:
+                    if id(entry.parameter) in late:
+                        total = total.add_(late[id(entry.parameter)])  # noqa: PLW2901
                     own = entry.placed._local_tensor
                     entry.put(total if own.is_contiguous() else torch.empty_like(own).copy_(total))
         asked = {id(bucket.asks) for bucket in self._plan.buckets}
         found += [(crowd.parameters, False) for crowd in self._plan.left if id(crowd) not in asked]
         return [each for each in found if each[0]]
 
-    def _told(self, sums: Sequence[Tensor]) -> list[tuple[Summed, tuple[bool, bool]]]:
-        """Of each parameter: whether any rank had a term of its gradient, whether any had something else."""
-        found: list[tuple[Summed, tuple[bool, bool]]] = []
+    def _sums_of_late(self, entries: Sequence[Summed]) -> dict[int, Tensor]:
+        """What came after the first terms, on any rank, summed over the ranks; by parameter."""
+        buckets: dict[Kind, Bucket] = {}
+        for entry in entries:
+            kind = self._plan.buckets[self._plan.place[id(entry.parameter)][0]].kind
+            buckets.setdefault(kind, Bucket(kind)).add(entry)
+        started = [_Filled(bucket) for bucket in buckets.values()]
+        for filled in started:
+            for at, entry in enumerate(filled.bucket.members):
+                filled.put(at, self._late.get(id(entry.parameter)))
+            filled.send(None)
+        return {
+            id(entry.parameter): total
+            for filled in started
+            if filled.wait is not None
+            for entry, total in zip(filled.bucket.members, filled.shaped(filled.wait()), strict=True)
+        }
+
+    def _told(self, sums: Sequence[Tensor]) -> list[tuple[Summed, tuple[bool, bool, bool]]]:
+        """Of each parameter: has any rank a term of its gradient, something else, a term after the first?"""
+        found: list[tuple[Summed, tuple[bool, bool, bool]]] = []
         for bucket, flat in zip(self._plan.buckets, sums, strict=True):
             if bucket.tells is not None:
                 tail = flat if bucket.asks is None else flat[:-NUMBERS]
-                flags = [bool(flag) for flag in tail[-2 * len(bucket.tells) :].tolist()]
-                found += zip(bucket.tells, zip(flags[::2], flags[1::2], strict=True), strict=True)
+                flags = [bool(flag) for flag in tail[-_FLAGS * len(bucket.tells) :].tolist()]
+                of_each = zip(*(flags[at::_FLAGS] for at in range(_FLAGS)), strict=True)
+                found += zip(bucket.tells, of_each, strict=True)
         return found
 
 

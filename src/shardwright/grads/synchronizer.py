@@ -82,11 +82,14 @@ class GradientSynchronizer:
         `with synchronizer.overlapped(): loss.backward()`. Gradients of modules that compute on their own part
         of the batch are sent in buckets, the last parameters first, as soon as they are complete; until the
         block ends they are None. Backwards before the block only add up, and send nothing. A rank may leave
-        its backward out, or have another graph: what it lacks counts as zeros.
+        its backward out, or have another graph: what it lacks counts as zeros. What a parameter gets again
+        (from a reentrant checkpoint of a layer that is called twice, from a second backward in the block) is
+        summed when the block ends.
 
-        Raises: as `synchronize`, at the end of the block; ParallelError: a second backward in the block. What
-            travels when an exception leaves the block is lost, and later calls raise: make another one.
-        Cost: 2(n-1)/n of the bytes of these gradients and two numbers for each, sent while the backward
+        Raises: as `synchronize`, at the end of the block; ParallelError: a parameter gets gradients of two
+            layouts or dtypes. What travels when an exception leaves the block is lost, and later calls raise:
+            make another one.
+        Cost: 2(n-1)/n of the bytes of these gradients and three numbers for each, sent while the backward
             computes. For those that are complete on each rank (sharded units, spread experts) 128 numbers in
             the last of these messages, if it goes to the same ranks; for all others that of `synchronize`.
         """
