@@ -53,6 +53,19 @@ class EraseError(ShardwrightError, RuntimeError):
     """What is asked of an erased function's result is not in its recording."""
 
 
+def refuse_other_kind(
+    name: str, value: Any, kinds: type | tuple[type, ...], error: type[ShardwrightError], *, fix: str
+) -> None:
+    """Raise `error` unless what a caller gave is of one of these kinds.
+
+    Args: fix: what to give, in words that follow "fix: ".
+    """
+    if not isinstance(value, kinds):
+        each = kinds if isinstance(kinds, tuple) else (kinds,)
+        words = " or ".join("None" if kind is type(None) else kind.__name__ for kind in each)
+        raise error(f"{name}={value!r:.60} is no {words}\n  fix: {fix}")
+
+
 def refuse_no_number(
     name: str, value: Any, error: type[ShardwrightError], *, whole: bool = False, fix: str = "give one"
 ) -> None:

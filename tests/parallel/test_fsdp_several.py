@@ -116,7 +116,7 @@ def _refused():
     for several, why in (
         ([model.norm, nn.ModuleList([model.head])], "a ModuleList has no forward"),
         ([model.norm, model.head.bfloat16()], "parameters of one dtype"),
-        ([model.norm, None], "places a module, got list"),
+        ([model.norm, None], "takes a module, got list"),
     ):
         with pytest.raises(ParallelError, match=why):
             parallelize_fsdp(several, mesh)

@@ -34,7 +34,7 @@ def wrong_kinds() -> None:
         for other in (None, "dp", module):
             with pytest.raises(ParallelError, match=f"with axis names, got {type(other).__name__}"):
                 place(module, other)
-        with pytest.raises(ParallelError, match="places a module, got OrderedDict"):
+        with pytest.raises(ParallelError, match="takes a module, got OrderedDict"):
             place(module.state_dict(), mesh)
     for several in ([module, module[0]], (module,)):
         with pytest.raises(ParallelError, match="fix: one call for each of these modules"):

@@ -64,9 +64,9 @@ def step_path(out: Place | str, step: int) -> Place:
     return home / "checkpoints" / f"step-{step:08d}"
 
 
-def step_of(path: Place) -> int:
+def step_of(path: Place | str) -> int:
     """The step in a checkpoint's name, -1 if it has none."""
-    found = _STEP.match(path.name)
+    found = _STEP.match(place_of(path).name)
     return int(found[1]) if found else -1
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
-from shardwright.errors import MeshError
+from shardwright.errors import MeshError, refuse_other_kind
 
 
 def check_axis(mesh: DeviceMesh, axis: str) -> None:
@@ -34,6 +34,7 @@ def submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
     Raises:
         MeshError: an axis is unknown, named twice, or the mesh has no names.
     """
+    refuse_other_kind("submesh: mesh", mesh, DeviceMesh, MeshError, fix="a mesh with axis names")
     wanted = as_names(axes)
     if mesh.mesh_dim_names is None:
         raise MeshError("the mesh has no axis names; make it with mesh_dim_names=(...)")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from operator import contains
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -94,7 +95,14 @@ class Layout:
             order = getattr(placements, "order", None)  # of OrderedPlacements
         mesh_shape = as_mesh_shape(mesh)
         # Integers: a graph that is traced with symbolic sizes holds for the sizes that it was planned with.
-        shape = tuple(map(int, shape))
+        given_shape: Any = shape
+        try:
+            lengths = tuple(map(int, given_shape))
+        except (TypeError, ValueError):
+            lengths = (-1,)
+        if min(lengths, default=0) < 0 or isinstance(given_shape, str):
+            raise LayoutError(f"shape={shape!r:.60} is no sequence of lengths, such as (4, 6)")
+        shape = lengths
         stride = contiguous_stride(shape) if stride is None else tuple(map(int, stride))
         if len(stride) != len(shape):
             raise LayoutError(f"stride {stride} does not fit shape {shape}")
@@ -213,7 +221,17 @@ class Layout:
         return known
 
     def shapes_along_order(self, coords: Coords) -> tuple[Shape, ...]:
-        """The shape that each placement sees, in order of application; last, the local shape."""
+        """The shape that each placement sees, in order of application; last, the local shape.
+
+        Raises: LayoutError: no rank has these coords.
+        """
+        given: object = coords
+        if (
+            not isinstance(given, tuple)
+            or len(given) != len(self.sizes)
+            or not all(map(contains, map(range, self.sizes), given))
+        ):
+            self._refuse_coords(coords)
         shapes = [self.shape]
         for step in self.applied:
             shapes.append(step.local_shape(shapes[-1], step.coord(coords)))
@@ -230,8 +248,16 @@ class Layout:
         """
         known = self._regions.get(coords)
         if known is None:
+            self.local_shape(coords)  # refuses what no rank has
             known = self._regions[coords] = self._compose(coords)
         return known
+
+    def _refuse_coords(self, coords: object) -> NoReturn:
+        sizes = " x ".join(map(str, self.sizes))
+        raise LayoutError(
+            f"coords={coords!r:.60} are none of a mesh of {sizes} ranks\n"
+            "  fix: one for each axis, in a tuple: layout.coords_of(rank)"
+        )
 
     def _compose(self, coords: Coords) -> Region:
         region: Region | None = None

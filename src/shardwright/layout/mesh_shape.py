@@ -116,8 +116,16 @@ def as_mesh_shape(mesh: Any) -> MeshShape:
     """
     if isinstance(mesh, MeshShape):
         return mesh
-    known = _OF_MESH.get(mesh)
+    try:
+        known = _OF_MESH.get(mesh)
+    except TypeError:  # nobody can refer to it weakly
+        known = None
     if known is None:
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise MeshError(
+                f"mesh={mesh!r:.60} is no mesh\n"
+                '  fix: sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), or a MeshShape'
+            )
         known = _OF_MESH[mesh] = _from_device_mesh(mesh)
     return known
 

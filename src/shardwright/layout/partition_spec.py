@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, refuse_other_kind
 from shardwright.layout.arrangement import OrderedPlacements
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import as_mesh_shape
@@ -21,6 +21,7 @@ def to_partition_spec(layout: Layout) -> tuple[Entry, ...]:
 
     Raises: LayoutError: a placement is not a plain cut of one dim, which a partition spec cannot say.
     """
+    refuse_other_kind("to_partition_spec: layout", layout, Layout, LayoutError, fix="sw.layout_of(tensor)")
     cuts: list[list[str]] = [[] for _ in layout.shape]
     for axis in layout.order:
         placement = layout.placements[axis]

@@ -98,13 +98,12 @@ class Parsed(NamedTuple):
     order: tuple[str, ...]
 
 
-def parse_layout(text: str, mesh: MeshShape) -> Parsed:
+def parse_layout(text: object, mesh: MeshShape) -> Parsed:
     """The arguments of the layout that a text says, for this mesh.
 
     Raises: LayoutError: the text is not a layout's, or names an axis that the mesh has not.
     """
-    match = _TEXT.fullmatch(text)
-    if match is None:
+    if not isinstance(text, str) or (match := _TEXT.fullmatch(text)) is None:
         raise LayoutError(f"{text!r} is not a layout's text, such as 'f32[8@dp, 16] {{tp: Partial(sum)}}'")
     shape, cuts = _parse_dims(match["dims"], text)
     placements: dict[str, Placement] = {}

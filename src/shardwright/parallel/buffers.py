@@ -27,7 +27,7 @@ def differing_buffers(module: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]:
     Raises: ParallelError: the mesh has no axis names.
     Cost: an all-gather of some 60 bytes per buffer over each axis; the buffers themselves are read.
     """
-    named_axes(mesh, "differing_buffers")
+    named_axes(mesh, "differing_buffers", module)
     said = [digests_of(module)]
     for _, group in groups_above_one(mesh):
         everybody: list[Any] = [None] * group.size()

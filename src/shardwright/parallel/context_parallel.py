@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names
-from shardwright.errors import ParallelError
+from shardwright.errors import ParallelError, refuse_other_kind
 from shardwright.parallel.meshes import is_other_view, named_axes, refuse_twice
 from shardwright.parallel.same_model import refuse_other_models
 from shardwright.parallel.sequence_scope import SequenceScope, find_scope
@@ -111,9 +111,13 @@ def cut_sequence(
     Cost: none; each rank keeps its part.
     """
     names = named_axes(mesh, "cut_sequence")
+    _check_placement(placement, "cut_sequence")
+    refuse_other_kind("cut_sequence: dim", dim, int, ParallelError, fix="the number of the sequence's dim")
     placed = {names[-1]: placement(dim)}
     if isinstance(batch, Mapping):
         return {k: cut_sequence(v, mesh, dim=dim, placement=placement) for k, v in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(cut_sequence(v, mesh, dim=dim, placement=placement) for v in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(cut_sequence(v, mesh, dim=dim, placement=placement) for v in batch)
     if not hasattr(batch, "ndim") or batch.ndim <= dim or isinstance(batch, TorchDTensor):
@@ -128,11 +132,11 @@ def _one_axis(mesh: DeviceMesh, module: nn.Module) -> str:
     return axes[0]
 
 
-def _check_placement(placement: object) -> None:
+def _check_placement(placement: object, verb: str = "parallelize_context") -> None:
     made = placement(1) if callable(placement) else None
     if not isinstance(made, Partition):
         raise ParallelError(
-            f"parallelize_context: placement={placement!r} makes no partition of a dim\n"
+            f"{verb}: placement={placement!r} makes no partition of a dim\n"
             "  fix: placement=sw.ZigZag, sw.Shard, or a function of the dim such as "
             "lambda dim: sw.BlockCyclic(dim, 4)"
         )

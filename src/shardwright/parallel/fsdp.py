@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
+from types import NoneType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Shard as TorchShard
 
 from shardwright.compat import axis_names, on_axes, tree_leaves
 from shardwright.compat.fully_shard import (
@@ -26,7 +29,7 @@ from shardwright.compat.fully_shard import (
 from shardwright.compat.fully_shard_shown import show_sharded_between
 from shardwright.compat.fully_shard_views import begin_before_bases
 from shardwright.compat.joined_meshes import union_mesh
-from shardwright.errors import ParallelError
+from shardwright.errors import ParallelError, refuse_other_kind
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of
 from shardwright.layout.strided import same_regions
@@ -141,19 +144,25 @@ def shard_over(
 def _answers(slots: Sequence[Slot], ask: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], Any]:
     """What `shard_placement_fn` says of the caller's own parameters: others stand in their places later."""
     parameters = {slot.get(): slot.path for slot in slots if ask is not None and slot.get().ndim}
-    said = {parameter: _on(mesh, ask(parameter), path) for parameter, path in parameters.items()}
+    said = {p: _on(mesh, ask(p), path, p.ndim) for p, path in parameters.items()}
     return {(slot.owner, slot.name): said.get(slot.get()) for slot in slots}
 
 
-def _on(mesh: DeviceMesh, answer: Any, path: str) -> Any:
-    """The placement alone. Raises: ParallelError: it is to be on another mesh."""
+def _on(mesh: DeviceMesh, answer: Any, path: str, ndim: int) -> Any:
+    """The placement alone. Raises: ParallelError: it is none, or to be on another mesh."""
     info = getattr(answer, "mesh_info", None)
     if info is not None and info.mesh != mesh:
         raise ParallelError(
             f"{path}: shard_placement_fn names the axes {axis_names(info.mesh)}, and the unit is cut over "
             f"{axis_names(mesh)}\n  fix: place the module of this parameter by a call of its own"
         )
-    return getattr(answer, "placement", answer)
+    placement = getattr(answer, "placement", answer)
+    if placement is not None and not (isinstance(placement, TorchShard) and -ndim <= placement.dim < ndim):
+        raise ParallelError(
+            f"{path}: shard_placement_fn says {placement!r:.60} of a parameter of {ndim} dims\n"
+            f"  fix: a Shard of one of the dims 0 to {ndim - 1}, or None, which cuts dim 0"
+        )
+    return placement
 
 
 def _refuse_unit(module: nn.Module, axis: str) -> None:
@@ -229,6 +238,7 @@ def by_name(given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     if twice:
         raise TypeError(f"parallelize_fsdp got {sorted(twice)} by position and by name")
     found = {**dict(zip(after, given, strict=False)), **named}
+    _refuse_unknown(found, after)
     for name in ("mp_policy", "offload_policy"):
         wanted = type(known[name].default)  # torch takes others, and ignores them or fails in a forward
         if not isinstance(found.get(name, known[name].default), wanted):
@@ -236,6 +246,31 @@ def by_name(given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
                 f"parallelize_fsdp: {name}={found[name]!r} is no {wanted.__name__} (torch.distributed.fsdp)"
             )
     return found
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise ParallelError for arguments that torch does not have, or that it would fail at half way."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise ParallelError(f"parallelize_fsdp: there is no argument {name!r}; {hint}")
+    reshard, ask = given.get("reshard_after_forward"), given.get("shard_placement_fn")
+    fix = "True, False, the number of ranks to keep it gathered over, or None"
+    refuse_other_kind(
+        "parallelize_fsdp: reshard_after_forward", reshard, (int, NoneType), ParallelError, fix=fix
+    )
+    if ask is not None and not callable(ask):
+        raise ParallelError(
+            f"parallelize_fsdp: shard_placement_fn={ask!r:.60} is no function of a parameter\n"
+            "  fix: lambda parameter: Shard(1), or None where dim 0 is to be cut"
+        )
+    ignored = given.get("ignored_params") or ()
+    if not isinstance(ignored, Iterable) or not all(isinstance(p, nn.Parameter) for p in ignored):
+        raise ParallelError(
+            f"parallelize_fsdp: ignored_params={ignored!r:.60} are no parameters\n"
+            "  fix: the parameters themselves, {module.weight}, not their names"
+        )
 
 
 def _is_free(slot: Slot, axis: str) -> bool:

@@ -58,7 +58,7 @@ def logical_dropout(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         mask costs several times torch's.
     Source: Salmon and others, SC11, section 3.3.
     """
-    axes = named_axes(mesh, "logical_dropout")
+    axes = named_axes(mesh, "logical_dropout", module)
     if len(axes) != 1:
         raise ParallelError(
             f'logical_dropout takes one axis, got {axes}; take context.mesh_for("batch")["dp"]'

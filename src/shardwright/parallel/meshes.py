@@ -7,23 +7,39 @@ from collections.abc import Sequence
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.nn.parameter import UninitializedParameter
 
 from shardwright.compat import axis_names, root_mesh
 from shardwright.errors import ParallelError
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.modules.more_axes import shared_ranks
 
+_NOT_ASKED = object()
 
-def named_axes(mesh: DeviceMesh, verb: str, module: object = None) -> tuple[str, ...]:
+
+def refuse_no_module(verb: str, module: object) -> None:
+    """Raise ParallelError for what is no module, and for one whose parameters have no shape yet."""
+    if not isinstance(module, nn.Module):
+        several = isinstance(module, list | tuple) and all(isinstance(each, nn.Module) for each in module)
+        fix = "\n  fix: one call for each of these modules" if several and module else ""
+        raise ParallelError(f"{verb} takes a module, got {type(module).__name__}{fix}")
+    lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        owner = type(module.get_submodule(lazy[0].rpartition(".")[0])).__name__
+        raise ParallelError(
+            f"{verb}: {lazy[0]}, of a {owner}, has no shape yet\n"
+            "  fix: call the module once with a batch before, or make it with its sizes"
+        )
+
+
+def named_axes(mesh: DeviceMesh, verb: str, module: object = _NOT_ASKED) -> tuple[str, ...]:
     """The axis names of a mesh that a strategy works on; those of one axis may do without (`axis0`).
 
     Raises: ParallelError: several axes without names, no mesh; no module; the mesh has ranks that hold other
         stages of the module; it or one that places a parameter already has no names to join axes by.
     """
-    if module is not None and not isinstance(module, nn.Module):
-        several = isinstance(module, list | tuple) and all(isinstance(each, nn.Module) for each in module)
-        fix = "\n  fix: one call for each of these modules" if several and module else ""
-        raise ParallelError(f"{verb} places a module, got {type(module).__name__}{fix}")
+    if module is not _NOT_ASKED:
+        refuse_no_module(verb, module)
     given: object = mesh
     if not isinstance(given, DeviceMesh):
         raise ParallelError(f"{verb} needs a mesh with axis names, got {type(given).__name__}")

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardwright.errors import ParallelError
+from shardwright.errors import ParallelError, refuse_other_kind
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.pipeline.mark import is_elsewhere, refuse_cut
 from shardwright.parallel.plan_of_styles import Styles, apply_styles
@@ -72,6 +72,8 @@ def parallelize_tensor(
         return module
     refuse_cut(module, "parallelize_tensor")
     refuse_source(mesh, src_data_rank)
+    name, fix = "parallelize_tensor: sequence_parallel", "True or False"
+    refuse_other_kind(name, sequence_parallel, bool, ParallelError, fix=fix)
     plan = _as_mapping(parallelize_plan)
     kinds = {_kind(value) for value in plan.values()} if plan is not None else {str}
     if not kinds or (ParallelStyle in kinds and len(kinds) > 1):
@@ -104,6 +106,9 @@ def _as_mapping(plan: ParallelStyle | str | Mapping[str, Any]) -> Mapping[str, A
 
 
 def _kind(value: Any) -> type:
+    if isinstance(value, type) and issubclass(value, ParallelStyle):
+        name = value.__name__
+        raise ParallelError(f"parallelize_tensor: the plan has the class {name}\n  fix: make one: {name}()")
     return next((kind for kind in (ParallelStyle, str) if isinstance(value, kind)), object)
 
 

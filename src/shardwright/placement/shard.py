@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
+from shardwright.errors import PlacementError
 from shardwright.index.assemble import check_dim
 from shardwright.index.region import Shape
 from shardwright.index.runs import Runs, interval
@@ -29,7 +30,10 @@ class Shard(TorchShard, AlongDim):
     """
 
     def __init__(self, dim: int) -> None:
-        TorchShard.__init__(self, dim)
+        try:
+            TorchShard.__init__(self, dim)
+        except TypeError:
+            raise PlacementError(f"Shard: dim={dim!r:.60} is no number of a dim, such as 0 or -1") from None
 
     def runs(self, length: int, n: int, coord: int) -> Runs:
         """One interval."""

@@ -71,6 +71,8 @@ def plan_redistribution(source: Layout, target: Layout, *, max_extra_bytes: int 
     for kind in (type(source), type(target)):
         if not issubclass(kind, Layout):
             raise PlanError(f"plan_redistribution takes two layouts, got a {kind.__name__}: sw.layout_of(x)")
+    if max_extra_bytes is not None and (type(max_extra_bytes) is not int or max_extra_bytes < 0):
+        raise PlanError(f"max_extra_bytes={max_extra_bytes!r:.60} is no number of bytes; give one, or None")
     plan = _planned(source, target, network.version)
     if max_extra_bytes is None or plan.peak_bytes <= max_extra_bytes:
         return plan

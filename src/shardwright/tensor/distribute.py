@@ -64,6 +64,8 @@ def distribute_tensor(
         raise LayoutError(f"distribute_tensor takes a tensor, was given a {type(tensor).__name__}: {verb}")
     if not (tensor.is_leaf or isinstance(tensor, TorchDTensor)):
         raise LayoutError("distribute_tensor can distribute leaf tensors only; use DTensor.from_local")
+    if tensor.layout is not torch.strided:
+        raise LayoutError(f"distribute_tensor takes a dense tensor, was given a {tensor.layout}: to_dense()")
     refuse_source(mesh, src_data_rank)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, stated = resolve_placements(mesh, given, default="replicate")

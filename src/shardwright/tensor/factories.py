@@ -37,11 +37,18 @@ def _layout(
     layout: torch.layout = torch.strided,
     device_mesh: DeviceMesh | None = None,
     placements: PlacementsArgument | None = None,
+    **unknown: Any,
 ) -> tuple[Layout, DeviceMesh]:
+    if unknown:
+        name = next(iter(unknown))
+        raise LayoutError(
+            f"{name}={unknown[name]!r:.60}: a factory of DTensors takes dtype, layout, requires_grad, "
+            "device_mesh and placements; the mesh says the device"
+        )
     if layout is not torch.strided:
         raise LayoutError(f"layout={layout}: a factory of DTensors makes strided ones")
     mesh = current_mesh(device_mesh)
-    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, order = resolve_placements(mesh, given, default="replicate")
     return Layout(mesh, resolved, shape, dtype=dtype or torch.get_default_dtype(), order=order), mesh

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import transforms_on
+from shardwright.errors import LayoutError, refuse_other_kind
 from shardwright.placement.base import Placement
 from shardwright.remember import memo
 from shardwright.tensor.autograd import Redistribute, apply, gradient_spec, redistributed
@@ -35,6 +36,7 @@ def redistribute(
         known = _known_target(x, mesh, placements)
         if known is not None:
             return unmoved(x) if known.token is x._spec.plain.token else apply(Redistribute, x, known)
+    refuse_other_kind("redistribute: async_op", async_op, bool, LayoutError, fix="True or False")
     mesh, given = mesh_and_placements("redistribute", mesh, placements)
     home = x.device_mesh if mesh is None else mesh
     if forward_dtype is not None and forward_dtype != x.dtype:

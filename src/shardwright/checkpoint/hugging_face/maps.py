@@ -114,6 +114,13 @@ class stack(_Named):  # noqa: N801
 
     source: str
 
+    def __post_init__(self) -> None:
+        """Raise CheckpointError where all elements would be read from one tensor."""
+        if "{index}" not in str(self.source):
+            raise CheckpointError(
+                f"{self}: source names no {{index}}, which tells the tensors of a stack apart"
+            )
+
     def __call__(self, name: str, shape: Shape) -> Sequence[Link] | None:
         """Each element of the stack: experts, layers."""
         source = self._name(name, self.source)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from shardwright.errors import ParallelError
+from shardwright.errors import ParallelError, refuse_other_kind
 
 VERB = "parallelize_pipeline"
 Stages = Mapping[str, int | Sequence[int]]
@@ -135,6 +135,8 @@ def _holds(module: nn.Module) -> bool:
 
 def _moved(found: list[Place], given: Stages, count: int) -> list[Place]:
     """The places with the stages that the caller gave."""
+    fix = "stages={name of a module or parameter: number of its stage}"
+    refuse_other_kind(f"{VERB}: stages", given, Mapping, ParallelError, fix=fix)
     paths = {place.path for place in found}
     for path in given:
         if path not in paths:
@@ -152,8 +154,8 @@ def _moved(found: list[Place], given: Stages, count: int) -> list[Place]:
 
 
 def _numbers(path: str, given: int | Sequence[int], count: int) -> tuple[int, ...]:
-    numbers = (given,) if isinstance(given, int) else tuple(given)
-    if not numbers or any(not -count <= n < count for n in numbers):
+    numbers = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not numbers or any(type(n) is not int or not -count <= n < count for n in numbers):
         raise ParallelError(f"{VERB}: stages[{path!r}] = {given!r}, and there are stages 0 to {count - 1}")
     return tuple(sorted({n % count for n in numbers}))
 

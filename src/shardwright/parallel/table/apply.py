@@ -11,6 +11,7 @@ from shardwright.context.domains import BATCH_DOMAIN
 from shardwright.context.submesh import submesh
 from shardwright.errors import ParallelError, ShardwrightError
 from shardwright.parallel.logical_dropout import logical_dropout
+from shardwright.parallel.meshes import refuse_no_module
 from shardwright.parallel.same_model import compared_before
 from shardwright.parallel.table.agree import Word, agree, word_of
 from shardwright.parallel.table.calls import Call, calls_of
@@ -62,7 +63,7 @@ def parallelize(
     Cost: as the strategies; and 16 bytes per parameter over each axis, once.
     """
     _check_context(context)
-    calls, placed, words = _prepared(module, context, plan, init)
+    calls, placed, words = _prepared(module, context, plan, init, report)
     is_new = any(p.is_meta for p in module.parameters())
     with ties_kept(module, "parallelize"):
         with compared_before():
@@ -88,13 +89,22 @@ def _check_context(context: object) -> None:
         raise ParallelError("parallelize: the context is closed; build another one")
 
 
+def _check_functions(init: object, report: object) -> None:
+    """Raise ParallelError for what is to be called later and cannot be."""
+    for name, given, what in (("init", init, "the module"), ("report", report, "the report")):
+        if given is not None and not callable(given):
+            raise ParallelError(f"parallelize: {name}={given!r:.60} is no function of {what}, nor None")
+
+
 def _prepared(
-    module: nn.Module, context: DistributedContext, plan: Plan, init: Init | None
+    module: nn.Module, context: DistributedContext, plan: Plan, init: Init | None, report: Print | None
 ) -> tuple[list[Call], list[Placed], list[Word]]:
     """What is to be done, after all ranks have found that it can be."""
     calls: list[Call] = []
     placed: list[Placed] = []
     try:
+        refuse_no_module("parallelize", module)
+        _check_functions(init, report)
         check_new(module)
         if init is None:
             refuse_cut(module)
