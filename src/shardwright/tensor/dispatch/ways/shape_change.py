@@ -54,7 +54,7 @@ def _out_of_place(func: Op) -> Op:
         if _arguments(found) == _arguments(func) and any(r.alias_info for r in found._schema.returns):
             return found
     raise RuleError(
-        f"{func.name()}: changes the shape of a DTensor in place, which its layout cannot follow\n"
+        f"{func.name()}: changes a DTensor in place, and no op without the underscore says to what layout\n"
         "  fix: use the op that returns a new tensor, without the underscore"
     )
 

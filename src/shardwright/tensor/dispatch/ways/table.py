@@ -31,6 +31,7 @@ from shardwright.tensor.dispatch.ways.hand_collective import run_collective
 from shardwright.tensor.dispatch.ways.host_value import READS
 from shardwright.tensor.dispatch.ways.lists import run_on_lists
 from shardwright.tensor.dispatch.ways.one_mesh import on_one_mesh
+from shardwright.tensor.dispatch.ways.other_memory import SETS
 from shardwright.tensor.dispatch.ways.resize import RESIZES
 from shardwright.tensor.dispatch.ways.rule import by_rule
 from shardwright.tensor.dispatch.ways.shape_change import reshape_of
@@ -98,6 +99,7 @@ WAYS: list[Way] = [
     Way("collective by hand", of_op=lambda _: run_collective, only=is_collective),
     Way("host value", of_op=READS.get),
     Way("resize", of_op=RESIZES.get),
+    Way("other memory", of_op=SETS.get),
     Way("strided view", of_op=STRIDED.get),
     Way("finish", of_op={FINISH: finish}.get),
     Way("values within bounds", of_op={WITHIN: within}.get),
