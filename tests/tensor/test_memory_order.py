@@ -164,3 +164,32 @@ def test_what_lies_otherwise_than_said_decides_no_strides(ranks):
 
 def test_medians_of_expanded_values(ranks):
     ranks(2, _medians_of_expanded_values)
+
+
+_NEW = {
+    "a power of a number": lambda x: 2**x,
+    "of one": lambda x: torch.pow(1.0, x) + x[:, :1],
+    "of a tensor": lambda x: x.abs() ** x,
+    "in place": lambda x: x.clone().abs_().pow_(2),
+    "its reshape": lambda x: (2**x).view(-1),
+    "padded sequences": lambda x: _padded(x, batch_first=True),
+    "padded, steps first": lambda x: _padded(x, batch_first=False),
+}
+
+
+def _padded(x, batch_first):
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, [3, 2, 1, 1], batch_first=True)
+    return torch.nn.utils.rnn.pad_packed_sequence(packed, batch_first=batch_first)[0]
+
+
+def _strides_of_new_results():
+    value = full(4, 2, 3).mT
+    for name, make in _NEW.items():
+        for cut in (sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Shard(2)):
+            wanted, got = make(value), make(place(full(4, 2, 3), (cut,)).mT)
+            close(got, wanted, f"{name} {cut}")
+            assert got.stride() == wanted.stride(), f"{name} {cut}"
+
+
+def test_new_results_lie_as_on_one_device(ranks):
+    ranks(2, _strides_of_new_results)

@@ -83,6 +83,16 @@ _ON_CPU: dict[str, Order] = {
     ),
     "aten::native_dropout_backward": _as_a_product,
 }  # fmt: skip
+
+
+def _of_a_base(args: Args, made: torch.Tensor) -> Any:
+    """In the order of the dims where the base is a number; else as two operands are."""
+    base_is_number = not isinstance(args[0], torch.Tensor)
+    return _laid(made, torch.contiguous_format) if base_is_number else _as_a_sum(args, made)
+
+
+# By op: on every device.
+_ANYWHERE: dict[str, Order] = {"aten::pow": _of_a_base}
 # By name; of those that go element by element, all have an order of their own.
 KERNELS = _BY_DEVICE | _ON_CPU.keys()
 
@@ -95,8 +105,8 @@ def as_kernels_put_them(func: Op, args: Args, kwargs: Kwargs, made: Any, device:
     name = func._schema.name
     if name in _BY_DEVICE:
         return _knowing_the_device(func, args, kwargs, made, device)
-    order = _ON_CPU.get(name) if device == "cpu" else None
-    if order is None:
+    order = _ANYWHERE.get(name) or (_ON_CPU.get(name) if device == "cpu" else None)
+    if order is None or (name in _ANYWHERE and func._schema.is_mutable):
         return made if func._schema.is_mutable else _as_a_sum(args, made)
     leaves, tree = tree_flatten(made)
     count = 2 if name == "aten::log_sigmoid_forward" else 1

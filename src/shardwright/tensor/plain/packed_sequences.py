@@ -31,11 +31,12 @@ def _padded(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     numbers = torch.arange(data.shape[0], device=data.device)
-    rows, lengths = pad_packed_rows(numbers, batch_sizes, batch_first, -1, total_length)
+    rows, lengths = pad_packed_rows(numbers, batch_sizes, False, -1, total_length)
     flat = rows.flatten()
     found = data.index_select(0, flat.clamp_min(0))
     absent = (flat < 0).view(-1, *[1] * (data.ndim - 1))
-    return found.masked_fill(absent, padding_value).unflatten(0, rows.shape), lengths
+    made = found.masked_fill(absent, padding_value).unflatten(0, rows.shape)
+    return (made.transpose(0, 1) if batch_first else made), lengths  # a view, as torch's
 
 
 def _padded_alike(

@@ -38,7 +38,7 @@ def refuse_storage(func: Op, _args: Args, _kwargs: Kwargs) -> DTensor:
     """Raises: RuleError: always."""
     raise RuleError(
         f"{func.name()}: a storage is memory of one device, of which nothing says who holds which part\n"
-        "  fix: x.set_(source) of another DTensor; or x = shardwright.DTensor.from_local(local, mesh, placements)"
+        "  fix: x.set_(source) of another DTensor; or x = DTensor.from_local(local, mesh, placements)"
     )
 
 
