@@ -23,6 +23,7 @@ from shardwright.parallel import (
     parallelize_fsdp,
     parallelize_hsdp,
     parallelize_replicate,
+    parallelize_tensor,
 )
 from shardwright.testing import rank_mesh
 
@@ -32,6 +33,9 @@ Ranks = Callable[..., list[Any]]
 def _place(strategy: str, module: nn.Module, **options: Any) -> None:
     if strategy == "hsdp":
         parallelize_hsdp(module, rank_mesh((2, 1), ("a", "b")), shard_dim="b", **options)
+        return
+    if strategy == "tensor":
+        parallelize_tensor(module, rank_mesh((2,), ("tp",)), {"inner": "replicate"})
         return
     call = {"replicate": parallelize_replicate, "fsdp": parallelize_fsdp, "context": parallelize_context}
     call[strategy](module, rank_mesh((2,), ("dp",)), **options)  # type: ignore[operator]
@@ -86,7 +90,7 @@ def _refused(strategy: str, how: str, device: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "fsdp", "hsdp", "context"])
+@pytest.mark.parametrize("strategy", ["replicate", "fsdp", "hsdp", "context", "tensor"])
 @pytest.mark.parametrize("how", _NAMED)
 def test_the_first_parameter_that_differs_is_named_with_what_each_rank_has(
     ranks: Ranks, strategy: str, how: str
