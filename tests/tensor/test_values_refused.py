@@ -114,3 +114,62 @@ def _in_a_graph():
 
 def test_a_graph_takes_them_as_they_are(ranks):
     ranks(2, _in_a_graph)
+
+
+_ROWS = full(4, 3)
+_BELOW = torch.tensor([-1, 1, -1, 0])
+_NEXT = _BELOW[:, None].expand(4, 3).contiguous()
+# On one device none of these counts an index below 0 from the end.
+BELOW = {
+    "gather": lambda put: put(_ROWS).gather(0, put(_NEXT)),
+    "index_select": lambda put: put(_ROWS).index_select(0, put(_BELOW)),
+    "embedding": lambda put: functional.embedding(put(_BELOW), put(_ROWS)),
+    "embedding_bag": lambda put: functional.embedding_bag(put(_BELOW[:, None]), put(_ROWS)),
+    "scatter": lambda put: put(_ROWS).scatter(0, put(_NEXT), 1.0),
+    "scatter_add": lambda put: put(_ROWS).scatter_add(0, put(_NEXT), put(_ROWS)),
+    "scatter_reduce": lambda put: put(_ROWS).scatter_reduce(0, put(_NEXT), put(_ROWS), "sum"),
+    "index_add": lambda put: put(_ROWS).index_add(0, put(_BELOW), put(_ROWS)),
+    "index_add_": lambda put: put(_ROWS).index_add_(0, put(_BELOW), put(_ROWS)),
+    "index_copy": lambda put: put(_ROWS).index_copy(0, put(_BELOW), put(_ROWS)),
+    "nll_loss": lambda put: functional.nll_loss(put(_ROWS), put(_BELOW)),
+    "targets of another shape": lambda put: functional.nll_loss(
+        put(full(2, 3, 2, 2)), put(torch.zeros(2, 2, 1, dtype=torch.int64))
+    ),
+    "a bag of whole numbers": lambda put: functional.embedding_bag(
+        put(_BELOW[:, None].abs()), put(_ROWS.long()), mode="sum"
+    ),
+    "a bag of other weights": lambda put: functional.embedding_bag(
+        put(_BELOW[:, None].abs()), put(_ROWS), mode="sum", per_sample_weights=put(full(4, 1).double())
+    ),
+}
+FROM_THE_END = {
+    "index": lambda put: put(_ROWS)[put(_BELOW)],
+    "index_put": lambda put: put(_ROWS).index_put((put(_BELOW),), put(_ROWS), accumulate=True),
+    "index_fill": lambda put: put(_ROWS).index_fill(0, put(_BELOW), 1.0),
+    "take_along_dim": lambda put: torch.take_along_dim(put(_ROWS), put(_NEXT), 0),
+}
+
+
+def _is_refused(call, put):
+    try:
+        call(put)
+    except (RuntimeError, IndexError):
+        return True
+    return False
+
+
+def _below_zero():
+    for cut in (*CUTS, sw.Shard(1)):
+
+        def put(x, cut=cut):
+            return place(x, (cut if x.dim() > 1 else sw.Replicate(),))
+
+        for name, call in BELOW.items():
+            assert _is_refused(call, lambda x: x), name
+            assert _is_refused(call, put), f"{name} {cut}"
+        for name, call in FROM_THE_END.items():
+            close(call(put), call(lambda x: x), f"{name} {cut}")
+
+
+def test_an_index_below_0_counts_from_the_end_where_it_does_on_one_device(ranks):
+    ranks(2, _below_zero)

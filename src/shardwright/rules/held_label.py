@@ -61,9 +61,12 @@ class Held:
         here = ordered[at] == index
         return order[at].masked_fill(~here, 0), here
 
-    def wrapped(self, index: Tensor) -> Tensor:
-        """Indices counted from the front. Raises: IndexError: one is outside, where values are read."""
-        outside = (index < -self.size) | (index >= self.size)
+    def wrapped(self, index: Tensor, *, from_end: bool = True) -> Tensor:
+        """Indices counted from the front; `from_end`: those below 0 are counted from the end.
+
+        Raises: IndexError: one is outside, where values are read.
+        """
+        outside = (index < (-self.size if from_end else 0)) | (index >= self.size)
         seen = (
             not (torch.compiler.is_compiling() or isinstance(index, FakeTensor))
             and index.device.type == "cpu"
@@ -75,7 +78,7 @@ class Held:
             self._refuse(index, outside)
         if not seen or modes_on():  # what is recorded is asked of other indices
             assert_async(~outside.any(), f"an index is out of bounds for dimension with size {self.size}")
-        return torch.where(index < 0, index + self.size, index)
+        return torch.where(index < 0, index + self.size, index) if from_end else index
 
     def _refuse(self, index: Tensor, outside: Tensor) -> None:
         if bool(outside.any()):

@@ -2,6 +2,8 @@
 
 A rank that looks up an index of another rank contributes zero (the sum over ranks has the value once); one
 that would write it writes into an extra slot at the end of the dim, which is cut off again.
+
+Where torch's kernels count indices below 0 from the end, so do these; elsewhere such are outside.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ HeldBy = Mapping[str, Held]
 
 def looked_up(op: Op, held: HeldBy, x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
     """`gather` and `index_select`: zero where the index is another rank's."""
-    at, here = _located(held["d"], index)
+    at, here = _located(held["d"], index, from_end=False)
     out = kwargs.pop("out", None)
     found = _functional(op)(x, dim, at, **kwargs)
     if here.dim() != found.dim():
@@ -33,7 +35,7 @@ def looked_up(op: Op, held: HeldBy, x: Tensor, dim: int, index: Tensor, **kwargs
 
 def embedded(op: Op, held: HeldBy, weight: Tensor, indices: Tensor, *rest: Any) -> Tensor:
     """`embedding`: zero rows where the index is another rank's."""
-    at, here = _located(held["v"], indices)
+    at, here = _located(held["v"], indices, from_end=False)
     found: Tensor = op(weight, at, *rest)
     return found.masked_fill_(~here.unsqueeze(-1), 0)
 
@@ -80,8 +82,8 @@ def _located_all(held: HeldBy, indices: Sequence[Tensor | None]) -> tuple[list[T
     return local, here
 
 
-def _located(held: Held, index: Tensor) -> tuple[Tensor, Tensor]:
-    return held.locate(held.wrapped(index))
+def _located(held: Held, index: Tensor, *, from_end: bool = True) -> tuple[Tensor, Tensor]:
+    return held.locate(held.wrapped(index, from_end=from_end))
 
 
 # ---------------------------------------------------------------------------------------------- writes
@@ -89,7 +91,7 @@ def _located(held: Held, index: Tensor) -> tuple[Tensor, Tensor]:
 
 def scattered(op: Op, held: HeldBy, x: Tensor, dim: int, index: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
     """`scatter*`, `index_add`, `index_copy`, `index_fill`: what is another rank's goes to the extra slot."""
-    at = _slotted(held["d"], index)
+    at = _slotted(held["d"], index, from_end=op._schema.name.startswith("aten::index_fill"))
 
     def write(wider: Tensor) -> Tensor:
         return _functional(op)(wider, dim, at, *rest, **kwargs)  # type: ignore[no-any-return]
@@ -122,8 +124,8 @@ def put(
     return _through_slots(op, x, dims, write, out)
 
 
-def _slotted(held: Held, index: Tensor) -> Tensor:
-    at, here = _located(held, index)
+def _slotted(held: Held, index: Tensor, *, from_end: bool = True) -> Tensor:
+    at, here = _located(held, index, from_end=from_end)
     return at.masked_fill_(~here, held.length)
 
 

@@ -110,6 +110,8 @@ def _rows(
     """The dim of the classes; of each row: does it count, its class (0 if not), and that class's weight."""
     if x.dim() == 1 and target.dim() == 1:
         target = target[0]
+    if target.shape != (*x.shape[:1], *x.shape[2:]) and x.dim() > 1:
+        raise RuntimeError(f"size mismatch (got input: {list(x.shape)}, target: {list(target.shape)})")
     used = target != ignore_index
     safe = target.masked_fill(~used, 0)
     if weight is not None:

@@ -49,6 +49,8 @@ class _Bags:
         placements = [p for x in given for p in x._spec.layout.placements]
         if not any(p.is_partition or p.is_pending for p in placements) or self.weight.dim() != 2:
             return False
+        if not self._dtypes_are_taken():
+            return False
         weighted = self.per_sample_weights is not None
         if self.max_norm is not None or self.sparse or self.scale_grad_by_freq:
             return False
@@ -58,6 +60,12 @@ class _Bags:
             return self.input.dim() == 2 and self.input.shape[1] > 0 and self.mode in _MODES
         fits = self.input.dim() == self.offsets.dim() == 1 and self.offsets.numel() > self.include_last_offset
         return fits and self.mode in ("sum", "mean") and self._ends_meet()
+
+    def _dtypes_are_taken(self) -> bool:
+        weights = self.per_sample_weights
+        same = weights is None or weights.dtype == self.weight.dtype
+        of_rows = [x.dtype for x in (self.input, self.offsets) if x is not None]
+        return same and self.weight.is_floating_point() and {*of_rows} <= {torch.int32, torch.int64}
 
     def _ends_meet(self) -> bool:
         """Is every index in a bag? Kernels differ where one is in none. Not where no value can be read."""
