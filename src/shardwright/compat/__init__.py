@@ -407,9 +407,12 @@ def version_of(x: torch.Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def is_held_elsewhere(gradient: torch.Tensor) -> bool:
-    """Has anybody beside the backward that got this gradient it too? What torch asks before it keeps one."""
-    return bool(gradient._use_count() > 1)  # type: ignore[attr-defined]
+def is_held_elsewhere(gradient: torch.Tensor, *, in_a_hook: bool = False) -> bool:
+    """Has anybody beside the backward that got this gradient it too? What torch asks before it keeps one.
+
+    Args: in_a_hook: asked of what a hook got, of which the caller of the hook keeps one more.
+    """
+    return bool(gradient._use_count() > 1 + in_a_hook)  # type: ignore[attr-defined]
 
 
 def hooks_of_loads(module: nn.Module) -> list[Callable[[], object]]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.compat import transforms_on
+from shardwright.compat import is_held_elsewhere, transforms_on
 from shardwright.errors import LayoutError, refuse_other_kind
 from shardwright.placement.base import Placement
 from shardwright.remember import memo
@@ -120,8 +120,8 @@ def unmoved(x: DTensor) -> DTensor:
 
 
 def _brought(source: Token, gradient: DTensor) -> DTensor | None:
-    if gradient._spec.token is source:
-        return None
+    if gradient._spec.token is source:  # what is a view of it is kept by a leaf, as if it were its own
+        return cast("DTensor", gradient.clone()) if is_held_elsewhere(gradient, in_a_hook=True) else None
     return apply(Redistribute, gradient, gradient_spec(source, gradient._spec.token))
 
 
