@@ -88,7 +88,7 @@ def _refused_answers():
     x, plain = torch.randn(3, 4), _model()
     for kwargs, error in (
         ({"shard_placement_fn": lambda _: elsewhere}, ParallelError),
-        ({"shard_placement_fn": lambda _: sw.Shard(1)}, AssertionError),  # biases have one dim
+        ({"shard_placement_fn": lambda _: sw.Shard(1)}, ParallelError),  # biases have one dim
         ({"shard_placement_fn": lambda _: sw.ZigZag(0)}, ValueError),
         ({"shard_placement_fn": _asks_for_more}, ZeroDivisionError),
         ({"reshard_after_forward": 7}, ValueError),
