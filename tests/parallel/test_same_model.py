@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+import shardwright as sw
 from shardwright.comm.record import Recorder
 from shardwright.context import DeviceMeshParameters
 from shardwright.errors import ParallelError
@@ -25,6 +27,7 @@ from shardwright.parallel import (
     parallelize_replicate,
     parallelize_tensor,
 )
+from shardwright.parallel.same_model import told_alike
 from shardwright.testing import rank_mesh
 
 Ranks = Callable[..., list[Any]]
@@ -218,3 +221,46 @@ def _by_table() -> int:
 
 def test_a_table_compares_once_for_all_of_its_calls(ranks: Ranks) -> None:
     assert ranks(2, _by_table) == [0, 0]
+
+
+def _first_dim(_: nn.Parameter, skip: object = (), names: object = ()) -> sw.Shard:
+    return sw.Shard(0)
+
+
+class _WithOwn(nn.Module):
+    """Beside a dense layer what only this rank has: a table of its own length, experts of its own names."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+        self.table = nn.Embedding(3 + rank, 4)
+        self.experts = nn.ModuleDict({str(rank): nn.Linear(4, 4)})
+        self.later = nn.LazyLinear(3)
+
+
+def _own_parameters() -> tuple[bool, list[str]]:
+    mesh, rank = rank_mesh((2,), ("dp",)), dist.get_rank()
+    torch.manual_seed(0)
+    module = _WithOwn(rank)
+    own = {p for name, p in module.named_parameters() if not name.startswith("dense")}
+    parallelize_fsdp(module, mesh, ignored_params=own)
+    torch.manual_seed(1)  # the tables drew other numbers of them
+    conjugated = nn.Linear(4, 4, dtype=torch.complex64)
+    conjugated.weight = nn.Parameter(conjugated.weight.detach().conj())
+    parallelize_fsdp(conjugated, mesh)
+    other = nn.Linear(4, 4)
+    names = {f"layer{n}" for n in (range(50) if rank else reversed(range(50)))}
+    parallelize_fsdp(
+        other, mesh, shard_placement_fn=partial(_first_dim, names=names, skip=[torch.ones(2) * rank])
+    )
+    told = told_alike([{"b", "a"}, torch.ones(2), torch.float32, sw.Shard(0), object()])
+    return type(module.dense.weight) is type(module.table.weight), [told]
+
+
+def test_what_a_rank_has_of_its_own_is_not_compared(ranks: Ranks) -> None:
+    one, two = ranks(2, _own_parameters, timeout=60)
+    assert one == two
+    assert one[0] is False
+    assert one[1] == [
+        "[{'a', 'b'}, a tensor torch.float32 (2,), torch.float32, Shard(dim=0), builtins.object]"
+    ]

@@ -136,6 +136,47 @@ def test_what_moves_nowhere_is_a_view(ranks):
     ranks(2, _written_unmoved)
 
 
+class _None(torch.autograd.Function):
+    """A derivative that has nothing for its first argument."""
+
+    @staticmethod
+    def forward(ctx, first, second):
+        return second * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient * 2
+
+
+class _Whole(torch.autograd.Function):
+    """A derivative that gives the gradient whole."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.redistribute({"a": sw.Replicate()})
+
+
+def _gradients_unmoved():
+    """The gradient of what did not move comes back in its layout, or not at all."""
+    grid = rank_mesh((2,), ("a",))
+    x, y = (sw.distribute_tensor(full(4), grid, [sw.Shard(0)]).requires_grad_() for _ in range(2))
+    _None.apply(x.redistribute({}), y).sum().backward()
+    assert x.grad is None
+    seen = []
+    inner = x * 2
+    inner.register_hook(lambda gradient: seen.append(gradient.placements))
+    _Whole.apply(inner.redistribute({})).sum().backward()
+    assert seen == [(sw.Shard(0),)]
+
+
+def test_gradients_of_what_did_not_move(ranks):
+    ranks(2, _gradients_unmoved)
+
+
 def _order_is_a_move():
     grid = rank_mesh((2, 2), ("a", "b"))
     x = full(6, 3)

@@ -82,14 +82,14 @@ def parallelize_fsdp(
         and a reduce-scatter of its gradients.
     Source: torch's `fully_shard`.
     """
-    unit = one_unit(module)
-    axes = named_axes(mesh, "parallelize_fsdp", unit)
+    unit, options = one_unit(module), by_name(fully_shard_args, fully_shard_kwargs)
+    axes = named_axes(mesh, "parallelize_fsdp", unit, options.get("ignored_params") or ())
     if len(axes) > 2:
         raise ParallelError(
             f"parallelize_fsdp takes one or two axes, got {axes}; "
             f"place {axes[1]!r} with parallelize_replicate first"
         )
-    shard_over(unit, mesh, axes, by_name(fully_shard_args, fully_shard_kwargs))
+    shard_over(unit, mesh, axes, options)
     return module
 
 

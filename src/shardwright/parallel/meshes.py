@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,13 +17,14 @@ from shardwright.tensor.modules.more_axes import shared_ranks
 _NOT_ASKED = object()
 
 
-def refuse_no_module(verb: str, module: object) -> None:
+def refuse_no_module(verb: str, module: object, left_alone: Collection[object] = ()) -> None:
     """Raise ParallelError for what is no module, and for one whose parameters have no shape yet."""
     if not isinstance(module, nn.Module):
         several = isinstance(module, list | tuple) and all(isinstance(each, nn.Module) for each in module)
         fix = "\n  fix: one call for each of these modules" if several and module else ""
         raise ParallelError(f"{verb} takes a module, got {type(module).__name__}{fix}")
-    lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
+    without = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
+    lazy = [name for name in without if not any(module.get_parameter(name) is p for p in left_alone)]
     if lazy:
         owner = type(module.get_submodule(lazy[0].rpartition(".")[0])).__name__
         raise ParallelError(
@@ -32,14 +33,17 @@ def refuse_no_module(verb: str, module: object) -> None:
         )
 
 
-def named_axes(mesh: DeviceMesh, verb: str, module: object = _NOT_ASKED) -> tuple[str, ...]:
+def named_axes(
+    mesh: DeviceMesh, verb: str, module: object = _NOT_ASKED, left_alone: Collection[object] = ()
+) -> tuple[str, ...]:
     """The axis names of a mesh that a strategy works on; those of one axis may do without (`axis0`).
 
+    Args: left_alone: parameters of the module that the strategy does not place.
     Raises: ParallelError: several axes without names, no mesh; no module; the mesh has ranks that hold other
         stages of the module; it or one that places a parameter already has no names to join axes by.
     """
     if module is not _NOT_ASKED:
-        refuse_no_module(verb, module)
+        refuse_no_module(verb, module, left_alone)
     given: object = mesh
     if not isinstance(given, DeviceMesh):
         raise ParallelError(f"{verb} needs a mesh with axis names, got {type(given).__name__}")

@@ -11,7 +11,10 @@ import threading
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from shardwright.compat import FakeTensor, axis_names
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.parallel.place import local_plain
+from shardwright.placement.base import Placement
 
 _REASON = "compare the parameters to place"
 _NO_MORE = "no more parameters"
@@ -38,6 +42,8 @@ _FIX = (
     "  fix: make the module alike on every rank: the same layers in the same order, with the same shapes, "
     "dtypes, ties and requires_grad"
 )
+# What every process writes in the same way; of other objects the class is compared.
+_WRITTEN_ALIKE = (str, bytes, int, float, bool, NoneType, Enum, torch.dtype, torch.device, Placement)
 _FIX_OF_OPTIONS = "  fix: the same call on every rank"
 
 
@@ -77,7 +83,7 @@ def refuse_other_models(
     parts of other values, that is said once.
 
     Args:
-        left_alone: parameters that this call does not place.
+        left_alone: parameters that this call does not place: a rank may have some of its own.
         cut, over: those of which each rank of this axis keeps a part of its own.
     Cost: an all-reduce of 40 bytes over each axis; a few elements of each of `cut` are read.
     """
@@ -97,6 +103,8 @@ def _facts(module: nn.Module, options: Mapping[str, Any], left_alone: set[nn.Par
     first: dict[nn.Parameter, str] = {}
     lines = [f"options: {told_alike(options)}"]
     for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter in left_alone:
+            continue
         known = first.setdefault(parameter, name)
         dtype = str(parameter.dtype).removeprefix("torch.")
         words = [f"{name}: {dtype} {tuple(parameter.shape)}"]
@@ -106,24 +114,33 @@ def _facts(module: nn.Module, options: Mapping[str, Any], left_alone: set[nn.Par
             words.append("requires_grad=False")
         if known != name:
             words.append(f"tied to {known}")
-        if parameter in left_alone:
-            words.append("left alone")
         lines.append(", ".join(words))
     return lines
 
 
 def told_alike(value: Any) -> str:
-    """An option as every process writes it: functions by name, no addresses."""
+    """An option as every process writes it: functions by name, sets in order, no values and no addresses."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{key}: {told_alike(each)}' for key, each in value.items()))}}}"
+        pairs = sorted(
+            f"{key if isinstance(key, str) else told_alike(key)}: {told_alike(each)}"
+            for key, each in value.items()
+        )
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(told_alike, value)))}}}"
+    if isinstance(value, Tensor):
+        return f"a tensor {value.dtype} {tuple(value.shape)}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(told_alike, value))}]"
     if isinstance(value, partial):
         return f"{told_alike(value.func)}{told_alike(value.args)}{told_alike(value.keywords)}"
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    text = repr(value)
-    return told_alike(type(value)) if " at 0x" in text else text
+    if is_dataclass(value) and not isinstance(value, type):
+        return (
+            f"{told_alike(type(value))}{told_alike({f.name: getattr(value, f.name) for f in fields(value)})}"
+        )
+    return repr(value) if isinstance(value, _WRITTEN_ALIKE) else told_alike(type(value))
 
 
 def _sampled(cut: Iterable[nn.Parameter]) -> int:
@@ -133,7 +150,8 @@ def _sampled(cut: Iterable[nn.Parameter]) -> int:
         x = local_plain(parameter)
         if type(x) is Tensor and not x.is_meta and x.layout is torch.strided and x.numel():
             step = max(x.numel() // _SAMPLES, 1)
-            samples.setdefault(x.device, []).append(as_bytes(x.reshape(-1)[::step]))
+            values = x.reshape(-1)[::step].resolve_conj().resolve_neg()
+            samples.setdefault(x.device, []).append(as_bytes(values))
     held = [torch.cat(parts).cpu().numpy().tobytes() for parts in samples.values()]
     return _digest(b"".join(held))
 

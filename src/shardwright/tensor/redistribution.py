@@ -107,7 +107,8 @@ def _new_target(key: tuple[Any, ...], x: DTensor, given: Any) -> Spec:
 def unmoved(x: DTensor) -> DTensor:
     """A view of `x`, whose gradient is brought to the layout of `x`, as that of any redistribution.
 
-    It shares the memory, so it shares the graph: a write into either of them is one into both.
+    It shares the memory, so it shares the graph: a write into either of them is one into both, and is refused
+    where torch refuses one into a view (of a leaf, of one of several results).
     """
     if torch.compiler.is_compiling() or transforms_on():
         return apply(_Same, x)
@@ -119,7 +120,9 @@ def unmoved(x: DTensor) -> DTensor:
     return view
 
 
-def _brought(source: Token, gradient: DTensor) -> DTensor | None:
+def _brought(source: Token, gradient: DTensor | None) -> DTensor | None:
+    if gradient is None:  # a derivative gave none
+        return None
     if gradient._spec.token is source:  # what is a view of it is kept by a leaf, as if it were its own
         return cast("DTensor", gradient.clone()) if is_held_elsewhere(gradient, in_a_hook=True) else None
     return apply(Redistribute, gradient, gradient_spec(source, gradient._spec.token))

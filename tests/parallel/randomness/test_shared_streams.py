@@ -9,6 +9,7 @@ from torch.nn.utils import prune
 import shardwright as sw
 from shardwright.comm.record import Recorder
 from shardwright.context import DENSE_DOMAIN
+from shardwright.context.randomness import forget_streams
 from shardwright.grads import GradientSynchronizer
 from shardwright.parallel import parallelize, parallelize_fsdp, parallelize_hsdp, parallelize_replicate
 from tests.parallel.table.worlds import context
@@ -158,6 +159,8 @@ def _seeded_apart(strategy):
     parallelize_by[strategy](model, mesh[axes[strategy]])
     model.to_empty(device="cpu")
     model.reset_parameters()
+    if strategy == "replicate":
+        model.weight.data.normal_()
     return [_copies(p) for p in model.parameters()]
 
 
@@ -178,6 +181,63 @@ class _Noise(nn.Module):
 
     def forward(self, x):
         return x @ (self.weight + torch.randn_like(self.weight))
+
+
+def _not_for_copies():
+    """What sends nothing: ranks in one stream, tensors without copies, noise that no context parts."""
+    at = context(tensor_parallel=2)
+    at.seed(0)
+    tp = at.mesh_for(DENSE_DOMAIN)["tp"]
+    with Recorder() as together:
+        sw.randn(3, device_mesh=tp)
+        nn.functional.dropout(sw.ones(4, device_mesh=tp))
+    at = context(data_parallel_replicate=2)
+    at.seed(0)
+    dp = at.mesh_for(DENSE_DOMAIN)["dp_replicate"]
+    cut = sw.distribute_tensor(torch.full((4, 3), 0.5), dp, [sw.Shard(0)])
+    with sw.random_mode("counter"), Recorder() as apart:
+        torch.bernoulli(cut)
+        torch.normal(cut, 1.0)
+    with Recorder() as gathered:
+        torch.poisson(cut)
+    torch.manual_seed(0)
+    forget_streams()
+    model = parallelize_replicate(_Noise(), dp)
+    with Recorder() as alone:
+        for _ in range(1 + at.rank):
+            model(torch.eye(3))
+    return [[c.op for c in r.collectives] for r in (together, apart, gathered, alone)]
+
+
+def test_nothing_is_sent_where_no_copies_draw_apart(ranks):
+    assert ranks(2, _not_for_copies, timeout=60) == [[[], [], ["all_gather"], []]] * 2
+
+
+_NOISE_OF = {"itself": lambda w: w, "its data": lambda w: w.data, "detached": lambda w: w.detach()}
+
+
+class _NoiseOf(_Noise):
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def forward(self, x):
+        return x @ (self.weight + torch.randn_like(_NOISE_OF[self.of](self.weight)))
+
+
+def _compiled_noise(of):
+    at = context(data_parallel_replicate=2)
+    at.seed(0)
+    model = _NoiseOf(of)
+    parallelize(model, at, {"": "replicate"})
+    model(torch.eye(3))
+    torch.compile(model, backend="aot_eager")(torch.eye(3)).sum().backward()
+    return model.weight.grad is not None
+
+
+@pytest.mark.parametrize("of", _NOISE_OF)
+def test_a_graph_draws_noise_of_its_own(ranks, of):
+    assert all(ranks(2, _compiled_noise, of))
 
 
 def _in_a_forward(compiled):

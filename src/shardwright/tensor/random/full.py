@@ -61,6 +61,8 @@ _FILLS = frozenset(
         "uniform_",
     }
 )
+# They draw a number for each value of their first operand.
+_OF_EACH_VALUE = frozenset({"bernoulli", "binomial", "normal", "poisson", "_standard_gamma"})
 # Their kernels draw inside, in an order of their own that no slice of a full draw repeats.
 _NOT_DRAWN_HERE = ("attention", "sdp_choice", "rnn", "lstm", "dropout_mask", "dropout_state", "nested")
 
@@ -78,18 +80,21 @@ def draw(func: Op, args: Args, kwargs: Kwargs) -> Any:
         `shared_stream` raises.
     """
     x: DTensor = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor))
-    noise_in_a_graph = x._spec.use is not None and x.requires_grad and torch.compiler.is_compiling()
+    writes = func._schema.is_mutable
+    noise_in_a_graph = x._spec.use is not None and not writes and torch.compiler.is_compiling()
     if noise_in_a_graph or x._local_tensor.is_meta:
         return _drawn(func, args, kwargs)  # on a parameter in a compiled forward each rank draws its own
-    keeps_cuts = func is aten.native_dropout.default or fills(func)
-    placements = x._spec.layout.placements if keeps_cuts else (Replicate(),) * x.device_mesh.ndim
-    with shared_stream(x.device_mesh, placements, kwargs.get("generator"), whoever_seeded=_is_state(func, x)):
+    # A parameter that is written: its copies are trained alike from then on.
+    is_state = writes and (x._spec.use is not None or isinstance(x, torch.nn.Parameter))
+    placements = x._spec.layout.placements if _keeps_cuts(func) else (Replicate(),) * x.device_mesh.ndim
+    with shared_stream(x.device_mesh, placements, kwargs.get("generator"), whoever_seeded=is_state):
         return _drawn(func, args, kwargs)
 
 
-def _is_state(func: Op, x: DTensor) -> bool:
-    """Is it drawn for a parameter, whose copies are trained alike from then on?"""
-    return x._spec.use is not None or (func._schema.is_mutable and isinstance(x, torch.nn.Parameter))
+def _keeps_cuts(func: Op) -> bool:
+    """Does each rank keep its own part of the result, as of the first operand?"""
+    of_values = func._schema.name.removeprefix("aten::") in _OF_EACH_VALUE
+    return of_values or func is aten.native_dropout.default or fills(func)
 
 
 def _drawn(func: Op, args: Args, kwargs: Kwargs) -> Any:
