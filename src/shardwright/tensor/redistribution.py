@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.compat import is_held_elsewhere, transforms_on
+from shardwright.compat import DisableTorchFunctionSubclass, is_held_elsewhere, transforms_on
 from shardwright.errors import LayoutError, refuse_other_kind
 from shardwright.placement.base import Placement
 from shardwright.remember import memo
@@ -112,10 +112,10 @@ def unmoved(x: DTensor) -> DTensor:
     """
     if torch.compiler.is_compiling() or transforms_on():
         return apply(_Same, x)
-    if not torch.is_grad_enabled():  # a view would want the gradient that its base wants
-        return cast("DTensor", x.detach())
-    view = cast("DTensor", x.view_as(x))
-    if view.requires_grad:
+    with DisableTorchFunctionSubclass():
+        if not torch.is_grad_enabled() or not x.requires_grad:  # memory and count of writes are all to share
+            return cast("DTensor", x.detach())
+        view = cast("DTensor", x.view_as(x))
         view.register_hook(partial(_brought, x._spec.token))  # type: ignore[no-untyped-call]
     return view
 
