@@ -121,6 +121,40 @@ def test_arguments_that_are_views_of_one_tensor_stay_so(ranks):
     ranks(2, _of_one_base)
 
 
+class _Apart(torch.autograd.Function):
+    """The same memory, with a graph of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 5
+
+
+def _of_one_memory():
+    """A recording of views of one tensor is none of tensors that share its memory alone."""
+
+    def function(t, u):
+        return (t.exp()[:2] * u[:2]).sum()
+
+    fast = sw.erase(function)
+    one = torch.arange(1.0, 5.0).requires_grad_()
+    ours = _on_mesh(one.detach(), sw.Replicate()).requires_grad_()
+    for other in (lambda a: a, lambda a: a, _Apart.apply, lambda a: a):
+        found = []
+        for leaf, call in ((ours, fast), (one, function)):
+            a = leaf * leaf
+            found.append(torch.autograd.grad(call(a[1:], other(a)), leaf)[0])
+        torch.testing.assert_close(full(found[0]), found[1])
+    assert fast.report().replays >= 2, str(fast.report())
+
+
+def test_what_shares_memory_alone_is_no_view(ranks):
+    ranks(2, _of_one_memory)
+
+
 def _written_results():
     """A result that its own backward reads, written before it: an error, as on one device."""
     for function in (torch.exp, torch.sigmoid, lambda x: torch.softmax(x, 0), lambda x: x.exp()[1:]):

@@ -79,22 +79,24 @@ def draw(func: Op, args: Args, kwargs: Kwargs) -> Any:
     Raises: RuleError: a plain tensor beside a DTensor, as for any op; an `out=` of another shape; and what
         `shared_stream` raises.
     """
-    x: DTensor = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor))
+    ours = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
+    x = ours[0]
     writes = func._schema.is_mutable
     noise_in_a_graph = x._spec.use is not None and not writes and torch.compiler.is_compiling()
     if noise_in_a_graph or x._local_tensor.is_meta:
         return _drawn(func, args, kwargs)  # on a parameter in a compiled forward each rank draws its own
     # A parameter that is written: its copies are trained alike from then on.
     is_state = writes and (x._spec.use is not None or isinstance(x, torch.nn.Parameter))
-    placements = x._spec.layout.placements if _keeps_cuts(func) else (Replicate(),) * x.device_mesh.ndim
+    placements = x._spec.layout.placements if _keeps_cuts(func, ours) else (Replicate(),) * x.device_mesh.ndim
     with shared_stream(x.device_mesh, placements, kwargs.get("generator"), whoever_seeded=is_state):
         return _drawn(func, args, kwargs)
 
 
-def _keeps_cuts(func: Op) -> bool:
+def _keeps_cuts(func: Op, operands: list[DTensor]) -> bool:
     """Does each rank keep its own part of the result, as of the first operand?"""
+    one_shape = all(x.shape == operands[0].shape for x in operands)  # else the result is as a later one
     of_values = func._schema.name.removeprefix("aten::") in _OF_EACH_VALUE
-    return of_values or func is aten.native_dropout.default or fills(func)
+    return (of_values and one_shape) or func is aten.native_dropout.default or fills(func)
 
 
 def _drawn(func: Op, args: Args, kwargs: Kwargs) -> Any:
