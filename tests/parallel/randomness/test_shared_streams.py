@@ -200,8 +200,9 @@ def _not_for_copies():
         torch.normal(cut, 1.0)
     with Recorder() as gathered:
         torch.poisson(cut)
-    several = sw.distribute_tensor(torch.ones(3, 4), dp, [sw.Replicate()])
-    row = sw.distribute_tensor(torch.zeros(4), dp, [sw.Shard(0)])
+    several = sw.distribute_tensor(torch.full((3, 4), 0.5), dp, [sw.Replicate()])
+    row = sw.distribute_tensor(torch.full((4,), 99.0), dp, [sw.Shard(0)])
+    torch.manual_seed(at.rank)
     assert len({str(copy) for copy in _copies(torch.normal(row, several))}) == 1
     torch.manual_seed(0)
     forget_streams()
