@@ -115,7 +115,7 @@ def unmoved(x: DTensor) -> DTensor:
     with DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled() or not x.requires_grad:  # memory and count of writes are all to share
             return cast("DTensor", x.detach())
-        view = cast("DTensor", x.view_as(x))
+        view = cast("DTensor", x[...])
         view.register_hook(partial(_brought, x._spec.token))  # type: ignore[no-untyped-call]
     return view
 
