@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
-from types import NoneType
 from typing import Any
 
 import torch
@@ -29,12 +26,13 @@ from shardwright.compat.fully_shard import (
 from shardwright.compat.fully_shard_shown import show_sharded_between
 from shardwright.compat.fully_shard_views import begin_before_bases
 from shardwright.compat.joined_meshes import union_mesh
-from shardwright.errors import ParallelError, refuse_other_kind
+from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of
 from shardwright.layout.strided import same_regions
 from shardwright.parallel.direct_calls import serve_direct_calls
 from shardwright.parallel.expert import spread_over
+from shardwright.parallel.fully_shard_arguments import by_name
 from shardwright.parallel.meshes import is_other_view, named_axes, refuse_other_order, refuse_twice
 from shardwright.parallel.place import local_plain, place_parameters
 from shardwright.parallel.same_model import refuse_other_models
@@ -224,53 +222,6 @@ def _has_empty_part(layout: Layout) -> bool:
 
 def _told(x: torch.Tensor) -> object:
     return layout_of(x) if isinstance(x, TorchDTensor) else f"a plain tensor of shape {tuple(x.shape)}"
-
-
-def by_name(given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by position under the names that `fully_shard`, which takes none, gives them."""
-    known = inspect.signature(fully_shard).parameters
-    after = list(known)[list(known).index("mesh") + 1 :]
-    if len(given) > len(after):
-        raise TypeError(
-            f"parallelize_fsdp takes at most {len(after)} positional arguments after the mesh: {after}"
-        )
-    twice = set(after[: len(given)]) & set(named)
-    if twice:
-        raise TypeError(f"parallelize_fsdp got {sorted(twice)} by position and by name")
-    found = {**dict(zip(after, given, strict=False)), **named}
-    _refuse_unknown(found, after)
-    for name in ("mp_policy", "offload_policy"):
-        wanted = type(known[name].default)  # torch takes others, and ignores them or fails in a forward
-        if not isinstance(found.get(name, known[name].default), wanted):
-            raise ParallelError(
-                f"parallelize_fsdp: {name}={found[name]!r} is no {wanted.__name__} (torch.distributed.fsdp)"
-            )
-    return found
-
-
-def _refuse_unknown(given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise ParallelError for arguments that torch does not have, or that it would fail at half way."""
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise ParallelError(f"parallelize_fsdp: there is no argument {name!r}; {hint}")
-    reshard, ask = given.get("reshard_after_forward"), given.get("shard_placement_fn")
-    fix = "True, False, the number of ranks to keep it gathered over, or None"
-    refuse_other_kind(
-        "parallelize_fsdp: reshard_after_forward", reshard, (int, NoneType), ParallelError, fix=fix
-    )
-    if ask is not None and not callable(ask):
-        raise ParallelError(
-            f"parallelize_fsdp: shard_placement_fn={ask!r:.60} is no function of a parameter\n"
-            "  fix: lambda parameter: Shard(1), or None where dim 0 is to be cut"
-        )
-    ignored = given.get("ignored_params") or ()
-    if not isinstance(ignored, Iterable) or not all(isinstance(p, nn.Parameter) for p in ignored):
-        raise ParallelError(
-            f"parallelize_fsdp: ignored_params={ignored!r:.60} are no parameters\n"
-            "  fix: the parameters themselves, {module.weight}, not their names"
-        )
 
 
 def _is_free(slot: Slot, axis: str) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import ParallelError
-from shardwright.parallel.fsdp import by_name, shard_over
+from shardwright.parallel.fsdp import shard_over
+from shardwright.parallel.fully_shard_arguments import by_name
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.several import Modules, one_unit
 

@@ -12,6 +12,10 @@ from shardwright.index.runs import intervals
 from shardwright.layout.layout import Layout
 
 Span = tuple[int, int]  # first index, one past the last
+_COLORS = (
+    "#8dd3c7", "#ffffb3", "#bebada", "#fb8072", "#80b1d3", "#fdb462",
+    "#b3de69", "#fccde5", "#d9d9d9", "#bc80bd", "#ccebc5", "#ffed6f",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,3 +85,8 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
         else:
             parts.append([rank])
     return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def color_of(ranks: tuple[int, ...]) -> str:
+    """A color for a set of ranks, the same in text, SVG and HTML: that of its first; white for nobody."""
+    return _COLORS[min(ranks) % len(_COLORS)] if ranks else "#ffffff"

@@ -13,8 +13,7 @@ from rich.text import Text
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.show.console import render
-from shardwright.show.holders import Holders, holders_of, ranks_text
-from shardwright.show.palette import color_of
+from shardwright.show.holders import Holders, color_of, holders_of, ranks_text
 from shardwright.show.subject import layout_if_any
 from shardwright.show.svg import draw, draw_lines
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from shardwright.show.holders import Holders, Span, ranks_text
-from shardwright.show.palette import color_of
+from shardwright.show.holders import Holders, Span, color_of, ranks_text
 
 _WIDTH, _HEIGHT, _ROW = 480.0, 320.0, 44.0
 _LEAST = 18.0  # a block stays visible beside one that is a thousand times longer
