@@ -53,6 +53,15 @@ class EraseError(ShardwrightError, RuntimeError):
     """What is asked of an erased function's result is not in its recording."""
 
 
+def words_of(error: BaseException) -> str:
+    """The class and the text of an error, whoever wrote it: of one that cannot be printed the class alone."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  what tells of an error must not fail for it
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def refuse_other_kind(
     name: str, value: Any, kinds: type | tuple[type, ...], error: type[ShardwrightError], *, fix: str
 ) -> None:

@@ -39,6 +39,15 @@ def test_a_pattern_that_fits_nothing_is_refused(tmp_path: Path, only: Any) -> No
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize("only", ["model", ["model"], "model/*", "mod*"])
+def test_a_module_is_loaded_by_its_name(tmp_path: Path, only: Any) -> None:
+    save(tmp_path / "c", *tuned(1.0, lr=0.3))
+    model, optimizer = tuned(2.0)
+    load(tmp_path / "c", model, optimizer, only=only)
+    assert torch.equal(model.weight, tuned(1.0, lr=0.3)[0].weight)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 @pytest.mark.parametrize("only", ["optimizer", "optimizer/*", "opt*"])
 def test_an_optimizer_is_loaded_as_a_whole(tmp_path: Path, only: str) -> None:
     save(tmp_path / "c", *tuned(1.0, lr=0.3))

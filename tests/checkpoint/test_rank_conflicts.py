@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwright.checkpoint import async_save, load, load_hf, read_manifest, save, save_hf
+from shardwright.checkpoint import async_save, join, load, load_hf, read_manifest, save, save_hf
+from shardwright.checkpoint.hugging_face import export
 from shardwright.errors import CheckpointError
 from shardwright.testing import rank_mesh
 
@@ -154,6 +156,63 @@ def test_a_failure_after_the_plan_is_told_to_all(ranks: Ranks, tmp_path: Path) -
     found = ranks(2, views_fail_on_one, tmp_path / "c", fresh=True)
     assert found[0] == found[1]
     assert "failed on rank 1: MemoryError: no room for a view" in found[0]
+
+
+class NoWordsError(Exception):
+    """Its text is no text: a slip that many classes of errors have."""
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+class Fails:
+    def state_dict(self) -> dict[str, int]:
+        if dist.get_rank() == 1:
+            raise NoWordsError(None)
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing to take."""
+
+
+def without_words(path: Path) -> str:
+    return refusal(path, loader=Fails())
+
+
+def test_an_error_that_cannot_be_printed_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
+    for told in ranks(2, without_words, tmp_path / "c"):
+        assert told.endswith("failed on rank 1: NoWordsError")
+
+
+def of_a_wrong_map(path: Path) -> str:
+    mesh = rank_mesh((2,), ("tp",))
+    model = nn.Module()
+    for name in "ab":
+        local = torch.ones(1, 6)
+        model.register_parameter(name, nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)])))
+    with pytest.raises(CheckpointError) as error:
+        save_hf(model, path, maps=join("a", ("c", "d"), sizes=(-1, 3)))
+    return str(error.value)
+
+
+def test_a_map_of_negative_sizes_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    for told in ranks(2, of_a_wrong_map, tmp_path / "c"):
+        assert told == "the maps make a of parts that are not it: a size or an offset is negative"
+    assert not (tmp_path / "c").exists()
+
+
+def of_a_writer_that_fails(path: Path) -> str:
+    with (
+        mock.patch.object(export, "header_of", side_effect=NoWordsError(None)),
+        pytest.raises(CheckpointError) as error,
+    ):
+        save_hf(nn.Linear(2, 2), path)
+    return str(error.value)
+
+
+def test_whatever_fails_in_the_rank_that_writes_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
+    for told in ranks(2, of_a_writer_that_fails, tmp_path / "c"):
+        assert told.endswith("c cannot be written: NoWordsError")
 
 
 def test_values_in_another_order_are_one_value(ranks: Ranks, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from shardwright.errors import CheckpointError, ShardwrightError
+from shardwright.errors import CheckpointError, ShardwrightError, words_of
 
 T = TypeVar("T")
 Group = Any
@@ -69,7 +69,7 @@ def _try(what: str, function: Callable[[], Any]) -> _Outcome:
     except ShardwrightError as error:
         return _Outcome(what, None, str(error))
     except Exception as error:  # noqa: BLE001  a peer that does not hear of it would wait for ever
-        return _Outcome(what, None, f"{what} failed on rank {rank()}: {type(error).__name__}: {error}")
+        return _Outcome(what, None, f"{what} failed on rank {rank()}: {words_of(error)}")
 
 
 def _gather(mine: _Outcome, group: Group) -> list[_Outcome]:

@@ -22,7 +22,7 @@ from shardwright.checkpoint.storage.element_types import DTYPES
 from shardwright.checkpoint.storage.place import Place
 from shardwright.checkpoint.storage.writer import Entry
 from shardwright.compat import foreach_copy_
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, words_of
 from shardwright.remember import memo
 
 # Of each world its group for saves in the background: a collective of the run never meets one of theirs.
@@ -149,8 +149,7 @@ def _copy(job: Job, memory: dict[str, Arena]) -> None:
     try:
         job.copied = _copied(job.entries(), memory)
     except Exception as error:  # noqa: BLE001  the others go on to the collectives of the thread
-        reason = f"{type(error).__name__}: {error}"
-        job.failure = CheckpointError(f"copying the state failed on rank {rank()}: {reason}")
+        job.failure = CheckpointError(f"copying the state failed on rank {rank()}: {words_of(error)}")
 
 
 def _copied(entries: list[Entry], memory: dict[str, Arena]) -> list[Entry]:

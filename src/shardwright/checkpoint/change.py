@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from shardwright.checkpoint.agree import Group, agreed, rank
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, words_of
 
 
 class Change(NamedTuple):
@@ -33,7 +33,7 @@ def _make(path: object, changes: Iterable[Change]) -> None:
         except Exception as error:
             raise CheckpointError(
                 f"{change.path} did not take on rank {rank()} what {path} holds of it "
-                f"({type(error).__name__}: {error}). The state is loaded in part "
+                f"({words_of(error)}). The state is loaded in part "
                 f"({', '.join(done) or 'nothing'} before it, nothing after it): do not go on with it; make "
                 "it anew and load again, with only= if the rest is to be left out"
             ) from error

@@ -23,10 +23,12 @@ class Patterns:
         self.fitted: set[str] = set()
 
     def want(self, path: str) -> bool:
-        """Whether a tensor or a value with this path is loaded."""
+        """Whether a tensor or a value with this path is loaded; what stands in something is part of it."""
         if self.everything:
             return True
-        fits = {pattern for pattern in self.all if path == pattern or fnmatchcase(path, pattern)}
+        parts = path.split("/")
+        names = ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+        fits = {one for one in self.all if any(name == one or fnmatchcase(name, one) for name in names)}
         self.fitted |= fits
         return bool(fits)
 

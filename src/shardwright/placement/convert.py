@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
-from shardwright.errors import PlacementError
+from shardwright.errors import PlacementError, words_of
 from shardwright.placement.base import OWN_CLASSES, Placement, Replicate
 from shardwright.placement.interleaved import Interleaved
 from shardwright.placement.partial import Partial
@@ -70,7 +70,7 @@ def _value(placement: Placement) -> Placement:
         alike, itself = placement == _STRANGER, placement == placement  # noqa: PLR0124 - a class may say no
     except Exception as error:
         raise PlacementError(
-            f"{kind} is not a value that can be hashed and compared: {type(error).__name__}: {error}; its "
+            f"{kind} is not a value that can be hashed and compared: {words_of(error)}; its "
             "attributes are values too (a tuple in place of a list), and it is unequal to other classes"
         ) from error
     if alike or not itself:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardwright.errors import PlacementError
+from shardwright.errors import PlacementError, words_of
 from shardwright.placement.base import Pending, Placement, stated_by, undisturbed
 from shardwright.placement.first_use import named
 from shardwright.placement.partial import Partial, is_reduction
@@ -36,7 +36,7 @@ def check_pending(pending: Pending, n: int, dtype: torch.dtype) -> None:
             try:
                 broken = law(pending, n, dtype)
             except _FAULTS as error:
-                broken = f"{law.__name__.strip('_')}: it raised {type(error).__name__}: {error}"
+                broken = f"{law.__name__.strip('_')}: it raised {words_of(error)}"
             except Exception:  # noqa: BLE001 - of a kernel, or a value: no verdict
                 broken = None
             if broken:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
-from shardwright.errors import PlacementError
+from shardwright.errors import PlacementError, words_of
 from shardwright.index.cover import no_partition
 from shardwright.index.region import Region, Shape
 from shardwright.placement.base import Partition, Placement, Replicate, stated_by, undisturbed
@@ -134,7 +134,7 @@ def _region(part: Partition, shape: Shape, n: int, coord: int) -> Region:
         raise
     except Exception as error:
         raise PlacementError(
-            f"{named(part)}: region({shape}, {n}, {coord}) raised {type(error).__name__}: {error}; for which "
+            f"{named(part)}: region({shape}, {n}, {coord}) raised {words_of(error)}; for which "
             "tensors and axes it has no meaning is said by validate(), with a PlacementError"
         ) from error
 
@@ -162,7 +162,7 @@ def _tried(law: Law, part: Partition, shape: Shape, n: int, *, sure: bool) -> st
     try:
         return law(part, shape, n)
     except Exception as error:  # noqa: BLE001 - a user's method: whatever it raises
-        return f"it raised {type(error).__name__}: {error}" if sure else None
+        return f"it raised {words_of(error)}" if sure else None
 
 
 def _refuse(part: Partition, names: tuple[str, ...], broken: str | None, shape: Shape, n: int) -> None:

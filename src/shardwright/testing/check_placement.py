@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from shardwright.errors import PlacementError
+from shardwright.errors import PlacementError, words_of
 from shardwright.index.region import Shape
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
@@ -77,7 +77,7 @@ def _check_value(placement: Placement) -> None:
     try:
         broken = is_a_value(placement)
     except Exception as error:
-        raise BrokenLawError(f"{_name(placement)} (as a value): {type(error).__name__}: {error}") from error
+        raise BrokenLawError(f"{_name(placement)} (as a value): {words_of(error)}") from error
     _report(placement, "as a value", broken)
 
 
@@ -92,9 +92,7 @@ def _accepts(placement: Placement, shape: Shape, n: int) -> bool:
     except PlacementError:
         return False
     except Exception as error:
-        broken = (
-            f"it raised {type(error).__name__}: {error}; what it refuses, it refuses with a PlacementError"
-        )
+        broken = f"it raised {words_of(error)}; what it refuses, it refuses with a PlacementError"
         raise BrokenLawError(_message(placement, "validate", broken, shape, n)) from error
     return True
 
@@ -148,7 +146,7 @@ def _apply(law: Callable[[P, Shape, int], str | None], placement: P, shape: Shap
         broken = law(placement, shape, n)
     except Exception as error:
         raise BrokenLawError(
-            _message(placement, law.__name__, f"it raised {type(error).__name__}: {error}", shape, n)
+            _message(placement, law.__name__, f"it raised {words_of(error)}", shape, n)
         ) from error
     if broken:
         raise BrokenLawError(_message(placement, law.__name__, broken, shape, n))

@@ -24,7 +24,7 @@ from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.element_types import DTYPES, STANDARD
 from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.writer import Entry, blocks, header_of
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, words_of
 
 _METADATA = {"format": "pt"}
 
@@ -108,7 +108,7 @@ class _Export:
         self.of_tensor: dict[str, list[tuple[int, _Out]]] = {}
         self.handles: dict[int, int] = {}
         self.named: list[str] = []
-        self.error: OSError | None = None
+        self.failure = ""  # of this rank, which the others hear of at the end
 
     def plan(self) -> _Plan:
         """What this rank has."""
@@ -189,7 +189,7 @@ class _Export:
     def stream(self) -> None:
         """Gather one tensor after another, and write those of this rank's files.
 
-        A disk that refuses is told at the end: the other ranks gather until then.
+        What fails here (the disk refuses) is told at the end: the other ranks gather until then.
         """
         for name in self.order:
             tensor = self.tensors.get(name)
@@ -198,11 +198,12 @@ class _Export:
             with torch.no_grad():
                 whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
             for number, out in self.of_tensor[name]:
-                if self.writers[number] == rank() and self.error is None:
+                if self.writers[number] == rank() and not self.failure:
                     try:
                         self._write(number, out, whole)
-                    except OSError as error:
-                        self.error = error
+                    except Exception as error:  # noqa: BLE001  the other ranks go on to collectives
+                        reason = error.strerror if isinstance(error, OSError) else ""
+                        self.failure = reason or words_of(error)
 
     def _write(self, number: int, out: _Out, whole: torch.Tensor) -> None:
         if number not in self.handles:
@@ -223,8 +224,8 @@ class _Export:
 
     def finish(self) -> None:
         """Wait until this rank's files are on the disk."""
-        if self.error is not None:
-            raise CheckpointError(f"{self.folder} cannot be written: {self.error.strerror or self.error}")
+        if self.failure:
+            raise CheckpointError(f"{self.folder} cannot be written: {self.failure}")
         for handle in self.handles.values():
             os.fsync(handle)
         self._close()

@@ -164,6 +164,8 @@ def links_of(name: str, shape: Shape, maps: Sequence[Map]) -> list[Link]:
         links = [made for link in links for made in _through(link, one)]
     boxes = tuple((link.offset, link.size) for link in links)
     reason = why_not_once(shape, boxes) if prod(shape) else ""
+    if any(n < 0 for box in boxes for side in box for n in side):
+        reason = "a size or an offset is negative"
     if reason:
         raise CheckpointError(f"the maps make {name} of parts that are not it: {reason}")
     return links

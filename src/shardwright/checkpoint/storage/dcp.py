@@ -18,7 +18,7 @@ import torch
 from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.element_types import DTYPES
 from shardwright.checkpoint.storage.proof import why_not_once
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, words_of
 
 INDEX = ".metadata"
 _MOST = 1 << 30
@@ -105,7 +105,7 @@ def read_index(path: Path) -> Folder:
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001  a pickle that somebody made to harm may raise anything
-        raise CheckpointError(f"{path / INDEX} cannot be read: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"{path / INDEX} cannot be read: {words_of(error)}") from None
     for name, (_, shape, pieces) in folder.tensors.items():
         reason = why_not_once(shape, tuple((piece.offset, piece.size) for piece in pieces))
         if reason:

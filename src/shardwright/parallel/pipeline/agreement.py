@@ -17,7 +17,7 @@ from shardwright.comm.functional import reduce_over
 from shardwright.comm.record import because
 from shardwright.context.randomness import LOGICAL
 from shardwright.context.submesh import groups_above_one
-from shardwright.errors import ParallelError
+from shardwright.errors import ParallelError, words_of
 from shardwright.moe.layer import MoELayer
 from shardwright.parallel.pipeline.failing import Failures
 from shardwright.parallel.pipeline.forward.leavings import Found
@@ -117,7 +117,7 @@ class Agreement:
 
     def tell(self, error: BaseException | None, more: str = "") -> None:
         """Raise this rank's error here, and that of another rank on all others. Collective over the axis."""
-        text = None if error is None else f"{type(error).__name__}: {error}"
+        text = None if error is None else words_of(error)
         if isinstance(error, ParallelError):
             text = str(error)
         for rank, said in enumerate(self._gathered(text, "an error of a pipeline's stage")):

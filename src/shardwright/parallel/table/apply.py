@@ -9,7 +9,7 @@ from torch import nn
 from shardwright.context.context import DistributedContext
 from shardwright.context.domains import BATCH_DOMAIN
 from shardwright.context.submesh import submesh
-from shardwright.errors import ParallelError, ShardwrightError
+from shardwright.errors import ParallelError, ShardwrightError, words_of
 from shardwright.parallel.logical_dropout import logical_dropout
 from shardwright.parallel.meshes import refuse_no_module
 from shardwright.parallel.same_model import compared_before
@@ -116,5 +116,5 @@ def _prepared(
     except ShardwrightError as error:
         word = Word(context.rank, str(error))
     except Exception as error:  # noqa: BLE001  the others wait for this rank's word, whatever happened
-        word = Word(context.rank, f"parallelize: {type(error).__name__}: {error}; nothing was changed")
+        word = Word(context.rank, f"parallelize: {words_of(error)}; nothing was changed")
     return calls, placed, agree(word, stage_of(context))

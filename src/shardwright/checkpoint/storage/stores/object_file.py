@@ -7,6 +7,8 @@ import errno
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shardwright.errors import words_of
+
 _RANGE = 8 << 20  # of one request; several are under way at once where the storage can do that
 _WINDOW = 32 << 20
 
@@ -19,7 +21,7 @@ def told() -> Iterator[None]:
     except (OSError, EOFError):
         raise
     except Exception as error:
-        raise OSError(errno.EIO, f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+        raise OSError(errno.EIO, words_of(error).partition("\n")[0]) from error
 
 
 class ObjectFile:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from shardwright.comm.record import because
 from shardwright.compat import tree_leaves
 from shardwright.compat.fully_shard_traffic import forget_forwards
-from shardwright.errors import ParallelError, ShardwrightError
+from shardwright.errors import ParallelError, ShardwrightError, words_of
 from shardwright.parallel.pipeline.border import FindMesh
 from shardwright.parallel.pipeline.forward.aside import Aside
 from shardwright.parallel.pipeline.forward.borders import Borders, Told
@@ -67,7 +67,7 @@ def _tried(run: Callable[[], Told]) -> tuple[Told, BaseException | None]:
     except ShardwrightError as error:
         return Told(error=str(error)), error
     except BaseException as error:  # noqa: BLE001  the other ranks wait to be told
-        return Told(error=f"{type(error).__name__}: {error}"), error
+        return Told(error=words_of(error)), error
 
 
 def _stage(
