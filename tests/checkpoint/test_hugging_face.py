@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as t
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -23,6 +24,7 @@ from shardwright import Shard, distribute_module
 from shardwright.checkpoint import join, load_hf, rename, save_hf, stack, transpose
 from shardwright.errors import CheckpointError
 from shardwright.parallel import parallelize_fsdp, parallelize_replicate
+from shardwright.testing import rank_mesh
 from tests.tiers import only
 
 Ranks = Callable[..., list[Any]]
@@ -149,6 +151,33 @@ FUSED = (
     stack(r"net\.experts", "net.expert.{index}.w"),
     transpose(r"net\.expert\..*"),
 )
+
+
+def load_what_files_lack(folder: Path) -> list[str]:
+    """Of a model that makes its tables of positions itself, and of one whose class says nothing of them."""
+    sizes = {"vocab_size": 61, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 8}
+    config = t.MarianConfig(
+        **sizes, **heads, encoder_ffn_dim=20, decoder_ffn_dim=20, decoder_start_token_id=0
+    )
+    torch.manual_seed(0)
+    plain = t.MarianMTModel(config)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder)
+    dist.barrier()
+    torch.manual_seed(1)
+    mesh = rank_mesh((2,), ("tp",))
+    model = distribute_module(t.MarianMTModel(config), mesh, {"model.shared.weight": Shard(0)})
+    load_hf(model, folder)
+    pairs = {name: (x.full_tensor(), plain.get_parameter(name)) for name, x in model.named_parameters()}
+    model._keys_to_ignore_on_save = []
+    with pytest.raises(CheckpointError, match=r"embed_positions\.weight is in no file"):
+        load_hf(model, folder)
+    return [name for name, pair in pairs.items() if not torch.equal(*pair)]
+
+
+def test_what_a_class_says_files_lack_stays_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, load_what_files_lack, tmp_path / "hf") == [[], []]
 
 
 def file_of_fused() -> dict[str, torch.Tensor]:

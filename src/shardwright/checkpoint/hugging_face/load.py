@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +47,8 @@ def load_hf(
     """Read a folder of safetensors files into a model, each rank only its slices.
 
     A collective over the world. The model may be placed by any strategy, and may be on the meta device: what
-    is loaded is then made on `device`. Elements are cast, to dtypes of their kind. Nothing is executed.
+    is loaded is then made on `device`. Elements are cast, to dtypes of their kind. Nothing is executed. What
+    the model's class lists as `_keys_to_ignore_on_save` and no file has stays as it is, where it has data.
 
     Args:
         folder: with `model.safetensors`, or `model.safetensors.index.json` and its files.
@@ -139,7 +141,14 @@ class _Loading:
                 self.tensors.pop(first, None)
                 chosen[id(tensor)] = name, known
                 self.tensors[name], self.links[name] = tensor, links
+        for name in [one for one in self.tensors if self._makes_itself(one)]:
+            del self.tensors[name], self.links[name]
         self.used = {link.source for name in self.tensors for link in self.links[name]}
+
+    def _makes_itself(self, name: str) -> bool:
+        """Whether a tensor that no file has is one that files do without: a table of positions, say."""
+        known = any(link.source in self.places for link in self.links[name])
+        return not known and not self.tensors[name].is_meta and _is_not_saved(self.model, name)
 
     def _differences(self, name: str) -> Iterator[str]:
         mine = self.tensors[name].dtype
@@ -237,6 +246,12 @@ def _refuse_other_links(told: Sequence[Mapping[str, list[Link]]]) -> None:
         for name, one in links.items():
             if known.setdefault(name, one) != one:
                 raise CheckpointError(f"maps= makes {name} of other tensors on some ranks than on others")
+
+
+def _is_not_saved(model: nn.Module, name: str) -> bool:
+    """Whether the class of a model of `transformers` says that no file has a tensor of this name."""
+    patterns = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
