@@ -167,7 +167,7 @@ def load_what_files_lack(folder: Path) -> list[str]:
     dist.barrier()
     torch.manual_seed(1)
     mesh = rank_mesh((2,), ("tp",))
-    model = distribute_module(t.MarianMTModel(config), mesh, {"model.shared.weight": Shard(0)})
+    model = distribute_module(t.MarianMTModel(config), mesh, {"model.shared.weight": [Shard(0)]})
     load_hf(model, folder)
     pairs = {name: (x.full_tensor(), plain.get_parameter(name)) for name, x in model.named_parameters()}
     model._keys_to_ignore_on_save = []

@@ -108,3 +108,30 @@ def _refused_answers():
 
 def test_a_refused_answer_changes_nothing(ranks):
     ranks(4, _refused_answers)
+
+
+def _names_a_mesh_for_what_lives_elsewhere():
+    """torch cuts over the axis that the answer names; here the axis of the unit cuts, or nothing does."""
+    experts, data = rank_mesh((2, 2), ("efsdp", "ep")), rank_mesh((4,), ("dp",))
+
+    def made():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        whole = model[1].weight.detach()
+        model[1].weight = nn.Parameter(sw.distribute_tensor(whole, experts["ep"], [sw.Shard(0)]))
+        return model, model[1].weight
+
+    model, spread = made()
+    named = ShardPlacementResult(placement=sw.Shard(0), mesh_info=FSDPMeshInfo(experts["efsdp"], 0))
+    with pytest.raises(ParallelError, match=r"1\.weight: .* names the axes \('efsdp',\) .* on \('ep',\)"):
+        parallelize_fsdp(model, data, shard_placement_fn=lambda p: named if p is spread else None)
+    assert not any(isinstance(p, TorchDTensor) for p in model[0].parameters())
+    parallelize_fsdp(model, data, shard_placement_fn=lambda _: None)
+    assert model[1].weight is spread
+    model, spread = made()
+    parallelize_fsdp(
+        model, data, ignored_params={spread}, shard_placement_fn=lambda p: named if p is spread else None
+    )
+
+
+def test_a_mesh_that_is_named_for_what_stays_is_refused(ranks):
+    ranks(4, _names_a_mesh_for_what_lives_elsewhere)

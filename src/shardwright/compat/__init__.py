@@ -274,15 +274,15 @@ def asked_by_context_parallel() -> bool:
     return "._context_parallel." in next((n for n in names if not n.startswith("shardwright.")), "")
 
 
-# `set_model_state_dict` with whole tensors, `distributed.checkpoint` of meta tensors, pipelines.
+# `set_model_state_dict` with whole tensors, `distributed.checkpoint` of meta tensors, pipelines, `local_map`.
 _REBUILDING = frozenset({
     "_distribute_tensors", "_distribute_state_dict", "_init_state_dict.<locals>.dtensor_func",
-    "_split_tensor", "merge_chunks", "_DTensorMeta.from_dtensor",
+    "_split_tensor", "merge_chunks", "_DTensorMeta.from_dtensor", "_local_map_wrapped",
 })  # fmt: skip
 
 
 def rebuilds_by_placements() -> str:
-    """The name of the function of torch that asks for placements to cut or make another tensor by, or ""."""
+    """The name of the function of torch that asks for placements to cut, make or take parts by, or ""."""
     frame = sys._getframe(3)
     name = frame.f_code.co_qualname
     return name if name in _REBUILDING and frame.f_globals["__name__"].startswith("torch.") else ""

@@ -107,8 +107,9 @@ def shard_over(
         return
     shard_mesh = on_axes(mesh, axes[-1:])
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
-    left_alone = {s.get() for s in slots if _elsewhere(s.get(), mesh)}
-    left_alone |= spread_over(module, mesh) | set(fully_shard_kwargs.pop("ignored_params", None) or ())
+    elsewhere = [slot for slot in slots if _elsewhere(slot.get(), mesh)]
+    not_asked = spread_over(module, mesh) | set(fully_shard_kwargs.pop("ignored_params", None) or ())
+    left_alone = not_asked.union(slot.get() for slot in elsewhere)
     taken = [slot for slot in slots if slot.get() not in left_alone]
     refuse_other_models(
         verb,
@@ -124,7 +125,9 @@ def shard_over(
     _refuse_twice(slots, axes, left_alone)
     _refuse_what_torch_cannot(taken)
     refuse_placed_elsewhere(taken, module, "parallelize_fsdp")
-    answers = _answers(taken, fully_shard_kwargs.pop("shard_placement_fn", None), shard_mesh)
+    ask = fully_shard_kwargs.pop("shard_placement_fn", None)
+    _refuse_named([slot for slot in elsewhere if slot.get() not in not_asked], ask)
+    answers = _answers(taken, ask, shard_mesh)
     with ties_kept(module, "parallelize_fsdp"):
         if rest := axes[:-1]:
             whole = (Replicate(),) * len(rest)
@@ -144,6 +147,19 @@ def _answers(slots: Sequence[Slot], ask: Any, mesh: DeviceMesh) -> dict[tuple[nn
     parameters = {slot.get(): slot.path for slot in slots if ask is not None and slot.get().ndim}
     said = {p: _on(mesh, ask(p), path, p.ndim) for p, path in parameters.items()}
     return {(slot.owner, slot.name): said.get(slot.get()) for slot in slots}
+
+
+def _refuse_named(slots: Sequence[Slot], ask: Any) -> None:
+    """Raise ParallelError where `shard_placement_fn` names a mesh for what is left alone on other axes."""
+    for slot in slots:
+        info = getattr(ask(slot.get()), "mesh_info", None) if ask is not None else None
+        if info is not None:
+            module = slot.path.rpartition(".")[0] or "its module"
+            raise ParallelError(
+                f"{slot.path}: shard_placement_fn names the axes {axis_names(info.mesh)} for a parameter on "
+                f"{layout_of(slot.get()).axes}, of which this call cuts none\n"
+                f"  fix: cut {module} over these axes by a call of its own, before this one"
+            )
 
 
 def _on(mesh: DeviceMesh, answer: Any, path: str, ndim: int) -> Any:

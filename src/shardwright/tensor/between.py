@@ -12,6 +12,7 @@ from shardwright.compat import root_ranks
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import as_mesh_shape
+from shardwright.layout.strided import same_regions
 from shardwright.placement.base import Pending
 from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import remembered
@@ -41,6 +42,21 @@ def layout_on(
     resolved, kept = resolve_placements(mesh, given, default="layout", own=old)
     order = order if order is not None else kept
     return Layout(mesh, resolved, old.shape, dtype=old.dtype, stride=old.stride, order=order)
+
+
+def is_placed_as(x: DTensor, given: PlacementsArgument) -> bool:
+    """Does each rank hold what these placements say, on the mesh of `x`? Not where only one is pending.
+
+    The order of the axes counts (a list without one: left to right), and strided cuts may say it.
+    """
+    return _are_alike(x._spec.layout, layout_on(x, x.device_mesh, given))
+
+
+@remembered(4096)
+def _are_alike(have: Layout, want: Layout) -> bool:
+    if have == want:
+        return True
+    return not (have.pending_axes or want.pending_axes) and same_regions(have, want)
 
 
 @remembered(1024)

@@ -184,7 +184,8 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         """This rank's part, differentiable; a view of it, not a copy.
 
         Args: grad_placements: what the gradient of the local part is to the logical tensor; as torch, by
-            default the tensor's own placements with pending ones finished.
+            default the tensor's own placements with pending ones finished. Without an order of their own
+                they apply in that of the tensor.
         Cost: none.
         """
         up_to_date(self)
@@ -201,7 +202,8 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
             placements, order = resolve_placements(
                 self.device_mesh, grad_placements, default="layout", own=self._spec.layout
             )
-            grad_layout = self._spec.layout.with_placements(placements, order=order)
+            own = self._spec.layout
+            grad_layout = own.with_placements(placements, order=own.order_names if order is None else order)
         return above.to_local(self, grad_layout)
 
     def redistribute(

@@ -17,6 +17,7 @@ from shardwright.layout import layout_of
 from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
 from shardwright.placement.base import Placement
 from shardwright.tensor.agreed import check_alike, listed, told_by_all, whole_of
+from shardwright.tensor.between import is_placed_as, layout_on
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import resolve_placements
 from shardwright.tensor.spec import coords_of
@@ -44,11 +45,13 @@ def local_map(
     Args:
         func: takes and returns local tensors; called without any DTensor, what it returns stays as it is.
         out_placements: per output its placements (None: a plain value); one entry serves all outputs.
-        in_placements: per flattened argument the placements that it must have; None: any.
+        in_placements: per flattened argument the placements that it must have, which apply from left to right
+            if they state no order; None: any.
         in_grad_placements: per flattened argument the placements of its gradient.
         device_mesh: the mesh of the outputs; by default that of the first DTensor argument.
         redistribute_inputs: move inputs to `in_placements` instead of refusing them.
-        out_shapes: per output its logical shape; without it, the ranks tell each other their parts.
+        out_shapes: per output its logical shape; without it, the ranks tell each other their parts (in a
+            compiled graph they take all parts to be as long as their own).
     Raises: LayoutError: an input with other placements, a wrong number of placements, or outputs that are not
         the parts of one tensor: on all ranks alike where they tell each other.
     Cost: beyond `func`, the moves that `redistribute_inputs` asks for, and one all-gather of 536 bytes over
@@ -96,10 +99,11 @@ def _enter(
         return value
     x: DTensor = as_ours(value) if not isinstance(value, DTensor) else value
     want = None if wanted is None else wanted[index]
-    if want is not None and tuple(want) != tuple(x.placements):
+    if want is not None and not is_placed_as(x, want):
         if not redistribute:
             raise LayoutError(
-                f"local_map: argument {index} has layout {x._spec.layout}, expected {tuple(want)}; "
+                f"local_map: argument {index} has layout {x._spec.layout}, expected "
+                f"{layout_on(x, x.device_mesh, want)}; "
                 "redistribute it, or set redistribute_inputs=True"
             )
         x = x.redistribute(placements=want)
