@@ -217,6 +217,37 @@ def test_explicit_refuses_to_finish_a_value_for_the_host(ranks):
     ranks(2, _scalars)
 
 
+def _lists_of_numbers():
+    """`torch.tensor` of a list reads the memory of tensors in C: what it reads is one device's."""
+    mesh = rank_mesh((2,), ("dp",))
+    whole = torch.arange(6.0).view(3, 2)
+    x, counts = (sw.distribute_tensor(y, mesh, [sw.Shard(0)]) for y in (whole, whole.long()))
+
+    def program(x, counts):
+        sums = [[row.sum(), 1.0] for row in x]
+        return (
+            torch.tensor(sums),
+            torch.tensor([row.max() for row in counts]),
+            torch.as_tensor((x.sum(), x.max()), dtype=torch.float64),
+            torch.tensor([[2, 3], [4, 5]]),
+        )
+
+    with sw.spmd(mesh):
+        found = program(x, counts)
+        with pytest.raises(RuntimeError, match="cannot be converted to Scalar"):
+            torch.tensor([x[0], x[1]])
+        with sw.explicit(), pytest.raises(ImplicitRedistributionError):
+            torch.tensor([x.sum()])
+    for ours, wanted in zip(found, program(whole, whole.long()), strict=True):
+        ours = ours.full_tensor() if isinstance(ours, sw.DTensor) else ours  # noqa: PLW2901
+        assert ours.dtype == wanted.dtype
+        assert torch.equal(ours, wanted)
+
+
+def test_lists_of_numbers_that_distributed_tensors_hold(ranks):
+    ranks(2, _lists_of_numbers)
+
+
 def _traced():
     grid = rank_mesh((2,), ("tp",))
     a = sw.distribute_tensor(full(8, 4), grid, [sw.Shard(0)])

@@ -140,10 +140,11 @@ def _list(names: Sequence[str]) -> str:
 
 def check_new(module: nn.Module) -> None:
     """Raise ParallelError for a model on the meta device in part only: half of it would be lost."""
-    meta = {p.is_meta for p in module.parameters()}
-    if len(meta) > 1:
-        some = next(name for name, p in module.named_parameters() if p.is_meta)
+    meta = [name for name, p in module.named_parameters() if p.is_meta]
+    made = [name for name, p in module.named_parameters() if not p.is_meta]
+    if meta and made:
         raise ParallelError(
-            f"parallelize: {some} is on the meta device and others have values; make all of the model "
-            'inside of torch.device("meta"), or none of it'
+            f"parallelize: {_list(made)} has values, and {_list(meta)} is on the meta device; make all of "
+            'the model inside of torch.device("meta"), or none of it (what a constructor makes by '
+            'torch.Tensor(n) has values there too: model.to("meta") then)'
         )

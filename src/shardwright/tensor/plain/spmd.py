@@ -32,6 +32,8 @@ _TRANSFORMED = (
     "{}: a plain tensor of shape {} that a torch.func transform follows meets a DTensor inside spmd: what "
     "the transform made of it cannot be placed. fix: sw.distribute_tensor it before the transform"
 )
+# Lists that are given to these are read in C, below all dispatch.
+_READ_IN_C = frozenset({torch.tensor, torch.as_tensor})
 _Site = tuple[str, int, MeshShape]  # a line, and the mesh of its block: the ranks that compare together
 # What its ranks know together of a line: how many values were compared there, and whether a block has ended
 # that compared some. What else one of them did in a block (an error, or nothing) the others do not know.
@@ -87,6 +89,8 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         self, func: Any, types: Any, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _READ_IN_C:
+            args, kwargs = tuple(map(_readable, args)), {k: _readable(v) for k, v in kwargs.items()}
         if not state.rank_local and _mixed(args, kwargs) and not leaves_alone(func):
             replicate = partial(self._replicate, beside=(*args, *kwargs.values()))
             args, kwargs = with_replicated(func, args, kwargs, replicate)
@@ -179,6 +183,21 @@ def _is_distributed(x: torch.Tensor) -> bool:
     if isinstance(x, torch.distributed.tensor.DTensor):
         return True
     return not torch.compiler.is_compiling() and wraps_distributed(x)
+
+
+def _readable(given: Any) -> Any:
+    """Of an argument that is a list with DTensors, of one number each, the same list of plain tensors."""
+    if not isinstance(given, list | tuple) or not any(map(_is_distributed, tensors_in(given))):
+        return given
+    return _numbers(given)
+
+
+def _numbers(given: Any) -> Any:
+    if isinstance(given, list | tuple):
+        return [_numbers(one) for one in given]
+    if not isinstance(given, torch.distributed.tensor.DTensor):
+        return given
+    return torch.tensor(given.item(), dtype=given.dtype, device="cpu")
 
 
 def _mixed(args: Args, kwargs: dict[str, Any]) -> bool:
