@@ -24,6 +24,7 @@ from shardwright.placement import (
 )
 from shardwright.testing.check_placement import BrokenLawError, PlacementLaws, check_placement
 from shardwright.testing.hook_laws import HOOKS
+from tests.placement.user_placements import SkewedOrNot
 
 
 @dataclass(frozen=True)
@@ -470,6 +471,7 @@ FAULTS = [
     (JoinedInAnotherOrder(), r"join\(split\(x\)\) is \[1, 0\], x is \[0, 1\]"),
     (JoinForgetsTheTail(), r"join\(split\(x\)\) is"),
     (CutsNothing(), r"cut_dims\(\) is \[\], the regions cut \[0\]"),
+    (SkewedOrNot(), r"cut_dims\(\) is \[1\], the regions cut \[0, 1\]"),
     (TouchesNothing(), r"touched_dims\(\) is \[\]"),
     (AlwaysEven(), r"even\(\) is True"),
     (SecondCoordTwice(), "held more than once"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch.nn import functional
@@ -19,8 +21,10 @@ from tests.placement.user_placements import (
     Band,
     Checkerboard,
     Columns,
+    ColumnsByRows,
     LongerDim,
     RowsInTurn,
+    Skewed,
     WrongElsewhere,
     WrongOnDim,
 )
@@ -40,6 +44,8 @@ LINE = MeshShape(("tp",), (2,))
         (Columns(), (4, 6), (1, Moved(0, Columns(), 2, 1))),
         (LongerDim(), (6, 4), None),
         (Band(), (6, 4), None),
+        (Skewed(), (6, 4), None),
+        (ColumnsByRows(), (6, 4), (1, Moved(0, ColumnsByRows(), 2, 1))),
     ],
     ids=str,
 )
@@ -103,6 +109,9 @@ PLACED = {
     "backwards inside": Backwards(1),
     "columns": Columns(),
     "longer dim": LongerDim(),
+    "skewed": Skewed(),
+    "skewed, in other boxes": Skewed(halves=True),
+    "columns by rows": ColumnsByRows(),
 }
 
 
@@ -151,7 +160,8 @@ def whole_programs(name):
             global_.grad.redistribute(placements=[placement]).to_local().shape
         )
     whole = sw.distribute_tensor(plain[1], mesh, [sw.Replicate()])
-    with sw.trace() as trace, sw.explicit():
+    of_one_dim = one_dim_form(placement, (7, 6), 2) is not None
+    with sw.trace() as trace, sw.explicit() if of_one_dim else contextlib.nullcontext():
         placed[0] @ whole
     return trace.bytes
 

@@ -15,7 +15,15 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement import Partition, Pending, Placement, Shard, as_placement
 from shardwright.testing.check_placement import check_placement
-from tests.placement.user_placements import Band, Checkerboard, LogSumExp, PermutedRows, RowsInTurn
+from tests.placement.user_placements import (
+    Band,
+    Checkerboard,
+    ColumnsByRows,
+    LogSumExp,
+    PermutedRows,
+    RowsInTurn,
+    Skewed,
+)
 
 USERS = [PermutedRows(7), Band(), Checkerboard(2), LogSumExp(2)]
 
@@ -68,6 +76,8 @@ def test_dims_that_are_cut_follow_from_the_regions():
     assert PermutedRows(3).cut_dims((5, 4), 1) == (0,)  # permuted: not usable as if it were logical
     assert Band().cut_dims((4, 4), 2) == (0, 1)
     assert Checkerboard(2).cut_dims((4, 4), 2) == (0, 1)
+    assert Skewed().cut_dims((4, 4), 2) == Skewed(halves=True).cut_dims((4, 4), 2) == (0, 1)
+    assert ColumnsByRows().cut_dims((4, 4), 2) == ColumnsByRows().cut_dims((3, 7), 2) == (1,)
     assert Checkerboard(2).cut_dims((0, 4), 2) == ()
 
 

@@ -67,6 +67,61 @@ class Checkerboard(Partition):
             raise PlacementError("Checkerboard is for matrices")
 
 
+@dataclass(frozen=True)
+class Skewed(Partition):
+    """Of each row another block of columns, as in Cannon's product; rows whole where columns do not divide.
+
+    Each row and the number of columns are as under a plain cut of columns, which it is not. `halves` states
+    the same in other boxes, cut in two in every second row.
+    """
+
+    halves: bool = False
+
+    def region(self, shape, n, coord):
+        if shape[1] % n:
+            return Shard(0).region(shape, n, coord)
+        width = shape[1] // n
+        boxes = []
+        for row in range(shape[0]):
+            first, half = (coord + row) % n * width, width // 2
+            if self.halves and row % 2 and half:
+                boxes += [Box((row, first), (1, half)), Box((row, first + half), (1, width - half))]
+            else:
+                boxes.append(Box((row, first), (1, width)))
+        return Region(boxes, (shape[0], width))
+
+    def validate(self, shape, n):
+        if len(shape) != 2:
+            raise PlacementError("Skewed is for matrices")
+
+
+@dataclass(frozen=True)
+class SkewedOrNot(Skewed):
+    """It says that it cuts columns alone."""
+
+    def cut_dims(self, shape, n):
+        return (0,) if shape[1] % n else (1,)
+
+
+@dataclass(frozen=True)
+class ColumnsByRows(Partition):
+    """A plain cut of columns, stated in a box for each row, some of them in two."""
+
+    def region(self, shape, n, coord):
+        size = Shard(1).local_length(shape[1], n, coord)
+        first = sum(Shard(1).local_length(shape[1], n, before) for before in range(coord))
+        boxes = []
+        for row in range(shape[0] if size else 0):
+            half = size // 2 if row % 2 else 0
+            boxes += [Box((row, first), (1, half))] if half else []
+            boxes.append(Box((row, first + half), (1, size - half)))
+        return Region(boxes, (shape[0], size))
+
+    def validate(self, shape, n):
+        if len(shape) != 2:
+            raise PlacementError("ColumnsByRows is for matrices")
+
+
 class LogSumExp(Pending):
     """Not a dataclass: attributes set in a plain __init__, which does not call the base."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import product
 from math import prod
 from typing import Protocol
 
@@ -95,13 +97,60 @@ def _put_runs(out: Tensor, runs: tuple[Runs, ...], part: Tensor, dim: int) -> No
 
 @remembered(4096)
 def derived_cut_dims(placement: HasRegion, shape: Shape, n: int) -> tuple[int, ...]:
-    """The dims on which some coord's local index is not the logical index. Asks every coord, once."""
+    """The dims on which some coord's local index is not the logical index, or on which others depend.
+
+    Along a dim that is not among them, every coord holds of each index what it holds of the first: a skew,
+    which holds other columns of each row, cuts rows and columns. Asks every coord, once.
+    """
     whole = set(range(len(shape)))
     for coord in range(n if prod(shape) else 0):
         region = placement.region(shape, n, coord)
         if region.numel:
             whole &= _whole_dims(region, shape)
+            whole = {dim for dim in whole if _is_repeated(region, shape, dim)}
     return tuple(dim for dim in range(len(shape)) if dim not in whole)
+
+
+_FEW = 1 << 16  # elements that are compared one by one
+
+
+def _is_repeated(region: Region, shape: Shape, dim: int) -> bool:
+    """Does the region hold the same of each index of a dim that keeps its index? If in doubt, no."""
+    if region.runs is not None or shape[dim] == 1:
+        return True
+    local, start = region.local_shape, 0
+    covered: defaultdict[tuple[Shape, ...], list[tuple[int, int]]] = defaultdict(list)
+    for box in region.boxes:
+        first = unravel(start, local)
+        others = tuple((*x[:dim], *x[dim + 1 :]) for x in (first, box.offset, box.size))
+        covered[others].append((box.offset[dim], box.size[dim]))
+        start += box.numel
+    if all(_tiles(pieces, shape[dim]) for pieces in covered.values()):
+        return True
+    return region.numel <= _FEW and _is_shifted(region, shape, dim)
+
+
+def _tiles(pieces: list[tuple[int, int]], length: int) -> bool:
+    """Do (offset, size) pairs cover a length, each index once?"""
+    end = 0
+    for offset, size in sorted(pieces):
+        if offset != end:
+            return False
+        end += size
+    return end == length
+
+
+def _is_shifted(region: Region, shape: Shape, dim: int) -> bool:
+    """The same, element by element: boxes may be cut otherwise at each index."""
+    local = region.local_shape
+    step, apart, length = prod(shape[dim + 1 :]), prod(local[dim + 1 :]), local[dim]
+    strides = [prod(shape[at + 1 :]) for at in range(len(shape))]
+    held: list[int] = []
+    for box in region.boxes:
+        sides = (range(o * s, (o + k) * s, s) for o, k, s in zip(box.offset, box.size, strides, strict=True))
+        held += map(sum, product(*sides))
+    followed = (at for at in range(len(held)) if at // apart % length < length - 1)
+    return all(held[at + apart] - held[at] == step for at in followed)
 
 
 def _whole_dims(region: Region, shape: Shape) -> set[int]:
