@@ -136,8 +136,8 @@ def noted_as(local: Tensor, memory: Tensor) -> Tensor:
 
     Whether a rank had to copy is its own business; what torch sees noted decides which calls it makes.
     """
-    seen = memory.conj() if local.is_conj() else memory
-    return neg_view(seen) if local.is_neg() else seen
+    seen = memory.conj() if local.is_conj() != memory.is_conj() else memory
+    return neg_view(seen) if local.is_neg() != seen.is_neg() else seen
 
 
 def carried_out(local: Tensor) -> Tensor:
@@ -315,7 +315,8 @@ class _Walks:
         for e, index in zip(part.target, at, strict=True):
             self._set_logical(e, index, part.target)
         local = tuple(self.local_source[dim] for dim in part.source)
-        for dim, index in zip(part.source, np.unravel_index(places, local), strict=True):
+        at = np.unravel_index(places, local) if local else ()
+        for dim, index in zip(part.source, at, strict=True):
             self.places[dim] = (part.target, index)
 
     def _along(self, part: Part, dim: int, flat: Partition, n: int, coord: int) -> bool:

@@ -27,6 +27,7 @@ from shardwright.tensor.finished_forms import finishes, may_keep
 from shardwright.tensor.move import move_operands, move_unasked
 from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.wrap import as_replicated, common_use, wrap
+from shardwright.views.local import noted_as
 
 # What one device takes in expanded tensors: all elements of one place get the same.
 _local_of = attrgetter("_local_tensor")
@@ -271,12 +272,17 @@ def _nothing(
     layouts = [x._spec.layout for x in tensors]
     for move in prepared.moves:
         layouts[move.operand] = move.target
-    made = [_identity(spec, layouts, locals_, device, seen=is_view(func)) for spec in prepared.results]
+    seen = func if is_view(func) else None
+    made = [_identity(spec, layouts, locals_, device, seen=seen) for spec in prepared.results]
     if not made:
         return None
     if _returns_a_list(func):
         return made
     return made[0] if len(made) == 1 else tuple(made)
+
+
+# Views that note something of elements, and change none.
+_NOTES = frozenset({torch.ops.aten._conj.default, torch.ops.aten._neg_view.default})
 
 
 def _returns_a_list(func: Op) -> bool:
@@ -296,15 +302,17 @@ def _write_nothing(prepared: Prepared, made: Any, locals_: list[torch.Tensor]) -
 
 
 def _identity(
-    spec: Spec | None, inputs: list[Layout], locals_: list[torch.Tensor], device: Any, *, seen: bool
+    spec: Spec | None, inputs: list[Layout], locals_: list[torch.Tensor], device: Any, *, seen: Op | None
 ) -> torch.Tensor | None:
+    """seen: the op, if it is a view."""
     if spec is None:
         return None
     coords = spec.coords
     layout: Layout = spec.layout
     shape = layout.local_shape(coords) if coords is not None else (0,)
-    if seen and layout.dtype == locals_[0].dtype:
-        return nothing_of(locals_[0], shape)  # what is written there is written into the operand
+    if seen is not None and layout.dtype == locals_[0].dtype:  # what is written there goes to the operand
+        nothing = noted_as(locals_[0], nothing_of(locals_[0], shape))
+        return seen(nothing) if seen in _NOTES else nothing
     local = locals_[0].new_empty(tuple(shape), dtype=layout.dtype, device=device)  # fake where that is
     if local.numel():
         pending = reduction_of_cuts(layout, inputs)

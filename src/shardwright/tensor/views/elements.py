@@ -16,7 +16,7 @@ from shardwright.compat import neg_view
 from shardwright.index.view import View, selected
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import Coords
-from shardwright.views.local import LocalView, local_view
+from shardwright.views.local import LocalView, local_view, noted_as
 from shardwright.views.through import through
 
 # Each of them undoes itself or another one.
@@ -47,7 +47,8 @@ class ElementView:
         taken, copied = self.view.take(local)
         if self.nothing:
             pair = taken.new_empty((*taken.shape, 2)) if self._pairs else taken
-            return self._of(pair).new_empty(self.shape), False
+            made = self._of(pair)
+            return noted_as(made, made.new_empty(self.shape)), False
         try:
             return self._of(taken), copied
         except RuntimeError:  # the local strides tear pairs apart, although the logical ones do not
