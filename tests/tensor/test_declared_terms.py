@@ -36,6 +36,17 @@ class Weighed(sw.Pending):
         return hash(type(self))
 
 
+class LastWriter(Weighed):
+    """One term counts alone, and the others not at all; it writes into them."""
+
+    def combine(self, locals):  # noqa: A002 - the word of the laws
+        locals[0].zero_()
+        return locals[-1].clone()
+
+    def embed(self, x, n, coord):
+        return x.clone() if coord == n - 1 else torch.zeros_like(x)
+
+
 class Hidden(Weighed):
     """Autograd does not see what it does."""
 
@@ -91,9 +102,9 @@ def test_terms_of_a_cut_tensor_have_theirs(ranks):
         torch.testing.assert_close(found[:, 0], terms.grad[rank][:, rank % 2])
 
 
-def test_a_reduction_of_one_s_own_is_differentiated(ranks):
+@pytest.mark.parametrize("own", [Weighed(), LastWriter()], ids=lambda own: type(own).__name__)
+def test_a_reduction_of_one_s_own_is_differentiated(ranks, own):
     terms = _terms().requires_grad_()
-    own = Weighed()
     value = own.combine([terms[:2].sum(0), terms[2:].sum(0)])
     (value * _WEIGHTS).sum().backward()
     for rank, found in enumerate(ranks(4, _gradients, [own, sw.Partial("sum")], False)):

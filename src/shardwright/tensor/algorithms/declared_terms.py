@@ -78,15 +78,22 @@ def _of_own_term(local: torch.Tensor, layout: Layout, mesh: DeviceMesh, grad: to
             f"from_local: the combine of {kinds} is not differentiable by autograd, so that its terms have "
             "no gradient\n  fix: detach the terms, or write combine with torch's functions of new results"
         )
-    (found,) = torch.autograd.grad(value, term, grad.to(value.dtype))
+    (found,) = torch.autograd.grad(
+        value, term, grad.to(value.dtype), allow_unused=True, materialize_grads=True
+    )
     return found
 
 
 def _shown(own: torch.Tensor, mesh: DeviceMesh, axis: int) -> list[torch.Tensor]:
-    """The terms of all ranks along an axis, this rank's with its graph."""
+    """The terms of all ranks along an axis, this rank's with its graph.
+
+    Those of the others have one too: whether the value can be differentiated is the same question everywhere,
+    also where it does not depend on this term.
+    """
     sent, name = own.detach().reshape(-1), axis_names(mesh)[axis]
     sizes = [sent.numel()] * mesh.size(axis)
     told = gather_rows(sent, sizes, mesh.get_group(axis), axis=name, reason=_WHY)
-    parts = [part.view(own.shape) for part in told.chunk(len(sizes))] if sent.numel() else [own] * len(sizes)
+    rows = told.detach().requires_grad_().clone().view(len(sizes), *own.shape)  # which may be written into
+    parts = [rows[at] for at in range(len(sizes))]
     parts[mesh.get_local_rank(axis)] = own
     return parts
