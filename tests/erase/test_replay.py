@@ -1,6 +1,8 @@
 """A replay gives what one device gives: values, gradients, parameters and states after steps."""
 
+import copy
 import cProfile
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -124,6 +126,54 @@ STEPS = list(product(OPTIMIZERS, [(1, "batch"), (2, "batch"), (2, "tensor")]))
 def test_steps_leave_the_parameters_of_one_device(ranks, name, case):
     world, placing = case
     ranks(world, _steps, name, placing)
+
+
+BLOCKS = {"spmd": sw.spmd, "device": lambda _: torch.device("cpu")}
+
+
+def _inside(block):
+    """An optimizer reads its step counts through the block's mode; the program's own reads stay refused."""
+    mesh, plain = rank_mesh((2,), ("tp",)), block_of_one()
+    model = sw.distribute_module(copy.deepcopy(plain), mesh, {"weight": {"tp": sw.Shard(0)}})
+    steps = []
+    for m, around in ((plain, lambda _: nullcontext()), (model, BLOCKS[block])):
+        optimizer = OPTIMIZERS["adamw"](m.parameters())
+
+        def step(x, m=m, optimizer=optimizer, around=around):
+            with around(mesh):
+                optimizer.zero_grad()
+                loss = m(x).square().mean()
+                loss.backward()
+                optimizer.step()
+            return loss.detach()
+
+        steps.append(step)
+    one, fast = steps[0], sw.erase(steps[1])
+    for x in batches(6, (4, 6)):
+        assert_equal(fast(sw.distribute_tensor(x, mesh, {"tp": sw.Replicate()})), one(x))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_equal(p, q)
+    assert (fast.report().recordings, fast.report().replays) == (1, 4), str(fast.report())
+
+    def reads(x):
+        with BLOCKS[block](mesh):
+            return x * x.sum().item()
+
+    fast, x = sw.erase(reads), torch.arange(4.0)
+    for turn in range(4):
+        assert_equal(fast(x + turn), (x + turn) * (x + turn).sum())
+    assert fast.report().replays == 0
+    assert f"{__file__}:" in str(fast.report())
+
+
+def block_of_one():
+    torch.manual_seed(0)
+    return nn.Linear(6, 8)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_an_optimizer_that_steps_inside_of_a_block_is_replayed(ranks, block):
+    ranks(2, _inside, block)
 
 
 def _under_a_profiler():

@@ -22,6 +22,7 @@ from shardwright.erased.rates import OPTIMIZERS, Following
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.tape import Line, Ref, Tape
 from shardwright.erased.walk import local_of
+from shardwright.tensor.plain.spmd import spmd
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 # Between an operator and whoever asked for it.
-_BETWEEN = ("torch/_dynamo/eval_frame.py", "torch/_compile.py", "torch/utils/_pytree.py")
+_BETWEEN = (
+    "torch/_dynamo/eval_frame.py", "torch/_compile.py", "torch/utils/_pytree.py", "torch/utils/_device.py",
+)  # fmt: skip
+_OF_SPMD = spmd.__torch_function__.__code__  # not its file: what a block compares, it reads itself
 _HERE = "shardwright/erased"
 _READS = frozenset({aten._local_scalar_dense.default, aten.item.default})
 _LOOKED_AT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -243,7 +247,8 @@ def _first_frame(skip: tuple[str, ...]) -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if f"{_HERE}/" not in name and not any(part in name for part in skip):
+        hands_on = frame.f_code is _OF_SPMD or f"{_HERE}/" in name or any(part in name for part in skip)
+        if not hands_on:
             return name
         frame = frame.f_back
     return ""
