@@ -29,7 +29,7 @@ from shardwright.erased.gradients import (
     inputs_of,
     own_backward,
 )
-from shardwright.erased.program import is_check, program_of
+from shardwright.erased.program import program_of
 from shardwright.erased.rates import Rate, followed_facts, may_name
 from shardwright.erased.record import Recording
 from shardwright.erased.refuse import Refusal
@@ -62,7 +62,7 @@ class Attempt:
         self.recording, self.rates = Recording(rates), rates
         self.tape = self.recording.tape
         self.world = World(self._met)
-        self.watch = Watch(self.world, self.recording.values_read)
+        self.watch = Watch(self.world, self.recording.values_read, self.recording.catching)
         self.before: list[Before] = []
         self.where = source_line()
         self.autocast = autocast_devices()
@@ -141,9 +141,6 @@ class Attempt:
             return [Refusal("a number of an optimizer", "the program may read it beside the step")]
         asked = self.world.asked_of_schedulers()
         restored = self.watch.restored if any(line.draws for line in self.tape.lines) else []
-        if self.watch.catches and any(is_check(line) for line in self.tape.lines):
-            why = "an operator may raise by what it is given, and the program catches errors"
-            asked.append(Refusal("an error", why, self.watch.catches))
         return [*self.recording.refusals, *self.watch.refusals, *restored, *self.world.refusals, *asked]
 
     def _results(self, flat: list[Any]) -> tuple[list[Leaf], list[torch.Tensor], list[Refusal]]:

@@ -18,6 +18,7 @@ from shardwright.comm.record import source_line
 from shardwright.comm.told import told
 from shardwright.compat import FakeTensorMode, TorchDispatchMode, modes_stack, tree_leaves, tree_map
 from shardwright.erased import numbers
+from shardwright.erased.catching import Catching, may_raise
 from shardwright.erased.rates import OPTIMIZERS, Following
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.tape import Line, Ref, Tape
@@ -57,6 +58,7 @@ class Recording(TorchDispatchMode):
         self.tape = Tape()
         self.refusals: list[Refusal] = []
         self.events = Events()
+        self.catching = Catching(self.refuse)
         self._numbers = 0
         self._followed: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
         self.following = Following(rates, self.refuse)
@@ -98,6 +100,8 @@ class Recording(TorchDispatchMode):
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, torch.Tensor) and not isinstance(x, TorchDTensor) and self.tape.find(x) is None:
                 self.refuse(str(func), _FROM_NOWHERE)
+        if may_raise(func, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]):
+            self.catching.ran(func)  # what dispatch asks of values on the host, no operator shows
         if not any(numbers.is_followed(value) for value in tree_leaves((args, kwargs))):
             return NotImplemented
         outer, self._followed = self._followed, (func, args, kwargs)
@@ -136,6 +140,8 @@ class Recording(TorchDispatchMode):
         varies = torch.Tag.nondeterministic_seeded in func.tags or func.namespace == FUNCTIONAL
         varies = varies or any(self.tape.varies(x) for x in tensors)
         self._refuse_op(func, args, kwargs, results, varies)
+        if varies and may_raise(func, tensors):
+            self.catching.ran(func)
         if func._schema.name == DATA:  # a constant of the program, which it may write: a fresh one each time
             self.tape.forget(out)
         outs = tuple(self._result(x, varies) for x in results)
@@ -202,7 +208,7 @@ class Recording(TorchDispatchMode):
             self.refuse(name, "its kernel does otherwise without gradients, and a replay records none")
         elif func.namespace == "c10d":
             self.refuse(name, "it talks to a process group beside the functional collectives")
-        elif varies and any(tag in func.tags for tag in _LOOKED_AT):
+        elif varies and any(tag in func.tags for tag in _LOOKED_AT) and not _by_places(name, args):
             self.refuse(name, "its result depends on values")
         elif any(isinstance(value, torch.Generator) for value in tree_leaves((args, kwargs))):
             self.refuse(name, "it draws from a generator of its own")
@@ -221,6 +227,12 @@ def _placed(value: Any, given: Any) -> Any:
     if isinstance(given, list | tuple) and isinstance(value, list | tuple) and len(given) == len(value):
         return [_placed(v, g) for v, g in zip(value, given, strict=True)]
     return given if numbers.is_followed(given) else value
+
+
+def _by_places(name: str, args: Any) -> bool:
+    """Does it index by whole numbers? Masks alone make results of as many elements as they say."""
+    masks = (torch.bool, torch.uint8)
+    return name == "aten::index" and not any(x is not None and x.dtype in masks for x in args[1])
 
 
 def _without_data(tensors: list[torch.Tensor]) -> bool:

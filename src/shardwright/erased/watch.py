@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 
 from shardwright.comm.record import source_line
+from shardwright.erased.catching import Catching
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.walk import DRAWS, World, is_library
 
@@ -50,17 +51,18 @@ class Watch:
     """Within the block the program is looked at; nothing of what it does is changed.
 
     ran_backward: did a backward run inside? restored: refusals that fall where no random number is drawn.
-    catches: the place of the user's code that catches errors, if some does.
+    catching: told of codes that may take an error without being on the way of it.
     """
 
-    catches = ""
-
-    def __init__(self, world: World, values_read: Callable[[torch.Tensor, str], None]) -> None:
-        self.world, self.values_read = world, values_read
+    def __init__(
+        self, world: World, values_read: Callable[[torch.Tensor, str], None], catching: Catching
+    ) -> None:
+        self.world, self.values_read, self.catching = world, values_read, catching
         self.refusals: list[Refusal] = []
         self.restored: list[Refusal] = []
         self.ran_backward = False
-        self._known: set[CodeType] = set()
+        # By `id` (a code computes its hash anew each time), and whether its calls and returns are told on.
+        self._known: dict[int, tuple[CodeType, bool]] = {}
 
     def __enter__(self) -> Self:
         self._outer = sys.getprofile()
@@ -70,24 +72,32 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(self._outer)
+        self.catching.forget()
         self.refusals += self.world.drawn()
 
     def _event(self, frame: FrameType, event: str, what: Any) -> None:
-        if event == "call" and frame.f_code not in self._known:
-            users = not is_library(frame.f_code.co_filename, frame.f_globals)
-            if not (users and _imports(frame)):  # what an import runs, the program may call again
-                self._known.add(frame.f_code)
-                if users:
-                    self._met(frame.f_code, frame)
-        elif event == "c_call":
+        if event == "c_call":
             self._called(what, frame)
+        elif event == "call" or event == "return":  # noqa: PLR1714 - asked millions of times: no tuple
+            known = self._known.get(id(frame.f_code)) or self._meet(frame)
+            if known[1]:
+                (self.catching.called if event == "call" else self.catching.returned)(frame)
+
+    def _meet(self, frame: FrameType) -> tuple[CodeType, bool]:
+        """A code that was not met yet."""
+        code = frame.f_code
+        users = not is_library(code.co_filename, frame.f_globals)
+        if users and _imports(frame):  # what an import runs, the program may call again
+            return code, False
+        known = self._known[id(code)] = code, self.catching.looks_at(code, users=users)
+        if users:
+            self._met(code, frame)
+        return known
 
     def _met(self, code: CodeType, frame: FrameType) -> None:
         """The user's code, for the first time."""
         self.world.run_code(code, frame.f_globals)
         for instruction in dis.get_instructions(code):
-            if instruction.opname == "CHECK_EXC_MATCH":
-                self.catches = self.catches or f"{code.co_filename}:{code.co_firstlineno}"
             if instruction.opname in {"STORE_GLOBAL", "DELETE_GLOBAL"}:
                 where = f"{code.co_filename}:{instruction.positions.lineno if instruction.positions else 0}"
                 name = f"the global {instruction.argval!r}"
