@@ -22,6 +22,7 @@ from tests.placement.user_placements import (
     Checkerboard,
     Columns,
     ColumnsByRows,
+    ElementsBackwards,
     LongerDim,
     RowsInTurn,
     Skewed,
@@ -203,3 +204,19 @@ def on_two_axes():
 
 def test_the_shape_that_earlier_axes_leave_decides(ranks):
     ranks(4, on_two_axes)
+
+
+def where_nothing_is_left():
+    """An earlier axis leaves one coord no column: what is empty there is empty in another dim."""
+    import shardwright as sw
+
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    a, b = torch.arange(4.0).view(4, 1), torch.full((1, 1), 2.0)
+    x = sw.distribute_tensor(a, mesh, [sw.Shard(1), ElementsBackwards()])
+    y = sw.distribute_tensor(b, mesh, [sw.Shard(1), sw.Replicate()])
+    for ours, single in ((x + y, a + b), (x * 2, a * 2), (x.sum(0), a.sum(0)), (x.t() @ x, a.t() @ a)):
+        assert torch.equal(ours.full_tensor(), single)
+
+
+def test_a_part_may_be_empty_in_another_dim_than_the_one_that_is_cut(ranks):
+    ranks(4, where_nothing_is_left)

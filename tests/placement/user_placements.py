@@ -122,6 +122,23 @@ class ColumnsByRows(Partition):
             raise PlacementError("ColumnsByRows is for matrices")
 
 
+@dataclass(frozen=True)
+class ElementsBackwards(Partition):
+    """All elements from the last to the first, one below the other: of one column a cut of rows.
+
+    An empty part is empty in dim 0, whichever dim of the tensor is.
+    """
+
+    def region(self, shape, n, coord):
+        cells, one = list(np.ndindex(*shape))[::-1], (1,) * len(shape)
+        mine = cells[len(cells) * coord // n : len(cells) * (coord + 1) // n]
+        return Region([Box(at, one) for at in mine], (len(mine), *one[1:]))
+
+    def validate(self, shape, n):
+        if not shape:
+            raise PlacementError("ElementsBackwards needs a dim")
+
+
 class LogSumExp(Pending):
     """Not a dataclass: attributes set in a plain __init__, which does not call the base."""
 

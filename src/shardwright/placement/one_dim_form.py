@@ -142,11 +142,25 @@ def says(part: Partition, shape: Shape, n: int, dim: int, wanted: list[Runs]) ->
     """Whether each coord holds these indices of `dim`, in this order, and all of every other dim."""
     try:
         part.validate(shape, n)
-        return all(_holds(part, shape, n, coord, dim, wanted[coord]) for coord in range(n)) and set(
-            derived_cut_dims(part, shape, n)
-        ) <= {dim}
+        alike = all(_holds(part, shape, n, coord, dim, wanted[coord]) for coord in range(n))
+        alike = alike and set(derived_cut_dims(part, shape, n)) <= {dim}
+        return alike and _empties(part, shape, n, dim, wanted)
     except Exception:  # noqa: BLE001 - as above
         return False
+
+
+def _empties(part: Partition, shape: Shape, n: int, dim: int, wanted: list[Runs]) -> bool:
+    """Whether parts are as long along `dim` where another one is empty, as earlier axes may leave it."""
+    for other in (at for at in range(len(shape)) if at != dim and shape[at]):
+        empty = (*shape[:other], 0, *shape[other + 1 :])
+        try:
+            part.validate(empty, n)
+            found = [part.region(empty, n, coord).local_shape for coord in range(n)]
+        except Exception:  # noqa: BLE001 - it is refused where it is met
+            continue
+        if found != [(*empty[:dim], total(held), *empty[dim + 1 :]) for held in wanted]:
+            return False
+    return True
 
 
 def _holds(part: Partition, shape: Shape, n: int, coord: int, dim: int, wanted: Runs) -> bool:
