@@ -500,8 +500,43 @@ def test_a_planted_fault_is_caught(placement, message):
     assert type(placement).__name__ in str(caught.value)
 
 
-def test_the_placement_without_the_fault_passes():
-    check_placement(Rows(), axis_sizes=(1, 2, 3))
+@dataclass(frozen=True)
+class FirstReal(Pending):
+    """Right: the first term that is a number. Its neutral term is equal to nothing, itself included."""
+
+    def combine(self, locals):  # noqa: A002 - the word of the laws
+        out = locals[0].clone()
+        for term in locals[1:]:
+            out = torch.where(out.isnan(), term, out)
+        return out
+
+    def embed(self, x, n, coord):
+        return x.clone() if coord == 0 else torch.full_like(x, torch.nan)
+
+    def in_domain(self, x):
+        return x.dtype.is_floating_point
+
+
+@dataclass(frozen=True)
+class Divisor(Pending):
+    """Right: the greatest common divisor, of whole numbers that are not negative."""
+
+    def combine(self, locals):  # noqa: A002 - the word of the laws
+        out = locals[0].clone()
+        for term in locals[1:]:
+            out = torch.gcd(out, term)
+        return out
+
+    def embed(self, x, n, coord):
+        return x.clone() if coord == 0 else torch.zeros_like(x)
+
+    def in_domain(self, x):
+        return x.dtype == torch.int64 and bool((x >= 0).all())
+
+
+@pytest.mark.parametrize("right", [Rows(), FirstReal(), Divisor()], ids=lambda value: type(value).__name__)
+def test_the_placement_without_the_fault_passes(right):
+    check_placement(right, axis_sizes=(1, 2, 3))
 
 
 def test_the_counterexample_is_the_smallest_and_can_be_read():

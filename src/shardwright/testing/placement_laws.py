@@ -20,10 +20,11 @@ from shardwright.placement.base import Pending, Placement
 
 
 def samples(p: Pending, shape: Shape) -> Iterator[Tensor]:
-    """Values of this shape in the domain of a Pending: floats of both signs and of one, integers, bools."""
+    """Values of this shape in the domain of a Pending: floats and integers of both signs and of one, bools."""
     random = torch.Generator().manual_seed(prod(shape))
     x = torch.randn(shape, generator=random)
-    for value in (x, x.abs(), x.double(), x.bfloat16(), (x * 8).long(), x > 0, torch.complex(x, x)):
+    whole = (x * 8).long()
+    for value in (x, x.abs(), x.double(), x.bfloat16(), whole, whole.abs(), x > 0, torch.complex(x, x)):
         if p.in_domain(value):
             yield value
 
