@@ -20,7 +20,7 @@ from shardwright.placement.base import Pending, Placement
 
 
 def samples(p: Pending, shape: Shape) -> Iterator[Tensor]:
-    """Values of this shape in the domain of a Pending: floats and integers of both signs and of one, bools."""
+    """Values of this shape in the domain of a Pending: floats, integers (of both signs, of one), bools."""
     random = torch.Generator().manual_seed(prod(shape))
     x = torch.randn(shape, generator=random)
     whole = (x * 8).long()
