@@ -54,7 +54,10 @@ def _sizes_and_equality() -> list[bool]:
     if grid.get_coordinate() is None:
         with pytest.raises(RuleError, match="no part of the tensors' mesh"):
             torch.equal(one, one)
+        with pytest.raises(RuleError, match="no part of the tensor's mesh"):
+            one.sum().item()
         return sizes
+    assert abs(one.sum().item() - plain.sum().item()) < 1e-5
     assert torch.equal(one, one.clone())
     assert not torch.equal(one, one + 1)
     return sizes

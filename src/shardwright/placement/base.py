@@ -125,7 +125,11 @@ class Placement(TorchPlacement):
         return shape
 
     def validate(self, shape: Shape, n: int) -> None:
-        """Raise PlacementError if this placement has no meaning for such a tensor on an axis of size n."""
+        """Raise PlacementError if this placement has no meaning for such a tensor on an axis of size n.
+
+        Asked of the whole tensor, also where axes before leave less of it (`region` is asked of what they
+        leave): an own class that fits only what they leave is refused.
+        """
 
     def resolved(self, ndim: int) -> Placement:  # noqa: ARG002 - nothing to resolve without a dim
         """The same placement with negative dims counted from the front."""

@@ -16,7 +16,11 @@ aten = torch.ops.aten
 
 
 def item(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """`.item()` and friends read the finished logical value, never the local part."""
+    """`.item()` and friends read the finished logical value, never the local part.
+
+    Raises: RuleError: on a rank outside the mesh.
+    """
+    _refuse_outside(args[0], "item: this rank is no part of the tensor's mesh: only its ranks know the value")
     whole = whole_unasked(func.name(), args[0], "the host reads the finished value")
     return func(whole, *args[1:], **kwargs)
 
@@ -31,12 +35,14 @@ def equal(_: Op, args: Args, __: Mapping[str, Any]) -> bool:
     left, right = args
     if tuple(left.shape) != tuple(right.shape):
         return False
-    if left._spec.coords is None:
-        raise RuleError(
-            "equal: this rank is no part of the tensors' mesh: only its ranks compare them\n"
-            "  fix: ask on its ranks and broadcast the answer, or redistribute to a mesh of all ranks"
-        )
+    _refuse_outside(left, "equal: this rank is no part of the tensors' mesh: only its ranks compare them")
     return bool((left == right).all().item())
+
+
+def _refuse_outside(x: Any, why: str) -> None:
+    if x._spec.coords is None:
+        fix = "ask on its ranks and broadcast the answer, or redistribute to a mesh of all ranks"
+        raise RuleError(f"{why}\n  fix: {fix}")
 
 
 def is_set_to(_: Op, args: Args, __: Mapping[str, Any]) -> bool:
