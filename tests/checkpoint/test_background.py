@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwright import Shard, distribute_tensor, init_device_mesh
 from shardwright.checkpoint import async_save, background, load
-from shardwright.checkpoint.agree import agreed
+from shardwright.checkpoint.agree import Call
 from shardwright.checkpoint.storage.arena import copy_bytes
 from shardwright.errors import CheckpointError
 
@@ -162,7 +162,7 @@ def test_a_group_that_is_gone_is_no_world_of_one_rank() -> None:
     """A rank took itself for all, and committed what it had without that of the others."""
     assert not dist.is_initialized()
     with pytest.raises(CheckpointError, match="destroyed before the end of writing c: call `wait`"):
-        agreed("writing c", lambda: 1, group=object())
+        Call().agreed("writing c", lambda: 1, group=object())
 
 
 def test_the_memory_of_one_save_is_the_next_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,53 +24,89 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-class OtherFunctionError(CheckpointError):
-    """Ranks call different functions: there is nothing more to agree on."""
+class ApartError(CheckpointError):
+    """Ranks are in different calls, or one has left this one: there is nothing more to agree on."""
 
 
 class _Outcome(NamedTuple):
-    """What a rank has to tell: what it was about to do, a result, or why there is none."""
+    """What a rank has to tell: its call, what it was about to do in it, a result, or why there is none.
 
-    doing: str
-    result: Any
-    reason: str
-
-
-def agreed(what: str, function: Callable[[], T], group: Group = None) -> list[T]:
-    """Run a function that holds no collective on every rank; their results, in rank order.
-
-    Args: what: what is done; its first word is the same on all ranks that do the same.
-    Raises: OtherFunctionError: ranks do not do the same. CheckpointError: the first failing rank's reason.
-        The same text on every rank.
-    Cost: one all-gather of pickled results.
+    begun: something was agreed on in this call before. leaves: the rank is interrupted (Ctrl-C, an exit), and
+    goes whatever the others say.
     """
-    outcomes = _gather(_try(what, function), group)
-    first = next((one.reason for one in outcomes if one.reason), "")
-    if difference := _difference(outcomes):
-        raise OtherFunctionError(f"{difference} ({first})" if first else difference)
-    if first:
-        raise CheckpointError(first)
-    return [one.result for one in outcomes]
+
+    call: str
+    begun: bool
+    doing: str
+    result: Any = None
+    reason: str = ""
+    leaves: bool = False
+
+
+class Call:
+    """One call of a function of checkpoints: what is agreed on in it is no other call's.
+
+    A rank may leave a call for an exception that the others do not hear of, since it comes between two
+    agreements. What it says at the beginning of its next call then meets what they say amid the one that it
+    left: so a call has a name, rank 0's, which all know from its first agreement on, and where the names
+    differ all raise rather than commit half of each. Nothing is kept: the next call begins as any other.
+    """
+
+    def __init__(self) -> None:
+        """A call that is yet to be begun."""
+        self._name, self._begun = secrets.token_hex(8), False
+
+    def agreed(self, what: str, function: Callable[[], T], group: Group = None) -> list[T]:
+        """Run a function that holds no collective on every rank; their results, in rank order.
+
+        Args: what: what is done; its first word is the same on all ranks that do the same.
+        Raises: ApartError: ranks do not do the same, or one leaves. CheckpointError: the first failing rank's
+            reason. The same text on every rank; but one that is interrupted raises that, once all have heard.
+        Cost: one all-gather of pickled results.
+        """
+        mine, interrupt = _try(_Outcome(self._name, self._begun, what), function)
+        try:
+            outcomes = _gather(mine, group)
+        finally:
+            if interrupt is not None:
+                raise interrupt
+        first = next((one.reason for one in outcomes if one.reason), "")
+        if difference := _difference(outcomes):
+            raise ApartError(f"{difference} ({first})" if first else difference)
+        self._name, self._begun = outcomes[0].call, True
+        if first:
+            raise (ApartError if any(one.leaves for one in outcomes) else CheckpointError)(first)
+        return [one.result for one in outcomes]
 
 
 def _difference(outcomes: list[_Outcome]) -> str:
     """What a rank does that the first does not; "" where all do the same."""
+    first = outcomes[0]
     for other, one in enumerate(outcomes):
-        if one.doing.split()[0] != outcomes[0].doing.split()[0]:
-            return (
-                f"rank 0 is {outcomes[0].doing}, and rank {other} is {one.doing}: every rank calls the same "
-                "function of checkpoints, in the same order and format"
+        both = f"rank 0 is {first.doing}, and rank {other} is {one.doing}"
+        if first.begun != one.begun or (one.begun and first.call != one.call):
+            left = (
+                "" if first.begun == one.begun else f": rank {other if first.begun else 0} left its last one"
             )
+            return (
+                f"{both}, in another call{left} before its end, for an exception that the others did not "
+                "hear of. Neither call is done; call it again on every rank"
+            )
+        if one.doing.split()[0] != first.doing.split()[0]:
+            return f"{both}: every rank calls the same function of checkpoints, in the same order and format"
     return ""
 
 
-def _try(what: str, function: Callable[[], Any]) -> _Outcome:
+def _try(mine: _Outcome, function: Callable[[], Any]) -> tuple[_Outcome, BaseException | None]:
+    """What a rank has to tell, and the interrupt with which it goes on when it has told of it."""
     try:
-        return _Outcome(what, function(), "")
+        return mine._replace(result=function()), None
     except ShardwrightError as error:
-        return _Outcome(what, None, str(error))
-    except Exception as error:  # noqa: BLE001  a peer that does not hear of it would wait for ever
-        return _Outcome(what, None, f"{what} failed on rank {rank()}: {words_of(error)}")
+        return mine._replace(reason=str(error)), None
+    except BaseException as error:  # noqa: BLE001  a peer that does not hear of it would wait for ever
+        leaves = not isinstance(error, Exception)
+        reason = f"{mine.doing} failed on rank {rank()}: {words_of(error)}"
+        return mine._replace(reason=reason, leaves=leaves), error if leaves else None
 
 
 def _gather(mine: _Outcome, group: Group) -> list[_Outcome]:

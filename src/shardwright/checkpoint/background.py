@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint.agree import Group, rank, world
+from shardwright.checkpoint.agree import Call, Group, rank, world
 from shardwright.checkpoint.collector import no_collection
 from shardwright.checkpoint.job import Job, prepared
 from shardwright.checkpoint.save import State
@@ -120,13 +120,15 @@ def async_save(
     (`shardwright.testing.forget()` frees it). Communicates on a process group of its own, which the first
     call makes.
     """
+    call = Call()
     everything = given(model, optimizer) | state
     with contextlib.ExitStack() as stack, no_collection():
-        job = stack.enter_context(prepared(path, everything, extra, step, config, _finish_last))
+        job = stack.enter_context(prepared(call, path, everything, extra, step, config, _finish_last))
         group, taken = _group(), _taken()
-        _copy(job, taken)
-        saving = AsyncSave(job, stack.pop_all(), group, taken)
-    _under_way["last"] = saving
+        interrupt = _copy(job, taken)
+        saving = _under_way["last"] = AsyncSave(job, stack.pop_all(), group, taken)
+    if interrupt is not None:
+        raise interrupt
     return saving
 
 
@@ -144,12 +146,17 @@ def _taken() -> dict[str, Arena]:
     return taken
 
 
-def _copy(job: Job, memory: dict[str, Arena]) -> None:
-    """Copy what this rank writes. Where that fails on one rank, all hear of it where they wait."""
+def _copy(job: Job, memory: dict[str, Arena]) -> BaseException | None:
+    """Copy what this rank writes. Where that fails on one rank, all hear of it where they wait.
+
+    Returns: the interrupt (Ctrl-C, an exit) with which this rank goes on.
+    """
     try:
         job.copied = _copied(job.entries(), memory)
-    except Exception as error:  # noqa: BLE001  the others go on to the collectives of the thread
+    except BaseException as error:  # noqa: BLE001  the others go on to the collectives of the thread
         job.failure = CheckpointError(f"copying the state failed on rank {rank()}: {words_of(error)}")
+        return None if isinstance(error, Exception) else error
+    return None
 
 
 def _copied(entries: list[Entry], memory: dict[str, Arena]) -> list[Entry]:

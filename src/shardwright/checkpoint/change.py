@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from shardwright.checkpoint.agree import Group, agreed, rank
+from shardwright.checkpoint.agree import Call, rank
 from shardwright.errors import CheckpointError, words_of
 
 
@@ -16,13 +16,13 @@ class Change(NamedTuple):
     put: Callable[[], object]
 
 
-def make(path: object, changes: Iterable[Change], group: Group = None) -> None:
-    """Make all changes, in order. A collective.
+def make(call: Call, path: object, changes: Iterable[Change]) -> None:
+    """Make all changes, in order. A collective of a call.
 
     Raises: CheckpointError: on every rank, where an object of one rank does not take what it once gave; it
     says what was changed before.
     """
-    agreed(f"loading {path}", lambda: _make(path, changes), group)
+    call.agreed(f"loading {path}", lambda: _make(path, changes))
 
 
 def _make(path: object, changes: Iterable[Change]) -> None:

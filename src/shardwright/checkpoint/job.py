@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shardwright.checkpoint.agree import Group, agreed, rank, world
+from shardwright.checkpoint.agree import Call, Group, rank, world
 from shardwright.checkpoint.collect import Collected, Part, collect, optimizers_of, values_of
 from shardwright.checkpoint.collector import no_collection
 from shardwright.checkpoint.pieces import local_of, views
@@ -32,8 +32,9 @@ class Job:
     """A save whose plan is known: what this rank writes of what it holds."""
 
     def __init__(
-        self, path: Place, save: str, plan: Plan, collected: Collected, about: dict[str, Any]
+        self, call: Call, path: Place, save: str, plan: Plan, collected: Collected, about: dict[str, Any]
     ) -> None:
+        self._call = call
         self.path, self.id, self.whole, self._about = path, save, plan.whole, about
         self.saving: Saving | None = None
         self.begun = True
@@ -74,11 +75,11 @@ class Job:
     def finish(self, group: Group = None) -> None:
         """Write and commit. A collective over `group`, by default the world."""
         if not self.begun:
-            agreed(f"beginning {self.path}", self._begin, group)
+            self._call.agreed(f"beginning {self.path}", self._begin, group)
         with no_collection():
-            done = agreed(f"writing {self.path}", lambda: (self._write(), self._part), group)
+            done = self._call.agreed(f"writing {self.path}", lambda: (self._write(), self._part), group)
         try:
-            agreed(f"committing {self.path}", lambda: self._commit(done), group)
+            self._call.agreed(f"committing {self.path}", lambda: self._commit(done), group)
         except CheckpointError:
             # Rank 0 has said that it did not commit; any other error says nothing of that, and files stay.
             self._withdraw(done[rank()][0])
@@ -162,6 +163,7 @@ class Job:
 
 @contextlib.contextmanager
 def prepared(
+    call: Call,
     path: Place | str,
     state: Mapping[str, Any],
     extra: Any,
@@ -171,13 +173,13 @@ def prepared(
 ) -> Iterator[Job]:
     """A save up to its plan, which is the same on every rank.
 
-    A collective; what fails leaves nothing behind.
+    A collective of a call; what fails leaves nothing behind.
 
     Args: before: what a save in the background does first; such a save writes nothing before `finish`.
     """
     begun: list[Saving] = []
     try:
-        yield _prepare(path, state, extra, about_run(step, config), begun, before)
+        yield _prepare(call, path, state, extra, about_run(step, config), begun, before)
     except BaseException:
         for saving in begun:
             saving.abandon()
@@ -201,6 +203,21 @@ def about_run(step: int | None, config: Mapping[str, Any] | None) -> Callable[[]
     return made
 
 
+def refuse_other_steps(steps: Sequence[int | None]) -> None:
+    """Raises CheckpointError, the same on every rank, where ranks save what they had after other steps.
+
+    A rank whose loop is a step ahead, for an exception that the others did not hear of, gives a state that is
+    none of theirs. One that gives no step goes by those that do.
+    """
+    first = next((number for number, step in enumerate(steps) if step is not None), 0)
+    for number, step in enumerate(steps):
+        if step is not None and step != steps[first]:
+            raise CheckpointError(
+                f"rank {first} saves step={steps[first]} and rank {number} step={step}: their loops are "
+                "apart, and a checkpoint of both is of no step; bring the ranks to one step, and save again"
+            )
+
+
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = encode(config, "config")
     if "$" in found:
@@ -209,6 +226,7 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prepare(
+    call: Call,
     path: Place | str,
     state: Mapping[str, Any],
     extra: Any,
@@ -235,8 +253,11 @@ def _prepare(
         return tell(held, copies), begun[0].id if begun else "", told, place
 
     with no_collection():
-        told = agreed("preparing the checkpoint" if before is None else "staging the checkpoint", first)
-        job = Job(place, told[0][1], planned([one[0] for one in told], held), collected, told[0][2])
+        doing = "preparing the checkpoint" if before is None else "staging the checkpoint"
+        told = call.agreed(doing, first)
+        refuse_other_steps([about["step"] for _, _, about, _ in told])
+        plan = planned([one[0] for one in told], held, call)
+        job = Job(call, place, told[0][1], plan, collected, told[0][2])
     job.saving, job.of_first = begun[0] if begun else None, told[0][3]
     job.begun = before is None
     return job

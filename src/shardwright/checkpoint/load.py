@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shardwright.checkpoint.agree import Call
 from shardwright.checkpoint.collector import no_collection
 from shardwright.checkpoint.loading import Loaded, loaded
 from shardwright.checkpoint.save import State
@@ -44,6 +45,7 @@ def load(
     Cost: no tensor data is communicated; each rank reads what it holds, and needs memory for it twice
     (the second is the system's cache of the files where it lets this user lock memory: `ulimit -l`).
     """
+    call = Call()
     everything = given(model, optimizer) | state
     with no_collection(), usable_afterwards():  # what a load makes is gone when the collector may look again
-        return loaded(path, only, everything, in_place=in_place)
+        return loaded(call, path, only, everything, in_place=in_place)

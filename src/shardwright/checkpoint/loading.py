@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import change
-from shardwright.checkpoint.agree import OtherFunctionError, agreed, rank, world
+from shardwright.checkpoint.agree import ApartError, Call, rank, world
 from shardwright.checkpoint.change import Change
 from shardwright.checkpoint.collect import EXTRA
 from shardwright.checkpoint.compare import Identity, refuse_differences
@@ -52,18 +52,18 @@ class Loaded:
     bytes_read: int = 0
 
 
-def loaded(path: Place | str, only: Only, state: Mapping[str, Any], *, in_place: bool) -> Loaded:
+def loaded(call: Call, path: Place | str, only: Only, state: Mapping[str, Any], *, in_place: bool) -> Loaded:
     """Load what stands at the path. Where a save replaces it meanwhile, that is the new one."""
     for _ in range(_TRIES):
-        loading = Loading(path, only, in_place)
+        loading = Loading(call, path, only, in_place)
         try:
             return loading.run(state)
-        except OtherFunctionError:
+        except ApartError:
             raise
         except CheckpointError:
             if not loading.replaced():
                 raise
-    return Loading(path, only, in_place).run(state)
+    return Loading(call, path, only, in_place).run(state)
 
 
 class Loading:
@@ -75,8 +75,9 @@ class Loading:
     reader: Reader
     changing = False
 
-    def __init__(self, path: Place | str, only: Only, in_place: bool) -> None:
-        self.given, self.only, self.in_place = path, only, in_place
+    def __init__(self, call: Call, path: Place | str, only: Only, in_place: bool) -> None:
+        self.agreed = call.agreed
+        self.call, self.given, self.only, self.in_place = call, path, only, in_place
         self.rank = rank()  # which costs more than what is looked up by it
         self.nodes: list[Node] = []
         self.chosen: list[Node] = []
@@ -92,24 +93,24 @@ class Loading:
 
     def run(self, state: Mapping[str, Any]) -> Loaded:
         """All of it, on every rank at once."""
-        saves = agreed(f"reading {self.given}", self._open)
+        saves = self.agreed(f"reading {self.given}", self._open)
         if len(set(saves)) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints at {self.path}: it was replaced while it was read "
                 "(load it again), or it is on a disk of one node"
             )
         try:
-            identities = agreed(f"comparing the state with {self.path}", lambda: self._compare(state))
+            identities = self.agreed(f"comparing the state with {self.path}", lambda: self._compare(state))
             fitted = [one.fitted for one in identities]
             patterns = [one.only for one in identities]
             refuse_unfitted(
                 self.patterns, patterns, fitted, {path for one in identities for path in one.optimizers}
             )
             refuse_differences(self.path, self.manifest, identities, self.patterns.want)
-            agreed(f"comparing the optimizer with {self.path}", self._compare_others)
-            agreed(f"reading {self.path}", self._read)
+            self.agreed(f"comparing the optimizer with {self.path}", self._compare_others)
+            self.agreed(f"reading {self.path}", self._read)
             self.changing = True
-            change.make(self.path, self._changes())
+            change.make(self.call, self.path, self._changes())
         finally:
             self.reader.close()
         manifest = self.manifest
@@ -122,7 +123,7 @@ class Loading:
 
     def replaced(self) -> bool:
         """Whether what stands at the path is not what failed here, with nothing changed yet. A collective."""
-        return not self.changing and any(agreed(f"reading {self.given}", self._is_another))
+        return not self.changing and any(self.agreed(f"reading {self.given}", self._is_another))
 
     def _is_another(self) -> bool:
         with contextlib.suppress(CheckpointError):

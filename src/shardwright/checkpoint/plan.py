@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from shardwright.checkpoint.agree import Group, agreed, rank
+from shardwright.checkpoint.agree import Call, rank
 from shardwright.checkpoint.pieces import Cell
 from shardwright.checkpoint.spread import Digests, Held_by_key, Share, shares_of, union
 from shardwright.remember import memo
@@ -48,8 +48,8 @@ def tell(held: Held_by_key, copies: Digests) -> Told:
     return Told(xxhash.xxh3_128_hexdigest(described), copies, known)
 
 
-def planned(told: Sequence[Told], held: Held_by_key, group: Group = None) -> Plan:
-    """The plan of what all ranks hold. A collective.
+def planned(told: Sequence[Told], held: Held_by_key, call: Call) -> Plan:
+    """The plan of what all ranks hold. A collective of a call.
 
     Raises: CheckpointError: as `union`, on every rank.
     Cost: nothing is communicated where all ranks know the plan; else one gather of descriptions.
@@ -61,7 +61,7 @@ def planned(told: Sequence[Told], held: Held_by_key, group: Group = None) -> Pla
         if any(len({digests[r].get(name) for r in ranks}) > 1 for name, ranks in plan.copies):
             union(plan.parts, digests)  # which says what differs
         return plan
-    plan = plan_of(agreed("describing the state", lambda: held, group), digests)
+    plan = plan_of(call.agreed("describing the state", lambda: held), digests)
     if len(_known) >= _MOST:
         del _known[next(iter(_known))]
     _known[rank(), key] = plan

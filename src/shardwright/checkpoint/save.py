@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.agree import agreed
+from shardwright.checkpoint.agree import Call
 from shardwright.checkpoint.job import about_run, prepared
 from shardwright.checkpoint.others.dcp_export import save_for_torch
 from shardwright.checkpoint.state import given
@@ -44,7 +44,7 @@ def save(
         model: a module; its parameters and persistent buffers are saved, tied ones once.
         optimizer: one, or a list or dict of them; its state is saved by parameter name.
         extra: plain values, rank 0's; `load` returns them.
-        step: how many steps were done; `load` returns it.
+        step: how many steps were done, the same on every rank that says it; `load` returns it.
         config: settings to keep readable in the manifest (plain JSON values).
         format: `"dcp"` writes a folder of torch's distributed checkpoint instead, which
             `torch.distributed.checkpoint.load` reads without this library, in the names of its
@@ -62,13 +62,14 @@ def save(
     Cost: no tensor data is communicated; three gathers of descriptions, one write of each byte. Memory: 1 MiB
     beside tensors that lie on the CPU in one piece, 8 MiB beside others.
     """
+    call = Call()
     everything = given(model, optimizer) | state
     wanted: str = format
     if wanted == "dcp":
-        return save_for_torch(path, everything, extra, about_run(step, config))
+        return save_for_torch(call, path, everything, extra, about_run(step, config))
     if wanted != "shardwright":
-        agreed("preparing the checkpoint", partial(_refuse, format))
-    with prepared(path, everything, extra, step, config) as job:
+        call.agreed("preparing the checkpoint", partial(_refuse, format))
+    with prepared(call, path, everything, extra, step, config) as job:
         job.finish()
     return job.path
 

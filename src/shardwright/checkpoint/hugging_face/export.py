@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.agree import agreed, rank, world
+from shardwright.checkpoint.agree import Call, rank, world
 from shardwright.checkpoint.collect import digest
 from shardwright.checkpoint.hugging_face.index import INDEX, SINGLE
 from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of, listed
@@ -58,19 +58,20 @@ def save_hf(
     Cost: each tensor is gathered on all ranks that have a part of it (those of its stage, in a pipeline), one
     at a time, and written by one of them; memory for one.
     """
+    call = Call()
     made: list[_Export] = []
 
     def first() -> _Plan:
         made.append(_Export(model, folder_of(folder), listed(maps), max_shard_size))
         return made[0].plan()
 
-    plans = agreed(f"exporting {folder} for Hugging Face", first)
+    plans = call.agreed(f"exporting {folder} for Hugging Face", first)
     export, folder = made[0], made[0].folder
     export.arrange(plans)
     try:
         export.stream()
-        agreed(f"exporting {folder} for Hugging Face", export.finish)
-        agreed(f"exporting {folder} for Hugging Face", export.name_all)
+        call.agreed(f"exporting {folder} for Hugging Face", export.finish)
+        call.agreed(f"exporting {folder} for Hugging Face", export.name_all)
     except BaseException:  # Ctrl-C too: what is half written would stand in the way of the next export
         export.clean()
         raise

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardwright.checkpoint.agree import agreed
+from shardwright.checkpoint.agree import Call
 from shardwright.checkpoint.hugging_face.index import INDEX, read_index
 from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of, listed
 from shardwright.checkpoint.model_state import read_model
@@ -62,6 +62,7 @@ def load_hf(
     Cost: no communication of tensor data; memory for this rank's part, beside it where the model has data
     already or lies on another device than the CPU.
     """
+    call = Call()
     made: list[_Loading] = []
 
     def first() -> dict[str, list[Link]]:
@@ -70,12 +71,12 @@ def load_hf(
         made[0].compare()
         return made[0].links
 
-    told = agreed(f"importing {folder}", first)
+    told = call.agreed(f"importing {folder}", first)
     loading = made[0]
     try:
         _refuse_other_links(told)
         with usable_afterwards():
-            agreed(f"importing {folder}", loading.read)
+            call.agreed(f"importing {folder}", loading.read)
     finally:
         loading.reader.close()
     loading.change()

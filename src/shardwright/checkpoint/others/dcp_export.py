@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from shardwright.checkpoint.agree import agreed, rank, world
+from shardwright.checkpoint.agree import Call, rank, world
 from shardwright.checkpoint.collect import Collected, Part, collect
-from shardwright.checkpoint.job import Job
+from shardwright.checkpoint.job import Job, refuse_other_steps
 from shardwright.checkpoint.others.torch_names import as_torch_nests
 from shardwright.checkpoint.plan import plan_of
 from shardwright.checkpoint.spread import Digests, Held_by_key
@@ -35,17 +35,19 @@ from shardwright.errors import CheckpointError
 About = Callable[[], dict[str, Any]]
 
 
-def save_for_torch(where: Place | str, state: Mapping[str, Any], extra: Any, about: About) -> Path:
+def save_for_torch(
+    call: Call, where: Place | str, state: Mapping[str, Any], extra: Any, about: About
+) -> Path:
     """Write a folder that `torch.distributed.checkpoint.load` reads.
 
     A collective over the world. Its index is written last, when rank 0 has seen the files of all.
     Raises: CheckpointError: on every rank: as `save`; also where something stands at `path`, or a value
     differs between ranks, for torch's format has room for one.
     """
-    path = agreed("converting the checkpoint for torch", lambda: folder_of(where))[rank()]
+    path = call.agreed("converting the checkpoint for torch", lambda: folder_of(where))[rank()]
     locked: list[int] = []
     try:
-        nests = _prepared(path, state, extra, about, locked)
+        nests = _prepared(call, path, state, extra, about, locked)
         _write(path, nests)
     except BaseException:
         _clean(path, locked)
@@ -57,7 +59,7 @@ def save_for_torch(where: Place | str, state: Mapping[str, Any], extra: Any, abo
 
 
 def _prepared(
-    path: Path, state: Mapping[str, Any], extra: Any, about: About, locked: list[int]
+    call: Call, path: Path, state: Mapping[str, Any], extra: Any, about: About, locked: list[int]
 ) -> dict[str, Any]:
     """What torch is given to write, in the nests in which it names things."""
     collected, nests = Collected(), dict[str, Any]()
@@ -81,7 +83,7 @@ def _prepared(
             if str(one.dtype).startswith("torch.bits"):
                 raise CheckpointError(f"{key}: torch's format has no {one.dtype}: save its view(torch.uint8)")
         plan = plan_of([held for _, _, held, _ in told], [digests for _, _, _, digests in told])
-        job = Job(path, "", plan, collected, told[0][1])
+        job = Job(call, path, "", plan, collected, told[0][1])
         entries: dict[str, list[Entry]] = {key: [] for key in job.whole}
         for entry in job.entries():
             entries[entry.key].append(entry)
@@ -92,8 +94,9 @@ def _prepared(
         about_run = {name: told[0][1][name] for name in ("step", "config")}
         nests = as_torch_nests([one[0] for one in told], pieces, about_run)
 
-    told = agreed("converting the checkpoint for torch", first)
-    agreed("converting the checkpoint for torch", then)
+    told = call.agreed("converting the checkpoint for torch", first)
+    refuse_other_steps([about["step"] for _, about, _, _ in told])
+    call.agreed("converting the checkpoint for torch", then)
     return nests
 
 

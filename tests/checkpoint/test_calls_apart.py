@@ -1,0 +1,162 @@
+"""A rank that leaves a call is heard of by the others; what it does next is not taken for the same call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.checkpoint import async_save, background, load, load_hf, read_manifest, save, save_hf
+from shardwright.checkpoint.hugging_face import export
+from shardwright.errors import CheckpointError
+
+Ranks = Callable[..., list[Any]]
+FUNCTIONS = ("save", "dcp", "async", "hf", "load", "load hf")
+
+
+class Leaves:
+    """Anything with a state of its own; Ctrl-C comes on rank 1 while it is asked for that."""
+
+    def __init__(self, how: BaseException | None) -> None:
+        self.how = how
+
+    def state_dict(self) -> dict[str, int]:
+        if self.how is not None and dist.get_rank() == 1:
+            raise self.how
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing to take."""
+
+
+class Model(nn.Linear):
+    """Its state is asked for by exports and imports too."""
+
+    def __init__(self, how: BaseException | None) -> None:
+        super().__init__(2, 2)
+        nn.init.ones_(self.weight)
+        nn.init.ones_(self.bias)
+        self.how = how
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if self.how is not None and dist.get_rank() == 1:
+            raise self.how
+        return super().state_dict(*args, **kwargs)
+
+
+def call(name: str, folder: Path, path: Path, how: BaseException | None) -> None:
+    """One function of checkpoints, and all that it does."""
+    loader, model = Leaves(how), Model(how)
+    if name == "save":
+        save(path, Model(None), loader=loader)
+    elif name == "dcp":
+        save(path, Model(None), loader=loader, format="dcp")
+    elif name == "async":
+        async_save(path, Model(None), loader=loader).wait()
+    elif name == "hf":
+        save_hf(model, path)
+    elif name == "load":
+        load(folder / "old", Model(None), loader=loader)
+    else:
+        load_hf(model, folder / "old hf")
+
+
+def ways_it_ends(folder: Path) -> dict[str, str]:
+    """What each function says where rank 1 is interrupted in it; it does its work when it is called again."""
+    save(folder / "old", Model(None), loader=Leaves(None))
+    save_hf(Model(None), folder / "old hf")
+    said: dict[str, str] = {}
+    for name in FUNCTIONS:
+        for how in (KeyboardInterrupt(), SystemExit(3)):
+            with pytest.raises((CheckpointError, type(how))) as error:
+                call(name, folder, folder / name, how)
+            said[f"{name}: {type(how).__name__}"] = f"{type(error.value).__name__}: {error.value}"
+            dist.barrier()
+            assert not (folder / name).exists() or not [*(folder / name).iterdir()]
+        call(name, folder, folder / name, None)
+    return said
+
+
+def test_an_interrupt_of_one_rank_is_heard_of_by_all(ranks: Ranks, tmp_path: Path) -> None:
+    """It told nobody: the others waited, and met its next save, of another step, in theirs."""
+    first, other = ranks(2, ways_it_ends, tmp_path)
+    for name, text in first.items():
+        how = name.rpartition(" ")[2]
+        assert f"failed on rank 1: {how}" in text, (name, text)
+        assert text.startswith("ApartError"), (name, text)
+        assert other[name].startswith(how), (name, other[name])
+
+
+def exports_apart(folder: Path) -> str:
+    """Rank 1 leaves an export between two agreements, and goes on with its next one."""
+    if dist.get_rank() == 1:
+        with (
+            mock.patch.object(export._Export, "stream", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            save_hf(Model(None), folder / "first")
+    with pytest.raises(CheckpointError) as error:
+        save_hf(Model(None), folder / ("next" if dist.get_rank() == 1 else "first"))
+    save_hf(Model(None), folder / "after")
+    return str(error.value)
+
+
+def test_two_calls_are_never_taken_for_one(ranks: Ranks, tmp_path: Path) -> None:
+    """What was said in both began with one word, so that ranks went on with the plan of another call."""
+    for told in ranks(2, exports_apart, tmp_path, fresh=True):
+        assert "in another call: rank 1 left its last one before its end" in told
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["after"]
+
+
+def copies_apart(path: Path) -> list[str]:
+    """Rank 1 is interrupted while it copies what the thread is to write; then all save again, twice."""
+    said: list[str] = []
+    leaves = KeyboardInterrupt if dist.get_rank() == 1 else None
+    with mock.patch.object(background, "_copied", side_effect=leaves, wraps=background._copied):
+        try:
+            async_save(path, Model(None)).wait()
+        except (CheckpointError, KeyboardInterrupt) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    try:
+        async_save(path, extra=1).wait()
+    except CheckpointError as error:
+        said.append(str(error))
+    return [*said, str(async_save(path, extra=1).wait())]
+
+
+def test_an_interrupted_copy_is_told_where_the_others_wait(ranks: Ranks, tmp_path: Path) -> None:
+    """They waited in the thread for one that had left."""
+    first, other = ranks(2, copies_apart, tmp_path / "c", fresh=True)
+    assert other[0].startswith("KeyboardInterrupt")
+    assert first[1] == other[1]
+    for text in (first[0], first[1]):
+        assert "copying the state failed on rank 1: KeyboardInterrupt" in text
+    assert first[2] == other[2] == str(tmp_path / "c")
+
+
+def steps_apart(folder: Path) -> list[str]:
+    said = []
+    mine = 10 + dist.get_rank()
+    for call_it in (
+        lambda: save(folder / "own", v=1, step=mine),
+        lambda: save(folder / "dcp", v=1, step=mine, format="dcp"),
+        lambda: async_save(folder / "async", v=1, step=mine),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            call_it()
+        said.append(str(error.value))
+    save(folder / "one says", v=1, step=7 if dist.get_rank() == 1 else None)
+    return said
+
+
+def test_ranks_at_other_steps_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """An interrupt before the call, or one that a loop caught, lets a rank come a step ahead."""
+    for said in ranks(2, steps_apart, tmp_path):
+        assert all("rank 0 saves step=10 and rank 1 step=11: their loops are apart" in one for one in said)
+    assert [one.name for one in tmp_path.iterdir()] == ["one says"]
+    assert read_manifest(tmp_path / "one says").world == 2
