@@ -113,8 +113,9 @@ def test_torchs_private_norm_is_ours_where_the_meaning_is_the_same() -> None:
     from torch.distributed.tensor._ops._math_ops import _NormPartial
 
     assert as_placement(_NormPartial(2)) == Partial("norm2")
+    assert as_placement(_NormPartial(1)) == Partial("sum")
     assert as_placement(TorchPartial()) != _NormPartial(2)
-    with pytest.raises(PlacementError, match="_NormPartial"):
+    with pytest.raises(PlacementError, match=r"_NormPartial.*only torch can finish"):
         as_placement(_NormPartial(3))
 
 

@@ -39,14 +39,23 @@ def as_placement(placement: Any) -> Placement:
     return _from_private(placement)
 
 
+# Pending norms of torch, whose terms are norms of parts: of order 1 they add up.
+_NORMS = {1: Partial("sum"), 2: Partial("norm2")}
+
+
 def _from_private(placement: Any) -> Placement:
     """torch's strided shard and norm, recognised by what they say of themselves."""
     split_factor = getattr(placement, "split_factor", None)
     if isinstance(placement, TorchPlacement) and split_factor is not None:
         dim: int = placement.dim  # type: ignore[attr-defined]
         return Interleaved(dim, int(split_factor)) if split_factor != 1 else Shard(dim)
-    if isinstance(placement, TorchPartial) and getattr(placement, "norm_type", None) == 2:
-        return Partial("norm2")
+    if isinstance(placement, TorchPartial):
+        if (order := getattr(placement, "norm_type", None)) in _NORMS:
+            return _NORMS[order]
+        raise PlacementError(
+            f"{placement!r} ({type(placement).__name__}) is pending in a way that only torch can finish\n"
+            "  fix: on torch's tensor, x.redistribute(placements=[Replicate()] * x.device_mesh.ndim), first"
+        )
     raise PlacementError(
         f"{placement!r} ({type(placement).__name__}) is not a placement that can be used here; "
         "use Shard, Replicate, Partial, or subclass Partition or Pending"
