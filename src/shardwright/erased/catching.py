@@ -12,11 +12,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any
-
-import torch
 
 from shardwright.erased.handlers import (
     Clause,
@@ -37,14 +34,6 @@ _EXITS = frozenset({"__exit__", "__aexit__"})
 _WITHOUT_OTHERS = frozenset({"aten", "prims", "shardwright", "_c10d_functional"})
 
 
-def may_raise(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """May an operator raise by the values that it is given? Neither a view nor arithmetic on floats does."""
-    if getattr(func, "is_view", False):
-        return False
-    whole = all(x.is_floating_point() or x.dtype == torch.bool for x in tensors)
-    return not (whole and torch.Tag.pointwise in func.tags)
-
-
 class Catching:
     """What stands around the operators of one recording. refuse: told of what and why, and of the place."""
 
@@ -61,9 +50,9 @@ class Catching:
 
     # -- operators ------------------------------------------------------------------------------------
 
-    def ran(self, func: Any) -> None:
+    def ran(self, namespace: str) -> None:
         """An operator that may raise ran here: who would catch its error?"""
-        of_any = func.namespace not in _WITHOUT_OTHERS
+        of_any = namespace not in _WITHOUT_OTHERS
         frame: FrameType | None = sys._getframe(1)
         if not self._below(frame, of_any):  # on a thread of autograd, for which the caller's waits
             self._below(sys._current_frames().get(self._thread), of_any)

@@ -16,13 +16,15 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.comm.record import Recorder as Events
 from shardwright.comm.record import source_line
 from shardwright.comm.told import told
-from shardwright.compat import FakeTensorMode, TorchDispatchMode, modes_stack, tree_leaves, tree_map
+from shardwright.compat import FakeTensorMode, TorchDispatchMode, modes_stack
 from shardwright.erased import numbers
-from shardwright.erased.catching import Catching, may_raise
+from shardwright.erased.catching import Catching
+from shardwright.erased.operands import FUNCTIONAL, Kind, flat, mapped, tensors_among
 from shardwright.erased.rates import OPTIMIZERS, Following
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.tape import Line, Ref, Tape
 from shardwright.erased.walk import local_of
+from shardwright.erased.watch import Pause
 from shardwright.tensor.plain.spmd import spmd
 
 if TYPE_CHECKING:
@@ -39,10 +41,8 @@ _BETWEEN = (
 _OF_SPMD = spmd.__torch_function__.__code__  # not its file: what a block compares, it reads itself
 _HERE = "shardwright/erased"
 _READS = frozenset({aten._local_scalar_dense.default, aten.item.default})
-_LOOKED_AT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _REPLACES_MEMORY = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 _ASKS_FOR_GRADIENTS = frozenset({"aten::mkldnn_rnn_layer"})  # what its backward needs is None without
-FUNCTIONAL = "_c10d_functional"
 DATA = "aten::lift_fresh"
 _FROM_NOWHERE = "it takes a tensor that is neither given nor found in the program"
 
@@ -59,6 +59,7 @@ class Recording(TorchDispatchMode):
         self.refusals: list[Refusal] = []
         self.events = Events()
         self.catching = Catching(self.refuse)
+        self._kinds: dict[int, Kind] = {}  # by the `id` of an operator, which lives as long as torch
         self._numbers = 0
         self._followed: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
         self.following = Following(rates, self.refuse)
@@ -85,29 +86,38 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = self.following.with_handed(func, kwargs or {})
+        with Pause() as pause:
+            return self._dispatched(pause, func, types, args, kwargs or {})
+
+    def _dispatched(
+        self, pause: Pause, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        kwargs = self.following.with_handed(func, kwargs)
         if any(issubclass(cls, TorchDTensor) for cls in types):
-            return self._on_dtensors(func, args, kwargs)
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            return self._on_dtensors(pause, func, args, kwargs)
+        tensors = tensors_among(flat(args, kwargs))
         if _without_data(tensors):
-            return func(*args, **kwargs)
+            return pause.watched(func, args, kwargs)
         if func in _READS:
             return self._read(args[0])
-        return self._on_locals(func, args, kwargs, tensors)
+        return self._on_locals(pause, func, args, kwargs, tensors)
 
-    def _on_dtensors(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_dtensors(self, pause: Pause, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Left to the DTensor's own dispatch, which gets plain numbers for those that are followed."""
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, torch.Tensor) and not isinstance(x, TorchDTensor) and self.tape.find(x) is None:
+        operands = flat(args, kwargs)
+        tensors = tensors_among(operands)
+        for x in tensors:
+            if not isinstance(x, TorchDTensor) and self.tape.find(x) is None:
                 self.refuse(str(func), _FROM_NOWHERE)
-        if may_raise(func, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]):
-            self.catching.ran(func)  # what dispatch asks of values on the host, no operator shows
-        if not any(numbers.is_followed(value) for value in tree_leaves((args, kwargs))):
+        kind = self._kind_of(func)
+        if kind.may_raise(tensors):
+            self.catching.ran(kind.namespace)  # what dispatch asks of values on the host, no operator shows
+        if not any(type(value) is torch.SymFloat and numbers.is_followed(value) for value in operands):
             return NotImplemented
         outer, self._followed = self._followed, (func, args, kwargs)
         try:
             with self:
-                return func(*tree_map(numbers.plain, args), **tree_map(numbers.plain, kwargs))
+                return pause.watched(func, mapped(numbers.plain, args), mapped(numbers.plain, kwargs))
         finally:
             self._followed = outer
 
@@ -126,30 +136,36 @@ class Recording(TorchDispatchMode):
         return value
 
     def _on_locals(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+        self,
+        pause: Pause,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
     ) -> Any:
         line_args, line_kwargs = self._operands(func, args, kwargs)
         try:
-            out = func(*tree_map(numbers.plain, args), **tree_map(numbers.plain, kwargs))
+            out = pause.watched(func, mapped(numbers.plain, args), mapped(numbers.plain, kwargs))
         except Exception:  # of values, perhaps: whoever catches it takes a branch by them
             self.refuse(str(func), "it raised, and the program may go on otherwise where it does not")
             raise
         results = out if isinstance(out, list | tuple) else (out,)
         if _without_data([x for x in results if isinstance(x, torch.Tensor)]):
             return out
-        varies = torch.Tag.nondeterministic_seeded in func.tags or func.namespace == FUNCTIONAL
-        varies = varies or any(self.tape.varies(x) for x in tensors)
-        self._refuse_op(func, args, kwargs, results, varies)
-        if varies and may_raise(func, tensors):
-            self.catching.ran(func)
-        if func._schema.name == DATA:  # a constant of the program, which it may write: a fresh one each time
+        kind = self._kind_of(func)
+        varies = kind.draws or kind.namespace == FUNCTIONAL or any(self.tape.varies(x) for x in tensors)
+        self._refuse_op(kind, args, kwargs, results, varies)
+        if varies and kind.may_raise(tensors):
+            self.catching.ran(kind.namespace)
+        if kind.name == DATA:  # a constant of the program, which it may write: a fresh one each time
             self.tape.forget(out)
         outs = tuple(self._result(x, varies) for x in results)
         several = isinstance(out, list | tuple)
         self.tape.lines.append(
-            Line(func, line_args, line_kwargs, outs, several, source_line(), sent=self._sent(func))
+            Line(func, line_args, line_kwargs, outs, several, source_line(), sent=self._sent(kind))
         )
-        self._written(func, args, varies)
+        if varies and kind.mutable:
+            self._written(func, args)
         return out
 
     def _operands(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -161,7 +177,7 @@ class Recording(TorchDispatchMode):
                 return self._known(func, value)
             return numbers.text_of(value) if numbers.is_followed(value) else value
 
-        return tree_map(line_of, args), tree_map(line_of, kwargs)
+        return mapped(line_of, args), mapped(line_of, kwargs)
 
     def _with_followed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The numbers that were followed into an op on DTensors, at their places in the local op."""
@@ -186,13 +202,12 @@ class Recording(TorchDispatchMode):
             return None
         return None if self.tape.knows(x) else self.tape.enter(x, varies=varies)
 
-    def _written(self, func: Any, args: tuple[Any, ...], varies: bool) -> None:
+    def _written(self, func: Any, args: tuple[Any, ...]) -> None:
         """What is written varies as what was written into it does."""
-        if varies and func._schema.is_mutable:
-            for x in tree_leaves(args):
-                number = self.tape.find(x) if isinstance(x, torch.Tensor) else None
-                if number is not None:
-                    self._vary(func, number)
+        for x in tensors_among(flat(args)):
+            number = self.tape.find(x)
+            if number is not None:
+                self._vary(func, number)
 
     def _vary(self, func: Any, number: int) -> None:
         value = self.tape.values[number]
@@ -200,24 +215,29 @@ class Recording(TorchDispatchMode):
         if value.source == "constant":
             self.refuse(str(func), "it writes a tensor that is neither given nor found in the program")
 
-    def _refuse_op(self, func: Any, args: Any, kwargs: Any, results: Any, varies: bool) -> None:
-        name = func._schema.name
+    def _refuse_op(self, kind: Kind, args: Any, kwargs: Any, results: Any, varies: bool) -> None:
+        name = kind.name
         if name in _REPLACES_MEMORY:
             self.refuse(name, "it gives a tensor other memory")
         elif name in _ASKS_FOR_GRADIENTS and torch.is_grad_enabled():
             self.refuse(name, "its kernel does otherwise without gradients, and a replay records none")
-        elif func.namespace == "c10d":
+        elif kind.namespace == "c10d":
             self.refuse(name, "it talks to a process group beside the functional collectives")
-        elif varies and any(tag in func.tags for tag in _LOOKED_AT) and not _by_places(name, args):
+        elif varies and kind.looked_at and not _by_places(name, args):
             self.refuse(name, "its result depends on values")
-        elif any(isinstance(value, torch.Generator) for value in tree_leaves((args, kwargs))):
+        elif torch.Generator in [type(value) for value in flat(args, kwargs)]:
             self.refuse(name, "it draws from a generator of its own")
         elif varies and any(isinstance(x, bool | int | float) for x in results):
             self.refuse(name, "the host gets a number")
 
-    def _sent(self, func: Any) -> tuple[Any, ...]:
+    def _kind_of(self, func: Any) -> Kind:
+        if id(func) not in self._kinds:
+            self._kinds[id(func)] = Kind.of(func)
+        return self._kinds[id(func)]
+
+    def _sent(self, kind: Kind) -> tuple[Any, ...]:
         """The collective that the library is about: it noted it just before it called."""
-        if func.namespace != FUNCTIONAL or func._schema.name.endswith("wait_tensor"):
+        if kind.namespace != FUNCTIONAL or kind.name.endswith("wait_tensor"):
             return ()
         event = self.events.collectives[-1]
         return event.op, event.axis, event.bytes_sent, event.reason

@@ -125,6 +125,35 @@ class Watch:
                 self.refusals.append(Refusal(name, why, source_line()))
 
 
+class Pause:
+    """Within the block nothing is watched but what goes through `watched`: what a recording does itself.
+
+    From Python 3.12 on a profile hook that comes or goes costs more than what it is spared.
+    """
+
+    __slots__ = ("_hook",)
+
+    def __enter__(self) -> Self:
+        self._hook = sys.getprofile() if sys.version_info < (3, 12) else None
+        if self._hook is not None:
+            sys.setprofile(None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._hook is not None:
+            sys.setprofile(self._hook)
+
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function's result."""
+        if self._hook is None:
+            return func(*args, **kwargs)
+        sys.setprofile(self._hook)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            sys.setprofile(None)
+
+
 def _why(name: str, owner: Any, module: str | None) -> str:
     """Why a function of C cannot be replayed; "" where it can."""
     if name in _BUILTIN and module in {"builtins", "io", "_io"}:
