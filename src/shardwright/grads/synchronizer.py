@@ -59,6 +59,7 @@ class GradientSynchronizer:
         self._plan: Plan | None = None  # for these parameters
         self._lost = False  # an exception left a block
         self._ever_trained: set[str] = set()
+        self._named: dict[str, Tensor] = {}  # as the last call found them
         self._distributed()
 
     def synchronize(self) -> None:
@@ -118,7 +119,8 @@ class GradientSynchronizer:
                 "an exception left a block of `overlapped()` while gradients travelled: they are lost\n"
                 "  fix: zero_grad(), and make another GradientSynchronizer"
             )
-        wanted = trainable(named_parameters(self._source))
+        self._named = named_parameters(self._source)
+        wanted = trainable(self._named)
         _refuse_plain(wanted)
         found = {name: p for name, p in wanted.items() if isinstance(p, TorchDTensor)}
         self._ever_trained |= found.keys()
@@ -131,11 +133,10 @@ class GradientSynchronizer:
     def _frozen_since(self, trained: dict[str, TorchDTensor]) -> dict[str, TorchDTensor]:
         """Parameters that were trained before and are frozen now, perhaps since a backward."""
         left = self._ever_trained - trained.keys()
-        named = named_parameters(self._source) if left else {}
-        return {name: p for name, p in named.items() if name in left and isinstance(p, TorchDTensor)}
+        return {name: p for name, p in self._named.items() if name in left and isinstance(p, TorchDTensor)}
 
     def _are_finished(self) -> None:
-        named = that_may_have_gradients(named_parameters(self._source))
+        named = that_may_have_gradients(self._named)
         are_finished(p for p in named.values() if isinstance(p, TorchDTensor))
 
 
