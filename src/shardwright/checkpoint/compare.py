@@ -91,12 +91,12 @@ def _untied(
     for name in names:
         head = first.setdefault(one.get(name, name), name)
         apart = other.get(name, name) != other.get(head, head)
-        if apart and not (other is manifest.ties and _alike(manifest, name, head)):
+        if apart and not (other is manifest.ties and alike(manifest, name, head)):
             found.append(f"{name} is tied to {head} {where}")
     return found
 
 
-def _alike(manifest: Manifest, name: str, other: str) -> bool:
+def alike(manifest: Manifest, name: str, other: str) -> bool:
     """Whether two tensors of a checkpoint hold the same, as far as boxes and checksums tell."""
     pair = [manifest.tensors[manifest.ties.get(key, key)] for key in (name, other)]
     one, two = ({(part.offset, part.size, part.sums) for part in saved.parts} for saved in pair)

@@ -14,11 +14,12 @@ from shardwright.checkpoint import change
 from shardwright.checkpoint.agree import ApartError, Call, rank, world
 from shardwright.checkpoint.change import Change
 from shardwright.checkpoint.collect import EXTRA
-from shardwright.checkpoint.compare import Identity, refuse_differences
+from shardwright.checkpoint.compare import Identity, alike, refuse_differences
 from shardwright.checkpoint.patterns import Only, Patterns, refuse_unfitted
 from shardwright.checkpoint.pieces import local_of, note_written, refuse_unwritable, views
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.rng_state import check_generator, check_rng, write_rng
+from shardwright.checkpoint.shared_memory import refuse_overlaps
 from shardwright.checkpoint.state import Kind, Node, nodes_of
 from shardwright.checkpoint.storage.arena import Arena, copy_bytes, fill, room_for
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
@@ -168,6 +169,7 @@ class Loading:
     def _compare_others(self) -> None:
         try:
             add_others(self.targets, self.chosen, self.manifest, rank=rank(), world=world())
+            refuse_overlaps(self.targets.live, partial(alike, self.manifest))
         except CheckpointError as error:
             raise CheckpointError(f"{self.path} is not of this state: {error}") from None
 
@@ -298,4 +300,4 @@ class Loading:
             for target, data in self.held:
                 fill(target, data)
         self.held.clear()
-        note_written(self.targets.live.values())
+        note_written((*self.targets.live.values(), *self.targets.twins))

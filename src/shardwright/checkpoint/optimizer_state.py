@@ -52,7 +52,12 @@ def parameters_of(optimizer: Optimizer, names: dict[int, str], path: str) -> dic
                     "of the model (or of another module of the state): make the optimizer after the "
                     "parameters have been placed, and give the module whose parameters it updates beside it"
                 )
-            named[names[id(parameter)]] = parameter
+            name = names[id(parameter)]
+            if named.setdefault(name, parameter) is not parameter:
+                raise CheckpointError(
+                    f"{path} updates {name} as two tensors of one memory, and the checkpoint has it as one: "
+                    "tie them by one object (other.weight = one.weight) before the optimizer is made"
+                )
     return named
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from shardwright.checkpoint.optimizer_state import (
     step_devices,
     write_optimizer,
 )
+from shardwright.checkpoint.shared_memory import memory_of
 from shardwright.checkpoint.state import Kind, Node
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
 from shardwright.checkpoint.storage.manifest import Manifest
@@ -40,19 +41,21 @@ class Targets:
 
     Args: live: tensors of the state, by their names here, which are changed last of all.
         fresh: new tensors that nobody else has yet, by key of the checkpoint.
-        ties: a further name here -> the name in `live`.
+        ties: a further name here -> the name in `live`. twins: the tensors of these that are other objects.
         values: path -> what the checkpoint says, as JSON.
         objects: path -> the module that keeps this extra state.
-        names: identity of a tensor -> all its names here. firsts: the first of them that is loaded.
+        names: identity of a tensor -> all its names here. firsts: of what is one in memory, the first name
+            that is loaded.
     """
 
     live: dict[str, torch.Tensor] = field(default_factory=dict)
     fresh: dict[str, torch.Tensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
+    twins: list[torch.Tensor] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     objects: dict[str, nn.Module] = field(default_factory=dict)
     names: dict[int, list[str]] = field(default_factory=dict)
-    firsts: dict[int, str] = field(default_factory=dict)
+    firsts: dict[Hashable, str] = field(default_factory=dict)
     optimizer_states: dict[str, dict[tuple[str, str], str]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: torch.Tensor, wanted: Wanted) -> None:
@@ -60,11 +63,13 @@ class Targets:
         self.names.setdefault(id(tensor), []).append(name)
         if not wanted(name):
             return
-        first = self.firsts.setdefault(id(tensor), name)
+        first = self.firsts.setdefault(memory_of(tensor), name)
         if first == name:
             self.live[name] = tensor
-        else:
-            self.ties[name] = first
+            return
+        self.ties[name] = first
+        if tensor is not self.live[first]:
+            self.twins.append(tensor)
 
     def names_in(self, manifest: Manifest, path: str) -> dict[int, str]:
         """Identity of a tensor -> the name by which an optimizer of the checkpoint calls it.

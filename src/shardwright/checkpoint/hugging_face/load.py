@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from shardwright.checkpoint.hugging_face.index import INDEX, read_index
 from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of, listed
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import local_of, note_written, refuse_unwritable, views
+from shardwright.checkpoint.shared_memory import memory_of, refuse_overlaps
 from shardwright.checkpoint.storage.arena import Arena, room_for, usable_afterwards
 from shardwright.checkpoint.storage.element_types import DTYPES
 from shardwright.checkpoint.storage.manifest import SavedFile, SavedPart, SavedTensor
@@ -101,6 +102,7 @@ class _Loading:
         self.places: dict[str, tuple[int, Place]] = {}
         self.links: dict[str, list[Link]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
+        self.twins: dict[str, list[torch.Tensor]] = {}  # all that are the same in memory
         self.staged: dict[str, torch.Tensor] = {}
         self.made: dict[int, torch.Tensor] = {}
         self.used: set[str] = set()
@@ -133,15 +135,18 @@ class _Loading:
 
     def _choose(self) -> None:
         """Of the names of a tied tensor, the one that the files have."""
-        chosen: dict[int, tuple[str, bool]] = {}
+        chosen: dict[Hashable, tuple[str, bool]] = {}
+        twins: dict[Hashable, list[torch.Tensor]] = {}
         for name, tensor in read_model(self.model).tensors.items():
             links = links_of(name, tuple(tensor.shape), self.maps)
             known = all(link.source in self.places for link in links)
-            first, was_known = chosen.get(id(tensor), ("", False))
+            memory = memory_of(tensor)
+            first, was_known = chosen.get(memory, ("", False))
+            twins.setdefault(memory, []).append(tensor)
             if not first or (known and not was_known):
                 self.tensors.pop(first, None)
-                chosen[id(tensor)] = name, known
-                self.tensors[name], self.links[name] = tensor, links
+                chosen[memory] = name, known
+                self.tensors[name], self.links[name], self.twins[name] = tensor, links, twins[memory]
         for name in [one for one in self.tensors if self._makes_itself(one)]:
             del self.tensors[name], self.links[name]
         self.used = {link.source for name in self.tensors for link in self.links[name]}
@@ -187,6 +192,7 @@ class _Loading:
         """Read this rank's slices into new memory, which tensors on the meta device will have."""
         for name, tensor in self.tensors.items():
             refuse_unwritable(tensor, name, made=tensor.is_meta)
+        refuse_overlaps(self.tensors, lambda *_: False)
         self._make()
         places = {name: local_of(self.made.get(id(one), one)) for name, one in self.tensors.items()}
         new = {n for n, x in places.items() if x.is_contiguous() and x.device.type == "cpu"}
@@ -237,7 +243,7 @@ class _Loading:
             for name, staged in self.staged.items():
                 one = self.tensors[name]
                 local_of(self.made.get(id(one), one)).copy_(staged)
-        note_written(self.tensors[name] for name in self.staged)
+        note_written(one for name in self.staged for one in self.twins[name])
 
 
 def _refuse_other_links(told: Sequence[Mapping[str, list[Link]]]) -> None:

@@ -1,0 +1,147 @@
+"""Tensors that lie in one memory: they are one tensor, or a load would write one over the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from math import gcd, prod
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright.checkpoint.pieces import local_of
+from shardwright.errors import CheckpointError
+from shardwright.layout.of_tensor import layout_of
+
+
+class _Span(NamedTuple):
+    """Where elements lie: between two addresses of a device, `strides` elements apart.
+
+    turned: whether they are conjugated, and negated, where they are read.
+    """
+
+    device: tuple[str, int]
+    start: int
+    stop: int
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    turned: tuple[bool, bool]
+
+
+_Named = tuple[_Span, str]
+
+
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are one: one object, or the same elements in memory, read in the same way.
+
+    So are tensors that were tied by `one.data = other.data`, and views of one tensor that show all of it.
+    """
+    layout = layout_of(tensor) if isinstance(tensor, DTensor) else None
+    span = _span(tensor if layout is None else local_of(tensor))
+    return id(tensor) if span is None else (span, tensor.dtype, layout)
+
+
+def refuse_overlaps(tensors: Mapping[str, torch.Tensor], alike: Callable[[str, str], bool]) -> None:
+    """Raises CheckpointError where to write one tensor is to write into another, or twice into itself.
+
+    Args: alike: whether two tensors, by name, get the same elements; then they may be one memory.
+    Cost: a sort; where tensors lie between one another's elements, a byte of memory for each of these.
+    """
+    spans = [(span, name) for name, one in tensors.items() if (span := _span(local_of(one))) is not None]
+    spans.sort()
+    for span, name in spans:
+        if _meets_itself(span):
+            raise CheckpointError(
+                f"{name} has elements that share their memory (its strides are {span.strides}), and would be "
+                "written over itself: clone it first"
+            )
+    for cluster in _clusters(spans):
+        _refuse_marked(_without_twins(cluster, alike))
+
+
+def _span(local: torch.Tensor) -> _Span | None:
+    """None of a tensor that has no elements in memory: what they are is not asked here."""
+    if not local.numel() or local.layout != torch.strided:
+        return None
+    try:
+        memory = local.untyped_storage().data_ptr()
+    except RuntimeError:  # what wraps others has a storage in name only
+        return None
+    if not memory:
+        return None
+    shape, strides, size = tuple(local.shape), local.stride(), local.element_size()
+    start = memory + int(local.storage_offset()) * size
+    last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    stop, turned = start + int(last + 1) * size, (local.is_conj(), local.is_neg())
+    return _Span((local.device.type, local.device.index or 0), start, stop, size, shape, strides, turned)
+
+
+def _meets_itself(span: _Span) -> bool:
+    """Whether two elements of a tensor have one address."""
+    reach = 1
+    for stride, n in sorted((stride, n) for n, stride in zip(span.shape, span.strides, strict=True) if n > 1):
+        if stride < reach:  # dims lie between one another, and may or may not meet
+            return stride == 0 or _meets_itself_for_sure(span)
+        reach += (n - 1) * stride
+    return False
+
+
+def _meets_itself_for_sure(span: _Span) -> bool:
+    mask = torch.zeros((span.stop - span.start) // span.itemsize, dtype=torch.bool, device="cpu")
+    mask.as_strided(span.shape, span.strides).fill_(True)
+    return int(mask.count_nonzero()) < prod(span.shape)
+
+
+def _clusters(spans: list[_Named]) -> Iterator[list[_Named]]:
+    """Of spans in order, those that reach into others: columns of one matrix, say, which share nothing."""
+    cluster: list[_Named] = []
+    stop = 0
+    for one in spans:
+        if cluster and (one[0].device != cluster[0][0].device or one[0].start >= stop):
+            yield cluster
+            cluster = []
+        stop = max(stop, one[0].stop) if cluster else one[0].stop
+        cluster.append(one)
+    yield cluster
+
+
+def _without_twins(cluster: list[_Named], alike: Callable[[str, str], bool]) -> list[_Named]:
+    firsts: dict[_Span, str] = {}
+    for span, name in cluster:
+        first = firsts.setdefault(span, name)
+        if first != name and not alike(first, name):
+            raise CheckpointError(_sharing(first, name))
+    return list(firsts.items())
+
+
+def _refuse_marked(cluster: list[_Named]) -> None:
+    """Mark the elements of one tensor after the other. Raises CheckpointError where one is marked already."""
+    if len(cluster) < 2:
+        return
+    low = cluster[0][0].start
+    unit = gcd(*(n for span, _ in cluster for n in (span.start - low, span.itemsize)))
+    mask = torch.zeros((max(span.stop for span, _ in cluster) - low) // unit, dtype=torch.bool, device="cpu")
+    for number, (span, name) in enumerate(cluster):
+        mine = _marks(mask, span, low, unit)
+        if bool(mine.any()):
+            for other, another in cluster[:number]:
+                mask.zero_()
+                _marks(mask, other, low, unit).fill_(True)
+                if bool(mine.any()):
+                    raise CheckpointError(_sharing(another, name))
+        mine.fill_(True)
+
+
+def _marks(mask: torch.Tensor, span: _Span, low: int, unit: int) -> torch.Tensor:
+    """The marks of a tensor's elements, several of each where others have smaller ones."""
+    each = span.itemsize // unit
+    strides = (*(stride * each for stride in span.strides), 1)
+    return mask.as_strided((*span.shape, each), strides, (span.start - low) // unit)
+
+
+def _sharing(one: str, other: str) -> str:
+    return (
+        f"{one} and {other} share elements in memory and are not one tensor, so that one would be written "
+        "over the other: give each memory of its own (clone one of them), or load one of them alone"
+    )
