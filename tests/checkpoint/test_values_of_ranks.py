@@ -50,6 +50,40 @@ def test_values_of_each_rank_may_be_large(ranks: Ranks, tmp_path: Path, size: in
     assert verify(tmp_path / "c") >= size * 8 * kept
 
 
+class Buffer:
+    """Keeps one tensor."""
+
+    def __init__(self, seen: torch.Tensor) -> None:
+        self.seen = seen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def of_as_many_bytes(path: Path, fill: int, how: str) -> None:
+    """A tensor of each rank, of other shape or dtype than that of the other rank, and of as many bytes."""
+    shape = (100, 200) if dist.get_rank() == 0 or how != "shape" else (200, 100)
+    dtype = torch.int32 if dist.get_rank() == 1 and how == "dtype" else torch.float32
+    mine = torch.full(shape, fill, dtype=dtype)
+    save(path, replay=Buffer(mine))
+    found = Buffer(torch.empty(0))
+    load(path, replay=found)
+    assert found.seen.dtype == dtype
+    assert torch.equal(found.seen, mine)
+
+
+@pytest.mark.parametrize("fill", [0, 1])
+@pytest.mark.parametrize("how", ["shape", "dtype"])
+def test_values_of_the_same_bytes_may_be_of_another_kind(
+    ranks: Ranks, tmp_path: Path, fill: int, how: str
+) -> None:
+    """Zeros of as many bytes were taken for one tensor, and refused for their shapes."""
+    ranks(2, of_as_many_bytes, tmp_path / "c", fill, how)
+
+
 def test_another_generator_of_numpy_goes_on(tmp_path: Path) -> None:
     """No state could be saved with one; of another kind here the load changed tensors before it failed."""
     model = nn.Linear(2, 2)

@@ -151,9 +151,10 @@ def _module(found: Collected, node: Node) -> None:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """A checksum of what this rank holds of a tensor."""
-    whole = xxhash.xxh3_128()
-    for block in blocks(local_of(tensor)):
+    """A checksum of what this rank holds of a tensor: dtype, shape and bytes."""
+    local = local_of(tensor)
+    whole = xxhash.xxh3_128(f"{local.dtype}{list(local.shape)}".encode())
+    for block in blocks(local):
         whole.update(block)
     return str(whole.hexdigest())
 
