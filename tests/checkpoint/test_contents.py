@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.checkpoint import diff, save, step_path, verify
+from shardwright.checkpoint import contents, diff, save, step_path, verify
 from shardwright.cli.app import main
 from shardwright.errors import CheckpointError
 from tests.checkpoint.faults import damage
@@ -50,6 +50,25 @@ def test_every_byte_is_verified(tmp_path: Path) -> None:
     data.write_bytes(content)
     with pytest.raises(CheckpointError, match="wrong checksum"):
         verify(tmp_path / "c")
+
+
+@pytest.mark.parametrize("shape", [(1, 3000), (3, 5, 70), (2, 1, 1, 700), (700,), (40, 3), (2, 101, 0), ()])
+def test_no_block_is_larger_than_it_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    """The rows of a first dim of 1 were one block, of any size."""
+    monkeypatch.setattr(contents, "_BLOCK", 1024)
+    one = torch.rand(shape)
+    other = one + (torch.rand(shape) > 0.5)
+    save(tmp_path / "a", t=one)
+    save(tmp_path / "b", t=other)
+    seen: list[int] = []
+    verify(tmp_path / "a", seen.append)
+    assert sum(seen) == one.nbytes
+    assert max(seen, default=0) <= 1024
+    differ = int((one.view(-1).view(torch.uint8) != other.view(-1).view(torch.uint8)).sum())
+    found = [one.how for one in diff(tmp_path / "a", tmp_path / "b") if one.path == "t"]
+    assert found == ([f"{differ} of {one.nbytes} bytes differ"] if differ else [])
 
 
 class TestCommandLine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -121,18 +122,23 @@ def _compared(
 
 
 def _blocks(reader: Reader, key: str, tensor: SavedTensor) -> Iterator[torch.Tensor]:
-    """The elements of a tensor in row-major order, flat, in blocks of whole rows of about 8 MiB."""
-    for box in _rows(tensor):
+    """The elements of a tensor in row-major order, flat, in blocks of 8 MiB at most."""
+    for box in _boxes(tensor):
         block = torch.empty(box.size, dtype=DTYPES[tensor.dtype], device="cpu")
         reader.read(wants(key, tensor, [(box, block)]))
         yield block.reshape(-1)
 
 
-def _rows(tensor: SavedTensor) -> Iterator[Box]:
-    if not tensor.shape:
+def _boxes(tensor: SavedTensor) -> Iterator[Box]:
+    """Rows of the first dim of which one is no more than a block, for each index of the dims before it."""
+    shape, size = tensor.shape, ITEMSIZES[tensor.dtype]
+    if not shape:
         yield Box((), ())
-    elif prod(tensor.shape):
-        rest = (0,) * (len(tensor.shape) - 1)
-        rows = max(1, _BLOCK * tensor.shape[0] // bytes_of(tensor))
-        for row in range(0, tensor.shape[0], rows):
-            yield Box((row, *rest), (min(rows, tensor.shape[0] - row), *tensor.shape[1:]))
+    if not shape or not prod(shape):
+        return
+    dim = next((d for d in range(len(shape)) if size * prod(shape[d + 1 :]) <= _BLOCK), len(shape) - 1)
+    inner, rest = shape[dim + 1 :], (0,) * (len(shape) - dim - 1)
+    rows = max(1, _BLOCK // (size * prod(inner)))
+    for outer in product(*map(range, shape[:dim])):
+        for row in range(0, shape[dim], rows):
+            yield Box((*outer, row, *rest), ((1,) * dim) + (min(rows, shape[dim] - row), *inner))
