@@ -193,7 +193,8 @@ def test_what_catches_the_error_of_an_operator_catches_it_at_each_call(function,
         found, wanted = _result(fast, ids), _result(function, ids)
         assert found is wanted if isinstance(wanted, type) else torch.equal(found, wanted)
     assert fast.report().replays == 0
-    assert "the program catches errors" in str(fast.report()), str(fast.report())
+    words = ["the program catches errors"] if order[0] is GOOD else ["the program catches", "it raised"]
+    assert any(each in str(fast.report()) for each in words), str(fast.report())
     assert f"{__file__}:" in str(fast.report())
 
 
@@ -240,10 +241,24 @@ class Closing:
         len("closed")
 
 
+@contextlib.contextmanager
+def restoring():
+    try:
+        yield
+    finally:
+        len("restored")
+
+
 def under_blocks(ids):
-    with Closing(), torch.no_grad(), contextlib.suppress(KeyError):
+    with restoring(), Closing(), torch.no_grad(), contextlib.suppress(KeyError):
         found = look_up(ids)
     return found + 1
+
+
+def after_a_block(ids):
+    with tolerant():
+        scale = 2.0
+    return look_up(ids) * scale
 
 
 def a_view(ids):
@@ -262,7 +277,16 @@ def arithmetic(ids):
         return found
 
 
-FREE = (beside, inside_of_a_handler, of_another_class, handed_on, under_blocks, a_view, arithmetic)
+FREE = (
+    beside,
+    inside_of_a_handler,
+    of_another_class,
+    handed_on,
+    under_blocks,
+    after_a_block,
+    a_view,
+    arithmetic,
+)
 
 
 @pytest.mark.parametrize("function", FREE, ids=lambda f: f.__name__)
@@ -274,6 +298,34 @@ def test_handlers_that_take_no_error_of_an_operator_are_no_reason(function):
     with pytest.raises(IndexError, match="out of range"):
         fast(BAD)
     assert fast.report().replays == 3
+
+
+WAITING = [tolerant()]
+
+
+def in_a_block_of_before(ids):
+    """What was made outside of the call serves once."""
+    if WAITING:
+        with WAITING.pop():
+            return look_up(ids)
+    return look_up(ids) * 2
+
+
+def with_a_generator_of_before(ids, manager):
+    with manager:
+        return look_up(ids)
+
+
+def test_a_generator_that_was_made_before_goes_on_once():
+    fast = sw.erase(in_a_block_of_before)
+    for factor in (1, 2, 2):
+        torch.testing.assert_close(fast(GOOD), look_up(GOOD) * factor)
+    manager, fast = restoring(), sw.erase(with_a_generator_of_before)
+    torch.testing.assert_close(fast(GOOD, manager), look_up(GOOD))
+    for function in (with_a_generator_of_before, fast):
+        with pytest.raises((RuntimeError, AttributeError)):
+            function(GOOD, manager)
+    assert fast.report().replays == 0
 
 
 # ------------------------------------------------------------------------------------ rows that are cut

@@ -28,6 +28,7 @@ from shardwright.erased.gradients import (
     has_graph,
     inputs_of,
     own_backward,
+    with_edge,
 )
 from shardwright.erased.program import program_of
 from shardwright.erased.rates import Rate, followed_facts, may_name
@@ -48,6 +49,7 @@ class Attempt:
     keep, refused: told of the entry, or of why there is none; with results that want gradients this is after
         their first backward.
     rates: numbers of optimizers that are followed.
+    hasty: give up at the first sight of what cannot be recorded: the attempt before has told of all of it.
     """
 
     def __init__(
@@ -57,12 +59,16 @@ class Attempt:
         keep: Callable[[Entry], None],
         refused: Callable[[list[Refusal]], None],
         rates: Sequence[Rate] = (),
+        *,
+        hasty: bool = False,
     ) -> None:
         self.function, self.leaves, self.keep, self.refused = function, leaves, keep, refused
         self.recording, self.rates = Recording(rates), rates
         self.tape = self.recording.tape
         self.world = World(self._met)
         self.watch = Watch(self.world, self.recording.values_read, self.recording.catching)
+        if hasty:
+            self.recording.give_up_if = self._is_in_vain
         self.before: list[Before] = []
         self.where = source_line()
         self.autocast = autocast_devices()
@@ -81,7 +87,18 @@ class Attempt:
         with in_groups(), self.recording.events, self.recording.following, self.watch, self.recording:
             out = self.function(*self.cut.args, **self.cut.kwargs)
         with DisableTorchFunctionSubclass():
+            if self.recording.gave_up:
+                self.refused(self._refusals())
+                self.cut.pass_on()
+                return with_edge(out, self.cut)
             return self._after(out)
+
+    def _is_in_vain(self) -> bool:
+        """Is there something already that no recording can hold? Then nothing is watched any more."""
+        if not (self.recording.refusals or self.watch.refusals or self.world.refusals):
+            return False
+        self.watch.stop()
+        return True
 
     def _met(self, path: str, x: torch.Tensor) -> None:
         """A tensor that the program reaches."""
@@ -123,7 +140,8 @@ class Attempt:
             hanging = []
         leaves, made, of_results = self._results(flat)
         refusals += of_results
-        self.finish = _Finish(self, gradients, written, leaves, made, structure)
+        if not refusals:
+            self.finish = _Finish(self, gradients, written, leaves, made, structure)
         if hanging or self.cut.written():
             return self._hang(flat, structure, hanging, refusals)
         if refusals:

@@ -10,11 +10,11 @@ import torch
 
 from shardwright.comm.record import source_line
 from shardwright.comm.traced import in_groups
-from shardwright.compat import DisableTorchFunctionSubclass, tree_flatten, tree_leaves, tree_unflatten
+from shardwright.compat import DisableTorchFunctionSubclass, tree_leaves
 from shardwright.erased import given, surroundings
 from shardwright.erased.attempt import Attempt
 from shardwright.erased.changed_rates import rates_that_changed
-from shardwright.erased.gradients import Cut, behind_edge, given_back, has_graph, own_backward
+from shardwright.erased.gradients import Cut, with_edge
 from shardwright.erased.holds import changed
 from shardwright.erased.report import Report
 from shardwright.erased.watch import profiled
@@ -42,6 +42,7 @@ class Erased:
         self._attempts: dict[Any, int] = {}
         self._rates: list[Rate] = []
         self._constant: set[Any] = set()  # what cannot be recorded with numbers that are followed
+        self._lasting: dict[Any, str] = {}  # what the last attempt could not record
         self._report = Report(getattr(function, "__qualname__", type(function).__name__))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +92,7 @@ class Erased:
             out = self._function(*cut.args, **cut.kwargs)
         with DisableTorchFunctionSubclass():
             cut.pass_on()
-            return _with_edge(out, cut)
+            return with_edge(out, cut)
 
     # -- recording ------------------------------------------------------------------------------------
 
@@ -116,10 +117,15 @@ class Erased:
             if rates:  # once more without them
                 self._constant.add(key)
                 self._attempts[key] -= 1
-            self._report.refused(refusals)
+            self._lasting[key] = self._report.refused(refusals)
 
         covered = self._entries[key][0] if rates and self._entries.get(key) else None
-        return Attempt(self._function, leaves, kept, refused, rates).run(args, kwargs)
+        hasty = self._failed(key) > 1 and not rates
+        return Attempt(self._function, leaves, kept, refused, rates, hasty=hasty).run(args, kwargs)
+
+    def _failed(self, key: Any) -> int:
+        """How many attempts have left no recording, with the one that runs now."""
+        return self._attempts.get(key, 0) - len(self._entries.get(key, ()))
 
     def _rates_for(self, key: Any) -> list[Rate]:
         """The numbers of optimizers that the next recording follows: those that changed from call to call."""
@@ -138,9 +144,10 @@ class Erased:
         if made >= self._most:
             self._warn()
             return f"it has {made} recordings already, and none holds"
-        tries = self._attempts.get(key, 0) - len(self._entries.get(key, ()))
-        if tries >= _TRIES or len(self._attempts) > _TRIES * self._most:  # each time other arguments, perhaps
-            return "what it does cannot be recorded: " + self._report.first_refusal()
+        if (
+            self._failed(key) >= _TRIES or len(self._attempts) > _TRIES * self._most
+        ):  # each time other arguments, perhaps
+            return "what it does cannot be recorded: " + self._lasting.get(key, self._report.first_refusal())
         return ""
 
     def _warn(self) -> None:
@@ -174,18 +181,6 @@ def _views(leaves: list[Any]) -> str:
     if write_back.origins.data and any(x in write_back.origins for x in tensors):
         return "an argument is a copied view, whose writes travel to its base"
     return ""
-
-
-def _with_edge(out: Any, cut: Cut) -> Any:
-    """The results, with their own backward behind the edge that a replay has."""
-    leaves, structure = tree_flatten(out)
-    places = [i for i, x in enumerate(leaves) if has_graph(x) and id(x) not in cut.nodes]
-    made = given_back(
-        [leaves[i] for i in places], cut, lambda results: behind_edge(results, cut, own_backward)
-    )
-    for place, x in zip(places, made, strict=True):
-        leaves[place] = x
-    return tree_unflatten([cut.original(x) for x in leaves], structure)
 
 
 def erase(function: Callable[..., Any], *, most: int = _MOST) -> Erased:

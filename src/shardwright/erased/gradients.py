@@ -17,8 +17,10 @@ from shardwright.comm.traced import in_groups
 from shardwright.compat import (
     DisableTorchFunctionSubclass,
     preserve_version_counter,
+    tree_flatten,
     tree_leaves,
     tree_map_only,
+    tree_unflatten,
     view_again,
 )
 from shardwright.compat.fully_shard import gathered_by_units
@@ -342,6 +344,18 @@ def _without_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
 def has_hooks(x: torch.Tensor) -> bool:
     """Would a hook on its gradient run twice, here and where the gradient arrives?"""
     return bool(getattr(x, "_backward_hooks", None))
+
+
+def with_edge(out: Any, cut: Cut) -> Any:
+    """The results, with their own backward behind the edge that a replay has."""
+    leaves, structure = tree_flatten(out)
+    places = [i for i, x in enumerate(leaves) if has_graph(x) and id(x) not in cut.nodes]
+    made = given_back(
+        [leaves[i] for i in places], cut, lambda results: behind_edge(results, cut, own_backward)
+    )
+    for place, x in zip(places, made, strict=True):
+        leaves[place] = x
+    return tree_unflatten([cut.original(x) for x in leaves], structure)
 
 
 def has_graph(x: Any) -> bool:

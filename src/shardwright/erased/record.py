@@ -28,7 +28,7 @@ from shardwright.erased.watch import Pause
 from shardwright.tensor.plain.spmd import spmd
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType
 
     from shardwright.erased.rates import Rate
@@ -51,7 +51,11 @@ class Recording(TorchDispatchMode):
     """One call on its way to a tape. refusals: what it did that a replay cannot do.
 
     rates: numbers of optimizers that are followed.
+    give_up_if: asked at each operator whether there is no use in going on. gave_up: it said so.
     """
+
+    give_up_if: Callable[[], bool] | None = None
+    gave_up = False
 
     def __init__(self, rates: Sequence[Rate] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,6 +90,9 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.gave_up or (self.give_up_if is not None and self.give_up_if()):
+            self.gave_up = True
+            return _unrecorded(func, args, kwargs or {})
         with Pause() as pause:
             return self._dispatched(pause, func, types, args, kwargs or {})
 
@@ -241,6 +248,13 @@ class Recording(TorchDispatchMode):
             return ()
         event = self.events.collectives[-1]
         return event.op, event.axis, event.bytes_sent, event.reason
+
+
+def _unrecorded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What it gives; a number that an optimizer has read before may be among its operands."""
+    if any(numbers.is_followed(value) for value in flat(args, kwargs)):
+        args, kwargs = mapped(numbers.plain, args), mapped(numbers.plain, kwargs)
+    return func(*args, **kwargs)
 
 
 def _placed(value: Any, given: Any) -> Any:

@@ -29,10 +29,12 @@ class Report:
         line = f"{where}: {why}" if where else why
         self.as_it_is[line] = self.as_it_is.get(line, 0) + 1
 
-    def refused(self, refusals: Iterable[Refusal]) -> None:
-        """Count what a recording could not hold."""
-        for line in map(str, refusals):
+    def refused(self, refusals: Iterable[Refusal]) -> str:
+        """Count what a recording could not hold; one of it, which an attempt before met too, if any did."""
+        lines, before = [*map(str, refusals)], set(self.refusals)
+        for line in lines:
             self.refusals[line] = self.refusals.get(line, 0) + 1
+        return next((line for line in lines if line in before), lines[0])
 
     def first_refusal(self) -> str:
         """One of them, for a message."""

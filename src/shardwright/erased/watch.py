@@ -8,6 +8,7 @@ move a generator of torch. A replay would do none of it.
 from __future__ import annotations
 
 import _io
+import contextlib
 import datetime as dt
 import dis
 import random
@@ -38,6 +39,10 @@ _GENERATOR = frozenset({"set_state", "get_state", "manual_seed", "seed"})
 _OF_THE_PROCESS = frozenset({"urandom", "getpid", "fspath", "getcwd", "cpu_count", "sched_getaffinity"})
 _WRITES = frozenset({"write_record", "write_end_of_file", "write"})  # torch's own, and that of files
 _STATES = frozenset({"contextlib", "torch.random", "torch.cuda.random"})
+# What `contextlib.contextmanager` makes of a generator, and goes on with it.
+_MANAGER = contextlib._GeneratorContextManager
+_MADE = _MANAGER.__init__.__code__
+_GOES_ON = frozenset({id(_MANAGER.__enter__.__code__), id(_MANAGER.__exit__.__code__)})
 _NAMES = frozenset({*_BUILTIN, *_VALUES, *_GENERATOR, "run_backward", "now", "today", "utcnow", "urandom"})
 
 
@@ -61,6 +66,8 @@ class Watch:
         self.refusals: list[Refusal] = []
         self.restored: list[Refusal] = []
         self.ran_backward = False
+        self._stopped = False
+        self._managers: dict[int, Any] = {}  # those of generators that the call has made
         # By `id` (a code computes its hash anew each time), and whether its calls and returns are told on.
         self._known: dict[int, tuple[CodeType, bool]] = {}
 
@@ -73,15 +80,36 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         sys.setprofile(self._outer)
         self.catching.forget()
+        self._managers.clear()
         self.refusals += self.world.drawn()
 
+    def stop(self) -> None:
+        """See nothing any more."""
+        self._stopped = True
+        sys.setprofile(self._outer)
+
     def _event(self, frame: FrameType, event: str, what: Any) -> None:
-        if event == "c_call":
+        if self._stopped:  # a pause that was going on has brought it back
+            sys.setprofile(self._outer)
+        elif event == "c_call":
             self._called(what, frame)
         elif event == "call" or event == "return":  # noqa: PLR1714 - asked millions of times: no tuple
             known = self._known.get(id(frame.f_code)) or self._meet(frame)
             if known[1]:
-                (self.catching.called if event == "call" else self.catching.returned)(frame)
+                self._tell(frame, event)
+
+    def _tell(self, frame: FrameType, event: str) -> None:
+        if frame.f_code is _MADE:
+            made = frame.f_locals["self"]
+            self._managers[id(made)] = made
+        elif event == "call":
+            self.catching.called(frame)
+        else:
+            self.catching.returned(frame)
+
+    def _goes_on(self, frame: FrameType) -> bool:
+        """Does a generator of this very call go on, as a block begins or ends? A replay has what it does."""
+        return id(frame.f_code) in _GOES_ON and id(frame.f_locals["self"]) in self._managers
 
     def _meet(self, frame: FrameType) -> tuple[CodeType, bool]:
         """A code that was not met yet."""
@@ -89,7 +117,8 @@ class Watch:
         users = not is_library(code.co_filename, frame.f_globals)
         if users and _imports(frame):  # what an import runs, the program may call again
             return code, False
-        known = self._known[id(code)] = code, self.catching.looks_at(code, users=users)
+        told = code is _MADE or self.catching.looks_at(code, users=users)
+        known = self._known[id(code)] = code, told
         if users:
             self._met(code, frame)
         return known
@@ -121,7 +150,7 @@ class Watch:
             self.refusals.append(Refusal(name, "it writes a file", source_line()))
         else:
             why = _why(name, owner, getattr(function, "__module__", None))
-            if why and _by_the_user(frame):
+            if why and _by_the_user(frame) and not (name == "next" and self._goes_on(frame)):
                 self.refusals.append(Refusal(name, why, source_line()))
 
 
