@@ -40,26 +40,23 @@ def parallelize_tensor(
 ) -> nn.Module:
     """Cut the parameters that the plan names over the one axis of `mesh`, in place; compute on DTensors.
 
+    By words and by placements the model computes on distributed tensors: run it inside `sw.spmd(mesh)`. Its
+    logits stay cut over the vocabulary, and a loss of them sends a few numbers per row. Heads stay whole:
+    where the axis does not divide them, some ranks have one more; where there are fewer key-value heads than
+    ranks, their weights are whole. Matrices that are fused in one are cut one by one.
+
     Args:
-        parallelize_plan: one of
-            `"auto"`: the words that the model brings (`_tp_plan` of `transformers`);
-            `{pattern: word}`: the same words (`"colwise"`, `"rowwise"`, `"embedding_rowwise"`, ...) of
-            submodules or parameters, a star for one name; beside them `{parameter pattern: placements}`;
-            `{parameter pattern: placements}` (see `distribute_module`); what no pattern names is replicated;
+        parallelize_plan: `"auto"`, the words that the model brings (`_tp_plan` of `transformers`); or
+            `{pattern: word}`, the same words (`"colwise"`, `"rowwise"`, `"embedding_rowwise"`, ...) of
+            submodules or parameters, a star for one name, and beside them `{parameter pattern: placements}`;
+            or such placements alone (see `distribute_module`), and what no pattern names is replicated; or
             `{submodule pattern: style}` with torch's own styles (`ColwiseParallel`, ...), which hand plain
-            tensors from one module to the next;
-            a style or a word for the module itself.
+            tensors from one module to the next; or a style or a word for the module itself.
         sequence_parallel: with words: between the parts of blocks that are cut, each rank holds 1/n of the
             tokens of [rows, tokens, features]. So too where the plan has the word `"sequence_parallel"`.
         src_data_rank: the rank of the axis whose parameters count; None: each rank's own, all equal.
-    By words and by placements the model computes on distributed tensors: run it inside `sw.spmd(mesh)`. Its
-    logits stay cut over the vocabulary, and a loss of them sends a few numbers per row.
-
-    Heads stay whole: where the axis does not divide them, some ranks have one more; where there are fewer
-    key-value heads than ranks, their weights are whole. Matrices that are fused in one are cut one by one.
-
     Raises: ParallelError: not one axis, an empty plan, styles beside anything else, an unknown name or word,
-        `"auto"` of a model that brings no plan, two words or styles for one shared parameter or module, a
+        a model that brings no plan for `"auto"`, two words or styles for one shared parameter or module, a
         parameter that this axis has placed already, a style for parameters that are placed already or for a
         module that it does not take, a model that is cut into pipeline stages, ranks with other parameters or
         plans; nothing has been changed then.

@@ -38,13 +38,10 @@ def parallelize(
 
     Calls the functions of this package in the order in which they compose, and does nothing else. A pattern
     names modules (a star stands for one name; "" is the model). A strategy is a word, several in a list, or
-    `{word: options}`:
-
-    * words of tensor parallelism (`"auto"`, `"colwise"`, `"rowwise"`, ...; `{"tensor": {"tp": placement}}`
-      of a parameter), and `"sequence"` beside them;
-    * `"expert"`, `"context"`, `"batch_norm"`;
-    * `"replicate"`, `"fsdp"`, `"hsdp"`: over the data ranks, and over the context ranks where no row says
-      `"context"`. Each module that is named so is a unit of its own.
+    `{word: options}`. The words are those of tensor parallelism (`"auto"`, `"colwise"`, `"rowwise"`, ...;
+    `{"tensor": {"tp": placement}}` of a parameter) and `"sequence"` beside them; `"expert"`, `"context"`,
+    `"batch_norm"`; and `"replicate"`, `"fsdp"`, `"hsdp"`, which are over the data ranks, and over the context
+    ranks where no row says `"context"`: each module that is named so is a unit of its own.
 
     Everything is tried first on tensors without memory, and the ranks tell each other what came of it. A
     model on the meta device gets memory for this rank's part and the weights of one device: see `init`. After
