@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ _groups: weakref.WeakKeyDictionary[Any, Any] = memo(
 # What the last save copied to: one save is under way at a time, so the next one can have it.
 _memory: dict[str, Arena] = memo("memory of saves in the background", {})
 _LITTLE = 64 << 20
+_UNTOLD = timedelta(minutes=5)  # what a store waits that has not been told
 _SMALL = 1 << 16  # bytes of what is copied in one call, for the calls cost more than the bytes
 _under_way: dict[str, AsyncSave] = memo("saves under way", {})
 
@@ -199,7 +201,17 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def _group() -> Group:
     if world() == 1:
         return None
-    default = dist.group.WORLD
+    default: Any = dist.group.WORLD
     if default not in _groups:
-        _groups[default] = dist.new_group(backend="gloo")
+        _groups[default] = dist.new_group(backend="gloo", timeout=_limit(default))
     return _groups[default]
+
+
+def _limit(group: Any) -> timedelta | None:
+    """How long a group waits for a rank that does not come, as `init_process_group` was told.
+
+    It tells the store, which tells us; of a store that the program made, nobody may have told it. None:
+    torch's own limit for a new group, half an hour.
+    """
+    limit: timedelta = group.get_group_store().timeout
+    return None if limit == _UNTOLD else limit
