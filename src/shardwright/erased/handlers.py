@@ -39,9 +39,12 @@ def handlers_at(code: CodeType, offset: int) -> Handlers:
 
 
 def yields_of(code: CodeType) -> dict[int, Handlers]:
-    """Where a generator waits, and what an error meets that is thrown into it there."""
+    """Where a generator waits, and what an error meets that is thrown into it there.
+
+    From Python 3.13 on it stands at the instruction behind its `yield`.
+    """
     waits = [each.offset for each in dis.get_instructions(code) if each.opname == "YIELD_VALUE"]
-    return {offset: handlers_at(code, offset) for offset in waits}
+    return {place: handlers_at(code, place) for offset in waits for place in (offset, offset + 2)}
 
 
 def may_catch(clause: Clause, names: Mapping[str, Any], builtins: Mapping[str, Any], *, of_any: bool) -> bool:
