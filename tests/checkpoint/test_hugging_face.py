@@ -365,7 +365,7 @@ def test_whole_numbers_are_cast_where_all_of_them_fit(tmp_path: Path) -> None:
 def test_what_the_files_call_otherwise_is_named_beside_what_is_missing(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     text = refused(tmp_path, nn.Linear(2, 2, bias=False))
-    assert "weight is in no file; nothing here is w, which they hold (see maps=)" in text
+    assert 'weight is in no file; nothing here is w, which they hold (see maps=, "auto" for models' in text
     assert "is no folder (nothing is fetched)" in refused(tmp_path / "name", nn.Linear(2, 2))
 
 

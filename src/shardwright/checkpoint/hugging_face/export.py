@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.agree import Call, rank, world
 from shardwright.checkpoint.collect import digest
+from shardwright.checkpoint.hugging_face.conversions import Maps, maps_of
 from shardwright.checkpoint.hugging_face.index import INDEX, SINGLE
-from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of, listed
+from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import describe, is_copied
 from shardwright.checkpoint.storage import disk
@@ -38,9 +39,7 @@ class _Out(NamedTuple):
     nbytes: int
 
 
-def save_hf(
-    model: nn.Module, folder: Path | str, *, maps: Sequence[Map] | Map = (), max_shard_size: int = 5 << 30
-) -> Path:
+def save_hf(model: nn.Module, folder: Path | str, *, maps: Maps = (), max_shard_size: int = 5 << 30) -> Path:
     """Write a model's tensors as safetensors files with an index, as `save_pretrained` does.
 
     A collective over the world. Tied tensors are written once, by their first name. The configuration is not
@@ -49,7 +48,7 @@ def save_hf(
 
     Args:
         folder: it may hold other files, but no safetensors files yet.
-        maps: those that `load_hf` took: read backwards here.
+        maps: those that `load_hf` took, `"auto"` too: read backwards here.
         max_shard_size: bytes of a file at most, unless one tensor is larger.
 
     Returns: `folder`.
@@ -62,7 +61,7 @@ def save_hf(
     made: list[_Export] = []
 
     def first() -> _Plan:
-        made.append(_Export(model, folder_of(folder), listed(maps), max_shard_size))
+        made.append(_Export(model, folder_of(folder), maps_of(model, maps), max_shard_size))
         return made[0].plan()
 
     plans = call.agreed(f"exporting {folder} for Hugging Face", first)

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from shardwright.checkpoint.agree import Call
+from shardwright.checkpoint.hugging_face.conversions import Maps, maps_of
 from shardwright.checkpoint.hugging_face.index import INDEX, read_index
-from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of, listed
+from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import local_of, note_written, refuse_unwritable, views
 from shardwright.checkpoint.shared_memory import memory_of, refuse_overlaps
@@ -41,7 +42,7 @@ def load_hf(
     model: nn.Module,
     folder: Path | str,
     *,
-    maps: Sequence[Map] | Map = (),
+    maps: Maps = (),
     device: torch.device | str = "cpu",
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> LoadedHF:
@@ -54,7 +55,8 @@ def load_hf(
     Args:
         folder: with `model.safetensors`, or `model.safetensors.index.json` and its files.
         maps: how the model's tensors are those of the files (`shardwright.checkpoint.rename`, `transpose`,
-            `join`, `stack`), applied in order.
+            `join`, `stack`), applied in order; or `"auto"`: as `transformers` converts the files of this
+            model, which is of its release 5 or later.
         buffers: values for buffers on the meta device that no checkpoint holds (rotary tables), by name.
 
     Raises: CheckpointError: on every rank, with nothing changed: a tensor is missing or has another shape, a
@@ -68,7 +70,7 @@ def load_hf(
 
     def first() -> dict[str, list[Link]]:
         there = folder_of(folder)
-        made.append(_Loading(model, there, listed(maps), torch.device(device), dict(buffers or {})))
+        made.append(_Loading(model, there, maps_of(model, maps), torch.device(device), dict(buffers or {})))
         made[0].compare()
         return made[0].links
 
@@ -126,7 +128,8 @@ class _Loading:
         self._choose()
         found = [why for name in self.tensors for why in self._differences(name)]
         unused = sorted(set(self.places) - self.used)
-        maps = f"; nothing here is {unused[0]}, which they hold (see maps=)" if found and unused else ""
+        auto = ', "auto" for models of transformers' if not self.maps else ""
+        maps = f"; nothing here is {unused[0]}, which they hold (see maps={auto})" if found and unused else ""
         found += self._without_data()
         if found:
             more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwright.checkpoint.storage.proof import why_not_once
 from shardwright.errors import CheckpointError
@@ -143,13 +143,14 @@ def _cut(source: str, shape: Shape, dim: int, start: int, size: int) -> Link:
     return Link(source, tuple(offset), tuple(sizes), tuple(range(len(shape))))
 
 
-def listed(maps: Sequence[Map] | Map) -> tuple[Map, ...]:
+def listed(maps: Any) -> tuple[Map, ...]:
     """What `maps=` was given: several, or one alone."""
-    found = (maps,) if callable(maps) or not isinstance(maps, Sequence) else tuple(maps)
+    several = isinstance(maps, Sequence) and not isinstance(maps, str) and not callable(maps)
+    found: tuple[Map, ...] = tuple(maps) if several else (maps,)
     for one in found:
         if not callable(one):
             raise CheckpointError(
-                f"maps={one!r:.60} is no map: rename, join, stack, transpose, or a function"
+                f'maps={one!r:.60} is no map: rename, join, stack, transpose, a function, or "auto"'
             )
     return found
 

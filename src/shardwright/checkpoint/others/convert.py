@@ -30,8 +30,8 @@ def convert(
 
     Args:
         source: a folder of torch's distributed checkpoint (`fully_shard` and `get_state_dict` included), a
-            file of `torch.save` with dicts of tensors and `state_dict()`s of optimizers, or a checkpoint of
-            the first format of this library (with its optimizer; generators start anew).
+            file of `torch.save` with dicts of tensors and what `state_dict()` gives of optimizers, or a
+            checkpoint of the first format of this library (with its optimizer; generators start anew).
         target: the new checkpoint's folder.
         key: from a name there (levels joined by dots) to a key here. None: what is called `model`,
             `model_state_dict` or `state_dict` there is `model` here and all else keeps its name; where

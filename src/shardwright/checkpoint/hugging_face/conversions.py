@@ -1,0 +1,102 @@
+"""What files call the tensors of a model of `transformers`, by the table that it converts them with.
+
+Its newer models have other tensors than their files: experts in one tensor, other names. `transformers` says
+so in conversions, which it reverts where it saves. They are reverted here on tensors without memory, of which
+each remembers where in the model's it begins and with which strides: that is what a map says.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shardwright.checkpoint.hugging_face.maps import Link, Map, Shape, listed
+from shardwright.checkpoint.model_state import read_model
+from shardwright.errors import CheckpointError, words_of
+from shardwright.index.assemble import unravel
+from shardwright.index.stride import contiguous_stride
+
+Maps = Sequence[Map] | Map | Literal["auto"]
+
+
+def maps_of(model: nn.Module, given: Maps) -> tuple[Map, ...]:
+    """What `maps=` was given. Raises: CheckpointError: no maps, or "auto" of a model that has none."""
+    return (conversions(model),) if given == "auto" else listed(given)
+
+
+def conversions(model: nn.Module) -> Map:
+    """The map of a model of `transformers`: that of its files, as `save_pretrained` writes them.
+
+    Raises: CheckpointError: it is none of its models, or the files hold a tensor that no box of one of the
+        model's tensors is (several of them joined, elements in another order).
+    """
+    shapes = {name: tuple(x.shape) for name, x in read_model(model).tensors.items()}
+    links: defaultdict[str, list[Link]] = defaultdict(list)
+    for source, (name, view) in _in_files(model, shapes).items():
+        link = _link(source, view, shapes[name]) if name else None
+        if link is None:
+            raise CheckpointError(
+                f'maps="auto": {source} of the files is no part of one tensor of the model: transformers '
+                "joins, or reorders; give maps= of your own, or load with from_pretrained before you place it"
+            )
+        links[name].append(link)
+
+    def converted(name: str, shape: Shape) -> list[Link] | None:  # noqa: ARG001 - that of the model
+        return links.get(name)
+
+    return converted
+
+
+def _in_files(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, tuple[str, torch.Tensor]]:
+    """By name in the files, the model's tensor that it is a view of ("": of none), and the view."""
+    of_models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
+    if not isinstance(model, of_models) or revert is None:
+        raise CheckpointError(f'maps="auto": {type(model).__name__} is no model of transformers 5')
+    given = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    of_memory = {x.untyped_storage()._cdata: name for name, x in given.items()}
+    kept = list(given.values())  # so that no other one gets the place of its storage
+    try:
+        with _Uncopied():
+            made = revert(model, given)
+    except Exception as error:
+        raise CheckpointError(f'maps="auto": its conversions failed: {words_of(error)}') from error
+    found = {source: (of_memory.get(x.untyped_storage()._cdata, ""), x) for source, x in made.items()}
+    kept.clear()
+    return found
+
+
+class _Uncopied(TorchFunctionMode):
+    """A copy is the tensor itself, so that it still says of what it is a view."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _COPIES:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+_COPIES = frozenset({torch.Tensor.contiguous, torch.Tensor.clone, torch.clone})
+
+
+def _link(source: str, view: torch.Tensor, shape: Shape) -> Link | None:
+    """The box of a tensor of this shape that a view of it is, if it is one."""
+    strides = contiguous_stride(shape)
+    offset = unravel(int(view.storage_offset()), shape) if view.numel() else (0,) * len(shape)
+    dims: dict[int, int] = {}
+    for at in sorted(range(view.dim()), key=lambda dim: -view.shape[dim]):
+        size, stride = view.shape[at], view.stride(at)
+        free = [d for d in range(len(shape)) if d not in dims.values() and offset[d] + size <= shape[d]]
+        fitting = [d for d in free if strides[d] == stride] or (free if size == 1 else [])
+        if not fitting:
+            return None
+        dims[at] = fitting[0]
+    sizes = [1] * len(shape)
+    for at, dim in dims.items():
+        sizes[dim] = view.shape[at]
+    return Link(source, offset, tuple(sizes), tuple(dims[at] for at in range(view.dim())))

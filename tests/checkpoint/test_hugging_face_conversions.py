@@ -1,0 +1,103 @@
+"""`maps="auto"`: what `save_pretrained` wrote is loaded by transformers' own conversions, and written so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as t
+from safetensors.torch import load_file
+from torch import nn
+from transformers.core_model_loading import Concatenate, WeightConverter
+
+from shardwright import Shard, distribute_module
+from shardwright.checkpoint import load_hf, save_hf
+from shardwright.errors import CheckpointError
+from shardwright.testing import rank_mesh
+from tests.tiers import only
+
+Ranks = Callable[..., list[Any]]
+SMALL = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 30}
+TEXT = SMALL | {"vocab_size": 50, "num_key_value_heads": 2}
+VISION = SMALL | {"image_size": 16, "patch_size": 8}
+MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 7, "head_dim": 8}
+
+
+def families() -> dict[str, Any]:
+    """Experts in one tensor, other names, prefixes, and a model whose files are its own tensors."""
+    clip = t.CLIPVisionConfig(**VISION)
+    return {
+        "qwen3 moe": (t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(**TEXT, **MOE)),
+        "mixtral": (t.MixtralForCausalLM, t.MixtralConfig(**TEXT, num_local_experts=3)),
+        "llava": (
+            t.LlavaForConditionalGeneration,
+            t.LlavaConfig(text_config=t.LlamaConfig(**TEXT), vision_config=clip, image_token_index=49),
+        ),
+        "swin": (
+            t.SwinModel,
+            t.SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[2, 2], image_size=32, window_size=4),
+        ),
+        "vit": (t.ViTModel, t.ViTConfig(**VISION)),
+        "llama": (t.LlamaForCausalLM, t.LlamaConfig(**TEXT)),
+    }
+
+
+def made(family: str, seed: int) -> nn.Module:
+    kind, config = families()[family]
+    torch.manual_seed(seed)
+    model: nn.Module = kind(config)
+    return model
+
+
+def there_and_back(folder: Path, family: str) -> None:
+    warnings.simplefilter("ignore")
+    wanted, model = made(family, 0), made(family, 1)
+    if dist.get_rank() == 0:
+        wanted.save_pretrained(folder / "in")
+    dist.barrier()
+    cut = {name: {"tp": Shard(p.ndim - 1)} for name, p in model.named_parameters() if p.ndim > 1}
+    distribute_module(model, rank_mesh((2,), ("tp",)), cut)
+    assert load_hf(model, folder / "in", maps="auto").unused == ()
+    for name, one in model.state_dict().items():
+        whole = one.full_tensor() if hasattr(one, "full_tensor") else one
+        assert torch.equal(whole, wanted.state_dict()[name]), name
+    save_hf(model, folder / "out", maps="auto")
+
+
+@pytest.mark.parametrize("family", only(["qwen3 moe", "llava"], families()))
+def test_files_of_transformers_are_read_and_written(ranks: Ranks, tmp_path: Path, family: str) -> None:
+    ranks(2, there_and_back, tmp_path, family)
+    first, second = (load_file(tmp_path / which / "model.safetensors") for which in ("in", "out"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    kind, config = families()[family]
+    config.save_pretrained(tmp_path / "out")
+    again, wanted = kind.from_pretrained(tmp_path / "out").state_dict(), made(family, 0).state_dict()
+    assert all(torch.equal(again[name], wanted[name]) for name in wanted)
+
+
+def test_what_no_box_of_one_tensor_is_is_refused(tmp_path: Path) -> None:
+    """A file with tensors of the model joined."""
+    model = made("llama", 0)
+    names = ["gate_proj.weight", "up_proj.weight"]
+    model._weight_conversions = [  # as `from_pretrained` leaves them; files have both in one
+        WeightConverter(["mlp.gate_up.weight"], [f"mlp.{name}" for name in names], [Concatenate().reverse_op])
+    ]
+    with pytest.raises(CheckpointError, match=r"mlp\.gate_up\.weight of the files is no part of one tensor"):
+        load_hf(model, tmp_path, maps="auto")
+
+
+@pytest.mark.parametrize("wrong", ["Auto", "hf"])
+def test_another_word_is_refused(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(CheckpointError, match="is no map"):
+        save_hf(made("llama", 0), tmp_path / "c", maps=wrong)
+
+
+def test_a_model_of_ones_own_has_no_conversions(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match='maps="auto": Linear is no model of transformers'):
+        save_hf(nn.Linear(2, 2), tmp_path / "c", maps="auto")
