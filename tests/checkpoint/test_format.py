@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from shardwright.checkpoint import load, read_manifest, save
+from shardwright.checkpoint import async_save, load, read_manifest, save
 from shardwright.checkpoint.storage import manifest
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
 from shardwright.errors import CheckpointError
@@ -61,6 +61,31 @@ def test_every_element_type_comes_back(tmp_path: Path, dtype: torch.dtype) -> No
     load(tmp_path / "c", x=found, y=part)
     assert torch.equal(found.view(torch.uint8), x.view(torch.uint8))
     assert torch.equal(part.contiguous().view(torch.uint8), x[:, 1:3].contiguous().view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("rows", [120, 3001])
+@pytest.mark.parametrize("how", ["own", "async", "dcp", "value"])
+def test_a_matrix_of_4_bits_may_lie_transposed(tmp_path: Path, rows: int, how: str) -> None:
+    """torch copies it as it lies if it is small, and raises NotImplementedError for a larger one."""
+    bits = torch.arange(rows * 30).remainder(251).to(torch.uint8).view(rows, 30)
+    x = bits.view(torch.float4_e2m1fn_x2).t()
+    if how == "async":
+        async_save(tmp_path / "c", w=x).wait()
+    elif how == "value":
+        save(tmp_path / "c", extra={"w": x})
+    else:
+        save(tmp_path / "c", w=x, format="dcp" if how == "dcp" else "shardwright")
+    if how == "dcp":
+        found = {"w": torch.zeros(x.shape, dtype=torch.uint8).view(x.dtype)}
+        torch.distributed.checkpoint.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+        assert torch.equal(found["w"].view(torch.uint8), bits.t())
+    elif how == "value":
+        assert torch.equal(load(tmp_path / "c").extra["w"].view(torch.uint8), bits.t())
+    else:
+        turned = torch.zeros_like(bits).view(x.dtype).t()
+        load(tmp_path / "c", w=turned)
+        assert torch.equal(turned.view(torch.uint8), bits.t())
 
 
 def test_an_element_type_is_held_or_refused_by_name(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from shardwright.checkpoint.plan import Plan, Told, planned, tell
 from shardwright.checkpoint.spread import Held_by_key, Share
 from shardwright.checkpoint.state import nodes_of
 from shardwright.checkpoint.storage.commit import Saving
+from shardwright.checkpoint.storage.element_types import in_order
 from shardwright.checkpoint.storage.folder_names import is_committed, metadata
-from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump, library_version
+from shardwright.checkpoint.storage.manifest import LIMIT, VERSION, Manifest, dump, library_version
 from shardwright.checkpoint.storage.place import Place, place_of
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.stores.of import store_of
@@ -61,7 +63,10 @@ class Job:
 
     def _entry(self, share: Share) -> Entry:
         held = self.whole[share.key]
-        return Entry(share.key, held.dtype, share.cell, share.cell[1] == held.shape, self._view(share))
+        view = self._view(share)
+        copied = view.dtype == torch.float4_e2m1fn_x2  # in which torch cannot copy all that it shows
+        elements = partial(in_order, view) if copied else view
+        return Entry(share.key, held.dtype, share.cell, share.cell[1] == held.shape, elements)
 
     def _view(self, share: Share) -> torch.Tensor:
         if share.key not in self._views:
@@ -102,6 +107,11 @@ class Job:
             raise self.failure
         store = store_of(self.path)
         if not store.has(f"saving-{self.id}.json"):
+            if rank() == 0:
+                raise CheckpointError(
+                    f"{self.path} was removed or emptied while it was written (saving-{self.id}.json is "
+                    "gone): look for what cleans up there, and save again"
+                )
             apart = "" if self.path == self.of_first else f" as {self.of_first} (a time in the path?)"
             raise CheckpointError(
                 f"rank {rank()} does not see {self.path}, which rank 0 made{apart}: the ranks do not share "
@@ -190,8 +200,10 @@ def about_run(step: int | None, config: Mapping[str, Any] | None) -> Callable[[]
     """What the manifest says of the run; made where a failure of one rank is told to all."""
 
     def made() -> dict[str, Any]:
-        if step is not None and (type(step) is not int or step < 0):
-            raise CheckpointError(f"step={step!r} is no number of steps")
+        if step is not None and (type(step) is not int or not 0 <= step < LIMIT):
+            raise CheckpointError(f"step={step!r:.60} is no number of steps: a whole one from 0 to 2**62 - 1")
+        if config is not None and not isinstance(config, Mapping):
+            raise CheckpointError(f"config={config!r:.60} is no dict: give settings by name")
         return {
             "library": library_version(),
             "torch": torch.__version__,

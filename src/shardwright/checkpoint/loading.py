@@ -22,7 +22,7 @@ from shardwright.checkpoint.rng_state import check_generator, check_rng, write_r
 from shardwright.checkpoint.shared_memory import refuse_overlaps
 from shardwright.checkpoint.state import Kind, Node, nodes_of
 from shardwright.checkpoint.storage.arena import Arena, copy_bytes, fill, room_for
-from shardwright.checkpoint.storage.element_types import DTYPES, name_of
+from shardwright.checkpoint.storage.element_types import DTYPES, in_order, name_of
 from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
 from shardwright.checkpoint.storage.place import Place, place_of
 from shardwright.checkpoint.storage.proof import proven
@@ -180,7 +180,7 @@ class Loading:
         for key, tensor in self.targets.fresh.items():
             local = local_of(tensor)
             if not local.is_contiguous():
-                detours.append((local, local.contiguous()))
+                detours.append((local, in_order(local)))
                 local = detours[-1][1]
             wanted += self._wants(key, tensor, local)
         wanted += self._live_wants()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardwright.errors import CheckpointError
 
@@ -52,6 +53,11 @@ def read_model(model: nn.Module) -> ModelState:
     for name, value in entries.items():
         if not isinstance(value, torch.Tensor) or name in objects:
             continue
+        if is_lazy(value):
+            raise CheckpointError(
+                f"{name} has no shape yet, for its module is lazy and has not run: call the model once (on "
+                "the meta device that costs nothing), or make it with its sizes"
+            )
         if id(value) not in live:
             raise CheckpointError(
                 f"the model's state_dict() gives {name!r}, which is none of its parameters and buffers "

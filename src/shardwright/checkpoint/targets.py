@@ -133,7 +133,11 @@ def of_rank(manifest: Manifest, path: str, rank: int, world: int) -> Any:
     value = manifest.values[path]
     if not (isinstance(value, dict) and value.get(_TAG) == RANKS):
         return value
-    own = value.get("v", {})
+    own = value.get("v")
+    if not isinstance(own, dict):
+        raise CheckpointError(
+            f"{path} is no value that was saved (of each rank one, and {own!r:.60} is of none)"
+        )
     if manifest.world == world and str(rank) in own:
         return own[str(rank)]
     raise CheckpointError(

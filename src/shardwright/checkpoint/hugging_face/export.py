@@ -28,6 +28,7 @@ from shardwright.checkpoint.storage.writer import Entry, blocks, header_of
 from shardwright.errors import CheckpointError, words_of
 
 _METADATA = {"format": "pt"}
+_OWN = "__metadata__"  # where they have that
 
 
 class _Out(NamedTuple):
@@ -140,6 +141,10 @@ class _Export:
             _Out(link.source, link, dtype, torch.Size(link.shape).numel() * tensor.element_size())
             for link in links_of(name, tuple(tensor.shape), self.maps)
         ]
+        if any(out.name == _OWN for out in outs):
+            raise CheckpointError(
+                f"{name} would be called {_OWN!r}, which these files keep for themselves: rename it"
+            )
         return _Tensor(name, tuple(outs))
 
     def arrange(self, plans: Sequence[_Plan]) -> None:

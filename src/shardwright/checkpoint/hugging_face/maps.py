@@ -173,9 +173,14 @@ def links_of(name: str, shape: Shape, maps: Sequence[Map]) -> list[Link]:
 
 
 def _through(link: Link, one: Map) -> list[Link]:
-    inner = one(link.source, link.shape)
+    inner: Any = one(link.source, link.shape)  # a function of the user's may give anything
     if inner is None:
         return [link]
+    if not isinstance(inner, Sequence) or not all(isinstance(sub, Link) for sub in inner):
+        raise CheckpointError(
+            f"{one!r:.60}, a map of maps=, gives {inner!r:.60} for {link.source}: a map gives a list of "
+            "`Link`, or None for what it leaves as it is"
+        )
     made = []
     for sub in inner:
         offset, size = list(link.offset), list(link.size)

@@ -10,7 +10,7 @@ import torch
 
 from shardwright.checkpoint.others import first_format
 from shardwright.checkpoint.others.converted import Converted, Key
-from shardwright.checkpoint.others.foreign import Steps, read_file, read_folder
+from shardwright.checkpoint.others.foreign import Steps, read
 from shardwright.checkpoint.others.foreign_optimizers import Numbered, called, take_optimizers
 from shardwright.checkpoint.storage.commit import Saving
 from shardwright.checkpoint.storage.folder_names import metadata
@@ -48,7 +48,7 @@ def convert(
     source, target = folder_of(source), place_of(target)
     old = first_format.read(source)
     found: dict[Steps, Any] = {}
-    for steps, one in read_folder(source) if source.is_dir() else read_file(source):
+    for steps, one in read(source):
         if found.setdefault(steps, one) is not one:
             raise CheckpointError(f"{source}: two things are called {called(steps)}, one of them by a number")
     new = Converted(source, found, key or (None if old is None else first_format.key))

@@ -30,7 +30,7 @@ from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.place import Place, folder_of
 from shardwright.checkpoint.storage.stores.local import lock_or_warn
 from shardwright.checkpoint.storage.writer import Entry
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, words_of
 
 About = Callable[[], dict[str, Any]]
 
@@ -125,9 +125,14 @@ def _write(path: Path, nests: dict[str, Any]) -> None:
             torch_checkpoint.save(nests, storage_writer=writer, planner=_Planner(), no_dist=world() == 1)
     except torch_checkpoint.CheckpointException as error:
         number, (reason, _) = min(error.failures.items())
-        raise CheckpointError(
-            f"writing {path} failed on rank {number}: {type(reason).__name__}: {reason}"
-        ) from None
+        raise CheckpointError(f"writing {path} failed on rank {number}: {_words(reason)}") from None
+
+
+def _words(reason: BaseException) -> str:
+    """What went wrong; torch's writer of files says of a disk that takes no more only where it stopped."""
+    cut = isinstance(reason, RuntimeError) and "inline_container" in str(reason)
+    told = "the disk did not take all of a file (is it full, or over a quota?): " if cut else ""
+    return f"{told}{words_of(reason)}"
 
 
 def _clean(path: Path, locked: list[int]) -> None:

@@ -43,6 +43,15 @@ class ForeignTensor(NamedTuple):
         return found
 
 
+def read(source: Path) -> Iterator[tuple[Steps, Any]]:
+    """What a folder or a file of torch's holds. Raises: CheckpointError: it may not be looked at."""
+    try:
+        folder, _ = source.is_dir(), (source / dcp.INDEX).exists()
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error.strerror or error}") from None
+    return read_folder(source) if folder else read_file(source)
+
+
 def read_folder(source: Path) -> Iterator[tuple[Steps, Any]]:
     """What a folder of torch's distributed checkpoint holds: tensors and values."""
     if not (source / dcp.INDEX).exists():

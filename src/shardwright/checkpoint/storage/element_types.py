@@ -76,3 +76,10 @@ def in_file(name: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
 def from_file(standard: str) -> str | None:
     """Our name of a safetensors dtype; None: it is not known here."""
     return _FROM_STANDARD.get(standard)
+
+
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    """The elements one after another: torch turns a large matrix by a kernel that 4 bits have not."""
+    if x.dtype != torch.float4_e2m1fn_x2 or x.is_contiguous():
+        return x.contiguous()
+    return x.view(torch.uint8).contiguous().view(x.dtype)

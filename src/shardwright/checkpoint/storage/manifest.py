@@ -30,7 +30,8 @@ _VERSION = re.compile(rb'"version":\s*(\d{1,9})')
 _LIBRARY = re.compile(rb'"library":\s*"([^"]{1,40})"')
 
 T = TypeVar("T", bound=BaseModel)
-Natural = Annotated[int, Field(ge=0, lt=1 << 62)]
+LIMIT = 1 << 62  # of whole numbers in a manifest, which readers in other languages hold too
+Natural = Annotated[int, Field(ge=0, lt=LIMIT)]
 Sizes = tuple[Natural, ...]
 Id = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 

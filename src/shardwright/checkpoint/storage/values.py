@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES, name_of
+from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES, in_order, name_of
 from shardwright.comm.dtype import as_bytes
 from shardwright.errors import CheckpointError
 
@@ -81,7 +81,7 @@ def _encode_tensor(value: torch.Tensor, where: str, keep: Keep | None) -> Any:
     plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     in_line = value.layout is torch.strided and not value.is_nested and value.device.type != "meta"
     if plain and in_line and value.nbytes <= INLINE:
-        plain_value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        plain_value = in_order(value.detach().cpu().resolve_conj().resolve_neg())
         data = as_bytes(plain_value).numpy().tobytes()
         return {
             _TAG: "tensor",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint.pieces import Cell
-from shardwright.checkpoint.storage.element_types import ITEMSIZES, in_file
+from shardwright.checkpoint.storage.element_types import ITEMSIZES, in_file, in_order
 from shardwright.checkpoint.storage.stores.store import NewFile, Store
 from shardwright.checkpoint.storage.sums import Sums, sum_of, sums_of
 from shardwright.comm.dtype import as_bytes
@@ -147,7 +147,7 @@ def _write_small(
 
 def _bytes_of_all(views: Sequence[torch.Tensor]) -> memoryview:
     """The bytes of small tensors, one after another, in new memory."""
-    flat = [as_bytes(view.detach().cpu().resolve_conj().resolve_neg().contiguous()) for view in views]
+    flat = [as_bytes(in_order(view.detach().cpu().resolve_conj().resolve_neg())) for view in views]
     return torch.cat(flat).numpy().data if flat else memoryview(b"")
 
 
@@ -177,5 +177,5 @@ def blocks(view: torch.Tensor, most: int = 8 * _STEP) -> Iterator[memoryview]:
 
 def bytes_of(view: torch.Tensor) -> memoryview:
     """The bytes of a tensor, row-major; the memory is the tensor's own where it lies so on the CPU."""
-    plain = view.cpu().resolve_conj().resolve_neg().contiguous()
+    plain = in_order(view.cpu().resolve_conj().resolve_neg())
     return as_bytes(plain).numpy().data

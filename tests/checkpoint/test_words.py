@@ -1,0 +1,148 @@
+"""What cannot be done is refused in words that say what it is, where raw errors of others came through."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import xxhash
+from torch import nn
+
+from shardwright.checkpoint import async_save, convert, load, load_hf, save, save_hf
+from shardwright.checkpoint.job import Job
+from shardwright.errors import CheckpointError
+
+Save = Callable[..., Any]
+SAVES: dict[str, Save] = {
+    "save": save,
+    "dcp": lambda *args, **kwargs: save(*args, format="dcp", **kwargs),
+    "async": lambda *args, **kwargs: async_save(*args, **kwargs).wait(),
+}
+
+
+@pytest.fixture(params=SAVES)
+def saves(request: pytest.FixtureRequest) -> Save:
+    return SAVES[request.param]
+
+
+def test_a_lazy_module_has_no_shapes_yet(tmp_path: Path, saves: Save) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    save(tmp_path / "old", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
+    for call in (
+        lambda: saves(tmp_path / "c", model),
+        lambda: load(tmp_path / "old", model),
+        lambda: save_hf(model, tmp_path / "hf"),
+    ):
+        with pytest.raises(CheckpointError, match=r"1\.weight has no shape yet, for its module is lazy"):
+            call()
+    model(torch.ones(2))
+    load(tmp_path / "old", model)
+
+
+@pytest.mark.parametrize("config", [[1], "abc", 3])
+def test_settings_have_names(tmp_path: Path, saves: Save, config: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"^config=.* is no dict: give settings by name$"):
+        saves(tmp_path / "c", config=config, v=1)
+
+
+@pytest.mark.parametrize("step", [1 << 62, -1, True, "3"])
+def test_a_step_that_no_manifest_holds(tmp_path: Path, saves: Save, step: Any) -> None:
+    """A large one was found only when all was written."""
+    with pytest.raises(
+        CheckpointError, match=r"^step=.* is no number of steps: a whole one from 0 to 2\*\*62"
+    ):
+        saves(tmp_path / "c", step=step, v=1)
+    saves(tmp_path / "c", step=(1 << 62) - 1, v=1)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file takes more than 300 kB, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_a_full_disk_in_torch_s_format(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the disk did not take all of a file"):
+        save(tmp_path / "c", nn.Linear(400, 400), format="dcp")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("asked", ["is_dir", "exists"])
+def test_a_source_that_may_not_be_looked_at(tmp_path: Path, asked: str) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
+    denied = PermissionError(13, "Permission denied")
+    with (
+        mock.patch.object(Path, asked, side_effect=denied),
+        pytest.raises(CheckpointError, match=r"x\.pt cannot be read: Permission denied"),
+    ):
+        convert(tmp_path / "x.pt", tmp_path / "c")
+
+
+@pytest.mark.parametrize("forged", [1.5, None, [1], "0"])
+def test_a_value_of_ranks_that_names_none(tmp_path: Path, forged: Any) -> None:
+    path = save(tmp_path / "c", v=1) / "manifest.json"
+    body = json.loads(path.read_bytes())["manifest"]
+    body["values"]["rng"]["v"] = forged
+    text = json.dumps(body, separators=(",", ":"))
+    sum_of = xxhash.xxh3_128_hexdigest(text.encode())
+    path.write_text(f'{{"shardwright": "checkpoint", "checksum": "{sum_of}",\n"manifest": {text}}}\n')
+    with pytest.raises(CheckpointError, match="rng is no value that was saved"):
+        load(tmp_path / "c")
+
+
+def test_a_folder_that_goes_while_it_is_written(tmp_path: Path) -> None:
+    """One process was told that ranks do not share a disk."""
+    write = Job._write
+
+    def gone(job: Job) -> Any:
+        shutil.rmtree(tmp_path / "c")
+        return write(job)
+
+    with (
+        mock.patch.object(Job, "_write", gone),
+        pytest.raises(CheckpointError, match="c was removed or emptied while it was written"),
+    ):
+        save(tmp_path / "c", v=1)
+
+
+def test_a_name_that_files_keep_for_themselves(tmp_path: Path) -> None:
+    """It was written under another name, and no program found it."""
+    model = nn.Module()
+    model.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
+    with pytest.raises(
+        CheckpointError, match="__metadata__ would be called '__metadata__', which these files"
+    ):
+        save_hf(model, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    save(tmp_path / "c", model)
+    nn.init.zeros_(model.get_parameter("__metadata__"))
+    load(tmp_path / "c", model)
+    assert model.get_parameter("__metadata__").eq(1).all()
+
+
+@pytest.mark.parametrize("given", [5, "abc", [("weight", (0,), (2,))]])
+def test_a_map_that_gives_no_links(tmp_path: Path, given: Any) -> None:
+    def mine(_: str, __: tuple[int, ...]) -> Any:
+        return given
+
+    model = nn.Linear(2, 2)
+    with pytest.raises(
+        CheckpointError, match=r"mine.*, a map of maps=, gives .* for weight: a map gives a list"
+    ):
+        save_hf(model, tmp_path / "c", maps=mine)
+    save_hf(model, tmp_path / "c")
+    with pytest.raises(
+        CheckpointError, match=r"mine.*, a map of maps=, gives .* for weight: a map gives a list"
+    ):
+        load_hf(model, tmp_path / "c", maps=mine)
