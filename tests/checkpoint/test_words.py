@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import nn
 
-from shardwright.checkpoint import async_save, convert, load, load_hf, save, save_hf
+from shardwright.checkpoint import async_save, convert, load, load_hf, read_manifest, save, save_hf
 from shardwright.checkpoint.job import Job
 from shardwright.errors import CheckpointError
 
@@ -60,6 +60,15 @@ def test_a_step_that_no_manifest_holds(tmp_path: Path, saves: Save, step: Any) -
     ):
         saves(tmp_path / "c", step=step, v=1)
     saves(tmp_path / "c", step=(1 << 62) - 1, v=1)
+
+
+def test_a_source_whose_step_is_none(tmp_path: Path) -> None:
+    """It stays the value that it is, in a checkpoint that says no step."""
+    torch.save({"model": {"w": torch.ones(1)}, "step": 1 << 62}, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "c")
+    found = read_manifest(tmp_path / "c")
+    assert found.step is None
+    assert found.values["step"] == 1 << 62
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from shardwright.checkpoint.others.foreign import Steps, read
 from shardwright.checkpoint.others.foreign_optimizers import Numbered, called, take_optimizers
 from shardwright.checkpoint.storage.commit import Saving
 from shardwright.checkpoint.storage.folder_names import metadata
-from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump, library_version
+from shardwright.checkpoint.storage.manifest import LIMIT, VERSION, Manifest, dump, library_version
 from shardwright.checkpoint.storage.place import Place, folder_of, place_of
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.stores.of import store_of
@@ -68,7 +68,7 @@ def convert(
     about: dict[str, Any] = {"world": 1, "step": None, "config": {}, "ties": {}}
     about |= {"modules": ["model"], "optimizers": new.optimizers}
     step = new.values.get("step")
-    if type(step) is int and step >= 0:
+    if type(step) is int and 0 <= step < LIMIT:
         about["step"] = step
     if old is not None:
         about |= first_format.describe(old, new.tensors, new.values)
