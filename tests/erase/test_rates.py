@@ -206,6 +206,30 @@ def test_rates_that_change_one_after_the_other_are_followed(ranks):
     ranks(2, _one_after_the_other)
 
 
+def _of_two_sizes(name):
+    """Calls of another size record for themselves, and find the same number to follow."""
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 3, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    optimizers = [FOLLOWED[name](list(m.parameters())) for m in (plain, model)]
+    schedules = [optim.lr_scheduler.StepLR(o, 3, 0.5) for o in optimizers]
+    one, fast = _program(plain, optimizers[0]), sw.erase(_program(model, optimizers[1]))
+    for place in range(18):
+        x = torch.randn(3 + place % 3 // 2, 4, dtype=torch.float64)
+        torch.testing.assert_close(fast(x), one(x), rtol=0, atol=0)
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(p, q)
+        for schedule in schedules:
+            schedule.step()
+    assert fast.report().recordings == 4, str(fast.report())
+    assert fast.report().replays >= 10, str(fast.report())
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adamw foreach", "adamw fused"])
+def test_calls_of_two_sizes_follow_one_number(name):
+    _of_two_sizes(name)
+
+
 def _hook():
     """A hook of the user's reads a number, not what stands for it."""
     seen = []

@@ -135,7 +135,7 @@ class Erased:
             new = rates_that_changed(entry.facts, entry.optimizers, entry.named)
             if not new:  # something else changed
                 return []
-            self._rates += new
+            self._rates += [rate for rate in new if not any(map(rate.is_of, self._rates))]
         self._rates = [rate for rate in self._rates if rate.is_there()]
         return self._rates
 

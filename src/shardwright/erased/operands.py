@@ -10,7 +10,6 @@ import torch
 
 FUNCTIONAL = "_c10d_functional"
 _LOOKED_AT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_NO_NAMES: Mapping[str, Any] = {}
 _LEAVES = frozenset(
     {
         torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device, torch.layout,
@@ -60,7 +59,7 @@ def _is_of_floats(x: torch.Tensor) -> bool:
     return x.dtype.is_floating_point or x.dtype is torch.bool
 
 
-def flat(args: Any, kwargs: Mapping[str, Any] = _NO_NAMES) -> list[Any]:
+def flat(args: Any, kwargs: Mapping[str, Any] | None = None) -> list[Any]:
     """All operands, and the lists that hold some, in no order."""
     found = [*args, *kwargs.values()] if kwargs else [*args]
     for value in found:  # which grows

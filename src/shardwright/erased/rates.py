@@ -39,6 +39,10 @@ class Rate:
         """Is the group still one of the optimizer's? States that are loaded bring others."""
         return any(group is self.group for group in self.optimizer.param_groups)
 
+    def is_of(self, other: Rate) -> bool:
+        """Is it the same number? Calls of other sizes find it too, and it stands in its group once."""
+        return self.group is other.group and self.key == other.key
+
     def is_at(self, fact: Fact) -> bool:
         """Is it the number that a fact is of?"""
         return fact.holder is self.group and fact.key == self.key
