@@ -170,10 +170,44 @@ def by_a_block_in_a_generator(ids):
     return found + 0
 
 
+class Decorating(contextlib.ContextDecorator, Tolerant):
+    """Its block is one of the standard library, around a function."""
+
+
+def by_a_decorator(ids):
+    found = [otherwise(ids)]
+
+    @Decorating()
+    def looks():
+        found.append(look_up(ids))
+
+    looks()
+    return found[-1] + 0
+
+
+class Renaming:
+    """Raises another error for each."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is not None:
+            raise ZeroDivisionError
+
+
+def by_an_exit_that_raises(ids):
+    try:
+        with Renaming():
+            return look_up(ids)
+    except ZeroDivisionError:
+        return otherwise(ids)
+
+
 CAUGHT = (
     by_its_class, by_any, by_a_class_above, by_one_of_several, by_what_is_computed, by_a_group, by_a_loop,
     by_a_return, by_a_frame_above, by_another_error, by_suppress, by_a_stack, by_an_exit, by_a_generator,
-    by_a_block_in_a_generator,
+    by_a_block_in_a_generator, by_a_decorator, by_an_exit_that_raises,
 )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ _ENTRANCES = __file__.replace("catching.py", "attempt.py")
 _WHY = "an operator may raise by what it is given, and the program catches errors"
 _GENERATORS = 0x20 | 0x80 | 0x200  # flags of a code: generator, coroutine, asynchronous generator
 _SUPPRESS = contextlib.suppress.__exit__.__code__
+_CONTEXTS = contextlib.__file__  # stacks and decorators there run the program's own blocks
 _EXITS = frozenset({"__exit__", "__aexit__"})
 _WITHOUT_OTHERS = frozenset({"aten", "prims", "shardwright", "_c10d_functional"})
 
@@ -62,7 +63,7 @@ class Catching:
     def _below(self, frame: FrameType | None, of_any: bool) -> bool:
         """Judge each frame down to the erased function; is it there?"""
         while frame is not None and frame.f_code.co_filename != _ENTRANCES:
-            if not self._is_library(frame):
+            if not self._is_library(frame) or frame.f_code.co_filename == _CONTEXTS:
                 self._judge(frame, self._handlers_of(frame), of_any)
             frame = frame.f_back
         return frame is not None
@@ -118,9 +119,9 @@ class Catching:
         if id(frame.f_code) in self._waits or not _may_match(frame):
             return
         caller = frame.f_back
-        while caller is not None and self._is_library(caller):
-            caller = caller.f_back
-        if caller is not None and id(caller) in self._in_with:
+        while caller is not None and id(caller) not in self._in_with:
+            caller = caller.f_back if caller.f_code.co_filename == _CONTEXTS else None
+        if caller is not None:
             self._refuse_at(caller)
 
     def returned(self, frame: FrameType) -> None:

@@ -60,12 +60,12 @@ def matches_any(classes: Any) -> bool:
 
 
 def may_swallow(code: CodeType) -> bool:
-    """May an `__exit__` of this code say that the error is dealt with? Not where each result is false."""
+    """May an `__exit__` of this code take the error, or raise another? Not where each result is false."""
     before = ""
     for each in dis.get_instructions(code):
         if each.opname == "RETURN_VALUE" and before != "LOAD_CONST false":
             return True
-        if each.opname == "RETURN_CONST" and each.argval:
+        if each.opname == "RAISE_VARARGS" or (each.opname == "RETURN_CONST" and each.argval):
             return True
         if each.opname != "CACHE":
             before = each.opname + ("" if each.argval else " false")

@@ -10,6 +10,15 @@ import torch
 
 FUNCTIONAL = "_c10d_functional"
 _LOOKED_AT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+# Of results whose sizes depend on values, although they have no tag that says so.
+_OF_VALUES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_pack_padded_sequence", "_pad_packed_sequence", "_to_sparse", "to_sparse", "_to_sparse_csr",
+        "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc", "_coalesce", "_values", "values", "_indices",
+        "indices", "crow_indices", "col_indices", "ccol_indices", "row_indices",
+    )
+)  # fmt: skip
 _LEAVES = frozenset(
     {
         torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device, torch.layout,
@@ -43,7 +52,7 @@ class Kind:
             namespace=func.namespace,
             mutable=func._schema.is_mutable,
             draws=torch.Tag.nondeterministic_seeded in tags,
-            looked_at=any(tag in tags for tag in _LOOKED_AT),
+            looked_at=any(tag in tags for tag in _LOOKED_AT) or func._schema.name in _OF_VALUES,
             of_values=not getattr(func, "is_view", False),
             pointwise=torch.Tag.pointwise in tags,
         )
@@ -69,6 +78,15 @@ def flat(args: Any, kwargs: Mapping[str, Any] | None = None) -> list[Any]:
             found += value
         elif isinstance(value, Mapping):
             found += value.values()
+    return found
+
+
+def written_among(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """The operands that an operator writes, by its schema."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
     return found
 
 

@@ -19,7 +19,7 @@ from shardwright.comm.told import told
 from shardwright.compat import FakeTensorMode, TorchDispatchMode, modes_stack
 from shardwright.erased import numbers
 from shardwright.erased.catching import Catching
-from shardwright.erased.operands import FUNCTIONAL, Kind, flat, mapped, tensors_among
+from shardwright.erased.operands import FUNCTIONAL, Kind, flat, mapped, tensors_among, written_among
 from shardwright.erased.rates import OPTIMIZERS, Following
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.tape import Line, Ref, Tape
@@ -172,7 +172,7 @@ class Recording(TorchDispatchMode):
             Line(func, line_args, line_kwargs, outs, several, source_line(), sent=self._sent(kind))
         )
         if varies and kind.mutable:
-            self._written(func, args)
+            self._written(func, args, kwargs)
         return out
 
     def _operands(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -200,7 +200,9 @@ class Recording(TorchDispatchMode):
         number = self.tape.find(x)
         if number is None:
             number = self.tape.enter(x, "constant", varies=False)
-            if func._schema.name != DATA and not _of_a_mesh():
+            if func._schema.name == DATA:
+                self.tape.copied(number)
+            elif not _of_a_mesh():
                 self.refuse(str(func), _FROM_NOWHERE)
         return Ref(number)
 
@@ -209,17 +211,16 @@ class Recording(TorchDispatchMode):
             return None
         return None if self.tape.knows(x) else self.tape.enter(x, varies=varies)
 
-    def _written(self, func: Any, args: tuple[Any, ...]) -> None:
-        """What is written varies as what was written into it does."""
-        for x in tensors_among(flat(args)):
+    def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What is written (`out=` too) varies as what was written into it does."""
+        for x in tensors_among(flat(written_among(func, args, kwargs))):
             number = self.tape.find(x)
             if number is not None:
                 self._vary(func, number)
 
     def _vary(self, func: Any, number: int) -> None:
-        value = self.tape.values[number]
-        value.varies = True
-        if value.source == "constant":
+        self.tape.vary(number)
+        if self.tape.values[number].source == "constant":
             self.refuse(str(func), "it writes a tensor that is neither given nor found in the program")
 
     def _refuse_op(self, kind: Kind, args: Any, kwargs: Any, results: Any, varies: bool) -> None:
@@ -232,6 +233,8 @@ class Recording(TorchDispatchMode):
             self.refuse(name, "it talks to a process group beside the functional collectives")
         elif varies and kind.looked_at and not _by_places(name, args):
             self.refuse(name, "its result depends on values")
+        elif any(isinstance(x, torch.Tensor) and x.is_nested for x in results):
+            self.refuse(name, "it gives a nested tensor, which has no sizes")
         elif torch.Generator in [type(value) for value in flat(args, kwargs)]:
             self.refuse(name, "it draws from a generator of its own")
         elif varies and any(isinstance(x, bool | int | float) for x in results):

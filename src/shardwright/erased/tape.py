@@ -95,18 +95,32 @@ class Tape:
     names: dict[str, Any] = field(default_factory=dict)
     _by_id: dict[int, int] = field(default_factory=dict)
     _by_memory: dict[Geometry, int] = field(default_factory=dict)
-    _storages: dict[int, int] = field(default_factory=dict)
+    _storages: dict[int, list[int]] = field(default_factory=dict)  # the values that lie there
 
     def enter(self, x: torch.Tensor, source: Any = None, *, varies: bool = True) -> int:
         """A new value, which is this tensor from now on."""
-        number = len(self.values)
-        self.values.append(Value(x, source, varies))
-        self._by_id[id(x)] = number
-        memory = _memory(x)
+        number, memory = len(self.values), _memory(x)
         if memory is not None:
             self._by_memory[memory] = number
-            self._storages.setdefault(memory[0], number)
+            beside = self._storages.setdefault(memory[0], [])
+            varies = varies or any(self.values[other].varies for other in beside)
+            beside.append(number)
+        self._by_id[id(x)] = number
+        self.values.append(Value(x, source, varies))
         return number
+
+    def copied(self, number: int) -> None:
+        """Keep what a value is now: the call may write into its memory."""
+        value = self.values[number]
+        self.values.append(Value(value.tensor, varies=False))  # held, so that nothing takes its `id`
+        value.tensor = value.tensor.clone()
+
+    def vary(self, number: int) -> None:
+        """A value was written with what may be another in a replay: so is all that lies in its storage."""
+        memory = _memory(self.values[number].tensor)
+        beside = self._storages.get(memory[0], ()) if memory is not None else ()
+        for each in (number, *beside):
+            self.values[each].varies = True
 
     def find(self, x: torch.Tensor) -> int | None:
         """The number of a tensor, None if the tape does not know it."""
@@ -140,9 +154,10 @@ class Tape:
 
     def _seen_otherwise(self, x: torch.Tensor, storage: int) -> int | None:
         """A known storage, seen with other sizes or strides by code that no operator showed."""
-        first = self._storages.get(storage)
-        if first is None or x.is_conj() or x.is_neg():
+        there = self._storages.get(storage)
+        if not there or x.is_conj() or x.is_neg():
             return None
+        first = there[0]
         known = self.values[first]
         if known.tensor.dtype != x.dtype or known.tensor.is_conj() or known.tensor.is_neg():
             return None
@@ -167,7 +182,7 @@ class Tape:
 
 def _memory(x: torch.Tensor) -> Geometry | None:
     """What two objects of one tensor have in common."""
-    if x.layout is not torch.strided:
+    if x.layout is not torch.strided or x.is_nested:
         return None
     storage = x.untyped_storage()._cdata
     return storage, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()

@@ -1,0 +1,96 @@
+"""What the host reads of a tensor that the call made: a replay would read something else."""
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import shardwright as sw
+
+GIVEN = torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3), -torch.arange(6.0).view(2, 3)
+
+
+def written_through_a_view(x):
+    c = torch.zeros(3)
+    c[0] = x.sum()
+    return x + 1 if c.sum().item() > 0 else x - 1
+
+
+def written_in_a_loop(x):
+    out = torch.zeros(2, 3)
+    for row in range(2):
+        out[row] = x[row]
+    return x * 2 if out.max() > 4 else x
+
+
+def a_view_of_before(x):
+    c = torch.zeros(3)
+    view = c[0:1]
+    c.copy_(x[0] + 1)
+    return x * view.item()
+
+
+def one_of_several_views(x):
+    a, b = torch.zeros(2).unbind()
+    a.add_(x.sum())
+    return x + b + float(a)
+
+
+def given_to_out(x):
+    c = torch.zeros(2, 3)
+    torch.mul(x, 2, out=c)
+    return x * int(c.sum())
+
+
+def given_to_several_outs(x):
+    values, places = torch.zeros(2), torch.zeros(2, dtype=torch.long)
+    torch.max(x, 1, out=(values, places))
+    return x + places.tolist()[0]
+
+
+def packed(x):
+    lengths = (x[0, 1] > 0).long() + torch.tensor([1, 1])
+    data = pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=False).data
+    return data.sum() / data.shape[0]
+
+
+def kept_sparse(x):
+    return x * x.clamp(min=0).to_sparse().values().shape[0]
+
+
+def nested(x):
+    return torch.nested.nested_tensor([x, x[:1]]).to_padded_tensor(0.0).sum()
+
+
+READ = [
+    written_through_a_view, written_in_a_loop, a_view_of_before, one_of_several_views, given_to_out,
+    given_to_several_outs, packed, kept_sparse, nested,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("program", READ, ids=lambda program: program.__name__)
+def test_what_is_read_of_it_is_that_of_this_call(program):
+    fast = sw.erase(program)
+    for x in (*GIVEN, *GIVEN):
+        assert torch.equal(fast(x), program(x))
+    assert fast.report().recordings == 0
+
+
+def a_constant_that_is_written(x):
+    c = torch.tensor([1.0, 2.0, 3.0])
+    c[0] += x.sum()
+    return x * c
+
+
+def a_view_that_is_only_read(x):
+    c = torch.zeros(3)
+    c[1:] = 2
+    return x * c if c.sum().item() == 4 else x
+
+
+@pytest.mark.parametrize("program", [a_constant_that_is_written, a_view_that_is_only_read])
+def test_what_depends_on_nothing_given_may_be_read_and_written(program):
+    fast = sw.erase(program)
+    for x in (*GIVEN, *GIVEN):
+        assert torch.equal(fast(x), program(x))
+    assert fast.report().replays > 0, str(fast.report())
