@@ -66,6 +66,7 @@ def step_of(model, optimizer, block):
             optimizer.zero_grad()
             loss = model(input_ids=ids, labels=ids, **options).loss
             loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         return loss.detach()
 
