@@ -1,8 +1,10 @@
 """What the host reads of a tensor that the call made: a replay would read something else."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import shardwright as sw
 
@@ -53,6 +55,17 @@ def packed(x):
     return data.sum() / data.shape[0]
 
 
+def unpacked(x):
+    return pad_packed_sequence(PackedSequence(x.reshape(-1, 1), torch.tensor([3, 3])))[0].sum(1)
+
+
+POOL = ThreadPoolExecutor(1)
+
+
+def read_on_another_thread(x):
+    return x * POOL.submit(lambda: x.sum().item()).result()
+
+
 def kept_sparse(x):
     return x * x.clamp(min=0).to_sparse().values().shape[0]
 
@@ -63,13 +76,14 @@ def nested(x):
 
 READ = [
     written_through_a_view, written_in_a_loop, a_view_of_before, one_of_several_views, given_to_out,
-    given_to_several_outs, packed, kept_sparse, nested,
+    given_to_several_outs, packed, unpacked, kept_sparse, nested, read_on_another_thread,
 ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("program", READ, ids=lambda program: program.__name__)
 def test_what_is_read_of_it_is_that_of_this_call(program):
+    POOL.submit(int).result()  # its thread waits from now on
     fast = sw.erase(program)
     for x in (*GIVEN, *GIVEN):
         assert torch.equal(fast(x), program(x))

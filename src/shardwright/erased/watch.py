@@ -8,6 +8,7 @@ move a generator of torch. A replay would do none of it.
 from __future__ import annotations
 
 import _io
+import _queue
 import contextlib
 import datetime as dt
 import dis
@@ -38,6 +39,7 @@ _VALUES = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
 _GENERATOR = frozenset({"set_state", "get_state", "manual_seed", "seed"})
 _OF_THE_PROCESS = frozenset({"urandom", "getpid", "fspath", "getcwd", "cpu_count", "sched_getaffinity"})
 _WRITES = frozenset({"write_record", "write_end_of_file", "write"})  # torch's own, and that of files
+_READS_UNSEEN = frozenset({"tensor_split", "_pad_packed_sequence"})
 _STATES = frozenset({"contextlib", "torch.random", "torch.cuda.random"})
 # What `contextlib.contextmanager` makes of a generator, and goes on with it.
 _MANAGER = contextlib._GeneratorContextManager
@@ -143,8 +145,8 @@ class Watch:
             why = "it reads or moves the state of a generator of random numbers"
             found = self.restored if _by_checkpointing(frame) else self.refusals
             found.append(Refusal(f"Generator.{name}", why, source_line()))
-        elif name == "tensor_split":
-            why = "it may read where to split from a tensor, in memory that nobody watches"
+        elif name in _READS_UNSEEN:
+            why = "it may read sizes from a tensor, in memory that nobody watches"
             self.refusals.append(Refusal(name, why, source_line()))
         elif name in _WRITES and (name != "write" or _within(frame, "torch.serialization")):
             self.refusals.append(Refusal(name, "it writes a file", source_line()))
@@ -195,6 +197,8 @@ def _why(name: str, owner: Any, module: str | None) -> str:
         return "it asks the file system, which may say something else in a replay"
     if module == "_thread" and name.startswith("start_"):
         return "it starts a thread, which a replay would not"
+    if isinstance(owner, _queue.SimpleQueue):
+        return "it hands something to another thread, or gets something from one"
     if isinstance(owner, _io._IOBase) and name in {"write", "writelines", "read", "readline"}:
         return "it reads or writes a file"
     return ""
