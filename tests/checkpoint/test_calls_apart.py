@@ -78,6 +78,7 @@ def ways_it_ends(folder: Path) -> dict[str, str]:
             said[f"{name}: {type(how).__name__}"] = f"{type(error.value).__name__}: {error.value}"
             dist.barrier()
             assert not (folder / name).exists() or not [*(folder / name).iterdir()]
+            dist.barrier()  # before a rank goes on and saves
         call(name, folder, folder / name, None)
     return said
 
