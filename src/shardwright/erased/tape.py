@@ -102,9 +102,7 @@ class Tape:
         number, memory = len(self.values), _memory(x)
         if memory is not None:
             self._by_memory[memory] = number
-            beside = self._storages.setdefault(memory[0], [])
-            varies = varies or any(self.values[other].varies for other in beside)
-            beside.append(number)
+            self._storages.setdefault(memory[0], []).append(number)
         self._by_id[id(x)] = number
         self.values.append(Value(x, source, varies))
         return number
