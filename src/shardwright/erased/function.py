@@ -144,9 +144,8 @@ class Erased:
         if made >= self._most:
             self._warn()
             return f"it has {made} recordings already, and none holds"
-        if (
-            self._failed(key) >= _TRIES or len(self._attempts) > _TRIES * self._most
-        ):  # each time other arguments, perhaps
+        others = len(self._attempts) > _TRIES * self._most  # each time other arguments, perhaps
+        if others or self._failed(key) >= _TRIES:
             return "what it does cannot be recorded: " + self._lasting.get(key, self._report.first_refusal())
         return ""
 

@@ -101,9 +101,9 @@ def _enter(
     want = None if wanted is None else wanted[index]
     if want is not None and not is_placed_as(x, want):
         if not redistribute:
+            expected = layout_on(x, x.device_mesh, want)
             raise LayoutError(
-                f"local_map: argument {index} has layout {x._spec.layout}, expected "
-                f"{layout_on(x, x.device_mesh, want)}; "
+                f"local_map: argument {index} has layout {x._spec.layout}, expected {expected}; "
                 "redistribute it, or set redistribute_inputs=True"
             )
         x = x.redistribute(placements=want)
