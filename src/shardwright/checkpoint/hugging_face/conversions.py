@@ -3,13 +3,16 @@
 Its newer models have other tensors than their files: experts in one tensor, other names. `transformers` says
 so in conversions, which it reverts where it saves. They are reverted here on tensors without memory, of which
 each remembers where in the model's it begins and with which strides: that is what a map says.
+
+Files may be of an older release, or of the model with or without a head, and call the same tensors otherwise.
+What such a name means is asked of the conversions too, in their own direction.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,21 +28,35 @@ from shardwright.index.stride import contiguous_stride
 Maps = Sequence[Map] | Map | Literal["auto"]
 
 
-def maps_of(model: nn.Module, given: Maps) -> tuple[Map, ...]:
-    """What `maps=` was given. Raises: CheckpointError: no maps, or "auto" of a model that has none."""
-    return (conversions(model),) if given == "auto" else listed(given)
+_Meaning = tuple[str, str | None, int]
 
 
-def conversions(model: nn.Module) -> Map:
+def maps_of(model: nn.Module, given: Maps, held: Collection[str] = ()) -> tuple[Map, ...]:
+    """What `maps=` was given. Raises: CheckpointError: no maps, or "auto" of a model that has none.
+
+    Args: held: the names in the files that are read; none: they are yet to be written.
+    """
+    return (conversions(model, held),) if given == "auto" else listed(given)
+
+
+def conversions(model: nn.Module, held: Collection[str]) -> Map:
     """The map of a model of `transformers`: that of its files, as `save_pretrained` writes them.
 
+    Args: held: names of files that may be called otherwise, as `from_pretrained` takes them.
     Raises: CheckpointError: it is none of its models, or the files hold a tensor that no box of one of the
         model's tensors is (several of them joined, elements in another order).
     """
     shapes = {name: tuple(x.shape) for name, x in read_model(model).tensors.items()}
     links: defaultdict[str, list[Link]] = defaultdict(list)
-    for source, (name, view) in _in_files(model, shapes).items():
-        link = _link(source, view, shapes[name]) if name else None
+    try:
+        written = _in_files(model, shapes)
+        called = _called(model, shapes, written, held)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f'maps="auto": its conversions failed: {words_of(error)}') from error
+    for source, (name, view) in written.items():
+        link = _link(called.get(source, source), view, shapes[name]) if name else None
         if link is None:
             raise CheckpointError(
                 f'maps="auto": {source} of the files is no part of one tensor of the model: transformers '
@@ -62,13 +79,45 @@ def _in_files(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, tuple[
     given = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     of_memory = {x.untyped_storage()._cdata: name for name, x in given.items()}
     kept = list(given.values())  # so that no other one gets the place of its storage
-    try:
-        with _Uncopied():
-            made = revert(model, given)
-    except Exception as error:
-        raise CheckpointError(f'maps="auto": its conversions failed: {words_of(error)}') from error
+    with _Uncopied():
+        made = revert(model, given)
     found = {source: (of_memory.get(x.untyped_storage()._cdata, ""), x) for source, x in made.items()}
     kept.clear()
+    return found
+
+
+def _called(
+    model: nn.Module, shapes: Mapping[str, Shape], written: Iterable[str], held: Collection[str]
+) -> dict[str, str]:
+    """By the name under which a tensor is written, that which it has in files that do not hold this name."""
+    unknown = [source for source in written if source not in held] if held else []
+    if not unknown:
+        return {}
+    theirs: dict[_Meaning, str] = {}
+    for name, meaning in _meanings(model, shapes, held).items():
+        theirs.setdefault(meaning, name)
+    ours = _meanings(model, shapes, written)
+    return {source: theirs[ours[source]] for source in unknown if ours[source] in theirs}
+
+
+def _meanings(model: nn.Module, shapes: Mapping[str, Shape], names: Iterable[str]) -> dict[str, _Meaning]:
+    """What `from_pretrained` makes of the names in files, as it goes through them.
+
+    That is a tensor of the model, a pattern of the conversion that makes it, and which of the tensors of this
+    pattern it is (experts are counted, not numbered).
+    """
+    core = sys.modules["transformers.core_model_loading"]
+    mapping = sys.modules["transformers.conversion_mapping"].get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, core.WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, core.WeightConverter)]
+    prefix, count = model.base_model_prefix, Counter[tuple[str, str | None]]()
+    found: dict[str, _Meaning] = {}
+    for name in sorted(names, key=core.dot_natural_key):
+        target, pattern = core.rename_source_key(name, renamings, converters, prefix, shapes)
+        if target not in shapes and name in shapes:
+            target, pattern = core.rename_source_key(name, [], [], prefix, shapes)
+        found[name] = target, pattern, count[target, pattern]
+        count[target, pattern] += 1
     return found
 
 

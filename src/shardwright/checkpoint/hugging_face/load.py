@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +56,8 @@ def load_hf(
         folder: with `model.safetensors`, or `model.safetensors.index.json` and its files.
         maps: how the model's tensors are those of the files (`shardwright.checkpoint.rename`, `transpose`,
             `join`, `stack`), applied in order; or `"auto"`: as `transformers` converts the files of this
-            model, which is of its release 5 or later.
+            model, which is of its release 5 or later (older names and other prefixes too: a base model from
+            files with a head).
         buffers: values for buffers on the meta device that no checkpoint holds (rotary tables), by name.
 
     Raises: CheckpointError: on every rank, with nothing changed: a tensor is missing or has another shape, a
@@ -70,7 +71,7 @@ def load_hf(
 
     def first() -> dict[str, list[Link]]:
         there = folder_of(folder)
-        made.append(_Loading(model, there, maps_of(model, maps), torch.device(device), dict(buffers or {})))
+        made.append(_Loading(model, there, maps, torch.device(device), dict(buffers or {})))
         made[0].compare()
         return made[0].links
 
@@ -90,17 +91,19 @@ def load_hf(
 class _Loading:
     """One load: compared with the headers, read, and only then put in place."""
 
+    maps: tuple[Map, ...]
     reader: Reader
 
     def __init__(
         self,
         model: nn.Module,
         folder: Path,
-        maps: tuple[Map, ...],
+        maps: Maps,
         device: torch.device,
         buffers: dict[str, torch.Tensor],
     ) -> None:
-        self.model, self.folder, self.maps, self.device, self.buffers = model, folder, maps, device, buffers
+        self.model, self.folder, self.device, self.buffers = model, folder, device, buffers
+        self.given: Maps = maps
         self.places: dict[str, tuple[int, Place]] = {}
         self.links: dict[str, list[Link]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -124,17 +127,28 @@ class _Loading:
                     f"{self.folder / INDEX} says that {tensor} is in {name}, where it is not: the folder is "
                     "not as it was written (files of two exports?)"
                 )
+        self.maps = maps_of(self.model, self.given, self.places)
         self.reader = Reader(Source(self.folder, files, 1, links=True))
         self._choose()
-        found = [why for name in self.tensors for why in self._differences(name)]
-        unused = sorted(set(self.places) - self.used)
-        auto = ', "auto" for models of transformers' if not self.maps else ""
-        maps = f"; nothing here is {unused[0]}, which they hold (see maps={auto})" if found and unused else ""
-        found += self._without_data()
+        wrong = {name: why for name in self.tensors if (why := list(self._differences(name)))}
+        advice = self._advice(wrong) if wrong else ""
+        found = [*(one for why in wrong.values() for one in why), *self._without_data()]
         if found:
             more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             shown = "; ".join(found[:_SHOWN])
-            raise CheckpointError(f"{self.folder} is not of this model: {shown}{more}{maps}")
+            raise CheckpointError(f"{self.folder} is not of this model: {shown}{more}{advice}")
+
+    def _advice(self, wrong: Iterable[str]) -> str:
+        """What may be meant, where tensors of these names are not as in the files."""
+        base = str(getattr(self.model, "base_model_prefix", "")) if self.given == "auto" else ""
+        if hasattr(self.model, base) and not any(name.startswith(f"{base}.") for name in wrong):
+            return (
+                f"; all of {base!r} is there: load_hf(model.{base}, ...) loads that alone, and what is "
+                "beside it (a new head) is yours to initialize"
+            )
+        unused = sorted(set(self.places) - self.used)
+        auto = ', "auto" for models of transformers' if not self.maps else ""
+        return f"; nothing here is {unused[0]}, which they hold (see maps={auto})" if unused else ""
 
     def _choose(self) -> None:
         """Of the names of a tied tensor, the one that the files have."""
