@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as t
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.core_model_loading import Concatenate, WeightConverter
 
@@ -81,6 +81,61 @@ def test_files_of_transformers_are_read_and_written(ranks: Ranks, tmp_path: Path
     assert all(torch.equal(again[name], wanted[name]) for name in wanted)
 
 
+def with_a_head() -> nn.Module:
+    torch.manual_seed(2)
+    return t.Qwen3MoeForSequenceClassification(t.Qwen3MoeConfig(**TEXT, **MOE, num_labels=5))
+
+
+def equals(model: nn.Module, other: nn.Module) -> bool:
+    theirs = other.state_dict()
+    return all(torch.equal(one, theirs[name]) for name, one in model.state_dict().items())
+
+
+def test_a_base_model_is_read_from_files_with_a_head(tmp_path: Path) -> None:
+    """Other prefixes, and experts by number under them."""
+    wanted = made("qwen3 moe", 0)
+    wanted.save_pretrained(tmp_path)
+    base = t.Qwen3MoeModel(t.Qwen3MoeConfig(**TEXT, **MOE))
+    assert load_hf(base, tmp_path, maps="auto").unused == ("lm_head.weight",)
+    assert equals(base, wanted.model)
+
+
+def test_a_head_that_no_file_has_is_refused_and_its_base_loaded(tmp_path: Path) -> None:
+    made("qwen3 moe", 0).model.save_pretrained(tmp_path)
+    model = with_a_head()
+    word = r"score\.weight is in no file; all of 'model' is there: load_hf\(model\.model, \.\.\.\) loads that"
+    with pytest.raises(CheckpointError, match=word):
+        load_hf(model, tmp_path, maps="auto")
+    load_hf(model.model, tmp_path, maps="auto")
+    assert equals(model.model, made("qwen3 moe", 0).model)
+
+
+def test_files_of_older_releases_are_read(tmp_path: Path) -> None:
+    """`gamma` and `beta` of the first files, without the prefix; a tied head; a mask that nobody asks for."""
+    config = t.BertConfig(**SMALL, vocab_size=50)
+    wanted = t.BertForMaskedLM(config)
+    held = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): one
+        for name, one in wanted.state_dict().items()
+        if not name.startswith("cls.predictions.decoder")
+    }
+    held = {name.removeprefix("bert."): one.clone() for name, one in held.items()} | {"mask": torch.ones(2)}
+    save_file(held, tmp_path / "model.safetensors")
+    model = t.BertForMaskedLM(config)
+    assert load_hf(model, tmp_path, maps="auto").unused == ("mask",)
+    assert equals(model, wanted)
+
+
+def test_a_tied_weight_is_written_by_the_name_that_the_base_model_knows(tmp_path: Path) -> None:
+    """The head of this model comes before its embedding."""
+    config = t.CamembertConfig(**SMALL, vocab_size=50, is_decoder=True)
+    wanted = t.CamembertForCausalLM(config)
+    save_hf(wanted, tmp_path, maps="auto")
+    wanted.save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert load_file(tmp_path / "model.safetensors").keys() == theirs.keys()
+
+
 def test_what_no_box_of_one_tensor_is_is_refused(tmp_path: Path) -> None:
     """A file with tensors of the model joined."""
     model = made("llama", 0)
@@ -88,6 +143,7 @@ def test_what_no_box_of_one_tensor_is_is_refused(tmp_path: Path) -> None:
     model._weight_conversions = [  # as `from_pretrained` leaves them; files have both in one
         WeightConverter(["mlp.gate_up.weight"], [f"mlp.{name}" for name in names], [Concatenate().reverse_op])
     ]
+    made("llama", 1).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"mlp\.gate_up\.weight of the files is no part of one tensor"):
         load_hf(model, tmp_path, maps="auto")
 

@@ -43,8 +43,9 @@ class _Out(NamedTuple):
 def save_hf(model: nn.Module, folder: Path | str, *, maps: Maps = (), max_shard_size: int = 5 << 30) -> Path:
     """Write a model's tensors as safetensors files with an index, as `save_pretrained` does.
 
-    A collective over the world. Tied tensors are written once, by their first name. The configuration is not
-    written: `model.config.save_pretrained(folder)` does, after `model.config.dtype = model.dtype` (as which
+    A collective over the world. Tied tensors are written once, by their first name (of models of
+    `transformers` by that which `save_pretrained` keeps). The configuration is not written:
+    `model.config.save_pretrained(folder)` does, after `model.config.dtype = model.dtype` (as which
     `from_pretrained` reads the files, whatever their types are).
 
     Args:
@@ -120,17 +121,14 @@ class _Export:
             raise CheckpointError(
                 f"{self.folder} holds {taken[0]} already: name another folder, or remove it"
             )
-        seen: set[int] = set()
         told: list[_Tensor] = []
         copies: dict[tuple[str, Any], str] = {}
-        for name, tensor in read_model(self.model).tensors.items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                self.tensors[name] = tensor
-                held = describe(tensor, name, rank())
-                told.append(self._told(name, tensor, held.dtype))
-                if held.boxes and world() > 1 and (held.layout is None or is_copied(tensor)):
-                    copies[name, held.boxes] = digest(tensor)
+        self.tensors = _once(self.model)
+        for name, tensor in self.tensors.items():
+            held = describe(tensor, name, rank())
+            told.append(self._told(name, tensor, held.dtype))
+            if held.boxes and world() > 1 and (held.layout is None or is_copied(tensor)):
+                copies[name, held.boxes] = digest(tensor)
         asked = ("folder", str(self.folder.absolute())), ("max_shard_size", str(self.most))
         return _Plan(secrets.token_hex(8), asked, tuple(told), copies)
 
@@ -266,6 +264,20 @@ class _Export:
             with contextlib.suppress(OSError):
                 os.close(handle)
         self.handles = dict.fromkeys(self.handles, -1)
+
+
+def _once(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Each tensor of a model by one name: by the one that a model of `transformers` keeps of tied ones.
+
+    That is not always the first, and the model without its head knows no other.
+    """
+    names: dict[int, list[str]] = {}
+    tensors = read_model(model).tensors
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    given_up = getattr(model, "all_tied_weights_keys", {})
+    kept = (next((name for name in each if name not in given_up), each[0]) for each in names.values())
+    return {name: tensors[name] for name in kept}
 
 
 def _refuse_two(name: str, one: object, other: object) -> None:
