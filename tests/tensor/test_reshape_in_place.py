@@ -52,6 +52,34 @@ def test_a_view_that_has_a_graph_keeps_its_shape_where_nothing_follows(ranks) ->
     ranks(2, _views_with_graphs)
 
 
+def _bases_of_views() -> None:
+    """Turned while a view of it is alive, a base would give that view the gradient of other elements."""
+    mesh = rank_mesh((2,), ("dp",))
+    x = sw.distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [sw.Shard(0)], src_data_rank=None)
+    x.requires_grad_()
+    for op in (torch.Tensor.t_, lambda v: v.swapaxes_(0, 1), lambda v: v.unsqueeze_(0)):
+        base = x * 2
+        view = base[1:]
+        with pytest.raises(RuleError, match="views are alive"):
+            op(base)
+        base.squeeze_()  # changes nothing
+        weights = sw.distribute_tensor(torch.arange(12.0).view(3, 4), mesh, [sw.Replicate()])
+        (view * weights).sum().backward(retain_graph=True)
+        wanted = torch.cat([torch.zeros(1, 4), 2 * torch.arange(12.0).view(3, 4)])
+        assert torch.equal(x.grad.full_tensor(), wanted)
+        x.grad = None
+        del view
+        op(base).sum().backward()  # nobody sees it any more
+        assert torch.equal(x.grad.full_tensor(), torch.full((4, 4), 2.0))
+        x.grad = None
+    for function in (torch.sin, lambda v: v @ v, lambda v: v.mul_(3).add_(1)):
+        function(x * 2).t_()[0].sum().backward()
+
+
+def test_a_base_keeps_its_shape_while_views_with_gradients_are_alive(ranks) -> None:
+    ranks(2, _bases_of_views)
+
+
 def _vector_times_matrix(vector, matrix) -> None:
     mesh = rank_mesh((2,), ("dp",))
     v, m = torch.randn(5, requires_grad=True), torch.randn(5, 3, requires_grad=True)

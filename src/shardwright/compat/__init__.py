@@ -85,6 +85,7 @@ modes_stack = _python_dispatch._get_current_dispatch_mode_stack
 preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
 transforms_on = torch._C._are_functorch_transforms_active
 unwrap_if_dead = _functorch.unwrap_if_dead
+use_count = torch.Tensor._use_count  # by torch itself; all of Python counts as one
 is_batch_of_gradients = _functorch.is_legacy_batchedtensor
 view_tracking = torch.autograd._force_original_view_tracking
 without_modes = _python_dispatch._disable_current_modes

@@ -23,6 +23,7 @@ from shardwright.tensor.optimizer_gradients import bring_gradients, give_back
 from shardwright.tensor.plain import (
     backward,
     boundary,
+    kept_shapes,
     made_gradients,
     own_terms,
     packed_sequences,
@@ -41,6 +42,7 @@ OWN: tuple[dict[Any, boundary.Own], ...] = (
     strided.OWN,
     made_gradients.OWN,
     set_data.OWN,
+    kept_shapes.OWN,
     shared_memory.OWN,
     HOST,
     backward.OWN,
