@@ -126,6 +126,18 @@ def test_files_of_older_releases_are_read(tmp_path: Path) -> None:
     assert equals(model, wanted)
 
 
+def test_what_a_class_says_files_may_lack_stays_as_it_is(tmp_path: Path) -> None:
+    """A buffer of zeros that only the model with a head has."""
+    config = t.BartConfig(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=20, decoder_ffn_dim=20
+    )
+    wanted, model = t.BartModel(config), t.BartForConditionalGeneration(config)
+    wanted.save_pretrained(tmp_path)
+    load_hf(model, tmp_path, maps="auto")
+    assert equals(model.model, wanted)
+    assert not model.final_logits_bias.any()
+
+
 def test_a_tied_weight_is_written_by_the_name_that_the_base_model_knows(tmp_path: Path) -> None:
     """The head of this model comes before its embedding."""
     config = t.CamembertConfig(**SMALL, vocab_size=50, is_decoder=True)

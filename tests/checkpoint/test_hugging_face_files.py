@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from shardwright import Shard, distribute_module
 from shardwright.checkpoint import load_hf, rename, save_hf
 from shardwright.errors import CheckpointError
 from shardwright.parallel import parallelize_fsdp, parallelize_pipeline, parallelize_replicate
@@ -106,3 +107,35 @@ def test_copies_are_alike_and_so_are_maps(ranks: Ranks, tmp_path: Path) -> None:
         model.register_buffer(name, torch.randn(shape))
     save_hf(model, tmp_path / "in")
     assert len(set(ranks(2, load_by_other_maps, tmp_path / "in"))) == 1
+
+
+class Tied(nn.Module):
+    """An embedding that is its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def load_both_names(folder: Path) -> list[str]:
+    """The last row, where the second folder has two values, is on one rank alone."""
+    model = distribute_module(Tied(), rank_mesh((2,), ("tp",)), {"embedding.weight": {"tp": Shard(0)}})
+    assert load_hf(model, folder / "alike").unused == ()
+    wanted = load_file(folder / "alike" / "model.safetensors")["head.weight"]
+    with pytest.raises(CheckpointError, match=r"embedding\.weight and head\.weight have different") as error:
+        load_hf(model, folder / "apart")
+    assert torch.equal(model.head.weight.full_tensor(), wanted)
+    return [str(error.value)]
+
+
+def test_a_tied_tensor_that_files_hold_twice_is_the_same_there(ranks: Ranks, tmp_path: Path) -> None:
+    """Which of two values a model has would go by the order of its modules."""
+    one = torch.randn(4, 3)
+    other = one.clone()
+    other[-1, -1] += 1
+    for name, head in (("alike", one.clone()), ("apart", other)):
+        (tmp_path / name).mkdir()
+        save_file({"embedding.weight": one, "head.weight": head}, tmp_path / name / "model.safetensors")
+    first, second = ranks(2, load_both_names, tmp_path)
+    assert first == second

@@ -24,6 +24,7 @@ from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.reader import Reader, Want, wants
 from shardwright.checkpoint.storage.safetensors_file import Place, read_header
 from shardwright.checkpoint.storage.source import Source
+from shardwright.comm.dtype import as_bytes
 from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
 
@@ -50,7 +51,8 @@ def load_hf(
 
     A collective over the world. The model may be placed by any strategy, and may be on the meta device: what
     is loaded is then made on `device`. Elements are cast, to dtypes of their kind. Nothing is executed. What
-    the model's class lists as `_keys_to_ignore_on_save` and no file has stays as it is, where it has data.
+    the model's class lists as `_keys_to_ignore_on_save` or `_keys_to_ignore_on_load_missing` and no file has
+    stays as it is, where it has data. A tied tensor that files have by several names must be equal there.
 
     Args:
         folder: with `model.safetensors`, or `model.safetensors.index.json` and its files.
@@ -106,6 +108,7 @@ class _Loading:
         self.given: Maps = maps
         self.places: dict[str, tuple[int, Place]] = {}
         self.links: dict[str, list[Link]] = {}
+        self.copies: dict[str, list[list[Link]]] = {}  # what else the files have of a tied tensor
         self.tensors: dict[str, torch.Tensor] = {}
         self.twins: dict[str, list[torch.Tensor]] = {}  # all that are the same in memory
         self.staged: dict[str, torch.Tensor] = {}
@@ -151,31 +154,34 @@ class _Loading:
         return f"; nothing here is {unused[0]}, which they hold (see maps={auto})" if unused else ""
 
     def _choose(self) -> None:
-        """Of the names of a tied tensor, the one that the files have."""
-        chosen: dict[Hashable, tuple[str, bool]] = {}
-        twins: dict[Hashable, list[torch.Tensor]] = {}
-        for name, tensor in read_model(self.model).tensors.items():
-            links = links_of(name, tuple(tensor.shape), self.maps)
-            known = all(link.source in self.places for link in links)
-            memory = memory_of(tensor)
-            first, was_known = chosen.get(memory, ("", False))
-            twins.setdefault(memory, []).append(tensor)
-            if not first or (known and not was_known):
-                self.tensors.pop(first, None)
-                chosen[memory] = name, known
-                self.tensors[name], self.links[name], self.twins[name] = tensor, links, twins[memory]
-        for name in [one for one in self.tensors if self._makes_itself(one)]:
-            del self.tensors[name], self.links[name]
-        self.used = {link.source for name in self.tensors for link in self.links[name]}
+        """Of the names of a tied tensor, one that the files have; others that they have are its copies."""
+        tensors = read_model(self.model).tensors
+        links = {name: links_of(name, tuple(one.shape), self.maps) for name, one in tensors.items()}
+        tied: dict[Hashable, list[str]] = {}
+        for name, tensor in tensors.items():
+            tied.setdefault(memory_of(tensor), []).append(name)
+        for names in tied.values():
+            known = [name for name in names if all(link.source in self.places for link in links[name])]
+            first = (known or names)[0]
+            if self._makes_itself(first, tensors[first], links[first]):
+                continue
+            self.tensors[first], self.links[first] = tensors[first], links[first]
+            self.twins[first] = [tensors[name] for name in names]
+            self.copies[first] = [links[name] for name in known if links[name] != links[first]]
+        self.used = {link.source for name in self.tensors for link in self._all_links(name)}
 
-    def _makes_itself(self, name: str) -> bool:
+    def _all_links(self, name: str) -> Iterator[Link]:
+        for links in (self.links[name], *self.copies[name]):
+            yield from links
+
+    def _makes_itself(self, name: str, tensor: torch.Tensor, links: list[Link]) -> bool:
         """Whether a tensor that no file has is one that files do without: a table of positions, say."""
-        known = any(link.source in self.places for link in self.links[name])
-        return not known and not self.tensors[name].is_meta and _is_not_saved(self.model, name)
+        known = any(link.source in self.places for link in links)
+        return not known and not tensor.is_meta and _may_be_missing(self.model, name)
 
     def _differences(self, name: str) -> Iterator[str]:
         mine = self.tensors[name].dtype
-        for link in self.links[name]:
+        for link in self._all_links(name):
             if link.source not in self.places:
                 yield f"{link.source} is in no file" + ("" if link.source == name else f" (for {name})")
                 continue
@@ -218,10 +224,19 @@ class _Loading:
         for name in apart:
             places[name] = arena.take(tuple(places[name].shape), places[name].dtype)
             self.staged[name] = places[name]
+        self._fill(places, self.links)
+        for name, copies in self.copies.items():
+            for links in copies:
+                other = torch.empty_like(places[name])
+                self._fill({name: other}, {name: links})
+                _refuse_two(name, links, places[name], other)
+
+    def _fill(self, places: Mapping[str, torch.Tensor], links: Mapping[str, list[Link]]) -> None:
+        """Read this rank's slices of tensors, by name, into memory like theirs."""
         wanted: list[Want] = []
         for name, local in places.items():
             for box, view in views(self.tensors[name], local):
-                for link in self.links[name]:
+                for link in links[name]:
                     wanted += self._wants(link, box, view)
         self.reader.read(wanted)
 
@@ -272,10 +287,19 @@ def _refuse_other_links(told: Sequence[Mapping[str, list[Link]]]) -> None:
                 raise CheckpointError(f"maps= makes {name} of other tensors on some ranks than on others")
 
 
-def _is_not_saved(model: nn.Module, name: str) -> bool:
-    """Whether the class of a model of `transformers` says that no file has a tensor of this name."""
-    patterns = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    return any(re.search(pattern, name) for pattern in patterns)
+def _refuse_two(name: str, links: list[Link], one: torch.Tensor, other: torch.Tensor) -> None:
+    """Raises CheckpointError where a tensor has other elements by another of its names."""
+    if not torch.equal(as_bytes(one), as_bytes(other)):
+        raise CheckpointError(
+            f"{name} and {links[0].source} have different elements in the files, and are one tensor of the "
+            "model: make it without the tie (config.tie_word_embeddings = False), or remove one of them"
+        )
+
+
+def _may_be_missing(model: nn.Module, name: str) -> bool:
+    """Whether the class of a model of `transformers` says that files may lack a tensor of this name."""
+    told = (getattr(model, f"_keys_to_ignore_on_{when}", None) or () for when in ("save", "load_missing"))
+    return any(re.search(pattern, name) for patterns in told for pattern in patterns)
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
