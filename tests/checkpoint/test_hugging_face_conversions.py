@@ -18,6 +18,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter
 from shardwright import Shard, distribute_module
 from shardwright.checkpoint import load_hf, save_hf
 from shardwright.errors import CheckpointError
+from shardwright.parallel import parallelize_fsdp
 from shardwright.testing import rank_mesh
 from tests.tiers import only
 
@@ -79,6 +80,24 @@ def test_files_of_transformers_are_read_and_written(ranks: Ranks, tmp_path: Path
     config.save_pretrained(tmp_path / "out")
     again, wanted = kind.from_pretrained(tmp_path / "out").state_dict(), made(family, 0).state_dict()
     assert all(torch.equal(again[name], wanted[name]) for name in wanted)
+
+
+def of_a_sharded_model(folder: Path) -> tuple[str, ...]:
+    """A class whose conversions go by its name, which `fully_shard` exchanges."""
+    torch.manual_seed(1)
+    model = t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**SMALL, vocab_size=50))
+    parallelize_fsdp(model, rank_mesh((2,), ("dp",)))
+    unused = load_hf(model, folder / "in", maps="auto").unused
+    save_hf(model, folder / "out", maps="auto")
+    return unused
+
+
+def test_sharded_models_have_the_conversions_of_their_classes(ranks: Ranks, tmp_path: Path) -> None:
+    t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**SMALL, vocab_size=50)).save_pretrained(tmp_path / "in")
+    assert ranks(2, of_a_sharded_model, tmp_path) == [(), ()]
+    first, second = (load_file(tmp_path / which / "model.safetensors") for which in ("in", "out"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def with_a_head() -> nn.Module:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from shardwright.checkpoint.hugging_face.maps import Link, Map, Shape, listed
@@ -48,9 +49,10 @@ def conversions(model: nn.Module, held: Collection[str]) -> Map:
     """
     shapes = {name: tuple(x.shape) for name, x in read_model(model).tensors.items()}
     links: defaultdict[str, list[Link]] = defaultdict(list)
+    plain = _as_made(model, {})
     try:
-        written = _in_files(model, shapes)
-        called = _called(model, shapes, written, held)
+        written = _in_files(plain, shapes)
+        called = _called(plain, shapes, written, held)
     except CheckpointError:
         raise
     except Exception as error:
@@ -68,6 +70,19 @@ def conversions(model: nn.Module, held: Collection[str]) -> Map:
         return links.get(name)
 
     return converted
+
+
+def _as_made(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
+    """The module and all in it, over the same tensors, of the classes with which they were made.
+
+    `transformers` knows them by the names of their classes, which `fully_shard` exchanges.
+    """
+    if module not in known:
+        own: Any = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+        known[module] = plain = object.__new__(own)
+        inner = {name: None if one is None else _as_made(one, known) for name, one in module._modules.items()}
+        vars(plain).update(vars(module), _modules=inner)
+    return known[module]
 
 
 def _in_files(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, tuple[str, torch.Tensor]]:
