@@ -216,6 +216,37 @@ def _moved():
     return float(loss), float(whole(x).square().sum().detach())
 
 
+class NormsFirst(Registered):
+    """One norm for each layer, in a list that is registered first."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in self.layers)
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norm, strict=True):
+            x = norm(layer(x))
+        return x
+
+
+def _list_moved(stages):
+    torch.manual_seed(0)
+    model, whole = NormsFirst(), NormsFirst()
+    whole.load_state_dict(model.state_dict())
+    parallelize_pipeline(model, rank_mesh((2,), ("pp",)), ["layers.1"], stages=stages)
+    x = torch.randn(4, 3, HIDDEN)
+    weights = torch.arange(float(HIDDEN))
+    loss = Pipeline(model, lambda out, _: (out * weights).sum(), micro_batches=2).step(x)
+    norms = [name for name in model.state_dict() if name.startswith("norm") and name.endswith("weight")]
+    return norms, float(loss), float((whole(x) * weights).sum().detach())
+
+
+def test_the_name_of_a_list_moves_what_it_holds_and_a_longer_name_counts_more(ranks):
+    for rank, (norms, have, want) in enumerate(ranks(2, _list_moved, {"norm": 1, "norm.0": 0})):
+        assert norms == [f"norm.{rank}.weight"]
+        assert have == pytest.approx(want, rel=1e-4)
+
+
 def test_a_part_that_is_registered_too_early_runs_in_the_stage_that_it_is_given(ranks):
     for have, want in ranks(2, _moved):
         assert have == pytest.approx(want, rel=1e-6)

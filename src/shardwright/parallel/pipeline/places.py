@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -55,7 +55,8 @@ def read_places(model: nn.Module, cuts: Sequence[str], given: Stages) -> Places:
 
     Parts without parameters and persistent buffers (activations, rotary tables) belong to all stages.
 
-    Args: given: `{path: stage or stages}` where the order of registration is not that of computation.
+    Args: given: `{path: stage or stages}` where the order of registration is not that of computation; of two
+        paths to one part the longer counts.
     Raises: ParallelError: no such module, cuts out of order or named twice, a stage without parameters.
     """
     _check_names(model, cuts)
@@ -134,23 +135,30 @@ def _holds(module: nn.Module) -> bool:
 
 
 def _moved(found: list[Place], given: Stages, count: int) -> list[Place]:
-    """The places with the stages that the caller gave."""
+    """The places with the stages that the caller gave; the name of a list or dict gives all in it."""
     fix = "stages={name of a module or parameter: number of its stage}"
     refuse_other_kind(f"{VERB}: stages", given, Mapping, ParallelError, fix=fix)
-    paths = {place.path for place in found}
+    naming = {place.path: [path for path in _paths_to(place.path) if path in given] for place in found}
+    used = {path for paths in naming.values() for path in paths}
     for path in given:
-        if path not in paths:
-            near = difflib.get_close_matches(path, paths, n=3)
+        if path not in used:
+            near = difflib.get_close_matches(path, naming, n=3)
             raise ParallelError(
                 f"{VERB}: stages names {path!r}, which is no part that a stage holds as a whole\n"
-                f"  near it: {', '.join(near) or ', '.join(sorted(paths)[:6])}"
+                f"  near it: {', '.join(near) or ', '.join(sorted(naming)[:6])}"
             )
     return [
-        Place(p.parent, p.name, p.path, p.key, _numbers(p.path, given[p.path], count), p.is_parameter)
-        if p.path in given
-        else p
-        for p in found
+        replace(place, stages=_numbers(nearest[-1], given[nearest[-1]], count))
+        if (nearest := naming[place.path])
+        else place
+        for place in found
     ]
+
+
+def _paths_to(path: str) -> list[str]:
+    """What holds it, the outermost first, and itself."""
+    names = path.split(".")
+    return [".".join(names[: i + 1]) for i in range(len(names))]
 
 
 def _numbers(path: str, given: int | Sequence[int], count: int) -> tuple[int, ...]:
