@@ -1,6 +1,8 @@
 """What a recording cannot hold: each program runs as it is, rightly, and the report names it and its line."""
 
-import functools
+import csv
+import hashlib
+import io
 import random
 import time
 
@@ -94,16 +96,11 @@ def own_generator(x):
     return x + torch.rand((), generator=torch.Generator().manual_seed(3))
 
 
-@functools.cache
-def hidden():
-    return torch.ones(1)
-
-
-hidden()
+HIDDEN = torch.ones(1)
 
 
 def from_outside(x):
-    return x + hidden()
+    return x + globals()["HID" + "DEN"]
 
 
 def opens(x):
@@ -117,6 +114,35 @@ STEPS = iter(range(1000))
 
 def takes_the_next(x):
     return x + next(STEPS)
+
+
+ROWS, DIGEST = csv.writer(io.StringIO()), hashlib.sha256()
+
+
+def writes_a_row(x):
+    ROWS.writerow([1])
+    return x + 1
+
+
+def digests(x):
+    DIGEST.update(b"x")
+    return x + 1
+
+
+def _halves(gradients):
+    return tuple(g * 0.5 for g in gradients)
+
+
+WEIGHT = nn.Parameter(torch.ones(1))
+NODE = WEIGHT.view_as(WEIGHT).grad_fn.next_functions[0][0]
+NODE.register_prehook(_halves)
+
+
+def hooks_a_node(x):
+    """Only the graph of a parameter holds the hook."""
+    WEIGHT.grad = None
+    WEIGHT.sum().backward()
+    return x * WEIGHT.grad.item()
 
 
 def resizes(x):
@@ -159,6 +185,9 @@ REFUSED = {
     from_outside: "neither given nor found",
     opens: "opens a file",
     takes_the_next: "iterator",
+    writes_a_row: "a function of C",
+    digests: "a function of C",
+    hooks_a_node: "_halves: it is not found",
     resizes: "other memory",
     talks: "beside the functional collectives",
     gives_an_object: "a result of Holder",

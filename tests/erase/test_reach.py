@@ -2,11 +2,14 @@
 
 import decimal
 import functools
+import multiprocessing
 import os
+import queue
 import sys
 import threading
 import types
 import weakref
+from concurrent.futures import Future
 from contextvars import ContextVar
 
 import numpy as np
@@ -83,6 +86,103 @@ class _Dict(dict):
 
 
 _DICT = _Dict(one=1)
+
+
+class _Own:
+    """A descriptor with a number of its own."""
+
+    def __init__(self):
+        self.scale = [1.0]
+
+    def __get__(self, owner, cls=None):
+        return self.scale[0]
+
+
+class _Scales(type):
+    scale = 1.0
+
+
+class _Described(metaclass=_Scales):
+    own = _Own()
+
+    @functools.singledispatchmethod
+    def by_kind(self, kind):
+        return kind
+
+
+class _Live:
+    scale = 1.0
+
+
+def _remembering():
+    """Programs whose number only a cache, or another object of the standard library, holds."""
+    live, future, numbers = _Live(), Future(), {1: 1.0, 2: 2.0}
+    kept, waiting = weakref.WeakSet([live]), queue.Queue()
+    future.set_result([1.0])
+    waiting.put(1.0)
+    settings, of_name = functools.cache(_Live), functools.lru_cache(lambda name: {name: 1.0})
+
+    class Cached:
+        @functools.lru_cache  # noqa: B019 - what is tested
+        def scale(self):
+            return [1.0]
+
+    cached, of_kind = Cached(), functools.singledispatch(lambda kind: kind)
+
+    def registered():
+        scale = 1.0
+
+        @of_kind.register
+        def _(kind: int):
+            return scale
+
+        def put(v):
+            nonlocal scale
+            scale = v
+
+        return put
+
+    def set_order(v):
+        if v == 2:
+            numbers[1] = numbers.pop(1)
+
+    return {
+        "what a cache answered": (lambda x: x * settings().scale, lambda v: setattr(settings(), "scale", v)),
+        "what a bounded cache answered": (
+            lambda x: x * of_name("a")["a"],
+            lambda v: of_name("a").update(a=v),
+        ),
+        "what a cached method answered": (
+            lambda x: x * cached.scale()[0],
+            lambda v: cached.scale().__setitem__(0, v),
+        ),
+        "a registered function": (lambda x: x * of_kind(1), registered()),
+        "a registered method": (
+            lambda x: x * _Described().by_kind(1),
+            lambda v: _Described.by_kind.register(int, lambda self, kind: v),
+        ),
+        "a queue": (lambda x: x * waiting.queue[0], lambda v: waiting.queue.__setitem__(0, v)),
+        "a weak set": (lambda x: x * sum(each.scale for each in kept), lambda v: setattr(live, "scale", v)),
+        "a future": (lambda x: x * future.result()[0], lambda v: future.result().__setitem__(0, v)),
+        "a descriptor": (
+            lambda x: x * _Described().own,
+            lambda v: vars(_Described)["own"].scale.__setitem__(0, v),
+        ),
+        "the class of a class": (lambda x: x * _Described.scale, lambda v: setattr(_Scales, "scale", v)),
+        "the order of numbers in a dict": (lambda x: x * (list(numbers).index(1) + 1), set_order),
+    }
+
+
+def _in_shared_memory():
+    """Numbers that other processes may write: of C, and refused."""
+    value, flag = multiprocessing.Value("d", 1.0), multiprocessing.Event()
+    return {
+        "memory that processes share": (lambda x: x * value.value, lambda v: setattr(value, "value", v)),
+        "an event of processes": (
+            lambda x: x * 2 if flag.is_set() else x,
+            lambda v: (flag.set if v == 2 else flag.clear)(),
+        ),
+    }
 
 
 def _wrapped():
@@ -189,6 +289,8 @@ HOLDERS = {
     "what is typed": _typed("<stdin>"),
     "what a notebook runs": _typed("<ipython-input-3-5f0c>"),
     **_wrapped(),
+    **_remembering(),
+    **_in_shared_memory(),
     "the environment": (lambda x: x * float(os.environ["SHARDWRIGHT_TEST_SCALE"]), _set_environment),
 }
 

@@ -82,6 +82,8 @@ class Attempt:
             self.leaves = [self.cut.stands_for(leaf) for leaf in self.leaves]
             self.world.reach(getattr(self.function, "__name__", type(self.function).__name__), self.function)
             self.world.reach("torch's hooks", HOOKS)
+            for kind in given.kinds_of(args, kwargs):
+                self.world.reach("the arguments", kind)
             for place, leaf in enumerate(self.leaves):
                 self._give(place, leaf)
         with in_groups(), self.recording.events, self.recording.following, self.watch, self.recording:
@@ -157,7 +159,7 @@ class Attempt:
     def _refusals(self) -> list[Refusal]:
         if may_name(self.rates, self.world.named):
             return [Refusal("a number of an optimizer", "the program may read it beside the step")]
-        asked = self.world.asked_of_schedulers()
+        asked = [*self.world.asked_of_schedulers(), *self.world.newly_remembered()]
         restored = self.watch.restored if any(line.draws for line in self.tape.lines) else []
         return [*self.recording.refusals, *self.watch.refusals, *restored, *self.world.refusals, *asked]
 

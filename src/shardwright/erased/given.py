@@ -23,6 +23,18 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], A
     return leaves, (len(args), *kwargs)
 
 
+def kinds_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[type]:
+    """The classes of the arguments and of what holds them: leaves do not say who gave them."""
+    kinds: dict[type, None] = {}
+
+    def look(x: Any) -> bool:
+        kinds[type(x)] = None
+        return False
+
+    tree_flatten((args, kwargs), is_leaf=look)
+    return [*kinds]
+
+
 def found(where: int | torch.Tensor, leaves: list[Any]) -> Any:
     """The leaf of the arguments with this number, or the tensor itself."""
     return leaves[where] if isinstance(where, int) else where

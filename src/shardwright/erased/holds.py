@@ -10,6 +10,7 @@ import torch
 
 from shardwright.erased.given import of_tensor
 from shardwright.erased.program import compiled
+from shardwright.erased.remembered import remembers
 from shardwright.erased.walk import FLOAT, SCALARS, Fact, content
 from shardwright.tensor.dtensor import DTensor
 
@@ -24,13 +25,15 @@ _READ = {
     "members": "(*vars({holder}).values(),)",
     "context": "{holder}.get({key})",
     "content": "content({holder})",
+    "answers": "remembers({holder}, {key})",
     FLOAT: "{holder}[{key}]",
 }
 
 
+_FUNCTIONS = {"content": content, "remembers": remembers}
 _FUNCTION = "def read(holder, key): return "
 _AGAIN = {
-    kind: compiled(_FUNCTION + text.format(holder="holder", key="key"), {"content": content}, "read")
+    kind: compiled(_FUNCTION + text.format(holder="holder", key="key"), {**_FUNCTIONS}, "read")
     for kind, text in _READ.items()
 }
 
@@ -43,7 +46,8 @@ def guard_of(
     Asked in the order of the walk, each before what it leads to: a replaced module is noticed before its
     parameters are looked up.
     """
-    names = dict[str, Any](same=same, gone=_GONE, of_tensor=of_tensor, gradient=gradient_of, content=content)
+    names = dict[str, Any](same=same, gone=_GONE, of_tensor=of_tensor, gradient=gradient_of)
+    names |= _FUNCTIONS
     lines = ["def holds():", " try:", "  pass", *(f"  {_asked(fact, names)}" for fact in facts)]
     for place, x in enumerate(tensors):
         names[f"t{place}"] = x

@@ -34,6 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwright.comm.record import of_library
 from shardwright.erased.refuse import Refusal
+from shardwright.erased.remembered import CACHE, answers_of
 
 SCALARS = (
     bool, int, float, complex, str, bytes, type(None), np.number, np.bool_,
@@ -46,12 +47,16 @@ _KEPT_OF_MODULES = (
 )  # fmt: skip
 _HOOKS_OF_OPTIMIZERS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _OF_OPTIMIZERS = ("param_groups", "state", "defaults", *_HOOKS_OF_OPTIMIZERS)
-_NOT_THE_USERS = frozenset({"torch", "shardwright", "numpy", *sys.stdlib_module_names}) - {"__main__"}
+_STANDARD = sys.stdlib_module_names - {"__main__"}
+_NOT_THE_USERS = frozenset({"torch", "shardwright", "numpy", *_STANDARD})
+_OF_THE_PROCESS = frozenset({"logging", "threading"})  # what they hold leads to all that there is
 _STATE_OF_SCHEDULERS = {"last_epoch", "_last_lr", "_step_count", "base_lrs", "state_dict"}
 _TOLD_BY_SCHEDULERS = frozenset({"get_last_lr", "get_lr", *_STATE_OF_SCHEDULERS})
 # Values of a class that are looked at: not what makes attributes (functions, properties, other descriptors).
 _VALUES = (*SCALARS, torch.Tensor, list, dict, tuple, set)
-_UNWATCHED = (threading.local, ctypes._SimpleCData)
+_UNWATCHED = (threading.local, ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
+_METHODS = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
+_BEHIND = ("fget", "fset", "fdel", "__func__", "func")  # the functions of a method
 _TYPED = ("<stdin>", "<string>", "<ipython-input", "<python-input")
 _HELPERS = ("/site-packages/numpy/",)
 _ABOUT_GRADIENTS = frozenset({"grad", "getattr", "backward", "zero_grad"})
@@ -78,8 +83,8 @@ class Fact:
     """What stood at a place. read(holder, key) looks again.
 
     kind: "item" of a dict or list, "cell" of a closure, "attribute", "length" of a container, "keys" of a
-        dict in order, "members" of a class, "content" of an array or set, "float" of a dict that holds any
-        number there, "context" for its variable.
+        dict in order, "answers" of a cache, "members" of a class, "content" of an array or set, "float" of a
+        dict that holds any number there, "context" for its variable.
     """
 
     path: str
@@ -108,9 +113,11 @@ class World:
     named: set[str] = field(default_factory=set)
     schedulers: list[tuple[str, LRScheduler, int]] = field(default_factory=list)
     generators: list[tuple[str, Any, bytes]] = field(default_factory=lambda: [_NUMPYS])
+    caches: list[tuple[str, Any, list[Any]]] = field(default_factory=list)
     _seen: dict[int, Any] = field(default_factory=dict)
     _classes: dict[int, type] = field(default_factory=dict)
     _codes: set[tuple[int, Any]] = field(default_factory=set)
+    _found: set[int] = field(default_factory=set)  # codes, and those inside them, by `id`
     _methods: dict[int, list[tuple[str, types.FunctionType]]] = field(default_factory=dict)
     _python_modules: list[tuple[str, types.ModuleType]] = field(default_factory=list)
     _names: list[set[str]] = field(default_factory=list)  # of each code that runs
@@ -138,6 +145,7 @@ class World:
         self._codes.add(key)
         self._seen[id(code)] = code  # held, so that nothing takes its `id`
         name, codes = str(globals_.get("__name__", "?")), _codes_of(code)
+        self._found.update(map(id, codes))
         names = list(dict.fromkeys(used for each in codes for used in each.co_names))
         texts = (x for each in codes for x in (*each.co_consts, *each.co_freevars) if isinstance(x, str))
         self._names.append({*names, *texts})
@@ -155,6 +163,10 @@ class World:
         for path, module in self._python_modules:
             self._named_in_module(path, module, self._names[-1])
 
+    def finds(self, code: types.CodeType) -> bool:
+        """Is this the code of a function that was met, or of one inside it?"""
+        return id(code) in self._found or id(code) in self._methods
+
     def drawn(self) -> list[Refusal]:
         """Refusals where a generator of numpy has drawn since it was reached, or this was asked."""
         before, self.generators = self.generators, [(p, g, pickle.dumps(g)) for p, g, _ in self.generators]
@@ -167,6 +179,12 @@ class World:
         if self.schedulers and not self.named.isdisjoint(_TOLD_BY_SCHEDULERS):
             found.append(Refusal(self.schedulers[0][0], "a scheduler, which may be asked for its rate"))
         return found
+
+    def newly_remembered(self) -> list[Refusal]:
+        """Refusals where a cache was asked for what it did not know: its answer was not looked at."""
+        why = "a cache, which is asked for the first time; a replay would ask nothing"
+        known = [(path, answers_of(cache), set(map(id, old))) for path, cache, old in self.caches]
+        return [Refusal(path, why) for path, now, old in known if not old.issuperset(map(id, now))]
 
     # -- one thing after the other --------------------------------------------------------------------
 
@@ -187,6 +205,7 @@ class World:
         if isinstance(value, torch.Tensor):
             self.tensors.append((path, value))
             self.met(path, value)
+            self._class(path, type(value))
             for name in _OF_TENSORS if value.requires_grad else ():
                 self._place(f"{path}.{name}", "attribute", value, name, getattr(value, name, None))
             self._attributes(path, value, [name for name in vars(value) if is_the_users(name)])
@@ -197,9 +216,7 @@ class World:
                 self._object(path, value)
 
     def _items(self, path: str, holder: Mapping[Any, Any]) -> None:
-        named = holder and all(isinstance(key, str) for key in holder)
-        kind, value = ("keys", [*holder]) if named else ("length", len(holder))
-        self.facts.append(Fact(path, kind, holder, None, value))
+        self.facts.append(Fact(path, "keys", holder, None, [*holder]))
         for key, value in holder.items():
             self._place(f"{path}[{_named(key)}]", "item", holder, key, value)
 
@@ -221,21 +238,29 @@ class World:
 
     def _class(self, path: str, cls: type) -> None:
         """The values and functions of a class of the user's, which its objects read as their own."""
-        for base in cls.__mro__:
+        for base in (*cls.__mro__, *inspect.getmro(type(cls))):
             if base.__module__.partition(".")[0] in _NOT_THE_USERS or id(base) in self._classes:
                 continue
             self._classes[id(base)] = base
             self.facts.append(Fact(path, "members", base, None, (*vars(base).values(),)))
             for name, value in vars(base).items():
-                self._method_of_class(
-                    f"{path}.{name}", getattr(value, "fget", getattr(value, "__func__", value))
-                )
-                if not name.startswith("__") and isinstance(value, _VALUES):
-                    self._place(f"{path}.{name}", "attribute", base, name, value)
+                if isinstance(value, _METHODS):
+                    for function in (value, *(getattr(value, behind, None) for behind in _BEHIND)):
+                        self._method_of_class(f"{path}.{name}", function)
+                elif not name.startswith("__"):
+                    self._member(f"{path}.{name}", base, name, value)
+
+    def _member(self, path: str, cls: type, name: str, value: Any) -> None:
+        """What a class holds beside its methods; of what makes attributes its own state."""
+        if isinstance(value, _VALUES):
+            self._place(path, "attribute", cls, name, value)
+        else:
+            self._todo.append((path, value))
 
     def _method_of_class(self, path: str, function: Any) -> None:
         """What it holds is looked at when its code runs: who has a class does not call all of it."""
         if not isinstance(function, types.FunctionType):
+            self._todo += [(path, function)] if isinstance(function, CACHE) else []
             return
         for each in (function, inspect.unwrap(function)):
             code = getattr(each, "__code__", None)
@@ -262,7 +287,7 @@ class World:
         if not isinstance(function, types.FunctionType):
             return
         if is_library(function.__code__.co_filename, function.__globals__):
-            self._todo.append((path, vars(function).get("__wrapped__")))  # of the user's, perhaps
+            self._todo += [(f"{path}.{name}", value) for name, value in vars(function).items()]
             return
         self._held_by(path, function)
         self._code(function.__code__, function.__globals__)
@@ -285,6 +310,14 @@ class World:
     def _partial(self, path: str, made: functools.partial[Any]) -> None:
         for name, value in (("func", made.func), ("args", made.args), ("keywords", made.keywords)):
             self._todo.append((f"{path}.{name}", value))
+
+    def _cache(self, path: str, cache: Any) -> None:
+        """What it answers is what it answered, and no call makes it again."""
+        answers = answers_of(cache)
+        self.caches.append((path, cache, answers))
+        self.facts.append(Fact(path, "answers", cache, answers, True))
+        self._todo += [(f"{path}()", answer) for answer in answers]
+        self._todo.append((path, cache.__wrapped__))
 
     def _python_module(self, path: str, module: types.ModuleType) -> None:
         if module.__name__.partition(".")[0] not in _NOT_THE_USERS:
@@ -334,12 +367,8 @@ class World:
             self._todo.append((path, value()))
         if isinstance(value, LRScheduler):
             self.schedulers.append((path, value, value.last_epoch))
-        elif cls.__module__.partition(".")[0] in _NOT_THE_USERS and hasattr(value, "__dict__"):
-            self._todo.append((path, vars(value).get("__wrapped__")))
-            # Not the tensors of meshes, say: they are what a mesh is made of, and may be read.
-            kinds = (*SCALARS, torch.Tensor) if isinstance(value, torch.amp.GradScaler) else SCALARS
-            self._attributes(path, value, [name for name, x in vars(value).items() if isinstance(x, kinds)])
-        if cls.__module__.partition(".")[0] in _NOT_THE_USERS:
+        elif cls.__module__.partition(".")[0] in _NOT_THE_USERS:
+            self._of_a_library(path, value, cls.__module__.partition(".")[0])
             return
         self._place(f"{path}.__class__", "attribute", value, "__class__", cls)
         self._class(path, cls)
@@ -353,11 +382,24 @@ class World:
         if isinstance(call, types.FunctionType):
             self._function(f"{path}.__call__", call)
 
+    def _of_a_library(self, path: str, value: Any, library: str) -> None:
+        """Of the standard library's all that it holds (a queue, a weak set); of torch's its settings."""
+        if not hasattr(value, "__dict__"):
+            return
+        self._todo.append((path, vars(value).get("__wrapped__")))
+        if library in _STANDARD - _OF_THE_PROCESS:
+            self._attributes(path, value, list(vars(value)))
+            return
+        # Not the tensors of meshes, say: they are what a mesh is made of, and may be read.
+        kinds = (*SCALARS, torch.Tensor) if isinstance(value, torch.amp.GradScaler) else SCALARS
+        self._attributes(path, value, [name for name, x in vars(value).items() if isinstance(x, kinds)])
+
 
 _VISITORS: tuple[tuple[Any, Callable[[World, str, Any], None]], ...] = (
     (nn.Module, World._module),
     (torch.optim.Optimizer, World._optimizer),
     (types.FunctionType, World._function),
+    (CACHE, World._cache),
     (types.MethodType, World._method),
     (functools.partial, World._partial),
     (type, World._class),
@@ -408,7 +450,8 @@ def is_the_users(name: str) -> bool:
 def is_library(filename: str, globals_: dict[str, Any]) -> bool:
     """torch, this package, the standard library, or code without a file that they made."""
     if filename.startswith(_TYPED):
-        return str(globals_.get("__name__")).partition(".")[0] in _NOT_THE_USERS
+        module = str(globals_.get("__name__"))
+        return module.partition(".")[0] in _NOT_THE_USERS or module.startswith("namedtuple_")
     return of_library(filename) or any(part in filename for part in _HELPERS)
 
 

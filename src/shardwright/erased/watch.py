@@ -16,7 +16,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Self
 
 import torch
@@ -40,6 +40,15 @@ _GENERATOR = frozenset({"set_state", "get_state", "manual_seed", "seed"})
 _OF_THE_PROCESS = frozenset({"urandom", "getpid", "fspath", "getcwd", "cpu_count", "sched_getaffinity"})
 _WRITES = frozenset({"write_record", "write_end_of_file", "write"})  # torch's own, and that of files
 _READS_UNSEEN = frozenset({"tensor_split", "_pad_packed_sequence"})
+_KNOWN = frozenset({"torch", "numpy", "shardwright", *sys.stdlib_module_names})
+# Of the standard library, objects of C with a state that nobody watches.
+_WITH_STATE = frozenset(
+    {
+        "_blake2", "_bz2", "_csv", "_hashlib", "_hmac", "_lzma", "_md5", "_multiprocessing", "_posixshmem",
+        "_sha1", "_sha2", "_sha256", "_sha3", "_sha512", "_socket", "_sqlite3", "_ssl", "mmap", "select",
+        "sqlite3", "zlib",
+    }
+)  # fmt: skip
 _STATES = frozenset({"contextlib", "torch.random", "torch.cuda.random"})
 # What `contextlib.contextmanager` makes of a generator, and goes on with it.
 _MANAGER = contextlib._GeneratorContextManager
@@ -127,6 +136,9 @@ class Watch:
 
     def _met(self, code: CodeType, frame: FrameType) -> None:
         """The user's code, for the first time."""
+        if not self.world.finds(code) and code.co_name != "__del__":  # of what is let go meanwhile
+            why = "it is not found from the program, and nobody watches what it reads"
+            self.refusals.append(Refusal(code.co_qualname, why, f"{code.co_filename}:{code.co_firstlineno}"))
         self.world.run_code(code, frame.f_globals)
         for instruction in dis.get_instructions(code):
             if instruction.opname in {"STORE_GLOBAL", "DELETE_GLOBAL"}:
@@ -201,7 +213,17 @@ def _why(name: str, owner: Any, module: str | None) -> str:
         return "it hands something to another thread, or gets something from one"
     if isinstance(owner, _io._IOBase) and name in {"write", "writelines", "read", "readline"}:
         return "it reads or writes a file"
+    library = _library_of(name, owner, module)
+    if library not in _KNOWN or library in _WITH_STATE:
+        return "a function of C, and nobody sees what it reads and writes"
     return ""
+
+
+def _library_of(name: str, owner: Any, module: str | None) -> str:
+    """The library that a function of C is of; a class of Python's has the methods of one of C."""
+    classes = (owner if isinstance(owner, type) else type(owner)).__mro__
+    made = (cls for cls in classes if not isinstance(vars(cls).get(name), FunctionType | None))
+    return (module or next(made, classes[0]).__module__).partition(".")[0]
 
 
 def _within(frame: FrameType | None, module: str) -> bool:
