@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,30 @@ def test_what_is_no_pattern_is_refused(tmp_path: Path, only: Any) -> None:
     save(tmp_path / "c", *tuned(1.0))
     with pytest.raises(CheckpointError, match=r"only=.*: give a pattern of paths, or a list of them"):
         load(tmp_path / "c", *tuned(2.0), only=only)
+
+
+def layered(value: float) -> nn.Module:
+    """Modules whose names begin alike."""
+    names = ("layer", "layer1", "layers")
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)) for name in names})
+    for one in (*model.parameters(), *model.buffers()):
+        nn.init.constant_(one, value)
+    return model
+
+
+@pytest.mark.parametrize("only", ["model/layer", "model/layer.1", "model/lay*.0", ["model/*.running_mean"]])
+def test_a_pattern_that_fits_a_module_means_all_in_it(tmp_path: Path, only: Any) -> None:
+    save(tmp_path / "c", layered(1), **{"model.old": torch.ones(2)})
+    model, old = layered(2), torch.zeros(2)
+    load(tmp_path / "c", model, **{"model.old": old}, only=only)
+    found = {name for name, one in model.state_dict().items() if (one == 1).all()}
+    wanted = {
+        "model/layer": r"layer\..*",
+        "model/layer.1": r"layer\.1\..*",
+        "model/lay*.0": r"lay.*\.0\..*",
+    }.get(str(only), r".*running_mean")
+    assert found == {name for name in model.state_dict() if re.fullmatch(wanted, name)}
+    assert not old.any()
 
 
 @pytest.mark.parametrize("path", [3, None, b"x", []])

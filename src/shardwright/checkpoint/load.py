@@ -33,7 +33,7 @@ def load(
         model: the same parameters and buffers by name, shape and dtype; any placements.
         optimizer: of the same class; it may be fresh. What is not given stays in the checkpoint.
         only: load these of the state's tensors, values and optimizers alone, by patterns of their paths
-            (`"model"`, `"model/layers.0.*"`, `"optimizer"`); the generators stay as they are.
+            (`"model"`, `"model/layers.0"`, `"model/*.bias"`, `"optimizer"`); the generators stay as they are.
         in_place: read straight into the tensors, without memory beside them. What that gives up: a damaged
             file, or a rank that dies, leaves the state partly changed; then load another checkpoint.
         state: as it was saved, by name. Plain values are not changed here but returned, in `Loaded.values`;

@@ -137,8 +137,9 @@ class Loading:
 
     def _open(self) -> str:
         """Read the arguments and the manifest, and look at this rank's part of the files."""
-        self.path, self.patterns = place_of(self.given), Patterns(self.only)
+        self.path = place_of(self.given)
         self.manifest = proven(self.path)
+        self.patterns = Patterns(self.only, self.manifest.modules)
         source = Source.of(self.path, self.manifest)
         self.reader = Reader(source)
         mine = range(rank(), len(self.manifest.files), world())

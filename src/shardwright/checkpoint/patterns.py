@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,25 +12,35 @@ Only = str | Sequence[str] | None
 
 
 class Patterns:
-    """The patterns of `only=`. `fitted` are those that fit something of what was asked about."""
+    """The patterns of `only=`. `fitted` are those that fit something of what was asked about.
 
-    def __init__(self, only: Only) -> None:
+    Args: modules: the paths of modules, of which a point leads on to those inside.
+    """
+
+    def __init__(self, only: Only, modules: Iterable[str] = ()) -> None:
         listed = hasattr(only, "__iter__") and not isinstance(only, str)
         self.all: Any = () if only is None else tuple(only) if listed else (only,)
         if not all(isinstance(pattern, str) for pattern in self.all):
             raise CheckpointError(f"only={only!r:.60}: give a pattern of paths, or a list of them")
         self.everything = only is None
+        self._modules = tuple(f"{path}/" for path in modules)
         self.fitted: set[str] = set()
 
     def want(self, path: str) -> bool:
         """Whether a tensor or a value with this path is loaded; what stands in something is part of it."""
         if self.everything:
             return True
-        parts = path.split("/")
-        names = ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+        names = [*self._around(path), path]
         fits = {one for one in self.all if any(name == one or fnmatchcase(name, one) for name in names)}
         self.fitted |= fits
         return bool(fits)
+
+    def _around(self, path: str) -> Iterator[str]:
+        """What this stands in: states and their containers, and modules."""
+        inside = next((len(module) for module in self._modules if path.startswith(module)), len(path))
+        for at, character in enumerate(path):
+            if character == "/" or (character == "." and at > inside):
+                yield path[:at]
 
     def want_whole(self, path: str) -> bool:
         """Whether an optimizer is loaded: `optimizer` and `optimizer/*` both mean all of it."""
