@@ -6,6 +6,8 @@ import os
 import shlex
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from shardwright.cli.app import main
 from tests.docs.pages import ROOT, commands, pages, run_session, sessions
@@ -22,7 +24,7 @@ def test_the_code_in_the_documents_runs(blocks, ranks, tmp_path, monkeypatch):
     """In a folder of its own, for what it writes."""
     monkeypatch.chdir(tmp_path)
     n = blocks[0].ranks
-    printed = ranks(n, run_session_in, str(tmp_path), blocks, fresh=True)[0] if n else run_session(blocks)
+    printed = ranks(n, run_in_a_rank, str(tmp_path), blocks, fresh=True)[0] if n else run_session(blocks)
     for block, text in zip(blocks, printed, strict=True):
         if block.output is not None:
             assert _trimmed(text) == _trimmed(block.output), f"{block.file}:{block.line}"
@@ -37,8 +39,10 @@ def test_the_commands_in_the_documents_print_what_stands_below_them(command, out
     assert _trimmed(capsys.readouterr().out) == _trimmed(output)
 
 
-def run_session_in(folder, blocks):
+def run_in_a_rank(folder, blocks):
+    """As under torchrun, where nobody has seeded the ranks alike: what a page needs to be alike it seeds."""
     os.chdir(folder)
+    torch.manual_seed(dist.get_rank())
     return run_session(blocks)
 
 
