@@ -312,6 +312,47 @@ def test_a_number_that_changes_is_read_again(ranks, name):
     ranks(2, _read, name, timeout=60)
 
 
+def _by_references(box):
+    kept = [weakref.ref(each) for each in box.values()]
+    return lambda x: x * sum(each() is not None for each in kept)
+
+
+def _by_a_set(box):
+    kept = weakref.WeakSet(box.values())
+    return lambda x: x * sum(each.scale for each in kept)
+
+
+def _by_values(box):
+    kept = weakref.WeakValueDictionary(box)
+    return lambda x: x * sum(each.scale for each in kept.values())
+
+
+def _by_keys(box):
+    kept = weakref.WeakKeyDictionary((each, 1.0) for each in box.values())
+    return lambda x: x * sum(kept.values())
+
+
+@pytest.mark.parametrize("of", [_by_references, _by_a_set, _by_values, _by_keys])
+def test_a_recording_keeps_nothing_alive_that_is_referred_to_weakly(of):
+    box = {"one": _Live(), "other": _Live()}
+    fast, x = sw.erase(of(box)), torch.arange(4.0)
+    for turn in range(7):
+        if turn in {3, 5}:
+            box.popitem()
+        torch.testing.assert_close(fast(x), x * len(box))
+    assert fast.report().replays == 4, str(fast.report())
+
+
+def test_what_a_proxy_stands_for_is_looked_at():
+    model, x = _Scaled(), torch.arange(4.0)
+    proxy = weakref.proxy(model)
+    fast = sw.erase(lambda x: proxy.forward(x) + 0)
+    for factor in (1.0, 1.0, 2.0, 2.0):
+        model.factor = factor
+        torch.testing.assert_close(fast(x), x * factor)
+    assert fast.report().replays == 2, str(fast.report())
+
+
 class _ScaledSteps(optim.SGD):
     """An optimizer of the user's, with a setting of its own."""
 

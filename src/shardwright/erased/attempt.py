@@ -88,6 +88,7 @@ class Attempt:
                 self._give(place, leaf)
         with in_groups(), self.recording.events, self.recording.following, self.watch, self.recording:
             out = self.function(*self.cut.args, **self.cut.kwargs)
+        self.world.let_go()
         with DisableTorchFunctionSubclass():
             if self.recording.gave_up:
                 self.refused(self._refusals())

@@ -24,14 +24,14 @@ from shardwright.erased.handlers import (
     may_swallow,
     yields_of,
 )
-from shardwright.erased.walk import is_library
+from shardwright.erased.walk import EXITS, is_library
 
 _ENTRANCES = __file__.replace("catching.py", "attempt.py")
 _WHY = "an operator may raise by what it is given, and the program catches errors"
 _GENERATORS = 0x20 | 0x80 | 0x200  # flags of a code: generator, coroutine, asynchronous generator
 _SUPPRESS = contextlib.suppress.__exit__.__code__
 _CONTEXTS = contextlib.__file__  # stacks and decorators there run the program's own blocks
-_EXITS = frozenset({"__exit__", "__aexit__"})
+_STACKS = (contextlib.ExitStack.__exit__.__code__, contextlib.AsyncExitStack.__aexit__.__code__)
 _WITHOUT_OTHERS = frozenset({"aten", "prims", "shardwright", "_c10d_functional"})
 
 
@@ -104,14 +104,20 @@ class Catching:
 
     # -- what the watch sees --------------------------------------------------------------------------
 
-    def looks_at(self, code: CodeType, *, users: bool) -> bool:
+    def looks_at(self, code: CodeType, *, users: bool, ends_block: bool) -> bool:
         """Is this a code whose calls and returns are to be told? One that may catch without being there."""
         if users and code.co_flags & _GENERATORS:
             waits = {place: found for place, found in yields_of(code).items() if found != Handlers()}
             if waits:
                 self._waits[id(code)] = waits
             return bool(waits)
-        return code is _SUPPRESS or (users and code.co_name in _EXITS and may_swallow(code))
+        return code is _SUPPRESS or (users and ends_block and may_swallow(code))
+
+    @staticmethod
+    def is_exit(frame: FrameType) -> bool:
+        """Does it end a block by its name, or because somebody has pushed it on an `ExitStack`?"""
+        caller = frame.f_back
+        return frame.f_code.co_name in EXITS or (caller is not None and caller.f_code in _STACKS)
 
     def called(self, frame: FrameType) -> None:
         """A generator goes on, or an `__exit__` begins that may swallow what was raised under it."""

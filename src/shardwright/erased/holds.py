@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from shardwright.erased.given import of_tensor
+from shardwright.erased.held_by_c import is_alive, remembers
 from shardwright.erased.program import compiled
-from shardwright.erased.remembered import remembers
 from shardwright.erased.walk import FLOAT, SCALARS, Fact, content
 from shardwright.tensor.dtensor import DTensor
 
-_GONE = (KeyError, IndexError, AttributeError, ValueError, RuntimeError)  # the last of `==` of tensors
+# The last but one of `==` of tensors, the last of proxies whose things are gone.
+_GONE = (KeyError, IndexError, AttributeError, ValueError, RuntimeError, ReferenceError)
 _COMPARED = frozenset({"length", "keys", "members", "content"})  # as a whole: by identity, else by `==`
 _READ = {
     "item": "{holder}[{key}]",
@@ -26,11 +27,12 @@ _READ = {
     "context": "{holder}.get({key})",
     "content": "content({holder})",
     "answers": "remembers({holder}, {key})",
+    "alive": "is_alive({holder})",
     FLOAT: "{holder}[{key}]",
 }
 
 
-_FUNCTIONS = {"content": content, "remembers": remembers}
+_FUNCTIONS = {"content": content, "remembers": remembers, "is_alive": is_alive}
 _FUNCTION = "def read(holder, key): return "
 _AGAIN = {
     kind: compiled(_FUNCTION + text.format(holder="holder", key="key"), {**_FUNCTIONS}, "read")

@@ -63,6 +63,10 @@ class Kind:
             return False
         return not (self.pointwise and all(_is_of_floats(x) for x in tensors))
 
+    def takes_places(self, tensors: list[torch.Tensor]) -> bool:
+        """May whole numbers that it is given be out of range?"""
+        return self.of_values and not all(_is_of_floats(x) for x in tensors)
+
 
 def _is_of_floats(x: torch.Tensor) -> bool:
     return x.dtype.is_floating_point or x.dtype is torch.bool

@@ -1,14 +1,14 @@
 """The local program: straight-line code over plain tensors, made of a tape.
 
-Lines that nobody needs are left out; what writes, draws, sends or raises stays, in its order. A value is let
-go after its last use, so that a replay holds what the call held.
+Lines that nobody needs are left out; what writes, draws, sends or may raise by places stays, in its order.
+A value is let go after its last use, so that a replay holds what the call held.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def _acts(line: Line) -> bool:
     call = line.call
     if not isinstance(call, torch._ops.OpOverload):
         return True
-    if call.namespace == FUNCTIONAL or line.draws:
+    if call.namespace == FUNCTIONAL or line.draws or line.places:
         return True
     return call._schema.is_mutable or is_check(line)
 
@@ -123,7 +123,7 @@ def _renamed(line: Line, aliases: dict[int, int]) -> Line:
         return Ref(aliases.get(ref.number, ref.number))
 
     args, kwargs = tree_map_only(Ref, rename, (line.args, line.kwargs))
-    return Line(line.call, args, kwargs, line.outs, line.several, line.where, line.number, line.sent)
+    return replace(line, args=args, kwargs=kwargs)
 
 
 # ------------------------------------------------------------------------------------------------- the code

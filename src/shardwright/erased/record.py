@@ -169,7 +169,16 @@ class Recording(TorchDispatchMode):
         outs = tuple(self._result(x, varies) for x in results)
         several = isinstance(out, list | tuple)
         self.tape.lines.append(
-            Line(func, line_args, line_kwargs, outs, several, source_line(), sent=self._sent(kind))
+            Line(
+                func,
+                line_args,
+                line_kwargs,
+                outs,
+                several,
+                source_line(),
+                sent=self._sent(kind),
+                places=varies and kind.takes_places(tensors),
+            )
         )
         if varies and kind.mutable:
             self._written(func, args, kwargs)

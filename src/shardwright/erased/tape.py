@@ -38,6 +38,7 @@ class Line:
     outs:   per result the number of the value that it makes; None: it makes none, or gives a known one back.
     number: for a read by an optimizer, the name of the number that it makes.
     sent:   the collective that this line is: axis, bytes that this rank sends, reason.
+    places: does it take places, such as those of rows, which may be out of range?
     """
 
     call: Callable[..., Any]
@@ -48,6 +49,7 @@ class Line:
     where: str
     number: str = ""
     sent: tuple[Any, ...] = ()
+    places: bool = False
 
     @property
     def name(self) -> str:

@@ -20,7 +20,6 @@ import re
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,8 +32,8 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwright.comm.record import of_library
+from shardwright.erased.held_by_c import CACHE, answers_of, is_weak, is_weak_map, referent_of
 from shardwright.erased.refuse import Refusal
-from shardwright.erased.remembered import CACHE, answers_of
 
 SCALARS = (
     bool, int, float, complex, str, bytes, type(None), np.number, np.bool_,
@@ -50,6 +49,7 @@ _OF_OPTIMIZERS = ("param_groups", "state", "defaults", *_HOOKS_OF_OPTIMIZERS)
 _STANDARD = sys.stdlib_module_names - {"__main__"}
 _NOT_THE_USERS = frozenset({"torch", "shardwright", "numpy", *_STANDARD})
 _OF_THE_PROCESS = frozenset({"logging", "threading"})  # what they hold leads to all that there is
+EXITS = frozenset({"__exit__", "__aexit__"})
 _STATE_OF_SCHEDULERS = {"last_epoch", "_last_lr", "_step_count", "base_lrs", "state_dict"}
 _TOLD_BY_SCHEDULERS = frozenset({"get_last_lr", "get_lr", *_STATE_OF_SCHEDULERS})
 # Values of a class that are looked at: not what makes attributes (functions, properties, other descriptors).
@@ -83,8 +83,8 @@ class Fact:
     """What stood at a place. read(holder, key) looks again.
 
     kind: "item" of a dict or list, "cell" of a closure, "attribute", "length" of a container, "keys" of a
-        dict in order, "answers" of a cache, "members" of a class, "content" of an array or set, "float" of a
-        dict that holds any number there, "context" for its variable.
+        dict in order, "answers" of a cache, "alive" for a weak reference, "members" of a class, "content" of
+        an array or set, "float" of a dict that holds any number there, "context" for its variable.
     """
 
     path: str
@@ -102,6 +102,7 @@ class World:
     sees_gradients: can the program ask which gradients exist? By an optimizer, or by their name.
     optimizers: those that it reaches. named: the names and texts in the program's own code.
     schedulers: those of learning rates, and their counts. Their state is no fact: it changes between calls.
+    exits: codes of `__exit__`, whatever their name, by `id`.
     """
 
     met: Callable[[str, torch.Tensor], None]
@@ -112,9 +113,11 @@ class World:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
     schedulers: list[tuple[str, LRScheduler, int]] = field(default_factory=list)
+    exits: set[int] = field(default_factory=set)
     generators: list[tuple[str, Any, bytes]] = field(default_factory=lambda: [_NUMPYS])
     caches: list[tuple[str, Any, list[Any]]] = field(default_factory=list)
     _seen: dict[int, Any] = field(default_factory=dict)
+    _weak: set[int] = field(default_factory=set)  # by `id`, what only weak references led to
     _classes: dict[int, type] = field(default_factory=dict)
     _codes: set[tuple[int, Any]] = field(default_factory=set)
     _found: set[int] = field(default_factory=set)  # codes, and those inside them, by `id`
@@ -193,6 +196,9 @@ class World:
         self._todo.append((path, value))
 
     def _visit(self, path: str, value: Any) -> None:
+        if is_weak(value):
+            self._weakly(path, value)
+            return
         if isinstance(value, SCALARS) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -215,7 +221,21 @@ class World:
             if isinstance(value, _CONTAINERS):  # of a class with attributes, perhaps
                 self._object(path, value)
 
+    def _weakly(self, path: str, weak: Any) -> None:
+        """A recording holds what the thing holds, and not itself: the program may ask whether it is gone."""
+        thing = referent_of(weak)
+        self.facts.append(Fact(path, "alive", weak, None, thing is not None))
+        if id(thing) not in self._seen:
+            self._weak.add(id(thing))
+            self._todo.append((path, thing))
+
+    def let_go(self) -> None:
+        """Hold no more what only weak references led to."""
+        self._seen.update(dict.fromkeys(self._weak))
+
     def _items(self, path: str, holder: Mapping[Any, Any]) -> None:
+        if is_weak_map(holder):
+            return  # it is an object, too, whose references are weak
         self.facts.append(Fact(path, "keys", holder, None, [*holder]))
         for key, value in holder.items():
             self._place(f"{path}[{_named(key)}]", "item", holder, key, value)
@@ -247,8 +267,15 @@ class World:
                 if isinstance(value, _METHODS):
                     for function in (value, *(getattr(value, behind, None) for behind in _BEHIND)):
                         self._method_of_class(f"{path}.{name}", function)
+                    if name in EXITS:
+                        self.exits.add(id(getattr(value, "__code__", None)))
                 elif not name.startswith("__"):
                     self._member(f"{path}.{name}", base, name, value)
+
+    def _class_of(self, path: str, value: Any) -> None:
+        if id(value) not in self._weak:
+            self._place(f"{path}.__class__", "attribute", value, "__class__", type(value))
+        self._class(path, type(value))
 
     def _member(self, path: str, cls: type, name: str, value: Any) -> None:
         """What a class holds beside its methods; of what makes attributes its own state."""
@@ -270,8 +297,7 @@ class World:
                 self._methods.setdefault(id(code), []).append((path, function))
 
     def _module(self, path: str, module: nn.Module) -> None:
-        self._place(f"{path}.__class__", "attribute", module, "__class__", type(module))
-        self._class(path, type(module))
+        self._class_of(path, module)
         own = [name for name in vars(module) if name not in _OF_MODULES]
         self.facts.append(Fact(path, "length", vars(module), None, len(vars(module))))
         self._attributes(path, module, (*_KEPT_OF_MODULES, *own))
@@ -318,6 +344,7 @@ class World:
         self.facts.append(Fact(path, "answers", cache, answers, True))
         self._todo += [(f"{path}()", answer) for answer in answers]
         self._todo.append((path, cache.__wrapped__))
+        self._attributes(path, cache, filter(is_the_users, vars(cache)))
 
     def _python_module(self, path: str, module: types.ModuleType) -> None:
         if module.__name__.partition(".")[0] not in _NOT_THE_USERS:
@@ -363,15 +390,12 @@ class World:
         if isinstance(value, _UNWATCHED):
             why = "what it holds is another thing in each thread, or C's: nobody watches it"
             self.refusals.append(Refusal(f"{path} ({cls.__name__})", why))
-        if isinstance(value, weakref.ref):
-            self._todo.append((path, value()))
         if isinstance(value, LRScheduler):
             self.schedulers.append((path, value, value.last_epoch))
         elif cls.__module__.partition(".")[0] in _NOT_THE_USERS:
             self._of_a_library(path, value, cls.__module__.partition(".")[0])
             return
-        self._place(f"{path}.__class__", "attribute", value, "__class__", cls)
-        self._class(path, cls)
+        self._class_of(path, value)
         if hasattr(value, "__dict__"):
             self.facts.append(Fact(path, "length", vars(value), None, len(vars(value))))
             self._attributes(path, value, list(vars(value)))
@@ -387,7 +411,7 @@ class World:
         if not hasattr(value, "__dict__"):
             return
         self._todo.append((path, vars(value).get("__wrapped__")))
-        if library in _STANDARD - _OF_THE_PROCESS:
+        if library in _STANDARD - _OF_THE_PROCESS and (is_weak_map(value) or not isinstance(value, Mapping)):
             self._attributes(path, value, list(vars(value)))
             return
         # Not the tensors of meshes, say: they are what a mesh is made of, and may be read.

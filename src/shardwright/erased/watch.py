@@ -128,7 +128,8 @@ class Watch:
         users = not is_library(code.co_filename, frame.f_globals)
         if users and _imports(frame):  # what an import runs, the program may call again
             return code, False
-        told = code is _MADE or self.catching.looks_at(code, users=users)
+        ends_block = id(code) in self.world.exits or self.catching.is_exit(frame)
+        told = code is _MADE or self.catching.looks_at(code, users=users, ends_block=ends_block)
         known = self._known[id(code)] = code, told
         if users:
             self._met(code, frame)
