@@ -220,6 +220,11 @@ class TestPlanAndExplain:
         assert main(words) == 0
         assert "f32[8@dp]" in capsys.readouterr().out
 
+    def test_explain_takes_lists_of_layouts(self, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ["explain", "aten::cat", "[f32[8@(tp, dp), 4], f32[8, 4]]", "1", "--mesh", "dp=2,tp=2"]
+        assert main(words) == 0
+        assert "f32[8@(tp, dp), 8]" in capsys.readouterr().out
+
     @pytest.mark.parametrize(
         ("words", "said"),
         [
@@ -229,10 +234,12 @@ class TestPlanAndExplain:
             (["plan", "f32[8]", "f32[8]", "--mesh", "dp=99999999999999999999"], "1,048,576 at most"),
             (["plan", "f32[8]", "f32[9]", "--mesh", "dp=2"], "9"),
             (["plan", "f32[8]", "f32[8]", "--mesh", "dp=2", "--to-mesh", "tp"], "--to-mesh 'tp'"),
+            (["plan", "f32[8]", "f32[8]", "--mesh", "dp=2", "--to-rank", "2"], "add --to-mesh"),
             (["plan", "f32[8]", "--mesh", "dp=2"], "Missing argument 'TARGET'"),
             (["explain", "aten::nothing", "f32[8]", "--mesh", "dp=2"], "there is no op 'aten::nothing'"),
             (["explain", "aten::mm", "f32[8]", "--mesh", "dp=2"], "aten::mm refuses these operands"),
             (["explain", "aten::neg", "what?", "--mesh", "dp=2"], "neither a layout"),
+            (["explain", "aten::cat", "[f32[8], what?]", "--mesh", "dp=2"], "operand 'what?' is neither"),
         ],
     )
     def test_what_cannot_be_read_is_refused(

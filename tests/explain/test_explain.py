@@ -70,6 +70,35 @@ def test_what_is_no_op_is_refused_with_a_spelling() -> None:
         sw.explain(torch.mm, _layout(4, 4), _layout(4, 4))
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "meant"),
+    [
+        ("aten::sum", (), "aten::sum"),
+        ("aten::sum", ([0],), "aten::sum.dim_IntList"),
+        ("aten::sort", (), "aten::sort"),
+        ("aten::pow", (2,), "aten::pow.Tensor_Scalar"),
+        ("aten::clamp", (0.0, 1.0), "aten::clamp"),
+        ("aten::mul", (_layout(4, 4),), "aten::mul.Tensor"),
+    ],
+)
+def test_a_bare_name_means_the_overload_that_takes_the_operands(
+    name: str, more: tuple[object, ...], meant: str
+) -> None:
+    assert sw.explain(name, _layout(4, 4), *more).op.name() == meant
+
+
+def test_operands_that_no_overload_takes_are_refused_by_the_likeliest() -> None:
+    with pytest.raises(RuleError, match=r"aten::mul.Tensor refuses these operands"):
+        sw.explain("aten::mul", _layout(4, 4), "text")
+    with pytest.raises(RuleError, match=r"aten::mul has no overload 'Tensr'; it has Tensor, Scalar"):
+        sw.explain("aten::mul.Tensr", _layout(4, 4), 2)
+
+
+def test_an_op_whose_shape_only_data_can_tell_says_so() -> None:
+    with pytest.raises(RuleError, match=r"aten::nonzero cannot be explained: .* sw.trace\(\) lists"):
+        sw.explain("aten::nonzero", _layout(4, 4))
+
+
 def test_what_is_no_layout_is_refused_by_name() -> None:
     with pytest.raises(LayoutError, match="'float32' is no dtype"):
         sw.Layout(ON, {}, (4,), dtype="float32")

@@ -18,7 +18,10 @@ def explain(
     op: Annotated[str, typer.Argument(metavar="OP", help="An op, such as aten::mm or aten::add.Tensor.")],
     operands: Annotated[
         list[str],
-        typer.Argument(metavar="OPERAND...", help='Layouts ("f32[8@dp, 16]") and values (2, 0.5, "[1, 2]").'),
+        typer.Argument(
+            metavar="OPERAND...",
+            help='Layouts ("f32[8@dp, 16]"), values (2, 0.5, "[1, 2]"), lists ("[f32[8@dp], f32[8]]").',
+        ),
     ],
     mesh: Annotated[str, typer.Option(help='Axes and sizes, such as "dp=2,tp=4".')],
 ) -> None:
@@ -30,17 +33,32 @@ def explain(
 
 
 def parse_operand(text: str, mesh: MeshShape) -> Any:
-    """A layout, or else a Python value.
+    """A layout, a list of operands, or else a Python value.
 
-    Raises: LayoutError, ConfigError: it is neither.
+    Raises: LayoutError, ConfigError: it is none of them.
     """
     from shardwright.layout.layout import Layout
 
-    if "[" in text and not text.lstrip().startswith("["):
+    text = text.strip()
+    if "[" in text and not text.startswith("["):
         return Layout.parse(text, mesh)
+    if text.startswith("[") and text.endswith("]"):
+        return [parse_operand(item, mesh) for item in _items(text[1:-1])]
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         raise ConfigError(
             f'operand {text!r} is neither a layout ("f32[8@dp, 16]") nor a value (2, 0.5, True, "[1, 2]")'
         ) from None
+
+
+def _items(text: str) -> list[str]:
+    """What stands between the commas that are inside of no brackets; nothing follows the last one."""
+    items, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[({") - (letter in "])}")
+        if letter == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += letter
+    return items if items[-1].strip() else items[:-1]

@@ -102,20 +102,21 @@ def explain(
     by them.
 
     Args:
-        op: `torch.ops.aten.mm`, an overload of it, or its name ("aten::mm", "aten::add.Tensor").
+        op: `torch.ops.aten.mm`, or its name ("aten::mm"), of which that overload is meant which takes these
+            operands; or one overload ("aten::add.Tensor").
         operands: the call's positional arguments, a `Layout` or a DTensor for each tensor.
         rank: who is rehearsed; by default the mesh's first.
         named: the call's keyword arguments, a `Layout` for each tensor.
     Raises: RuleError: no such op, or arguments that it refuses.
     Cost: none.
     """
-    overload = overload_of(op)
     operands, named = tree_map_only(TorchDTensor, layout_of, (operands, named))
     if "device" in named:  # what goes where is the same on any
         named["device"] = torch.device("meta")
     layouts = tuple(value for value in tree_flatten((operands, named))[0] if isinstance(value, Layout))
     keywords = tuple((name, _described(value)) for name, value in named.items())
-    call = Call(overload, tuple(map(_described, operands)), keywords, _results(overload, operands, named))
+    overload, results = _taken(_overloads(op), operands, named)
+    call = Call(overload, tuple(map(_described, operands)), keywords, results)
     decision = propagate(call, layouts)
     moves = tuple(
         0 if have == want else plan_redistribution(have, want).total_bytes
@@ -164,16 +165,22 @@ def _as_it_runs(
 
 
 def overload_of(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str) -> torch._ops.OpOverload:
-    """The overload that was meant: of a packet or a bare name the one for tensors.
+    """The overload that is meant before any operand is known: of a packet or a bare name the one for tensors.
 
     Raises: RuleError: no such op.
     """
+    return _overloads(op)[0]
+
+
+def _overloads(
+    op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str,
+) -> tuple[torch._ops.OpOverload, ...]:
+    """Those that may be meant, the likeliest first."""
     if isinstance(op, torch._ops.OpOverload):
-        return op
+        return (op,)
     if isinstance(op, torch._ops.OpOverloadPacket):
-        names = op.overloads()
-        wanted = next((name for name in ("Tensor", "default") if name in names), names[0])
-        return getattr(op, wanted)  # type: ignore[no-any-return]
+        names = sorted(op.overloads(), key=lambda name: (name != "Tensor", name != "default"))
+        return tuple(getattr(op, name) for name in names)
     if not issubclass(type(op), str):
         name = getattr(op, "__name__", repr(op))
         raise RuleError(f"{name} is no op: a function of torch may run several; write it like 'aten::mm'")
@@ -182,7 +189,29 @@ def overload_of(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str) -
     packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
     if packet is None:
         raise RuleError(f"there is no op {op!r}; write it like 'aten::mm' or 'aten::add.Tensor'")
-    return overload_of(getattr(packet, overload) if overload else packet)
+    if overload and overload not in packet.overloads():
+        raise RuleError(f"{namespace}::{name} has no overload {overload!r}; it has {_listed(packet)}")
+    return _overloads(getattr(packet, overload) if overload else packet)
+
+
+def _listed(packet: torch._ops.OpOverloadPacket) -> str:
+    return ", ".join(packet.overloads())
+
+
+def _taken(
+    overloads: tuple[torch._ops.OpOverload, ...], operands: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[torch._ops.OpOverload, tuple[TensorInfo | None, ...]]:
+    """The first overload that takes the operands, and what it returns.
+
+    Raises: RuleError: what the likeliest says of them, where none takes them.
+    """
+    refusals: list[RuleError] = []
+    for overload in overloads:
+        try:
+            return overload, _results(overload, operands, named)
+        except RuleError as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
 
 
 def _described(value: Any) -> Any:
@@ -198,6 +227,11 @@ def _results(
 ) -> tuple[TensorInfo | None, ...]:
     try:
         out = op(*map(_meta, operands), **{name: _meta(value) for name, value in named.items()})
+    except NotImplementedError as error:
+        raise RuleError(
+            f"{op.name()} cannot be explained: torch tells the shape of its result from values alone; "
+            "sw.trace() lists what a call sends"
+        ) from error
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise RuleError(f"{op.name()} refuses these operands: {str(error).splitlines()[0]}") from error
     return tuple(
