@@ -34,7 +34,7 @@ class Grid:
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
-    data: str = ""  # replicate, fsdp, hsdp
+    data: str = ""  # replicate, fsdp, hsdp; "... over all": units are cut over the context ranks too
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -49,12 +49,16 @@ def place(model: nn.Module, grid: Grid, mesh: DeviceMesh, attention: str) -> Non
     match grid.data:
         case "replicate":
             parallelize_replicate(model, mesh["dp"])
-        case "fsdp":
+        case "fsdp" | "fsdp over all":
+            units = mesh["dp"] if grid.data == "fsdp" else mesh["dp", "cp"]._flatten("dp_cp")
             for block in _blocks(model):
-                parallelize_fsdp(block, mesh["dp"])
-            parallelize_fsdp(model, mesh["dp"])
+                parallelize_fsdp(block, units)
+            parallelize_fsdp(model, units)
         case "hsdp":
             parallelize_hsdp(model, mesh["dp2", "dp"], shard_dim="dp")
+        case "hsdp over all":
+            mesh["dp", "cp"]._flatten("dp_cp")
+            parallelize_hsdp(model, mesh["dp2", "dp_cp"], shard_dim="dp_cp")
 
 
 def _steps(model: nn.Module, batch: dict[str, Any], share: float, *, summed: bool) -> Found:

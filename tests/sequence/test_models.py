@@ -49,13 +49,16 @@ GRIDS = {
     "replicate x cp x tp": ("llama", Grid(("dp", "cp", "tp"), (2, 2, 2), "replicate")),
     "fsdp x cp x tp": ("llama", Grid(("dp", "cp", "tp"), (2, 2, 2), "fsdp")),
     "hsdp x cp": ("gpt2", Grid(("dp2", "dp", "cp"), (2, 2, 2), "hsdp"), "all_to_all"),
+    "fsdp over dp and cp": ("llama", Grid(("dp", "cp"), (2, 2), "fsdp over all")),
+    "fsdp over dp and cp, x tp": ("llama", Grid(("dp", "cp", "tp"), (2, 2, 2), "fsdp over all")),
+    "hsdp over dp and cp": ("gpt2", Grid(("dp2", "dp", "cp"), (2, 2, 2), "hsdp over all")),
     "cp x tp, long": ("llama", Grid(("cp", "tp"), (4, 2))),
     "experts, replicate x cp": ("mixtral", Grid(("dp", "cp"), (2, 4), "replicate")),
     "encoder and decoder, fsdp x cp": ("t5", Grid(("dp", "cp"), (2, 4), "fsdp")),
 }
 
 
-@pytest.mark.parametrize("case", only(["fsdp x cp, checkpointed"], GRIDS))
+@pytest.mark.parametrize("case", only(["fsdp x cp, checkpointed", "fsdp over dp and cp"], GRIDS))
 def test_beside_other_strategies_a_model_is_one_device(ranks, case):
     name, grid, *more = GRIDS[case]
     world = int(torch.tensor(grid.sizes).prod())

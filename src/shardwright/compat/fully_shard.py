@@ -17,6 +17,18 @@ from torch.distributed import _composable_state
 
 
 @dataclass(frozen=True)
+class Inside:
+    """What the computation sees of a gathered parameter, where that is a DTensor on other axes.
+
+    wrap:     of the gathered tensor.
+    gradient: the spec that its gradient is brought to, before the unit sums it.
+    """
+
+    wrap: Callable[[torch.Tensor], torch.Tensor]
+    gradient: Any
+
+
+@dataclass(frozen=True)
 class FsdpParameter:
     """One parameter that `fully_shard` manages, through the few private names that relabelling needs."""
 
@@ -56,14 +68,13 @@ class FsdpParameter:
         parameter: nn.Parameter,
         make_gradient: Callable[[torch.Tensor], torch.Tensor],
         as_term: Callable[[torch.Tensor], torch.Tensor],
-        inner_spec: Any,
-        wrap_inner: Callable[[torch.Tensor, Any], torch.Tensor],
+        inside: Inside | None,
     ) -> None:
         """Use `parameter` (same local tensor) as the sharded one and `make_gradient` for its gradients.
 
         as_term: brings the gradient that is there to the layout of `make_gradient`; torch adds the next one
             to its local tensor without looking at its layout.
-        inner_spec: the spec of the unsharded parameter where it stays a DTensor on other axes, else None.
+        inside: how the unsharded parameter stays a DTensor, where it does.
         Overrides are set on this one object, not on torch's class.
         """
         fsdp = self.inner
@@ -74,8 +85,8 @@ class FsdpParameter:
         _managed[id(parameter)] = fsdp
         self._keep_what_hangs()
         self._before_adding(as_term)
-        if inner_spec is not None:
-            self._keep_distributed(inner_spec, wrap_inner)
+        if inside is not None:
+            self._keep_distributed(inside)
         elif isinstance(self.owner, nn.RNNBase):
             self._stay_where_gathered()
         self._allocate_outside_inference()
@@ -169,7 +180,7 @@ class FsdpParameter:
         for name in ("init_all_gather_outputs", "init_unsharded_param"):
             setattr(fsdp, name, torch.inference_mode(mode=False)(getattr(fsdp, name)))
 
-    def _keep_distributed(self, spec: Any, wrap_inner: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+    def _keep_distributed(self, inside: Inside) -> None:
         fsdp = self.inner
         fsdp.is_dtensor = True
         fsdp._unsharded_dtensor_spec = None
@@ -182,9 +193,10 @@ class FsdpParameter:
             original()
             if not known:
                 plain = fsdp._unsharded_param
-                wrapped: Any = wrap_inner(plain.detach(), spec)
+                wrapped = inside.wrap(plain.detach())
                 fsdp._unsharded_param = nn.Parameter(wrapped, requires_grad=plain.requires_grad)
-                fsdp._unsharded_dtensor_spec = fsdp._tp_spec = wrapped._spec  # its name in torch 2.11
+                # Torch brings the gradient there. The second is its name in torch 2.11.
+                fsdp._unsharded_dtensor_spec = fsdp._tp_spec = inside.gradient
                 fsdp.is_dtensor = True
 
         fsdp.init_unsharded_param = init_unsharded_param

@@ -23,9 +23,9 @@ from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local_use import kept_spec
 from shardwright.tensor.modules.distribute import carry_over
-from shardwright.tensor.modules.more_axes import KEPT, on_more_axes
+from shardwright.tensor.modules.more_axes import CUT_OVER, KEPT, on_more_axes
 from shardwright.tensor.modules.ties import ties_kept
-from shardwright.tensor.spec import spec_of
+from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import as_ours, wrap
 
 _OUTPUTS = ("cut", "whole")
@@ -167,17 +167,17 @@ def _placed(path: str, parameter: nn.Parameter, mesh: DeviceMesh, source: int | 
         raise ParallelError(
             f"{path}: fully_shard manages this parameter; call parallelize_context before parallelize_fsdp"
         )
-    whole = (Replicate(),)
+    whole, axes = (Replicate(),), axis_names(mesh) if mesh.size() > 1 else ()
     if not isinstance(parameter, TorchDTensor):
         value = distribute_tensor(parameter.detach(), mesh, whole, src_data_rank=source)
     else:
         before = as_ours(parameter)
-        if is_other_view(before.device_mesh, mesh) or _is_complete(before, mesh):
+        if is_other_view(path, before.device_mesh, mesh) or _is_complete(before, mesh):
             return None
         refuse_twice(path, before, axis_names(mesh))
-        value = _computing(on_more_axes(before, mesh, whole, KEPT, source))
+        value = _computing(on_more_axes(before, mesh, whole, LocalUse((), axes), source))
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    carry_over(parameter, new)
+    setattr(carry_over(parameter, new), CUT_OVER, axes)
     return new
 
 
@@ -215,7 +215,7 @@ def _place_buffers(module: nn.Module, mesh: DeviceMesh) -> None:
     made: dict[Any, Any] = {}
     for child in module.modules():
         for name, value in child._buffers.items():
-            if not isinstance(value, TorchDTensor) or is_other_view(value.device_mesh, mesh):
+            if not isinstance(value, TorchDTensor) or is_other_view(name, value.device_mesh, mesh):
                 continue
             if value not in made:
                 made[value] = _computing(on_more_axes(as_ours(value), mesh, (Replicate(),), KEPT, None))

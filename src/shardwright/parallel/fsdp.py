@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from shardwright.compat import axis_names, on_axes, tree_leaves
 from shardwright.compat.fully_shard import (
     FsdpParameter,
+    Inside,
     begin_at_the_root,
     follow_dtype,
     fsdp_parameters,
@@ -25,7 +26,6 @@ from shardwright.compat.fully_shard import (
 )
 from shardwright.compat.fully_shard_shown import show_sharded_between
 from shardwright.compat.fully_shard_views import begin_before_bases
-from shardwright.compat.joined_meshes import union_mesh
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of
@@ -37,14 +37,12 @@ from shardwright.parallel.meshes import is_other_view, named_axes, refuse_other_
 from shardwright.parallel.place import local_plain, place_parameters
 from shardwright.parallel.same_model import refuse_other_models
 from shardwright.parallel.several import Modules, follow_several, members, one_unit
+from shardwright.parallel.sharded_layouts import goes_within, sharded_layouts
 from shardwright.parallel.sharded_traffic import record_sharded_traffic
 from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Replicate
-from shardwright.placement.partial import Partial
-from shardwright.placement.shard import Shard
 from shardwright.remember import remembered
 from shardwright.tensor.autograd import as_term
-from shardwright.tensor.local_use import kept_spec
 from shardwright.tensor.modules.distribute import carry_over
 from shardwright.tensor.modules.slots import Slot, slots_of
 from shardwright.tensor.modules.ties import refuse_placed_elsewhere, ties_kept
@@ -61,7 +59,8 @@ def parallelize_fsdp(
     root leaves alone. Inside a forward the parameters are whole (on these axes) plain tensors; outside they
     are DTensors, cut on dim 0. Gradients are summed, never averaged: Shard(0) on the shard axis, Pending(sum)
     on every replicated axis until `grads.GradientSynchronizer` adds them. A parameter without dims, which
-    cannot be cut, is replicated on the shard axis.
+    cannot be cut, is replicated on the shard axis. A shard axis over the ranks of axes on which parameters
+    are whole DTensors (data and context ranks, flattened to one) takes the place of these.
 
     Args:
         module: a module, or several that are one unit (`[norm, head]`): gathered together when the first of
@@ -107,7 +106,7 @@ def shard_over(
         return
     shard_mesh = on_axes(mesh, axes[-1:])
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
-    elsewhere = [slot for slot in slots if _elsewhere(slot.get(), mesh)]
+    elsewhere = [slot for slot in slots if _is_elsewhere(slot, mesh, shard_mesh)]
     not_asked = spread_over(module, mesh) | set(fully_shard_kwargs.pop("ignored_params", None) or ())
     left_alone = not_asked.union(slot.get() for slot in elsewhere)
     taken = [slot for slot in slots if slot.get() not in left_alone]
@@ -251,8 +250,11 @@ def _unit(parameter: nn.Parameter) -> str:
     return getattr(parameter, "_fully_sharded", "")
 
 
-def _elsewhere(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
-    return isinstance(parameter, TorchDTensor) and is_other_view(parameter.device_mesh, mesh)
+def _is_elsewhere(slot: Slot, mesh: DeviceMesh, shard_mesh: DeviceMesh) -> bool:
+    parameter = slot.get()
+    if not isinstance(parameter, TorchDTensor) or goes_within(parameter, shard_mesh, mesh):
+        return False
+    return is_other_view(slot.path, parameter.device_mesh, mesh)
 
 
 def _refuse_twice(slots: list[Slot], axes: tuple[str, ...], ignored: set[nn.Parameter]) -> None:
@@ -432,38 +434,19 @@ def _sum_gradients(module: nn.Module) -> None:
 
 def _relabel(managed: FsdpParameter, old: nn.Parameter, mesh: DeviceMesh) -> None:
     """Give the sharded parameter and its gradients the layouts that they truly have, in our class."""
-    axis = axis_names(mesh)[0]
-    spec = as_ours(old)._spec if isinstance(old, TorchDTensor) else None
-    both = mesh if spec is None else union_mesh([spec.mesh, mesh])
-    value, grad = _layouts(managed, tuple(old.shape), spec, both, axis)
-    inner = spec if spec is None or spec.use is None else kept_spec(spec)  # what the computation sees
+    lies = sharded_layouts(old, mesh, managed.dim, managed.local.dtype)
+    grad = lies.gradient.layout
 
     def make_grad(local: torch.Tensor) -> torch.Tensor:
-        return wrap(local, spec_of(with_dtype(grad, local.dtype), both))
+        return wrap(local, spec_of(with_dtype(grad, local.dtype), lies.gradient.mesh))
 
-    new = nn.Parameter(
-        wrap(managed.local, spec_of(value, both)), requires_grad=managed.parameter.requires_grad
-    )
-    new._fully_sharded = axis  # type: ignore[attr-defined]
-    managed.adopt(new, make_grad, partial(as_term, layout=grad), inner, _wrap_inner)
+    new = nn.Parameter(wrap(managed.local, lies.value), requires_grad=managed.parameter.requires_grad)
+    new._fully_sharded = axis_names(mesh)[0]  # type: ignore[attr-defined]
+    seen = lies.inner
+    inside = None if seen is None else Inside(partial(_wrap_inner, spec=seen), lies.inner_gradient)
+    managed.adopt(new, make_grad, partial(as_term, layout=grad), inside)
 
 
 def _wrap_inner(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     layout = with_dtype(spec.layout, local.dtype)
     return wrap(local, spec_of(layout, spec.mesh))
-
-
-def _layouts(
-    managed: FsdpParameter, shape: tuple[int, ...], before: Spec | None, both: DeviceMesh, axis: str
-) -> tuple[Layout, Layout]:
-    """Layouts of the sharded parameter and of its gradient before replicated axes are summed."""
-    cut = {axis: Shard(managed.dim)}
-    if before is None:
-        value = Layout(both, cut, shape, dtype=managed.local.dtype)
-        return value, value
-    old: Mapping[str, Any] = dict(zip(before.layout.axes, before.layout.placements, strict=True))
-    order = (*before.layout.order_names, axis)
-    value = Layout(both, {**old, **cut}, shape, dtype=managed.local.dtype, order=order)
-    summed = before.use.summed if before.use is not None else ()
-    pending = {name: Partial("sum") for name in summed if old[name].is_replicated}
-    return value, value.with_placements(pending)

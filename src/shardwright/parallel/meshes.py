@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from shardwright.compat import axis_names, root_mesh
 from shardwright.errors import ParallelError
+from shardwright.layout.mesh_shape import ranks_of
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.modules.more_axes import shared_ranks
 
@@ -91,12 +92,20 @@ def refuse_twice(path: str, placed: DTensor, axes: Sequence[str]) -> None:
         )
 
 
-def is_other_view(placed: DeviceMesh, mesh: DeviceMesh) -> bool:
-    """Is a parameter of mesh `placed` spread over ranks of `mesh` already, under other axis names?
+def is_other_view(path: str, placed: DeviceMesh, mesh: DeviceMesh) -> bool:
+    """Is a tensor of mesh `placed` spread over the ranks of `mesh` already, under other axis names?
 
     Experts are: their ep axes run over the data and context ranks of the dense mesh. A strategy on `mesh`
     then leaves the parameter alone.
+
+    Raises: ParallelError: over some of these ranks only, so that nobody would add up over the rest.
     """
-    if set(axis_names(placed)) & set(axis_names(mesh)):
+    if set(axis_names(placed)) & set(axis_names(mesh)) or not shared_ranks(placed, mesh):
         return False
-    return bool(shared_ranks(placed, mesh))
+    if ranks_of(mesh) <= ranks_of(placed):
+        return True
+    raise ParallelError(
+        f"{path}: it is placed on {axis_names(placed)}, which are some of the ranks of {axis_names(mesh)}: "
+        "it can neither be placed there once more nor be left alone\n"
+        "  fix: take axes that share no ranks with those: mesh['dp'], not 'dp' and 'cp' flattened to one"
+    )

@@ -70,7 +70,7 @@ def placed_parameter(
     watch_steps()
     if isinstance(parameter, TorchDTensor):
         before = as_ours(parameter)
-        if is_other_view(before.device_mesh, mesh) or _nothing_to_do(before, mesh):
+        if is_other_view(path, before.device_mesh, mesh) or _nothing_to_do(before, mesh):
             return None
         refuse_twice(path, before, axis_names(mesh))
         _refuse_sharded(path, parameter, mesh)

@@ -14,7 +14,7 @@ from shardwright.placement.base import Pending
 from shardwright.remember import remembered
 from shardwright.tensor.between import acceptable_between
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.local_use import kept_spec, of_this_rank, restored
+from shardwright.tensor.local_use import gradient_inside, kept_spec, of_this_rank, restored
 from shardwright.tensor.move import move_asked, move_to_spec
 from shardwright.tensor.spec import Spec, Token, finished, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours, hand_out, hold_outside, up_to_date, wrap
@@ -185,7 +185,8 @@ class Localize(torch.autograd.Function):
     """Parameter -> what the computation sees of it: its local tensor, or a DTensor on the axes that are left.
 
     Backward: on the axes that are left the gradient is brought to the parameter's own placements, whatever
-    the data made of it there; it gets the other axes back, Pending(sum) on those where ranks still differ.
+    the data made of it there, or to terms of a sum where they are added up later; it gets the other axes
+    back, Pending(sum) on those where ranks still differ.
     So its layout follows from the parameter alone: ranks with other rows, or none, agree without asking.
     """
 
@@ -208,14 +209,14 @@ class Localize(torch.autograd.Function):
             raise RuntimeError(
                 f"a parameter {tuple(leaf.shape)} of this graph has been modified by an inplace operation"
             )
-        inner = kept_spec(ctx.spec)
+        inner = gradient_inside(ctx.spec)
         if inner is None and isinstance(grad, TorchDTensor):  # of what counted as replicated on other axes
             seen = as_ours(grad)._spec.layout
             own = of_this_rank(ctx.spec, seen, grad.device_mesh)
             grad = to_local(redistributed(as_ours(grad), own, grad.device_mesh), seen.replicated())
         if differentiated(grad):
             if inner is not None:
-                target = with_dtype(finished(inner.layout), grad.dtype)
+                target = with_dtype(inner.layout, grad.dtype)
                 grad = redistributed(cast("DTensor", grad), target, inner.mesh)
             return apply(RestoreAxes, grad, ctx.spec)
         if inner is not None:
@@ -254,8 +255,8 @@ class GradientIsTaken:
 
 
 def _brought_to(inner: Spec, grad: DTensor) -> DTensor:
-    """A gradient in the layout that the computation saw the parameter in, finished."""
-    target = with_dtype(finished(inner.layout), grad.dtype)
+    """A gradient in a layout, and its own dtype."""
+    target = with_dtype(inner.layout, grad.dtype)
     return wrap(move_asked(grad, target, reason="gradient of a parameter"), spec_of(target, inner.mesh))
 
 

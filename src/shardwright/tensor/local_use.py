@@ -15,7 +15,7 @@ from shardwright.layout.mesh_shape import ranks_of
 from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
 from shardwright.remember import remembered
-from shardwright.tensor.spec import LocalUse, Spec, Token, spec_of, with_dtype
+from shardwright.tensor.spec import LocalUse, Spec, Token, finished, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours
 
 
@@ -50,6 +50,28 @@ def _without_axes(layout: Layout, gone: tuple[str, ...], kept: tuple[str, ...], 
         shape = list(only_gone.local_shape(coords))
     order = tuple(name for name in layout.order_names if name in kept)
     return Layout(mesh, placements, tuple(shape), dtype=layout.dtype, order=order)
+
+
+def gradient_inside(spec: Spec) -> Spec | None:
+    """Where the gradient of what the computation sees (`kept_spec`) is to be, before it is the parameter's.
+
+    It follows from the parameter alone. Where its terms are added up later, it stays a term.
+    """
+    return _gradient_inside(spec.token)
+
+
+@remembered(65536)
+def _gradient_inside(token: Token) -> Spec | None:
+    inner = _kept_spec(token)
+    if inner is None:
+        return None
+    layout = finished(inner.layout)
+    terms = {
+        axis: Partial("sum")
+        for axis, placement in zip(layout.axes, layout.placements, strict=True)
+        if axis in _use(token.spec).summed and placement.is_replicated
+    }
+    return spec_of(layout.with_placements(terms), inner.mesh)
 
 
 def restored(spec: Spec, grad: torch.Tensor) -> tuple[torch.Tensor, Spec]:

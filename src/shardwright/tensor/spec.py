@@ -31,8 +31,9 @@ class LocalUse:
     """How a parameter takes part in computation: as its local tensor on `axes`.
 
     axes:   mesh axes on which the computation sees the local tensor.
-    summed: those of `axes` on which the ranks compute different terms of the loss, so that the gradients of
-        what is replicated there must still be added up.
+    summed: axes on which the ranks compute different terms of the gradient, which must still be added up
+        where the parameter is replicated. On those of `axes` they are terms of the loss; on others they come
+        of one program whose activations are cut there (a sequence).
     """
 
     axes: tuple[str, ...]

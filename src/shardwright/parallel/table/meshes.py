@@ -11,6 +11,7 @@ from shardwright.context.context import DistributedContext
 from shardwright.context.degrees import Degrees
 from shardwright.context.domains import BATCH_DOMAIN, DENSE_DOMAIN, EXPERT_DOMAIN, REGULAR_DOMAIN
 from shardwright.context.submesh import submesh
+from shardwright.layout.mesh_shape import ranks_of
 from shardwright.parallel.table.words import (
     BATCH_NORM,
     CONTEXT,
@@ -34,18 +35,22 @@ class Axes:
     """The axes of a context, as the strategies of one table divide them.
 
     Where a row cuts sequences (`context`), the context ranks are one axis, `cp`, and data parallelism has the
-    data ranks alone. Where none does, who cuts sequences is the user's affair: context ranks read other
-    tokens, as data ranks do, and share the axes of the dense domain with them.
+    data ranks alone; sharded units (`shard`) are cut over both, where context ranks are of one kind. Where no
+    row does, who cuts sequences is the user's affair: context ranks read other tokens, as data ranks do, and
+    share the axes of the dense domain with them.
     """
 
     def __init__(self, context: DistributedContext, strategies: frozenset[str]) -> None:
         self.context = context
         self.degrees: Degrees = context.parameters
         self.cuts_sequence = CONTEXT in strategies
-        self.shard = "dp_shard" if self.cuts_sequence else "dp_cp_shard"
+        self._last = "dp_shard" if self.cuts_sequence else "dp_cp_shard"
         others = ("dp_replicate",) if self.cuts_sequence else ("dp_replicate", "cp_replicate")
         self._dense = context.mesh_for(REGULAR_DOMAIN if self.cuts_sequence else DENSE_DOMAIN)
         self.replicas = tuple(axis for axis in others if self.size(axis) > 1)
+        apart = self.cuts_sequence and self.degrees.context_parallel_replicate > 1
+        self.shard = "dp_shard" if apart else "dp_cp_shard"
+        self._units = self._dense if apart else context.mesh_for(DENSE_DOMAIN)
 
     def size(self, axis: str) -> int:
         """How many ranks an axis of the dense parameters has."""
@@ -54,12 +59,16 @@ class Axes:
     @property
     def data(self) -> tuple[str, ...]:
         """The axes whose ranks read other data."""
-        return (*self.replicas, *((self.shard,) if self.size(self.shard) > 1 or not self.replicas else ()))
+        return (*self.replicas, *((self._last,) if self.size(self._last) > 1 or not self.replicas else ()))
 
     @property
     def data_ranks(self) -> int:
         """How many ranks read other data."""
         return math.prod(self.size(axis) for axis in self.data)
+
+    def cover_data(self, mesh: DeviceMesh) -> bool:
+        """Are all ranks that read other data, beside this one, among those of a mesh?"""
+        return ranks_of(self.mesh(REPLICATE)) <= ranks_of(mesh)
 
     def mesh(self, strategy: str) -> DeviceMesh:
         """The axes that a strategy is applied on."""
@@ -73,8 +82,8 @@ class Axes:
         if strategy in (REPLICATE, BATCH_NORM):
             return submesh(self._dense, self.data)
         if strategy == HSDP:
-            return submesh(self._dense, (*self.replicas, self.shard))
-        return submesh(self._dense, self.shard)
+            return submesh(self._units, (*self.replicas, self.shard))
+        return submesh(self._units, self.shard)
 
     def problems(self, strategies: frozenset[str], before: frozenset[str]) -> list[str]:
         """Rows for which the context has no ranks, and ranks for which there is no row.
@@ -91,12 +100,12 @@ class Axes:
         ]
         if FSDP in strategies and self.replicas:
             found.append(
-                f"'fsdp' cuts over {self.shard} ({self.size(self.shard)} ranks), and nobody would sum "
+                f"'fsdp' cuts over {self.shard} ({self.mesh(FSDP).size()} ranks), and nobody would sum "
                 f"gradients over {' and '.join(self.replicas)}\n    fix: 'hsdp', which cuts over the one and "
                 "replicates over the others"
             )
         cut = self.degrees.context_parallel_shard * self.degrees.context_parallel_replicate > 1
-        if self.context.dropout == "logical" and self.shard == "dp_cp_shard" and cut:
+        if self.context.dropout == "logical" and not self.cuts_sequence and cut:
             found.append(
                 "context.seed(..., dropout='logical') and context ranks, but no row says 'context': where "
                 "the tokens of a rank are in a sequence that you cut by hand is unknown\n"

@@ -105,7 +105,7 @@ def _unplaced(module: nn.Module, calls: Sequence[Call], axes: Axes) -> list[str]
     """Parameters that nothing places, or nothing over the ranks that read other data."""
     named = list(module.named_parameters())
     nowhere = [name for name, p in named if not isinstance(p, TorchDTensor)]
-    partly = [name for name, p in named if isinstance(p, TorchDTensor) and not _covers(p, axes)]
+    partly = [name for name, p in named if isinstance(p, TorchDTensor) and not axes.cover_data(p.device_mesh)]
     used: Mapping[str, str] = {call.row.strategy: str(call.row) for call in calls}
     strategy = next((name for name in DATA if name in used), "hsdp" if len(axes.data) > 1 else "fsdp")
     fix = f'\n    fix: a row for them, or for all that no row names: "" = "{strategy}"' + (
@@ -120,17 +120,6 @@ def _unplaced(module: nn.Module, calls: Sequence[Call], axes: Axes) -> list[str]
             f"read other data: nobody would sum their gradients{fix}"
         )
     return found
-
-
-def _covers(parameter: TorchDTensor, axes: Axes) -> bool:
-    mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or ()
-    if "ep_shard" in names:  # over all data and context ranks
-        return True
-    ranks = 1
-    for axis in axes.data:
-        ranks *= mesh[axis].size() if axis in names else 1
-    return ranks == axes.data_ranks
 
 
 def _list(names: Sequence[str]) -> str:

@@ -16,6 +16,14 @@ from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import wrap
 
 KEPT = LocalUse((), ())
+# The attribute of a parameter that computes as a DTensor: axes that cut the activations of its program. A
+# strategy that places it on further axes reads there that its gradient comes in terms.
+CUT_OVER = "cut_over"
+
+
+def use_of(parameter: DTensor) -> LocalUse:
+    """How it takes part in the computation: as its spec says, or as what cut the activations left on it."""
+    return parameter._spec.use or LocalUse((), getattr(parameter, CUT_OVER, ()))
 
 
 def shared_ranks(left: DeviceMesh, right: DeviceMesh) -> set[int]:
@@ -52,7 +60,7 @@ def on_more_axes(
         stride=old.stride,
         order=(*old.order_names, *axis_names(mesh)),
     )
-    earlier = before._spec.use or KEPT
+    earlier = use_of(before)
     joined = LocalUse(
         _in_order(both, (*earlier.axes, *use.axes)), _in_order(both, (*earlier.summed, *use.summed))
     )
