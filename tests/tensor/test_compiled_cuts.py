@@ -179,3 +179,56 @@ def _across_the_cut(x):
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_what_is_written_across_a_cut_lies_as_a_graph_has_it(ranks, dim):
     ranks(2, _computes, _across_the_cut, (4, 2, 2), sw.Shard(dim), (True,))
+
+
+def _slice_of_a_buffer(values, start):
+    """The same values, that begin at any place of a buffer."""
+    buffer = torch.full((values.numel() + 7,), torch.nan)
+    return buffer[start : start + values.numel()].view(values.shape).copy_(values)
+
+
+def _moved_from_buffers(before, after):
+    """What a graph is given lies elsewhere in its storage than what it was made for."""
+    mesh = rank_mesh((2,), ("tp",))
+    full = torch.arange(24.0).view(4, 6)
+    source, target = (sw.distribute_tensor(full, mesh, [p], src_data_rank=None) for p in (before, after))
+    torch._dynamo.reset()
+    move = torch.compile(lambda x: x.redistribute(placements=[after]) * 2, backend="aot_eager")
+    for start in (0, 5, 3):
+        local = _slice_of_a_buffer(source.to_local(), start)
+        x = sw.DTensor.from_local(local, mesh, [before], shape=full.shape, stride=full.stride())
+        x = x.detach().requires_grad_()
+        y = move(x)
+        assert torch.equal(y.full_tensor(), 2 * full)
+        local = _slice_of_a_buffer(target.to_local(), 5 - start)
+        y.backward(sw.DTensor.from_local(local, mesh, [after], shape=full.shape, stride=full.stride()))
+        assert torch.equal(x.grad.full_tensor(), 2 * full)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(sw.Shard(0), sw.Replicate()), (sw.Shard(0), sw.Shard(1)), (sw.BlockCyclic(1, 1), sw.Interleaved(0, 2))],
+    ids=str,
+)
+def test_a_graph_moves_what_lies_anywhere_in_its_storage(ranks, before, after):
+    ranks(2, _moved_from_buffers, before, after)
+
+
+def _clamped(x):
+    y = x * 1
+    return y.narrow(0, 2, 1).clamp_(0.5, 1)
+
+
+def _clamped_on_one_rank():
+    """One rank's gradient is that of a slice, which begins elsewhere than it did in the trace."""
+    mesh = rank_mesh((2,), ("tp",))
+    x = sw.distribute_tensor(torch.full((4,), 0.75), mesh, [sw.BlockCyclic(0, 3)], src_data_rank=None)
+    x.requires_grad_()
+    torch._dynamo.reset()
+    y = torch.compile(_clamped, backend="aot_eager")(x)
+    y.backward(torch.ones_like(y))
+    assert x.grad.full_tensor().tolist() == [0, 0, 1, 0]
+
+
+def test_a_gradient_of_a_written_slice_is_moved_in_a_graph(ranks):
+    ranks(2, _clamped_on_one_rank)

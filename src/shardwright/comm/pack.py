@@ -43,6 +43,8 @@ def _lies_so(x: Tensor, memory: Memory) -> bool:
 
 def flat_memory(x: Tensor, memory: Memory) -> Tensor:
     """The memory of `x`, which lies as `memory` says, as one flat view."""
+    if type(x) is not Tensor:  # as in graphs
+        return part_of(x, Strided((memory.numel,), (1,), 0))
     return x.as_strided((memory.numel,), (1,), x.storage_offset())
 
 
@@ -56,15 +58,43 @@ def view_of(x: Tensor, view: Strided) -> Tensor:
     return x.as_strided(view.size, view.stride, x.storage_offset() + view.start)
 
 
+def part_of(x: Tensor, view: Strided) -> Tensor:
+    """As `view_of`, to read, of a tensor that `in_memory` gave.
+
+    In a graph by steps that count from where `x` begins: what the graph is given (a slice of a buffer, the
+    gradient of a view) may begin elsewhere in its storage each time it runs.
+    """
+    if type(x) is Tensor or not x.is_contiguous():  # what `in_memory` made lies at the start of its own
+        return x.as_strided(view.size, view.stride, x.storage_offset() + view.start)
+    flat = x.view(-1)
+    if view.is_run and view.start == 0 and view.numel == flat.numel():
+        return flat.view(view.size)
+    return _in_windows(flat, view)
+
+
+def _in_windows(flat: Tensor, view: Strided) -> Tensor:
+    """A strided view of flat memory, dim by dim, the longest steps first."""
+    if not view.numel:
+        return flat.narrow(0, 0, 0).view(view.size)
+    order = sorted(range(len(view.size)), key=lambda dim: -view.stride[dim])
+    span = 1 + sum((size - 1) * step for size, step in zip(view.size, view.stride, strict=True))
+    found = flat.narrow(0, view.start, span)
+    for dim in order:
+        size, step = view.size[dim], view.stride[dim]
+        span -= (size - 1) * step
+        found = found.unfold(-1, span, max(step, 1))
+    return found.squeeze(-1).permute(sorted(range(len(order)), key=order.__getitem__))
+
+
 def joined(x: Tensor, views: Sequence[Strided]) -> Tensor:
     """The elements of some views, one after the other, flat; each is copied once."""
     if len(views) == 1:
-        return view_of(x, views[0]).reshape(-1).contiguous()
+        return part_of(x, views[0]).reshape(-1).contiguous()
     if views and torch.compiler.is_compiling():
         rows = _rows(views, x.numel())
         if rows is not None:
-            return _chosen(x.as_strided((x.numel(),), (1,), x.storage_offset()), *rows)
-        return torch.cat([view_of(x, view).reshape(-1) for view in views])
+            return _chosen(part_of(x, Strided((x.numel(),), (1,), 0)), *rows)
+        return torch.cat([part_of(x, view).reshape(-1) for view in views])
     counts = [prod(view.size) for view in views]
     pieces = x.new_empty(sum(counts))
     position, start = 0, x.storage_offset()
@@ -136,4 +166,4 @@ def _split(view: Strided) -> tuple[int, list[tuple[int, int]], int]:
 def move(x: Tensor, out: Tensor, pairs: Sequence[tuple[Strided, Strided]]) -> None:
     """Copy views of `x` to views of `out`."""
     for source, target in pairs:
-        view_of(out, target).copy_(view_of(x, source))
+        view_of(out, target).copy_(part_of(x, source))
