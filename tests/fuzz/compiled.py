@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.fuzz.placing import REVERSED
 from tests.fuzz.program import Leaf, Program, Ref, Step
 from tests.fuzz.run import Device, Env, Outcome, Plain, execute, run, tensors
 from tests.ops.modes import MODES, WITHOUT_GRADIENTS
@@ -100,7 +101,7 @@ def _of_other_values(leaf: Leaf) -> Leaf:
 
 
 def _of_other_layouts(leaf: Leaf) -> Leaf:
-    return replace(leaf, placements=("Replicate()",) * len(leaf.placements))
+    return replace(leaf, placements=tuple("Replicate()" for text in leaf.placements if text != REVERSED))
 
 
 def function_of(steps: tuple[Step, ...], leaves: tuple[Leaf, ...]) -> Callable[..., Env]:
