@@ -235,6 +235,53 @@ def test_a_file_is_read_and_what_was_done_is_told(ranks, tmp_path, kind):
     assert "sw.spmd" in text
 
 
+class Logits(nn.Module):
+    """Two layers between an embedding and its head, which leave the loss to the caller."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, tokens):
+        return self.head(self.down(self.up(self.embed(tokens)).tanh()))
+
+
+def _loss_outside(degrees, plan):
+    at, told = context(**degrees), []
+    torch.manual_seed(0)
+    one, module = Logits(), Logits()
+    module.load_state_dict(one.state_dict())
+    parallelize(module, at, plan, report=told.append)
+    batch_mesh, tokens = at.mesh_for("batch"), batch(3)
+    loss = nn.functional.cross_entropy(one(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    with sw.spmd(batch_mesh["cp", "tp"] if "up" in plan else batch_mesh["cp"]):
+        cut = nn.functional.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten())
+        cut.backward()
+    torch.testing.assert_close(cut.full_tensor(), loss)
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), one.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    return told[0].notes[0] if told else None
+
+
+@pytest.mark.parametrize(
+    ("degrees", "plan", "axes"),
+    [
+        ({"context_parallel_shard": 2}, {"": "context"}, '"cp"'),
+        (
+            {"context_parallel_shard": 2, "tensor_parallel": 2},
+            {"up": "colwise", "down": "rowwise", "": "context"},
+            '"cp", "tp"',
+        ),
+    ],
+    ids=["context", "context, tensor"],
+)
+def test_a_loss_outside_of_a_model_of_cut_sequences_runs_where_the_report_says(ranks, degrees, plan, axes):
+    first, *_ = ranks(2 ** len(degrees), _loss_outside, degrees, plan)
+    assert first == f'run a loss outside of the model inside of sw.spmd(context.mesh_for("batch")[{axes}])'
+
+
 def _no_context():
     with pytest.raises(ParallelError, match="takes a context"):
         parallelize(made(), context(**DP).mesh_for("dense"), "fsdp")

@@ -143,7 +143,10 @@ def _axes(call: Call) -> str:
 
 def _notes(calls: Sequence[Call]) -> Iterator[str]:
     strategies = {call.row.strategy for call in calls}
-    if "tensor" in strategies and "context" not in strategies:
+    if "context" in strategies:
+        axes = '"cp", "tp"' if "tensor" in strategies else '"cp"'
+        yield f'run a loss outside of the model inside of sw.spmd(context.mesh_for("batch")[{axes}])'
+    elif "tensor" in strategies:
         yield 'run the model and its loss inside of sw.spmd(context.mesh_for("regular")["tp"])'
     if strategies & {"replicate", "hsdp", "context", "expert"}:
         yield "gradients are terms until shardwright.grads.GradientSynchronizer adds them"
