@@ -351,6 +351,16 @@ def test_ranks_and_times_that_are_none_are_refused_before_anything_is_started(ca
     assert pool._zygote is None
 
 
+@pytest.mark.parametrize("call", [{"n": 65}, {"seed": -1}, {"seed": "x"}, {"seed": 2**32}, {"seed": True}])
+def test_what_a_rank_could_not_begin_with_is_refused_before_anything_is_started(call):
+    pool = RankPool()
+    with pytest.raises(ConfigError, match=r"up to 64 ranks|is no seed; give a whole number"):
+        pool.run(**{"n": 1, "function": abs, **call})
+    assert pool._zygote is None
+    with pytest.raises(ConfigError, match=r"preload='torch' is one name"):
+        RankPool(preload="torch")
+
+
 @pytest.mark.parametrize("sizes", [3, "x", (), (0,), ("x",), (1.5,)])
 def test_sizes_of_axes_that_are_none_are_refused(sizes):
     for take in (rank_mesh, lambda x: check_rule("aten::exp", [torch.ones(2)], worlds=x)):

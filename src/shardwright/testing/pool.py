@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from shardwright.errors import ConfigError, refuse_no_number
 from shardwright.testing.rank_errors import RankError, RankTimeoutError
-from shardwright.testing.rank_process import Outcome, Task
+from shardwright.testing.rank_process import MAX_RANKS, SEEDS, Outcome, Task
 from shardwright.testing.worlds import World, Zygote
 
 DEFAULT_TIMEOUT = 60.0
@@ -38,6 +38,8 @@ class RankPool:
     """
 
     def __init__(self, *, preload: Sequence[str] = ("torch.distributed.tensor",)) -> None:
+        if isinstance(preload, str):
+            raise ConfigError(f"preload={preload!r} is one name; give a list of names of modules")
         self._preload = tuple(preload)
         self._worlds: dict[int, World] = {}
         self._lock = threading.Lock()
@@ -65,7 +67,7 @@ class RankPool:
         """Call `function(*args, **kwargs)` on n ranks at once.
 
         Args:
-            n: the number of ranks.
+            n: the number of ranks, 64 at most.
             function: a module-level function; it, its arguments and its result are pickled.
             args: its positional arguments.
             timeout: seconds after which the ranks are killed.
@@ -74,10 +76,14 @@ class RankPool:
             kwargs: its keyword arguments.
         Returns: the results in rank order.
         Raises: RankError: a rank raised or died. RankTimeoutError: a rank did not answer in time.
-            TypeError: the call cannot be pickled. ConfigError: no such number of ranks or seconds.
+            TypeError: the call cannot be pickled. ConfigError: no such number of ranks or seconds, or no
+            seed.
         """
         refuse_no_number("n", n, ConfigError, whole=True)
         refuse_no_number("timeout", timeout, ConfigError)
+        if n > MAX_RANKS:
+            raise ConfigError(f"n={n}: a pool has worlds of up to {MAX_RANKS} ranks; ask for fewer")
+        _refuse_no_seed(seed)
         task = _task(function, args, kwargs, seed)
         with self._lock:
             world = self._take(n, fresh=fresh)
@@ -164,6 +170,11 @@ class RankPool:
         error = RankError(message, rank=rank, traceback=outcome.traceback if outcome else "")
         cause = pickle.loads(outcome.exception) if outcome and outcome.exception else None
         raise error from cause
+
+
+def _refuse_no_seed(seed: object) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEEDS:
+        raise ConfigError(f"seed={seed!r:.60} is no seed; give a whole number, 0 or larger, below 2**32")
 
 
 def _task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> Task:

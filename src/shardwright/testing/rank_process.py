@@ -30,6 +30,8 @@ from shardwright.testing.gloo_device import share_one_device
 from shardwright.testing.rank_device import take_device
 
 HOST = "127.0.0.1"
+MAX_RANKS = 64  # of one world: what one message of the pool to the zygote carries
+SEEDS = 2**32  # numpy takes no larger ones
 _GROUP_TIMEOUT = timedelta(minutes=10)  # the pool gives up long before: only it can name the rank that hangs
 _MAX_LOCALS = 12
 _MAX_REPR = 200

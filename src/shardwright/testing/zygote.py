@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwright.testing.rank_device import device_of_ranks
-from shardwright.testing.rank_process import RankSeat, run_rank
+from shardwright.testing.rank_process import MAX_RANKS, RankSeat, run_rank
 
-MAX_RANKS = 64
 _MESSAGE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 # When a rank looks for cycles among its objects: deciding makes many objects and few cycles, and at Python's
