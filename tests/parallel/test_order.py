@@ -8,7 +8,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import shardwright as sw
 from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer
-from shardwright.parallel import parallelize_fsdp, parallelize_hsdp, parallelize_replicate, parallelize_tensor
+from shardwright.parallel import (
+    parallelize_context,
+    parallelize_fsdp,
+    parallelize_hsdp,
+    parallelize_replicate,
+    parallelize_tensor,
+)
 from shardwright.testing.meshes import rank_mesh
 
 from .residual import PLAN, check, one_device, residual, rows, run
@@ -91,6 +97,16 @@ REFUSED = {
         lambda m, mesh: parallelize_fsdp(m, mesh["dp"]),
         lambda m, mesh: sw.distribute_module(m, mesh["tp"], {"0.weight": {"tp": sw.Shard(0)}}),
         "the plan places 0.weight, which is placed already (f32[4@dp, 4])",
+    ),
+    "fsdp, a plan of the same parts": (
+        lambda m, mesh: parallelize_fsdp(m, mesh["dp"]),
+        lambda m, mesh: sw.distribute_module(m, mesh["dp"], {"0.weight": {"dp": sw.Shard(0)}}),
+        "the plan places 0.weight, which is placed already (f32[4@dp, 4])",
+    ),
+    "a plan over all ranks, context": (
+        lambda m, mesh: sw.distribute_module(m, mesh["dp", "tp"]._flatten("dp_tp")),
+        lambda m, mesh: parallelize_context(m, mesh["tp"]),
+        "0.weight: it computes on ('dp_tp',), over the ranks of ('tp',) too",
     ),
     "fsdp, words": (
         lambda m, mesh: parallelize_fsdp(m, mesh["dp"]),

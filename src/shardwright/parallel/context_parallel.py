@@ -172,13 +172,26 @@ def _placed(path: str, parameter: nn.Parameter, mesh: DeviceMesh, source: int | 
         value = distribute_tensor(parameter.detach(), mesh, whole, src_data_rank=source)
     else:
         before = as_ours(parameter)
-        if is_other_view(path, before.device_mesh, mesh) or _is_complete(before, mesh):
+        if is_other_view(path, before.device_mesh, mesh):
+            _refuse_distributed(path, before, mesh)
+            return None
+        if _is_complete(before, mesh):
             return None
         refuse_twice(path, before, axis_names(mesh))
         value = _computing(on_more_axes(before, mesh, whole, LocalUse((), axes), source))
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
     setattr(carry_over(parameter, new), CUT_OVER, axes)
     return new
+
+
+def _refuse_distributed(path: str, x: DTensor, mesh: DeviceMesh) -> None:
+    """Raise ParallelError for what computes as a DTensor on a mesh that holds the ranks of this one."""
+    if kept_spec(x._spec) is not None:
+        raise ParallelError(
+            f"{path}: it computes on {axis_names(x.device_mesh)}, over the ranks of {axis_names(mesh)} too, "
+            "and one program runs on one mesh\n"
+            "  fix: place it on an axis beside the one that cuts sequences, both sliced from one mesh"
+        )
 
 
 def _is_complete(x: DTensor, mesh: DeviceMesh) -> bool:

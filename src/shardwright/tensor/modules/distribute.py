@@ -160,11 +160,12 @@ def _to_be_placed(
     """
     if not isinstance(tensor, TorchDTensor):
         return True
-    ours = as_ours(tensor)
-    if not getattr(tensor, "_fully_sharded", "") and is_free_for(ours, mesh):
+    ours, in_a_unit = as_ours(tensor), bool(getattr(tensor, "_fully_sharded", ""))
+    if not in_a_unit and is_free_for(ours, mesh):
         return True
     layout, (resolved, order) = ours._spec.layout, resolve_placements(mesh, placements, default="replicate")
-    asked = layout.with_placements(resolved, order=order) if ours.device_mesh == mesh else None
+    same = ours.device_mesh == mesh and not in_a_unit  # a part of a unit is whole where it computes
+    asked = layout.with_placements(resolved, order=order) if same else None
     if named_by and (asked is None or not layout.is_placed_as(asked)):
         raise ParallelError(
             f"{named_by}: the plan places {name}, which is placed already ({ours._spec.layout}); call "
