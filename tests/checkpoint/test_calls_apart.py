@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -91,6 +93,56 @@ def test_an_interrupt_of_one_rank_is_heard_of_by_all(ranks: Ranks, tmp_path: Pat
         assert f"failed on rank 1: {how}" in text, (name, text)
         assert text.startswith("ApartError"), (name, text)
         assert other[name].startswith(how), (name, other[name])
+
+
+def interrupted_at(gather: int, function: Callable[[], object]) -> str:
+    """How a call ends where Ctrl-C comes on rank 1 in its n-th gather; "" where it has no such."""
+    count = 0
+    truly = dist.all_gather_object
+
+    def gathered(*args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == gather and dist.get_rank() == 1:
+            signal.raise_signal(signal.SIGINT)
+        truly(*args, **kwargs)
+
+    with mock.patch.object(dist, "all_gather_object", gathered):
+        try:
+            function()
+        except (CheckpointError, KeyboardInterrupt) as error:
+            return f"{type(error).__name__}: {error}"
+    return "done" if count >= gather else ""
+
+
+def signals_between(folder: Path) -> dict[str, str]:
+    """In a call that is not the last, so that ranks which are a call apart would meet in the next one."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    save(folder / "old", Model(None), loader=Leaves(None))
+    save_hf(Model(None), folder / "old hf")
+    said: dict[str, str] = {}
+    for name in FUNCTIONS:
+        for gather in range(1, 6):
+            path = folder / name / str(gather)
+            said[f"{name} {gather}"] = interrupted_at(gather, partial(call, name, folder, path, None))
+            dist.barrier()
+        call(name, folder, folder / name / "after", None)
+    return {name: text for name, text in said.items() if text}
+
+
+def test_a_signal_amid_a_call_is_heard_of_by_all(ranks: Ranks, tmp_path: Path) -> None:
+    """The rank left the others in a collective, and gloo ended them when it sent something else.
+
+    It raises where the others hear of it, or, from the moment on in which all is done, at the end.
+    """
+    first, other = ranks(2, signals_between, tmp_path, fresh=True)
+    assert first.keys() == other.keys()
+    assert {name.split()[0] for name in first} == {name.split()[0] for name in FUNCTIONS}
+    for name, text in first.items():
+        assert other[name].startswith("KeyboardInterrupt"), (name, other[name])
+        assert text == "done" or "failed on rank 1: KeyboardInterrupt" in text, (name, text)
+    heard = {"save 1", "dcp 1", "dcp 2", "hf 1", "load 1", "load 2", "load 3", "load hf 1"}
+    assert {name for name, text in first.items() if text != "done"} == heard
 
 
 def exports_apart(folder: Path) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch.distributed as dist
 
+from shardwright.checkpoint.interrupts import Interrupts
 from shardwright.errors import CheckpointError, ShardwrightError, words_of
 
 T = TypeVar("T")
@@ -47,24 +49,38 @@ class Call:
     """One call of a function of checkpoints: what is agreed on in it is no other call's.
 
     A rank may leave a call for an exception that the others do not hear of, since it comes between two
-    agreements. What it says at the beginning of its next call then meets what they say amid the one that it
-    left: so a call has a name, rank 0's, which all know from its first agreement on, and where the names
-    differ all raise rather than commit half of each. Nothing is kept: the next call begins as any other.
+    agreements (what signals raise does not, in a `with` block: it is held until the next one). What it says
+    at the beginning of its next call then meets what they say amid the one that it left: so a call has a
+    name, rank 0's, which all know from its first agreement on, and where the names differ all raise rather
+    than commit half of each. Nothing is kept: the next call begins as any other.
     """
 
     def __init__(self) -> None:
         """A call that is yet to be begun."""
         self._name, self._begun = secrets.token_hex(8), False
+        self.interrupts = Interrupts()
 
-    def agreed(self, what: str, function: Callable[[], T], group: Group = None) -> list[T]:
+    def __enter__(self) -> Self:
+        """Hold signals back, but where the other ranks hear of what they raise."""
+        self.interrupts.hold()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Deliver those that came since the last agreement: the call is done on all ranks."""
+        self.interrupts.release()
+
+    def agreed(
+        self, what: str, function: Callable[[], T], group: Group = None, *, whole: bool = False
+    ) -> list[T]:
         """Run a function that holds no collective on every rank; their results, in rank order.
 
-        Args: what: what is done; its first word is the same on all ranks that do the same.
+        Args: what: what is done; its first word is the same on all ranks that do the same. whole: signals
+            wait until all have done it, for what is done on some ranks only is worse than a call that ends.
         Raises: ApartError: ranks do not do the same, or one leaves. CheckpointError: the first failing rank's
             reason. The same text on every rank; but one that is interrupted raises that, once all have heard.
         Cost: one all-gather of pickled results.
         """
-        mine, interrupt = _try(_Outcome(self._name, self._begun, what), function)
+        mine, interrupt = self._try(_Outcome(self._name, self._begun, what), function, whole=whole)
         try:
             outcomes = _gather(mine, group)
         finally:
@@ -77,6 +93,20 @@ class Call:
         if first:
             raise (ApartError if any(one.leaves for one in outcomes) else CheckpointError)(first)
         return [one.result for one in outcomes]
+
+    def _try(
+        self, mine: _Outcome, function: Callable[[], Any], *, whole: bool
+    ) -> tuple[_Outcome, BaseException | None]:
+        """What a rank has to tell, and the interrupt with which it goes on when it has told of it."""
+        try:
+            with nullcontext() if whole else self.interrupts.open():
+                return mine._replace(result=function()), None
+        except ShardwrightError as error:
+            return mine._replace(reason=str(error)), None
+        except BaseException as error:  # noqa: BLE001  a peer that does not hear of it would wait for ever
+            leaves = not isinstance(error, Exception)
+            reason = f"{mine.doing} failed on rank {rank()}: {words_of(error)}"
+            return mine._replace(reason=reason, leaves=leaves), error if leaves else None
 
 
 def _difference(outcomes: list[_Outcome]) -> str:
@@ -95,18 +125,6 @@ def _difference(outcomes: list[_Outcome]) -> str:
         if one.doing.split()[0] != first.doing.split()[0]:
             return f"{both}: every rank calls the same function of checkpoints, in the same order and format"
     return ""
-
-
-def _try(mine: _Outcome, function: Callable[[], Any]) -> tuple[_Outcome, BaseException | None]:
-    """What a rank has to tell, and the interrupt with which it goes on when it has told of it."""
-    try:
-        return mine._replace(result=function()), None
-    except ShardwrightError as error:
-        return mine._replace(reason=str(error)), None
-    except BaseException as error:  # noqa: BLE001  a peer that does not hear of it would wait for ever
-        leaves = not isinstance(error, Exception)
-        reason = f"{mine.doing} failed on rank {rank()}: {words_of(error)}"
-        return mine._replace(reason=reason, leaves=leaves), error if leaves else None
 
 
 def _gather(mine: _Outcome, group: Group) -> list[_Outcome]:

@@ -122,9 +122,8 @@ def async_save(
     (`shardwright.testing.forget()` frees it). Communicates on a process group of its own, which the first
     call makes.
     """
-    call = Call()
     everything = given(model, optimizer) | state
-    with contextlib.ExitStack() as stack, no_collection():
+    with Call() as call, contextlib.ExitStack() as stack, no_collection():
         job = stack.enter_context(prepared(call, path, everything, extra, step, config, _finish_last))
         group, taken = _group(), _taken()
         interrupt = _copy(job, taken)

@@ -22,7 +22,7 @@ def make(call: Call, path: object, changes: Iterable[Change]) -> None:
     Raises: CheckpointError: on every rank, where an object of one rank does not take what it once gave; it
     says what was changed before.
     """
-    call.agreed(f"loading {path}", lambda: _make(path, changes))
+    call.agreed(f"loading {path}", lambda: _make(path, changes), whole=True)
 
 
 def _make(path: object, changes: Iterable[Change]) -> None:

@@ -84,7 +84,7 @@ class Job:
         with no_collection():
             done = self._call.agreed(f"writing {self.path}", lambda: (self._write(), self._part), group)
         try:
-            self._call.agreed(f"committing {self.path}", lambda: self._commit(done), group)
+            self._call.agreed(f"committing {self.path}", lambda: self._commit(done), group, whole=True)
         except CheckpointError:
             # Rank 0 has said that it did not commit; any other error says nothing of that, and files stay.
             self._withdraw(done[rank()][0])

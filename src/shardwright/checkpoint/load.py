@@ -45,7 +45,10 @@ def load(
     Cost: no tensor data is communicated; each rank reads what it holds, and needs memory for it twice
     (the second is the system's cache of the files where it lets this user lock memory: `ulimit -l`).
     """
-    call = Call()
     everything = given(model, optimizer) | state
-    with no_collection(), usable_afterwards():  # what a load makes is gone when the collector may look again
+    with (
+        Call() as call,
+        no_collection(),
+        usable_afterwards(),
+    ):  # what a load makes is gone when the collector may look again
         return loaded(call, path, only, everything, in_place=in_place)

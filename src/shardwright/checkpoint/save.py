@@ -62,16 +62,16 @@ def save(
     Cost: no tensor data is communicated; three gathers of descriptions, one write of each byte. Memory: 1 MiB
     beside tensors that lie on the CPU in one piece, 8 MiB beside others.
     """
-    call = Call()
     everything = given(model, optimizer) | state
     wanted: str = format
-    if wanted == "dcp":
-        return save_for_torch(call, path, everything, extra, about_run(step, config))
-    if wanted != "shardwright":
-        call.agreed("preparing the checkpoint", partial(_refuse, format))
-    with prepared(call, path, everything, extra, step, config) as job:
-        job.finish()
-    return job.path
+    with Call() as call:
+        if wanted == "dcp":
+            return save_for_torch(call, path, everything, extra, about_run(step, config))
+        if wanted != "shardwright":
+            call.agreed("preparing the checkpoint", partial(_refuse, format))
+        with prepared(call, path, everything, extra, step, config) as job:
+            job.finish()
+        return job.path
 
 
 def _refuse(format: str) -> None:  # noqa: A002

@@ -59,20 +59,24 @@ def save_hf(model: nn.Module, folder: Path | str, *, maps: Maps = (), max_shard_
     Cost: each tensor is gathered on all ranks that have a part of it (those of its stage, in a pipeline), one
     at a time, and written by one of them; memory for one.
     """
-    call = Call()
+    with Call() as call:
+        return _exported(call, model, folder, maps, max_shard_size)
+
+
+def _exported(call: Call, model: nn.Module, folder: Path | str, maps: Maps, most: int) -> Path:
     made: list[_Export] = []
 
     def first() -> _Plan:
-        made.append(_Export(model, folder_of(folder), maps_of(model, maps), max_shard_size))
+        made.append(_Export(model, folder_of(folder), maps_of(model, maps), most))
         return made[0].plan()
 
     plans = call.agreed(f"exporting {folder} for Hugging Face", first)
     export, folder = made[0], made[0].folder
     export.arrange(plans)
     try:
-        export.stream()
+        export.stream(call)
         call.agreed(f"exporting {folder} for Hugging Face", export.finish)
-        call.agreed(f"exporting {folder} for Hugging Face", export.name_all)
+        call.agreed(f"exporting {folder} for Hugging Face", export.name_all, whole=True)
     except BaseException:  # Ctrl-C too: what is half written would stand in the way of the next export
         export.clean()
         raise
@@ -110,7 +114,7 @@ class _Export:
         self.of_tensor: dict[str, list[tuple[int, _Out]]] = {}
         self.handles: dict[int, int] = {}
         self.named: list[str] = []
-        self.failure = ""  # of this rank, which the others hear of at the end
+        self.failure: BaseException | None = None  # of this rank, which the others hear of at the end
 
     def plan(self) -> _Plan:
         """What this rank has."""
@@ -189,10 +193,10 @@ class _Export:
     def _under_way(self, number: int) -> Path:
         return self.folder / f".{self._named(number)}.{self.key}"
 
-    def stream(self) -> None:
+    def stream(self, call: Call) -> None:
         """Gather one tensor after another, and write those of this rank's files.
 
-        What fails here (the disk refuses) is told at the end: the other ranks gather until then.
+        What fails here (the disk refuses, Ctrl-C) is told at the end: the other ranks gather until then.
         """
         for name in self.order:
             tensor = self.tensors.get(name)
@@ -200,13 +204,17 @@ class _Export:
                 continue
             with torch.no_grad():
                 whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-            for number, out in self.of_tensor[name]:
-                if self.writers[number] == rank() and not self.failure:
-                    try:
+            if self.failure is None:
+                self._try_to_write(call, name, whole)
+
+    def _try_to_write(self, call: Call, name: str, whole: torch.Tensor) -> None:
+        try:
+            with call.interrupts.open():
+                for number, out in self.of_tensor[name]:
+                    if self.writers[number] == rank():
                         self._write(number, out, whole)
-                    except Exception as error:  # noqa: BLE001  the other ranks go on to collectives
-                        reason = error.strerror if isinstance(error, OSError) else ""
-                        self.failure = reason or words_of(error)
+        except BaseException as error:  # noqa: BLE001  the other ranks go on to collectives
+            self.failure = error
 
     def _write(self, number: int, out: _Out, whole: torch.Tensor) -> None:
         if number not in self.handles:
@@ -227,8 +235,11 @@ class _Export:
 
     def finish(self) -> None:
         """Wait until this rank's files are on the disk."""
-        if self.failure:
-            raise CheckpointError(f"{self.folder} cannot be written: {self.failure}")
+        if self.failure is not None:
+            if not isinstance(self.failure, Exception):
+                raise self.failure
+            reason = self.failure.strerror if isinstance(self.failure, OSError) else ""
+            raise CheckpointError(f"{self.folder} cannot be written: {reason or words_of(self.failure)}")
         for handle in self.handles.values():
             os.fsync(handle)
         self._close()

@@ -68,7 +68,18 @@ def load_hf(
     Cost: no communication of tensor data; memory for this rank's part, beside it where the model has data
     already or lies on another device than the CPU.
     """
-    call = Call()
+    with Call() as call:
+        return _loaded(call, model, folder, maps, device, buffers)
+
+
+def _loaded(
+    call: Call,
+    model: nn.Module,
+    folder: Path | str,
+    maps: Maps,
+    device: torch.device | str,
+    buffers: Mapping[str, torch.Tensor] | None,
+) -> LoadedHF:
     made: list[_Loading] = []
 
     def first() -> dict[str, list[Link]]:
