@@ -129,13 +129,18 @@ def digests(x):
     return x + 1
 
 
-def _halves(gradients):
-    return tuple(g * 0.5 for g in gradients)
+class Halving:
+    """What a hook belongs to."""
+
+    by = 0.5
+
+    def halves(self, gradients):
+        return tuple(g * self.by for g in gradients)
 
 
 WEIGHT = nn.Parameter(torch.ones(1))
 NODE = WEIGHT.view_as(WEIGHT).grad_fn.next_functions[0][0]
-NODE.register_prehook(_halves)
+NODE.register_prehook(Halving().halves)
 
 
 def hooks_a_node(x):
@@ -187,7 +192,7 @@ REFUSED = {
     takes_the_next: "iterator",
     writes_a_row: "a function of C",
     digests: "a function of C",
-    hooks_a_node: "_halves: it is not found",
+    hooks_a_node: "Halving.halves: it is not found",
     resizes: "other memory",
     talks: "beside the functional collectives",
     gives_an_object: "a result of Holder",

@@ -114,6 +114,14 @@ class _Live:
     scale = 1.0
 
 
+class _Number(float):
+    """A number with another one hung on it."""
+
+
+_NUMBER, _APPLIED = _Number(1.0), functools.partial(lambda x: x * _APPLIED.scale)
+_TOLD = np.ones(1).view(type("Told", (np.ndarray,), {}))
+
+
 def _remembering():
     """Programs whose number only a cache, or another object of the standard library, holds."""
     live, future, numbers = _Live(), Future(), {1: 1.0, 2: 2.0}
@@ -161,6 +169,9 @@ def _remembering():
             lambda x: x * _Described().by_kind(1),
             lambda v: _Described.by_kind.register(int, lambda self, kind: v),
         ),
+        "an attribute of a number": (lambda x: x * _NUMBER.scale, lambda v: setattr(_NUMBER, "scale", v)),
+        "an attribute of a partial": (_APPLIED, lambda v: setattr(_APPLIED, "scale", v)),
+        "an attribute of an array": (lambda x: x * _TOLD.scale, lambda v: setattr(_TOLD, "scale", v)),
         "a queue": (lambda x: x * waiting.queue[0], lambda v: waiting.queue.__setitem__(0, v)),
         "a weak set": (lambda x: x * sum(each.scale for each in kept), lambda v: setattr(live, "scale", v)),
         "a future": (lambda x: x * future.result()[0], lambda v: future.result().__setitem__(0, v)),

@@ -1,5 +1,6 @@
 """What the host reads of a tensor that the call made: a replay would read something else."""
 
+import enum
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -88,6 +89,42 @@ def test_what_is_read_of_it_is_that_of_this_call(program):
     for x in (*GIVEN, *GIVEN):
         assert torch.equal(fast(x), program(x))
     assert fast.report().recordings == 0
+
+
+CALLS = {"n": 0, "scale": 2.0}
+
+
+@torch.library.custom_op("shardwright_test::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    """What an operator of the user's does in Python."""
+    CALLS["n"] += 1
+    return torch.from_numpy(x.numpy() * CALLS["scale"])
+
+
+def test_what_an_operator_does_in_python_a_replay_does_again():
+    fast = sw.erase(lambda x: scaled(x) + 1)
+    for turn, x in enumerate((*GIVEN, *GIVEN)):
+        CALLS["scale"] = 2.0 + turn // 3
+        assert torch.equal(fast(x), x * CALLS["scale"] + 1)
+    assert (fast.report().replays, CALLS["n"]) == (5, 6), str(fast.report())
+
+
+class Mode(str, enum.Enum):  # noqa: UP042 - as programs have them
+    """A text whose class has methods."""
+
+    HALF, WHOLE = "half", "whole"
+
+    def applied(self, x):
+        return x / 2 if self is Mode.HALF else x
+
+
+def test_methods_of_texts_are_found():
+    settings = {"mode": Mode.HALF}
+    fast = sw.erase(lambda x: settings["mode"].applied(x) + 0)
+    for turn, x in enumerate((*GIVEN, *GIVEN)):
+        settings["mode"] = Mode.WHOLE if turn >= 4 else Mode.HALF
+        assert torch.equal(fast(x), x if turn >= 4 else x / 2)
+    assert fast.report().replays == 4, str(fast.report())
 
 
 def a_constant_that_is_written(x):

@@ -24,7 +24,7 @@ from shardwright.erased.rates import OPTIMIZERS, Following
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.tape import Line, Ref, Tape
 from shardwright.erased.walk import local_of
-from shardwright.erased.watch import Pause
+from shardwright.erased.watch import Pause, kernel
 from shardwright.tensor.plain.spmd import spmd
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Recording(TorchDispatchMode):
             return pause.watched(func, args, kwargs)
         if func in _READS:
             return self._read(args[0])
-        return self._on_locals(pause, func, args, kwargs, tensors)
+        return self._on_locals(func, args, kwargs, tensors)
 
     def _on_dtensors(self, pause: Pause, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Left to the DTensor's own dispatch, which gets plain numbers for those that are followed."""
@@ -143,16 +143,11 @@ class Recording(TorchDispatchMode):
         return value
 
     def _on_locals(
-        self,
-        pause: Pause,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
         line_args, line_kwargs = self._operands(func, args, kwargs)
         try:
-            out = pause.watched(func, mapped(numbers.plain, args), mapped(numbers.plain, kwargs))
+            out = kernel(func, mapped(numbers.plain, args), mapped(numbers.plain, kwargs))
         except Exception:  # of values, perhaps: whoever catches it takes a branch by them
             self.refuse(str(func), "it raised, and the program may go on otherwise where it does not")
             raise

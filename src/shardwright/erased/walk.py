@@ -39,6 +39,7 @@ SCALARS = (
     bool, int, float, complex, str, bytes, type(None), np.number, np.bool_,
     torch.dtype, torch.device, torch.Size,
 )  # fmt: skip
+_PLAIN = frozenset(SCALARS)
 _OF_MODULES = frozenset(nn.Module().__dict__)
 _KEPT_OF_MODULES = (
     "training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks",
@@ -170,6 +171,11 @@ class World:
         """Is this the code of a function that was met, or of one inside it?"""
         return id(code) in self._found or id(code) in self._methods
 
+    def is_strange(self, value: Any) -> bool:
+        """Is it an object of a class of the user's that was not met?"""
+        cls = type(value)
+        return not (id(cls) in self._classes or cls.__module__.partition(".")[0] in _NOT_THE_USERS)
+
     def drawn(self) -> list[Refusal]:
         """Refusals where a generator of numpy has drawn since it was reached, or this was asked."""
         before, self.generators = self.generators, [(p, g, pickle.dumps(g)) for p, g, _ in self.generators]
@@ -199,7 +205,7 @@ class World:
         if is_weak(value):
             self._weakly(path, value)
             return
-        if isinstance(value, SCALARS) or id(value) in self._seen:
+        if type(value) in _PLAIN or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if len(self._seen) > _MOST:
@@ -216,8 +222,8 @@ class World:
                 self._place(f"{path}.{name}", "attribute", value, name, getattr(value, name, None))
             self._attributes(path, value, [name for name in vars(value) if is_the_users(name)])
         else:
-            visitor = next((visit for cls, visit in _VISITORS if isinstance(value, cls)), World._object)
-            visitor(self, path, value)
+            visitors = (visit for cls, visit in _VISITORS if isinstance(value, cls))
+            next(visitors, World._object)(self, path, value)
             if isinstance(value, _CONTAINERS):  # of a class with attributes, perhaps
                 self._object(path, value)
 
@@ -420,6 +426,7 @@ class World:
 
 
 _VISITORS: tuple[tuple[Any, Callable[[World, str, Any], None]], ...] = (
+    (SCALARS, World._object),  # of a class of the user's
     (nn.Module, World._module),
     (torch.optim.Optimizer, World._optimizer),
     (types.FunctionType, World._function),
@@ -438,7 +445,7 @@ _VISITORS: tuple[tuple[Any, Callable[[World, str, Any], None]], ...] = (
 )
 
 
-_CONTAINERS = (Mapping, Sequence, set, frozenset, torch.optim.Optimizer)
+_CONTAINERS = (Mapping, Sequence, set, frozenset, np.ndarray, functools.partial, torch.optim.Optimizer)
 
 
 def content(holder: Any) -> Any:

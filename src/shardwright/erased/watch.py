@@ -126,7 +126,7 @@ class Watch:
         """A code that was not met yet."""
         code = frame.f_code
         users = not is_library(code.co_filename, frame.f_globals)
-        if users and _imports(frame):  # what an import runs, the program may call again
+        if users and _is_no_part(frame):  # the program may call it again
             return code, False
         ends_block = id(code) in self.world.exits or self.catching.is_exit(frame)
         told = code is _MADE or self.catching.looks_at(code, users=users, ends_block=ends_block)
@@ -137,8 +137,8 @@ class Watch:
 
     def _met(self, code: CodeType, frame: FrameType) -> None:
         """The user's code, for the first time."""
-        if not self.world.finds(code) and code.co_name != "__del__":  # of what is let go meanwhile
-            why = "it is not found from the program, and nobody watches what it reads"
+        if not self.world.finds(code) and self._holds_something(code, frame):
+            why = "it is not found from the program, and nobody watches what it holds"
             self.refusals.append(Refusal(code.co_qualname, why, f"{code.co_filename}:{code.co_firstlineno}"))
         self.world.run_code(code, frame.f_globals)
         for instruction in dis.get_instructions(code):
@@ -146,6 +146,13 @@ class Watch:
                 where = f"{code.co_filename}:{instruction.positions.lineno if instruction.positions else 0}"
                 name = f"the global {instruction.argval!r}"
                 self.refusals.append(Refusal(name, "it is assigned; a replay would not", where))
+
+    def _holds_something(self, code: CodeType, frame: FrameType) -> bool:
+        """Is it a closure, or a method of a class that nobody has met?"""
+        if {*code.co_freevars} - {"__class__"}:
+            return True
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        return code.co_name != "__del__" and self.world.is_strange(first)  # of what is let go meanwhile
 
     def _called(self, function: Any, frame: FrameType) -> None:
         name = getattr(function, "__name__", "")
@@ -234,11 +241,18 @@ def _within(frame: FrameType | None, module: str) -> bool:
     return frame is not None
 
 
-def _imports(frame: FrameType | None) -> bool:
-    """Does this run because something is imported for the first time?"""
-    while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+def kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator does, in Python perhaps: no part of the program, as a replay does it again."""
+    return func(*args, **kwargs)
+
+
+def _is_no_part(frame: FrameType | None) -> bool:
+    """Does this run because something is imported for the first time, or inside an operator?"""
+    while frame is not None:
+        if frame.f_code is kernel.__code__ or frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
+        if frame.f_code.co_filename.startswith(_HERE):
+            return False
         frame = frame.f_back
     return False
 
