@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.checkpoint import async_save, background, load, load_hf, read_manifest, save, save_hf
+from shardwright.checkpoint import agree, async_save, background, load, load_hf, read_manifest, save, save_hf
 from shardwright.checkpoint.hugging_face import export
 from shardwright.errors import CheckpointError
 
@@ -213,3 +213,15 @@ def test_ranks_at_other_steps_are_refused(ranks: Ranks, tmp_path: Path) -> None:
         assert all("rank 0 saves step=10 and rank 1 step=11: their loops are apart" in one for one in said)
     assert [one.name for one in tmp_path.iterdir()] == ["one says"]
     assert read_manifest(tmp_path / "one says").world == 2
+
+
+def test_a_rank_that_does_not_answer_is_told_of_in_words(tmp_path: Path) -> None:
+    """The backend's own words are those of a broken connection, without what was done."""
+    broken = RuntimeError("Connection reset by peer")
+    with (
+        mock.patch.object(agree, "world", return_value=2),
+        mock.patch.object(dist, "all_gather_object", side_effect=broken),
+        pytest.raises(agree.LostError, match=r"did not answer rank 0 amid preparing .*: Connection reset"),
+    ):
+        save(tmp_path / "c", v=1)
+    save(tmp_path / "c", v=1)

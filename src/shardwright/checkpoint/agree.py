@@ -30,6 +30,10 @@ class ApartError(CheckpointError):
     """Ranks are in different calls, or one has left this one: there is nothing more to agree on."""
 
 
+class LostError(ShardwrightError, RuntimeError):
+    """A rank does not answer: it died, or cannot be reached. What it did of the call is not known here."""
+
+
 class _Outcome(NamedTuple):
     """What a rank has to tell: its call, what it was about to do in it, a result, or why there is none.
 
@@ -76,8 +80,9 @@ class Call:
 
         Args: what: what is done; its first word is the same on all ranks that do the same. whole: signals
             wait until all have done it, for what is done on some ranks only is worse than a call that ends.
-        Raises: ApartError: ranks do not do the same, or one leaves. CheckpointError: the first failing rank's
-            reason. The same text on every rank; but one that is interrupted raises that, once all have heard.
+        Raises: ApartError: ranks do not do the same, or one leaves. LostError: one does not answer.
+            CheckpointError: the first failing rank's reason. The same text on every rank; but one that is
+            interrupted raises that, once all have heard.
         Cost: one all-gather of pickled results.
         """
         mine, interrupt = self._try(_Outcome(self._name, self._begun, what), function, whole=whole)
@@ -136,5 +141,11 @@ def _gather(mine: _Outcome, group: Group) -> list[_Outcome]:
     if world() == 1:
         return [mine]
     everybody: list[Any] = [None] * world()
-    dist.all_gather_object(everybody, mine, group=group)
+    try:
+        dist.all_gather_object(everybody, mine, group=group)
+    except RuntimeError as error:
+        raise LostError(
+            f"a rank did not answer rank {rank()} amid {mine.doing}: it died, hangs or cannot be reached "
+            f"(its own output may say why). End all ranks and start again. The backend says: {error}"
+        ) from error
     return everybody
