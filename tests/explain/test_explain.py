@@ -99,6 +99,11 @@ def test_an_op_whose_shape_only_data_can_tell_says_so() -> None:
         sw.explain("aten::nonzero", _layout(4, 4))
 
 
+def test_a_plain_tensor_is_not_left_out_of_what_is_told() -> None:
+    with pytest.raises(RuleError, match=r"a plain tensor of shape \(4, 4\) has no layout"):
+        sw.explain("aten::mm", _layout(4, 4), torch.ones(4, 4))
+
+
 def test_what_is_no_layout_is_refused_by_name() -> None:
     with pytest.raises(LayoutError, match="'float32' is no dtype"):
         sw.Layout(ON, {}, (4,), dtype="float32")

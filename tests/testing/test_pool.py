@@ -18,9 +18,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard as TorchShard
 
-from shardwright.errors import ConfigError, MeshError, RuleError
-from shardwright.testing import check_rule
+import shardwright as sw
+from shardwright.errors import ConfigError, MeshError, PlacementError, RuleError
+from shardwright.testing import RuleCheckError, Sample, check_placement, check_rule
 from shardwright.testing.meshes import rank_mesh
 from shardwright.testing.pool import RankPool
 from shardwright.testing.rank_errors import RankError, RankTimeoutError
@@ -363,11 +365,48 @@ def test_what_a_rank_could_not_begin_with_is_refused_before_anything_is_started(
 
 @pytest.mark.parametrize("sizes", [3, "x", (), (0,), ("x",), (1.5,)])
 def test_sizes_of_axes_that_are_none_are_refused(sizes):
-    for take in (rank_mesh, lambda x: check_rule("aten::exp", [torch.ones(2)], worlds=x)):
+    rule = functools.partial(check_rule, "aten::exp", [torch.ones(2)])
+    placement = functools.partial(check_placement, sw.Shard(0))
+    takes = [
+        rank_mesh,
+        lambda x: rule(worlds=x),
+        *([lambda x: placement(axis_sizes=x)] if sizes != () else []),
+    ]
+    for take in takes:
         with pytest.raises(MeshError, match="is no whole number above 0"):
             take(sizes)
+
+
+def another_mesh(sizes, axes):
+    with pytest.raises(MeshError) as caught:
+        rank_mesh(sizes, axes)
+    return str(caught.value)
+
+
+def test_a_mesh_that_is_not_of_this_world_is_refused(ranks):
+    assert ranks(2, another_mesh, (3,), ("a",)) == ["sizes=(3,) are 3 ranks, and the world has 2"] * 2
+    assert "do not name the sizes (2,) one by one" in ranks(2, another_mesh, (2,), ("a", "b"))[0]
 
 
 def test_what_is_no_sample_is_refused():
     with pytest.raises(RuleError, match="3 is no sample"):
         check_rule("aten::exp", [3])
+    with pytest.raises(RuleError, match="takes a tuple of positional arguments"):
+        Sample(torch.ones(3))
+    with pytest.raises(RuleError, match=r"aten::mm refuses the sample .*: aten::mm.. is missing value"):
+        check_rule("aten::mm", [torch.ones(3, 4)])
+
+
+def test_a_formula_is_checked_by_its_text():
+    samples = [(torch.randn(3, 4), torch.randn(4, 5))]
+    assert check_rule("aten::mm", samples, formula="m k, k n -> m n").cut
+    with pytest.raises(RuleCheckError):
+        check_rule("aten::mm", samples, formula="m k, k n -> n m")
+    with pytest.raises(RuleError, match="formula=3 is no formula"):
+        check_rule("aten::mm", samples, formula=3)
+
+
+def test_what_is_no_placement_is_refused_and_torchs_own_is_checked():
+    check_placement(TorchShard(0), axis_sizes=(2,))
+    with pytest.raises(PlacementError, match=r"3 \(int\) is not a placement"):
+        check_placement(3)

@@ -107,9 +107,10 @@ def explain(
         operands: the call's positional arguments, a `Layout` or a DTensor for each tensor.
         rank: who is rehearsed; by default the mesh's first.
         named: the call's keyword arguments, a `Layout` for each tensor.
-    Raises: RuleError: no such op, or arguments that it refuses.
+    Raises: RuleError: no such op, arguments that it refuses, or a plain tensor among them.
     Cost: none.
     """
+    _refuse_plain(operands, named)
     operands, named = tree_map_only(TorchDTensor, layout_of, (operands, named))
     if "device" in named:  # what goes where is the same on any
         named["device"] = torch.device("meta")
@@ -135,6 +136,16 @@ def explain(
         )
         moves = (0,) * len(layouts)
     return Explanation(call, layouts, decision, moves, chosen, way, others, rehearsal)
+
+
+def _refuse_plain(operands: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Where a plain tensor lives is not written on it, and it would be left out of what is told."""
+    for value in tree_flatten((operands, named))[0]:
+        if isinstance(value, torch.Tensor) and not isinstance(value, TorchDTensor):
+            raise RuleError(
+                f"explain: a plain tensor of shape {tuple(value.shape)} has no layout: give "
+                "sw.Layout(mesh, placements, shape, dtype=...) in its place, or a DTensor"
+            )
 
 
 def _runs_otherwise(

@@ -21,6 +21,7 @@ from shardwright.placement.convert import as_placement
 from shardwright.placement.partition_laws import PARTITION_HOOKS, PARTITION_LAWS, resolved_means_the_same
 from shardwright.placement.shard import Shard
 from shardwright.testing.hook_laws import PENDING_HOOKS
+from shardwright.testing.meshes import sizes_of
 from shardwright.testing.placement_laws import PENDING_LAWS, is_a_value, samples
 
 AXIS_SIZES = (1, 2, 3, 5)
@@ -57,16 +58,18 @@ def check_placement(placement: Placement, *, axis_sizes: Sequence[int] | None = 
     Args: axis_sizes: default 1, 2, 3, 5, or else those up to 32 that the placement accepts. Shapes and sizes
         that `validate` refuses are skipped, and so are numbers of dims for which every `region` raises.
     Raises: BrokenLawError: with the smallest counterexample, or when no shape and axis is accepted.
+        PlacementError: no placement. MeshError: no sizes of axes.
     """
-    _check_value(placement)
-    checked = as_placement(placement)
-    cases = _accepted(checked, AXIS_SIZES if axis_sizes is None else axis_sizes)
+    sizes = AXIS_SIZES if axis_sizes is None else axis_sizes
+    sizes = sizes_of("axis_sizes", sizes) if sizes != () else ()
+    given = placement if issubclass(type(placement), Placement) else as_placement(placement)
+    _check_value(given)
+    checked = as_placement(given)
+    cases = _accepted(checked, sizes)
     if not cases and axis_sizes is None:
         cases = _accepted(checked, range(1, _LARGEST_AXIS + 1))
     if not cases:
-        raise BrokenLawError(
-            f"{_name(checked)} refuses every shape on axes of sizes {axis_sizes or AXIS_SIZES}"
-        )
+        raise BrokenLawError(f"{_name(checked)} refuses every shape on axes of sizes {sizes}")
     for shape, n in cases:
         _check_alone(checked, shape, n)
     if isinstance(checked, Partition):

@@ -60,7 +60,7 @@ def check_rule(
     op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str,
     samples: Iterable[Sample | tuple[Any, ...] | Tensor],
     *,
-    formula: Formula | None = None,
+    formula: Formula | str | None = None,
     worlds: Sequence[int] = WORLDS,
     seed: int = 0,
 ) -> RuleReport:
@@ -71,19 +71,20 @@ def check_rule(
         samples: calls, as `Sample`, tuples of positional arguments, or a single tensor. Give sizes that do
             not divide and values of both signs; with all sizes equal and then all different a wrong label
             shows best.
-        formula: check this one instead of the registered rules.
+        formula: check this one, or the text of one, instead of the registered rules.
         worlds: sizes of the mesh axis to try.
         seed: of the random parts.
 
     Returns: how much was checked.
     Raises: RuleCheckError: with the rule, the cut and the first value that differs; also if a label has
-        two sizes, or if the samples never gave any rank less than the whole.
+        two sizes, or if the samples never gave any rank less than the whole. RuleError: no op, sample or
+        formula, or a sample that the op refuses.
     """
-    overload, worlds = resolve(op), sizes_of("worlds", worlds)
+    overload, worlds, stated = resolve(op), sizes_of("worlds", worlds), _stated(formula)
     report = RuleReport()
     generator = torch.Generator().manual_seed(seed)
     for sample in samples:
-        report += _check_sample(overload, as_sample(sample), formula, worlds, generator)
+        report += _check_sample(overload, as_sample(sample), stated, worlds, generator)
     untested = not report.cut and any(n > 1 for n in worlds)
     if untested and (report.checks or not report.without_formula):
         raise RuleCheckError(f"{overload.name()}: no sample was ever cut, so nothing was tested")
@@ -97,6 +98,14 @@ def as_sample(given: Any) -> Sample:
     if not isinstance(given, Tensor | tuple | list):
         raise RuleError(f"{given!r:.60} is no sample: give a Sample, a tuple of arguments, or a tensor")
     return Sample((given,)) if isinstance(given, Tensor) else Sample(tuple(given))
+
+
+def _stated(given: object) -> Formula | None:
+    if given is None or isinstance(given, Formula):
+        return given
+    if isinstance(given, str):
+        return Formula(given)
+    raise RuleError(f"formula={given!r:.60} is no formula: give its text, such as 'm k, k n -> m n'")
 
 
 def resolve(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str) -> torch._ops.OpOverload:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from math import prod
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.errors import MeshError, refuse_no_number
@@ -31,8 +33,13 @@ def rank_mesh(sizes: tuple[int, ...], axes: tuple[str, ...] | None = None) -> De
         sizes: the size of each axis; their product is the world.
         axes: their names, by default "axis0", "axis1", ...
     Returns: the mesh; the same object on every call with equal arguments.
+    Raises: MeshError: sizes that do not multiply to the world, or another number of names.
     Cost: the first call makes one process group per axis, on all ranks together.
     """
     sizes = sizes_of("sizes", sizes)
     names = axes if axes is not None else tuple(f"axis{index}" for index in range(len(sizes)))
+    if len(names) != len(sizes):
+        raise MeshError(f"axes={names!r} do not name the sizes {sizes} one by one")
+    if dist.is_initialized() and prod(sizes) != dist.get_world_size():
+        raise MeshError(f"sizes={sizes} are {prod(sizes)} ranks, and the world has {dist.get_world_size()}")
     return init_device_mesh(device_of_ranks(), sizes, mesh_dim_names=names)

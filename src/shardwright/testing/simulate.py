@@ -32,6 +32,14 @@ class Sample:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        given: Any = (self.args, self.kwargs)
+        if not isinstance(given[0], tuple | list) or not isinstance(given[1], dict):
+            raise RuleError(
+                "Sample(args, kwargs) takes a tuple of positional arguments and a dict of others, got "
+                f"a {type(given[0]).__name__} and a {type(given[1]).__name__}: Sample((x,))"
+            )
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -55,9 +63,12 @@ class Whole:
 
 
 def run_whole(op: torch._ops.OpOverload, sample: Sample) -> Whole:
-    """Run a sample on whole tensors."""
+    """Run a sample on whole tensors. Raises: RuleError: the op refuses it."""
     fresh = _clone(sample)
-    result = op(*fresh.args, **fresh.kwargs)
+    try:
+        result = op(*fresh.args, **fresh.kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise RuleError(f"{op.name()} refuses the sample {_described((*sample.args,))}: {error}") from error
     call = describe(op, sample, result)
     after = zip(_tensors(op, fresh), call.flat_operands, strict=True)
     mutated = [x for x, operand in after if operand.mutated]
