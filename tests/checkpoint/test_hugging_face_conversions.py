@@ -100,6 +100,16 @@ def test_sharded_models_have_the_conversions_of_their_classes(ranks: Ranks, tmp_
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_compiled_model_has_the_conversions_of_what_it_wraps(tmp_path: Path) -> None:
+    wanted, model = made("llava", 0), made("llava", 1)
+    wanted.save_pretrained(tmp_path / "in")
+    assert load_hf(torch.compile(model), tmp_path / "in", maps="auto").unused == ()
+    save_hf(torch.compile(wanted), tmp_path / "out", maps="auto")
+    first, second = (load_file(tmp_path / which / "model.safetensors") for which in ("in", "out"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def with_a_head() -> nn.Module:
     torch.manual_seed(2)
     return t.Qwen3MoeForSequenceClassification(t.Qwen3MoeConfig(**TEXT, **MOE, num_labels=5))

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from shardwright.errors import CheckpointError
 
 # What torch.compile and torch's wrapper of activation checkpointing put into names.
-_OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 EXTRA = "_extra_state"
 
 
@@ -45,7 +45,7 @@ def read_model(model: nn.Module) -> ModelState:
         if entries.setdefault(_unwrapped(given), one) is not one:
             raise CheckpointError(
                 f"two entries of the model are called {_unwrapped(given)!r} without what torch's wrappers "
-                f"put into names ({', '.join(_OF_WRAPPERS)}): give one of them another name"
+                f"put into names ({', '.join(OF_WRAPPERS)}): give one of them another name"
             )
     objects = _modules_with_objects(model)
     live = {id(one) for one in (*model.parameters(), *model.buffers())}
@@ -85,7 +85,7 @@ def _tied_names(name: str, tensor: torch.Tensor) -> tuple[str, ...]:
 
 def _unwrapped(name: str) -> str:
     """A name without the parts that torch's wrappers add: whole parts only."""
-    return ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in OF_WRAPPERS)
 
 
 def _modules_with_objects(model: nn.Module) -> dict[str, nn.Module]:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from shardwright.checkpoint.hugging_face.maps import Link, Map, Shape, listed
-from shardwright.checkpoint.model_state import read_model
+from shardwright.checkpoint.model_state import OF_WRAPPERS, read_model
 from shardwright.errors import CheckpointError, words_of
 from shardwright.index.assemble import unravel
 from shardwright.index.stride import contiguous_stride
@@ -75,8 +75,12 @@ def conversions(model: nn.Module, held: Collection[str]) -> Map:
 def _as_made(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
     """The module and all in it, over the same tensors, of the classes with which they were made.
 
-    `transformers` knows them by the names of their classes, which `fully_shard` exchanges.
+    `transformers` knows them by the names of their classes, which `fully_shard` exchanges, and by their
+    paths, into which wrappers put names.
     """
+    wrapped = next((one for name, one in module._modules.items() if name in OF_WRAPPERS), None)
+    if wrapped is not None:
+        return _as_made(wrapped, known)
     if module not in known:
         own: Any = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
         known[module] = plain = object.__new__(own)
