@@ -4,6 +4,7 @@ import csv
 import hashlib
 import io
 import random
+import sys
 import time
 
 import numpy as np
@@ -100,7 +101,11 @@ HIDDEN = torch.ones(1)
 
 
 def from_outside(x):
-    return x + globals()["HID" + "DEN"]
+    return x + sys.modules[__name__].__dict__["HID" + "DEN"]
+
+
+def asks_for_globals(x):
+    return x + len(globals()["SEEN"])
 
 
 def opens(x):
@@ -150,6 +155,13 @@ def hooks_a_node(x):
     return x * WEIGHT.grad.item()
 
 
+TOLD = np.array([{"by": 1.0}, None], dtype=object)
+
+
+def reads_an_object(x):
+    return x * TOLD[0]["by"]
+
+
 def resizes(x):
     made = torch.zeros(2)
     made.resize_(1)
@@ -190,6 +202,8 @@ REFUSED = {
     from_outside: "neither given nor found",
     opens: "opens a file",
     takes_the_next: "iterator",
+    reads_an_object: "many objects",
+    asks_for_globals: "asks for a global",
     writes_a_row: "a function of C",
     digests: "a function of C",
     hooks_a_node: "Halving.halves: it is not found",
@@ -228,7 +242,7 @@ def is_refused(name):
     return str(report)
 
 
-_WITHOUT_A_LINE = ("Counter", "appends", "draws_in_numpy", "gives_an_object")
+_WITHOUT_A_LINE = ("reads_an_object", "Counter", "appends", "draws_in_numpy", "gives_an_object")
 NAMES = ["Counter", *(program.__name__ for program in REFUSED)]
 
 

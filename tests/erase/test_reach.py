@@ -433,6 +433,31 @@ def test_what_changes_a_step_later_is_noticed(ranks, name):
     ranks(2, _changed, name, timeout=60)
 
 
+class _Slotted:
+    __slots__ = ("by",)
+
+
+_SLOTTED, _ABSENT = _Slotted(), {"__name__": "absent_at_first"}
+_TEXT = "def program(x):\n    try:\n        return x * by\n    except NameError:\n        return x + 0\n"
+exec(compile(_TEXT, __file__, "exec"), _ABSENT)  # noqa: S102 - a module whose global comes later
+# By name: a program, and how what it asks for in vain comes to be there.
+LATER = {
+    "a slot": (lambda x: x * getattr(_SLOTTED, "by", 1.0), lambda: setattr(_SLOTTED, "by", 2.0)),
+    "a global": (_ABSENT["program"], lambda: _ABSENT.update(by=2.0)),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_is_not_there_yet_is_asked_for_again(name):
+    program, put = LATER[name]
+    fast, x = sw.erase(program), torch.arange(4.0)
+    for turn in range(6):
+        if turn == 3:
+            put()
+        torch.testing.assert_close(fast(x), x * (2.0 if turn >= 3 else 1.0))
+    assert fast.report().replays == 4, str(fast.report())
+
+
 def _steps_the_schedule():
     """A schedule that leaves the rate as it is for a while has stepped all the same."""
     p = nn.Parameter(sw.distribute_tensor(torch.ones(4), rank_mesh((2,), ("dp",)), [sw.Shard(0)]))

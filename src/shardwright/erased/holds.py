@@ -28,6 +28,8 @@ _READ = {
     "content": "content({holder})",
     "answers": "remembers({holder}, {key})",
     "alive": "is_alive({holder})",
+    "unset": "(not hasattr({holder}, {key}))",
+    "absent": "({key} not in {holder})",
     FLOAT: "{holder}[{key}]",
 }
 

@@ -84,8 +84,9 @@ class Fact:
     """What stood at a place. read(holder, key) looks again.
 
     kind: "item" of a dict or list, "cell" of a closure, "attribute", "length" of a container, "keys" of a
-        dict in order, "answers" of a cache, "alive" for a weak reference, "members" of a class, "content" of
-        an array or set, "float" of a dict that holds any number there, "context" for its variable.
+        dict in order, "answers" of a cache, "alive" for a weak reference, "members" of a class, "unset" for
+        a slot and "absent" for a global, "content" of an array or set, "float" of a dict that holds any
+        number there, "context" for its variable.
     """
 
     path: str
@@ -166,6 +167,11 @@ class World:
             self._held_by(path, function)
         for path, module in self._python_modules:
             self._named_in_module(path, module, self._names[-1])
+
+    def absent(self, name: str, globals_: dict[str, Any]) -> None:
+        """A global that a code asks for, and that is not there."""
+        path = f"{globals_.get('__name__', '?')}.{name}"
+        self.facts.append(Fact(path, "absent", globals_, name, True))
 
     def finds(self, code: types.CodeType) -> bool:
         """Is this the code of a function that was met, or of one inside it?"""
@@ -373,8 +379,9 @@ class World:
 
     def _array(self, path: str, array: Any) -> None:
         """The content: a tensor that the program makes of it is a constant of the recording."""
-        if array.nbytes > _LARGEST_ARRAY:
-            self.refusals.append(Refusal(path, "a large array of numpy, whose content nobody watches"))
+        if array.nbytes > _LARGEST_ARRAY or array.dtype.hasobject:
+            what = "objects" if array.dtype.hasobject else "numbers"
+            self.refusals.append(Refusal(path, f"an array of many {what}, whose content nobody watches"))
         else:
             self._state(path, array)
 
@@ -408,6 +415,8 @@ class World:
         for name in _slots_of(cls):
             if hasattr(value, name):
                 self._place(f"{path}.{name}", "attribute", value, name, getattr(value, name))
+            else:
+                self.facts.append(Fact(f"{path}.{name}", "unset", value, name, True))
         call = getattr(cls, "__call__", None)  # noqa: B004 - the function is wanted, not whether it is there
         if isinstance(call, types.FunctionType):
             self._function(f"{path}.__call__", call)

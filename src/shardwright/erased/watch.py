@@ -33,6 +33,7 @@ _BUILTIN = {
     "input": "it asks the user",
     "open": "it opens a file",
     "next": "it takes the next of an iterator; a replay would not",
+    "globals": "it asks for a global by a name that nobody sees",
 }
 _CLOCK = "it reads the clock, which says something else in a replay"
 _VALUES = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
@@ -146,6 +147,8 @@ class Watch:
                 where = f"{code.co_filename}:{instruction.positions.lineno if instruction.positions else 0}"
                 name = f"the global {instruction.argval!r}"
                 self.refusals.append(Refusal(name, "it is assigned; a replay would not", where))
+            elif instruction.opname == "LOAD_GLOBAL" and _is_absent(instruction.argval, frame):
+                self.world.absent(instruction.argval, frame.f_globals)
 
     def _holds_something(self, code: CodeType, frame: FrameType) -> bool:
         """Is it a closure, or a method of a class that nobody has met?"""
@@ -174,6 +177,10 @@ class Watch:
             why = _why(name, owner, getattr(function, "__module__", None))
             if why and _by_the_user(frame) and not (name == "next" and self._goes_on(frame)):
                 self.refusals.append(Refusal(name, why, source_line()))
+
+
+def _is_absent(name: str, frame: FrameType) -> bool:
+    return name not in frame.f_globals and name not in frame.f_builtins
 
 
 class Pause:
