@@ -225,3 +225,31 @@ def test_a_rank_that_does_not_answer_is_told_of_in_words(tmp_path: Path) -> None
     ):
         save(tmp_path / "c", v=1)
     save(tmp_path / "c", v=1)
+
+
+class Handles:
+    """It sets a handler while its state is asked for, and will put back the one that it found."""
+
+    def state_dict(self) -> dict[str, int]:
+        self.before = signal.signal(signal.SIGUSR1, lambda *_: None)
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing to take."""
+
+
+def test_handlers_are_the_programs_own_after_a_call(tmp_path: Path) -> None:
+    came: list[int] = []
+    first = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    try:
+        one = signal.getsignal(signal.SIGUSR1)
+        save(tmp_path / "c", v=1)
+        assert signal.getsignal(signal.SIGUSR1) is one
+        within = Handles()
+        save(tmp_path / "c", within=within)
+        assert signal.getsignal(signal.SIGUSR1) is not one
+        signal.signal(signal.SIGUSR1, within.before)
+        signal.raise_signal(signal.SIGUSR1)
+        assert came == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, first)

@@ -25,10 +25,11 @@ class Interrupts:
         self._old: dict[int, Any] = {}
         self._came: list[int] = []
         self._held: set[int] = set()
-        self._open = False
+        self._open = self._holding = False
 
     def hold(self) -> None:
         """Stand in for the program's handlers."""
+        self._holding = True
         if _in_main():
             handlers = {one: signal.getsignal(one) for one in signal.valid_signals()}
             self._old = {one: handler for one, handler in handlers.items() if callable(handler)}
@@ -37,6 +38,7 @@ class Interrupts:
 
     def release(self) -> None:
         """Give the program its handlers back, but where it has set others meanwhile, and deliver."""
+        self._holding = False  # who took ours for its own may put it back later
         for number, handler in self._old.items():
             if signal.getsignal(number) == self._hear:
                 signal.signal(number, handler)
@@ -58,7 +60,7 @@ class Interrupts:
             self._old[number := self._came.pop(0)](number, None)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self._open or number in self._held:
+        if self._open or not self._holding or number in self._held:
             self._old[number](number, frame)
             return
         self._held.add(number)
