@@ -91,6 +91,14 @@ def test_a_run_leaves_all_its_files(ranks, settings):
     assert 0 < line["load_entropy"] <= 1.39
 
 
+def test_a_run_names_what_it_has_left(ranks, settings, capsys):
+    """A run of no steps has no checkpoint."""
+    assert ranks(1, trained, {**settings, "world": 1, "dp_replicate": 1, "ep": 1, "steps": 0}) == [0]
+    said = capsys.readouterr().out
+    assert "parameters on one device; " in said
+    assert f"metrics, loss curve, layouts and sample are in {settings['out']}" in said
+
+
 def test_a_new_run_refuses_a_folder_that_holds_something(ranks, settings):
     settings["out"].mkdir()
     (settings["out"] / "precious").touch()

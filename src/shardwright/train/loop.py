@@ -133,8 +133,9 @@ class TrainingRun:
         }
         spread = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1)
         spread += ", sp" if config.sp else ""
+        where = f"{config.world} ranks ({spread})" if spread else "one device"
         return (
-            f"{count_parameters(whole):,} parameters on {config.world} ranks ({spread or 'one device'}); "
+            f"{count_parameters(whole):,} parameters on {where}; "
             f"{len(corpus.train):,} bytes of {corpus.source}, {len(corpus.held_out):,} held out"
         )
 
@@ -184,9 +185,13 @@ class TrainingRun:
             if not self.context.is_main:
                 return
             self.folder.write(SAMPLE, self._sample(weights))
-            if not self.folder.draw():
+            left = ["metrics", "layouts", "sample"]
+            if self.folder.draw():
+                left.insert(1, "loss curve")
+            else:
                 display.say("no loss curve: matplotlib is not installed (pip install 'shardwright[plot]')")
-            display.say(f"metrics, loss curve, layouts, sample and checkpoints are in {self.folder.path}")
+            left += ["checkpoints"] if self.config.steps else []
+            display.say(f"{', '.join(left[:-1])} and {left[-1]} are in {self.folder.path}")
 
     def _sample(self, weights: dict[str, Tensor]) -> str:
         model = Decoder(ModelShape.of(self.config))
