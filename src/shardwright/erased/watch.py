@@ -79,6 +79,7 @@ class Watch:
         self.restored: list[Refusal] = []
         self.ran_backward = False
         self._stopped = False
+        self._whys: dict[tuple[str, type, str | None], str] = {}
         self._managers: dict[int, Any] = {}  # those of generators that the call has made
         # By `id` (a code computes its hash anew each time), and whether its calls and returns are told on.
         self._known: dict[int, tuple[CodeType, bool]] = {}
@@ -150,6 +151,13 @@ class Watch:
             elif instruction.opname == "LOAD_GLOBAL" and _is_absent(instruction.argval, frame):
                 self.world.absent(instruction.argval, frame.f_globals)
 
+    def _why(self, name: str, owner: Any, module: str | None) -> str:
+        """Why a function of C cannot be replayed, asked once of each."""
+        key = name, owner if isinstance(owner, type) else type(owner), module
+        if key not in self._whys:
+            self._whys[key] = _why(*key)
+        return self._whys[key]
+
     def _holds_something(self, code: CodeType, frame: FrameType) -> bool:
         """Is it a closure, or a method of a class that nobody has met?"""
         if {*code.co_freevars} - {"__class__"}:
@@ -174,7 +182,7 @@ class Watch:
         elif name in _WRITES and (name != "write" or _within(frame, "torch.serialization")):
             self.refusals.append(Refusal(name, "it writes a file", source_line()))
         else:
-            why = _why(name, owner, getattr(function, "__module__", None))
+            why = self._why(name, owner, getattr(function, "__module__", None))
             if why and _by_the_user(frame) and not (name == "next" and self._goes_on(frame)):
                 self.refusals.append(Refusal(name, why, source_line()))
 
@@ -212,21 +220,21 @@ class Pause:
             sys.setprofile(None)
 
 
-def _why(name: str, owner: Any, module: str | None) -> str:
-    """Why a function of C cannot be replayed; "" where it can."""
+def _why(name: str, owner: type, module: str | None) -> str:
+    """Why a function of C cannot be replayed; "" where it can. owner: the class of which it is a method."""
     if name in _BUILTIN and module in {"builtins", "io", "_io"}:
         return _BUILTIN[name]
     if module == "time" or (name in _NAMES and (owner is dt.datetime or owner is dt.date)):
         return _CLOCK
-    if isinstance(owner, random.Random) or (name == "urandom" and module == "posix"):
+    if issubclass(owner, random.Random) or (name == "urandom" and module == "posix"):
         return DRAWS
     if module == "posix" and name not in _OF_THE_PROCESS:
         return "it asks the file system, which may say something else in a replay"
     if module == "_thread" and name.startswith("start_"):
         return "it starts a thread, which a replay would not"
-    if isinstance(owner, _queue.SimpleQueue):
+    if issubclass(owner, _queue.SimpleQueue):
         return "it hands something to another thread, or gets something from one"
-    if isinstance(owner, _io._IOBase) and name in {"write", "writelines", "read", "readline"}:
+    if issubclass(owner, _io._IOBase) and name in {"write", "writelines", "read", "readline"}:
         return "it reads or writes a file"
     library = _library_of(name, owner, module)
     if library not in _KNOWN or library in _WITH_STATE:
@@ -234,11 +242,12 @@ def _why(name: str, owner: Any, module: str | None) -> str:
     return ""
 
 
-def _library_of(name: str, owner: Any, module: str | None) -> str:
+def _library_of(name: str, owner: type, module: str | None) -> str:
     """The library that a function of C is of; a class of Python's has the methods of one of C."""
-    classes = (owner if isinstance(owner, type) else type(owner)).__mro__
-    made = (cls for cls in classes if not isinstance(vars(cls).get(name), FunctionType | None))
-    return (module or next(made, classes[0]).__module__).partition(".")[0]
+    if module is None:
+        made = (cls for cls in owner.__mro__ if not isinstance(vars(cls).get(name), FunctionType | None))
+        module = next(made, owner).__module__
+    return module.partition(".")[0]
 
 
 def _within(frame: FrameType | None, module: str) -> bool:
