@@ -45,7 +45,9 @@ def _summed(parameter: TorchDTensor) -> Iterator[tuple[tuple[DeviceMesh, tuple[s
     """The mesh over which the ranks' terms of this parameter's gradient are added, if there is one."""
     use = as_ours(parameter)._spec.use
     sharded = getattr(parameter, "_fully_sharded", "")
-    axes = (*(use.summed if use is not None else ()), *((sharded,) if sharded else ()))
+    # Ranks of an axis that only cuts activations read the same rows: what is not on it is complete there.
+    own = () if use is None else tuple(axis for axis in use.summed if axis in use.axes)
+    axes = (*own, *((sharded,) if sharded else ()))
     known = tuple(axis for axis in axis_names(parameter.device_mesh) if axis in axes)
     if known:
         mesh = parameter.device_mesh

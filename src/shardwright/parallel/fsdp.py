@@ -37,7 +37,7 @@ from shardwright.parallel.meshes import is_other_view, named_axes, refuse_other_
 from shardwright.parallel.place import local_plain, place_parameters
 from shardwright.parallel.same_model import refuse_other_models
 from shardwright.parallel.several import Modules, follow_several, members, one_unit
-from shardwright.parallel.sharded_layouts import goes_within, sharded_layouts
+from shardwright.parallel.sharded_layouts import cut_within, goes_within, sharded_layouts
 from shardwright.parallel.sharded_traffic import record_sharded_traffic
 from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Replicate
@@ -120,6 +120,7 @@ def shard_over(
         over=axes[-1],
     )
     _refuse_partly_sharded(module, mesh, axes)
+    _refuse_partly_cut([slot for slot in slots_of(module) if slot.get() not in left_alone], shard_mesh)
     _refuse_shared_with_another_unit(module)
     _refuse_twice(slots, axes, left_alone)
     _refuse_what_torch_cannot(taken)
@@ -298,6 +299,21 @@ def _replicate_scalars(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Para
     return scalars
 
 
+def replicate_scalars(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate parameters without dims, which no unit cuts, over the data ranks of units that span more.
+
+    A unit over data and context ranks together leaves them alone then: they lie on the axes of both.
+    """
+    axes = axis_names(mesh)
+    experts = spread_over(module, mesh)
+
+    def is_left(parameter: nn.Parameter) -> bool:
+        held = axis_names(parameter.device_mesh) if isinstance(parameter, TorchDTensor) else ()
+        return parameter.ndim > 0 or parameter in experts or bool(set(axes) & set(held))
+
+    place_parameters(module, mesh, (Replicate(),) * len(axes), axes, skip=is_left)
+
+
 def _refuse_partly_sharded(module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
     """Raise ParallelError for what a unit inside holds on fewer axes: nobody would sum its gradient."""
     for slot in slots_of(module):
@@ -311,6 +327,23 @@ def _refuse_partly_sharded(module: nn.Module, mesh: DeviceMesh, axes: tuple[str,
                 f"{slot.path}: a sharded unit holds it on {held}, without axis "
                 f"{missing[0]!r}; apply the same call to the parts and to the root"
             )
+
+
+def _refuse_partly_cut(slots: Sequence[Slot], mesh: DeviceMesh) -> None:
+    """Raise ParallelError where activations of a part alone are cut over ranks of `mesh`.
+
+    The ranks that share a sequence compute terms of the gradients in that part, and of all others the whole.
+    """
+    cut = {slot.path: cut_within(slot.get(), mesh) for slot in slots}
+    within = next((axes for axes in cut.values() if axes), ())
+    whole = [path for path, axes in cut.items() if not axes]
+    if within and whole:
+        raise ParallelError(
+            f"{whole[0]}: {axis_names(mesh)} holds the ranks of {within}, which cut the activations of a "
+            "part of the model only, and each of these ranks has the whole gradient of what is outside: it "
+            "would count once for each\n  fix: parallelize_context of the model that holds both, or units "
+            f"over axes without the ranks of {within}"
+        )
 
 
 def _shard(

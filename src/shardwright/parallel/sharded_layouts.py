@@ -18,7 +18,7 @@ from shardwright.layout.mesh_shape import ranks_of
 from shardwright.placement.partial import Partial
 from shardwright.placement.shard import Shard
 from shardwright.tensor.local_use import kept_spec
-from shardwright.tensor.modules.more_axes import shared_ranks, use_of
+from shardwright.tensor.modules.more_axes import CUT_OVER, shared_ranks, use_of
 from shardwright.tensor.spec import Spec, finished, spec_of
 from shardwright.tensor.wrap import as_ours
 
@@ -87,6 +87,15 @@ def goes_within(parameter: nn.Parameter, mesh: DeviceMesh, others: DeviceMesh) -
         return False
     stay = tuple(name for name in placed if name not in gone)
     return not stay or not shared_ranks(on_axes(spec.mesh, stay), others)
+
+
+def cut_within(parameter: nn.Parameter, mesh: DeviceMesh) -> tuple[str, ...]:
+    """The axes among the ranks of `mesh` that cut its activations; of a unit's own, those that it took in."""
+    cut = getattr(parameter, CUT_OVER, ())
+    if not cut or not isinstance(parameter, TorchDTensor):
+        return ()
+    within, held = axes_within(parameter.device_mesh, mesh), axis_names(parameter.device_mesh)
+    return tuple(axis for axis in cut if axis in within or axis not in held)
 
 
 def axes_within(placed: DeviceMesh, mesh: DeviceMesh) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from shardwright.parallel.table.rehearsal import Placed, check_new, rehearse
 from shardwright.parallel.table.report import Report, print_report, report_of
 from shardwright.parallel.table.resolve import resolve
 from shardwright.parallel.table.rows import Plan, read_rows
+from shardwright.parallel.table.words import CONTEXT
 from shardwright.tensor.modules.ties import ties_kept
 
 Print = Callable[[Report], object]
@@ -106,7 +107,8 @@ def _prepared(
         if init is None:
             refuse_cut(module)
         rows = read_rows(plan)
-        axes = Axes(context, frozenset(row.strategy for row in rows))
+        cuts_all = all(not row.pattern for row in rows if row.strategy == CONTEXT)
+        axes = Axes(context, frozenset(row.strategy for row in rows), cuts_all=cuts_all)
         calls = calls_of(resolve(module, rows, axes))
         placed = rehearse(module, calls, axes)
         word = word_of(context.rank, module, rows, placed)

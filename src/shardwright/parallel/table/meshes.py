@@ -35,12 +35,17 @@ class Axes:
     """The axes of a context, as the strategies of one table divide them.
 
     Where a row cuts sequences (`context`), the context ranks are one axis, `cp`, and data parallelism has the
-    data ranks alone; sharded units (`shard`) are cut over both, where context ranks are of one kind. Where no
-    row does, who cuts sequences is the user's affair: context ranks read other tokens, as data ranks do, and
-    share the axes of the dense domain with them.
+    data ranks alone; sharded units (`shard`) are cut over both, where context ranks are of one kind and the
+    row is of the whole model: what computes outside of the cut has a complete gradient on each of them. Where
+    no row does, who cuts sequences is the user's affair: context ranks read other tokens, as data ranks do,
+    and share the axes of the dense domain with them.
+
+    Args: cuts_all: the sequences are cut in the whole model.
     """
 
-    def __init__(self, context: DistributedContext, strategies: frozenset[str]) -> None:
+    def __init__(
+        self, context: DistributedContext, strategies: frozenset[str], *, cuts_all: bool = True
+    ) -> None:
         self.context = context
         self.degrees: Degrees = context.parameters
         self.cuts_sequence = CONTEXT in strategies
@@ -48,7 +53,8 @@ class Axes:
         others = ("dp_replicate",) if self.cuts_sequence else ("dp_replicate", "cp_replicate")
         self._dense = context.mesh_for(REGULAR_DOMAIN if self.cuts_sequence else DENSE_DOMAIN)
         self.replicas = tuple(axis for axis in others if self.size(axis) > 1)
-        apart = self.cuts_sequence and self.degrees.context_parallel_replicate > 1
+        apart = self.cuts_sequence and (not cuts_all or self.degrees.context_parallel_replicate > 1)
+        self.units_span_context = self.cuts_sequence and not apart
         self.shard = "dp_shard" if apart else "dp_cp_shard"
         self._units = self._dense if apart else context.mesh_for(DENSE_DOMAIN)
 
