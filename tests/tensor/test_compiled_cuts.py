@@ -232,3 +232,36 @@ def _clamped_on_one_rank():
 
 def test_a_gradient_of_a_written_slice_is_moved_in_a_graph(ranks):
     ranks(2, _clamped_on_one_rank)
+
+
+def _written_slice(x):
+    x[1:5, ::2].mul_(2)
+    return x * 1
+
+
+_SEEN = {
+    "strided": lambda x: x.as_strided((3, 4), (2, 1), 1) * 2,
+    "slice": lambda x: x[1:5, ::2] * 2,
+    "windows": lambda x: x.unfold(1, 2, 2).exp(),
+    "joined": lambda x: torch.cat([x, x[:2]]),
+    "written": _written_slice,
+}
+
+
+def _seen_in_buffers():
+    """Views of what a graph is given, which begins elsewhere in its storage than in the call before."""
+    mesh, full = rank_mesh((2,), ("tp",)), torch.arange(36.0).view(6, 6)
+    for name, function in _SEEN.items():
+        for placement in (sw.Shard(0), sw.Ragged((1, 2), (0, 1))):
+            torch._dynamo.reset()
+            compiled = torch.compile(function, backend="aot_eager")
+            part = sw.distribute_tensor(full, mesh, [placement], src_data_rank=None).to_local()
+            for start in (0, 3):
+                local = _slice_of_a_buffer(part, start)
+                x = sw.DTensor.from_local(local, mesh, [placement], shape=full.shape, stride=full.stride())
+                wanted = function(full.clone())
+                assert torch.equal(compiled(x).full_tensor(), wanted), (name, placement, start)
+
+
+def test_a_graph_sees_views_of_what_lies_anywhere_in_its_storage(ranks):
+    ranks(2, _seen_in_buffers, timeout=120)

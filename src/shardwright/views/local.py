@@ -57,7 +57,8 @@ class LocalView:
         if self.nothing:
             return noted_as(local, nothing_of(local, self.shape)), False
         if self.steps is not None:
-            return self._strided(local), False
+            alias = self._strided(local)
+            return self._listed(local.shape).take(local) if alias is None else (alias, False)
         if self.index is not None:
             index = torch.from_numpy(self.index).to(local.device)
             return noted_as(local, memory_of(local).reshape(-1)[index].view(self.shape)), True
@@ -71,7 +72,8 @@ class LocalView:
         if self.nothing:
             nothing_of(local, (0,)).copy_(nothing_of(values, (0,)))  # a graph has the values as read
         elif self.steps is not None:
-            self._strided(local).copy_(values)
+            alias = self._strided(local)
+            self._listed(local.shape).put(local, values) if alias is None else alias.copy_(values)
         elif self.index is not None:
             flat = carried_out(local).reshape(-1)
             shares = flat.untyped_storage()._cdata == local.untyped_storage()._cdata
@@ -91,9 +93,10 @@ class LocalView:
         index = self.take(places)[0].reshape(-1)
         return out.view(-1).index_add_(0, index, values.reshape(-1)).view(shape)
 
-    def _strided(self, local: Tensor) -> Tensor:
-        if type(local) is not Tensor and (sliced := self._sliced(local)) is not None:  # as in graphs
-            return sliced
+    def _strided(self, local: Tensor) -> Tensor | None:
+        """The alias. None: in a graph, which would hold where the local source begins in its storage."""
+        if type(local) is not Tensor:  # as in graphs
+            return self._sliced(local)
         offset = local.storage_offset()
         strides = [0] * len(self.shape)
         for (base, row), stride in zip(self.steps or (), local.stride(), strict=True):
@@ -101,6 +104,18 @@ class LocalView:
             for dim, step in enumerate(row):
                 strides[dim] += step * stride
         return local.as_strided(self.shape, strides, offset)
+
+    def _listed(self, source: Shape) -> LocalView:
+        """The same by the places of its elements in a local source of this shape."""
+        places, stride = np.zeros(self.shape, dtype=np.int64), 1
+        for (first, row), size in zip(reversed(self.steps or ()), reversed(source), strict=True):
+            places += first * stride
+            for dim, step in enumerate(row):
+                along = [1] * len(self.shape)
+                along[dim] = self.shape[dim]
+                places += (np.arange(self.shape[dim]) * (step * stride)).reshape(along)
+            stride *= size
+        return LocalView(self.shape, None, places.reshape(-1), self.overlaps)
 
     def _sliced(self, local: Tensor) -> Tensor | None:
         """The same by slices and diagonals, if it is that.
