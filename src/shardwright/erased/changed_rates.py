@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import torch
 
+from shardwright.erased.facts import Fact
 from shardwright.erased.holds import has_changed
 from shardwright.erased.rates import Rate, may_name
-from shardwright.erased.walk import Fact
 
 
 def rates_that_changed(

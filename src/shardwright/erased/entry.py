@@ -23,8 +23,8 @@ from shardwright.tensor.dtensor import DTensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from shardwright.erased.facts import Fact
     from shardwright.erased.program import Program
-    from shardwright.erased.walk import Fact
 
 
 @dataclass(frozen=True, slots=True)

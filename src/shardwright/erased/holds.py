@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from shardwright.erased.facts import FLOAT, Fact, content
 from shardwright.erased.given import of_tensor
 from shardwright.erased.held_by_c import is_alive, remembers
 from shardwright.erased.program import compiled
-from shardwright.erased.walk import FLOAT, SCALARS, Fact, content
+from shardwright.erased.walk import SCALARS
 from shardwright.tensor.dtensor import DTensor
 
 # The last but one of `==` of tensors, the last of proxies whose things are gone.

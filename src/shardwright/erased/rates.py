@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from shardwright.erased import numbers
-from shardwright.erased.walk import FLOAT, Fact
+from shardwright.erased.facts import FLOAT, Fact
 
 _OURS = str(Path(__file__).parents[1])
 OPTIMIZERS = str(Path(torch.__file__).parent / "optim")

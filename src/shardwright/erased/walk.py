@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwright.comm.record import of_library
+from shardwright.erased.facts import Fact, content
 from shardwright.erased.held_by_c import CACHE, answers_of, is_weak, is_weak_map, referent_of
 from shardwright.erased.refuse import Refusal
 
@@ -75,25 +76,7 @@ HOOKS = {
 }
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_OURS_ON_TENSORS = {"shared_by_stages", "names_in_stages", "in_hands"}
-FLOAT = "float"  # a kind of fact
 _UNSET = object()  # what a context variable holds that nobody has set
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """What stood at a place. read(holder, key) looks again.
-
-    kind: "item" of a dict or list, "cell" of a closure, "attribute", "length" of a container, "keys" of a
-        dict in order, "answers" of a cache, "alive" for a weak reference, "members" of a class, "unset" for
-        a slot and "absent" for a global, "content" of an array or set, "float" of a dict that holds any
-        number there, "context" for its variable.
-    """
-
-    path: str
-    kind: str
-    holder: Any
-    key: Any
-    value: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -455,13 +438,6 @@ _VISITORS: tuple[tuple[Any, Callable[[World, str, Any], None]], ...] = (
 
 
 _CONTAINERS = (Mapping, Sequence, set, frozenset, np.ndarray, functools.partial, torch.optim.Optimizer)
-
-
-def content(holder: Any) -> Any:
-    """What an array or a set holds, to be compared."""
-    if isinstance(holder, set | frozenset):
-        return {(type(x), x) for x in holder}
-    return holder.shape, holder.dtype.str, holder.tobytes()
 
 
 def _slots_of(cls: type) -> list[str]:
