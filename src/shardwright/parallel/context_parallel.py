@@ -23,7 +23,7 @@ from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local_use import kept_spec
 from shardwright.tensor.modules.distribute import carry_over
-from shardwright.tensor.modules.more_axes import CUT_OVER, KEPT, on_more_axes
+from shardwright.tensor.modules.more_axes import KEPT, comes_in_terms, on_more_axes
 from shardwright.tensor.modules.ties import ties_kept
 from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import as_ours, wrap
@@ -180,7 +180,7 @@ def _placed(path: str, parameter: nn.Parameter, mesh: DeviceMesh, source: int | 
         refuse_twice(path, before, axis_names(mesh))
         value = _computing(on_more_axes(before, mesh, whole, LocalUse((), axes), source))
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    setattr(carry_over(parameter, new), CUT_OVER, axes)
+    comes_in_terms(carry_over(parameter, new), axes)
     return new
 
 

@@ -17,9 +17,10 @@ from shardwright.layout.of_tensor import layout_of
 from shardwright.parallel.tensor.borders import hang, of_embeddings
 from shardwright.parallel.tensor.cuts import placement_of
 from shardwright.parallel.tensor.said import Said, Spoken, spoken
-from shardwright.parallel.tensor.sequence import read_blocks
+from shardwright.parallel.tensor.sequence import of_the_stream, read_blocks
 from shardwright.placement.base import Placement
 from shardwright.tensor.modules.distribute import place_by_pattern
+from shardwright.tensor.modules.more_axes import comes_in_terms
 from shardwright.tensor.placements import PlacementsArgument
 
 
@@ -52,6 +53,8 @@ def place_by_words(
     (axis,) = axis_names(mesh)
     by_name = {glob.escape(name): {axis: placement} for name, placement in cuts.items()}
     place_by_pattern(module, mesh, {**placed, **by_name}, source, "parallelize_tensor")
+    for parameter in of_the_stream(module, borders) if sequence and mesh.size() > 1 else ():
+        comes_in_terms(parameter, (axis,))
     hang(borders, mesh)
     return module
 

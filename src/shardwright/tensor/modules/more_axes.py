@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,14 +17,22 @@ from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import wrap
 
 KEPT = LocalUse((), ())
-# The attribute of a parameter that computes as a DTensor: axes that cut the activations of its program. A
-# strategy that places it on further axes reads there that its gradient comes in terms.
-CUT_OVER = "cut_over"
+_CUT_OVER = "cut_over"
+
+
+def comes_in_terms(parameter: torch.Tensor, axes: tuple[str, ...]) -> None:
+    """Say of a parameter that computes as a DTensor: these axes cut the activations of its program.
+
+    So its gradient comes in terms there. It hangs on it as an attribute, where a strategy that places it on
+    further axes reads it.
+    """
+    known = getattr(parameter, _CUT_OVER, ())
+    setattr(parameter, _CUT_OVER, (*known, *(axis for axis in axes if axis not in known)))
 
 
 def use_of(parameter: DTensor) -> LocalUse:
-    """How it takes part in the computation: as its spec says, or as what cut the activations left on it."""
-    return parameter._spec.use or LocalUse((), getattr(parameter, CUT_OVER, ()))
+    """How it takes part in the computation: as its spec says, or as what cut its activations left on it."""
+    return parameter._spec.use or LocalUse((), getattr(parameter, _CUT_OVER, ()))
 
 
 def shared_ranks(left: DeviceMesh, right: DeviceMesh) -> set[int]:
