@@ -120,9 +120,10 @@ class Watch:
         else:
             self.catching.returned(frame)
 
-    def _goes_on(self, frame: FrameType) -> bool:
+    def _is_of_a_block(self, name: str, frame: FrameType) -> bool:
         """Does a generator of this very call go on, as a block begins or ends? A replay has what it does."""
-        return id(frame.f_code) in _GOES_ON and id(frame.f_locals["self"]) in self._managers
+        goes_on = name == "next" and id(frame.f_code) in _GOES_ON
+        return goes_on and id(frame.f_locals["self"]) in self._managers
 
     def _meet(self, frame: FrameType) -> tuple[CodeType, bool]:
         """A code that was not met yet."""
@@ -183,7 +184,7 @@ class Watch:
             self.refusals.append(Refusal(name, "it writes a file", source_line()))
         else:
             why = self._why(name, owner, getattr(function, "__module__", None))
-            if why and _by_the_user(frame) and not (name == "next" and self._goes_on(frame)):
+            if why and _by_the_user(frame) and not (_is_no_part(frame) or self._is_of_a_block(name, frame)):
                 self.refusals.append(Refusal(name, why, source_line()))
 
 
