@@ -17,7 +17,7 @@ from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import wrap
 
 KEPT = LocalUse((), ())
-_CUT_OVER = "cut_over"
+CUT_OVER = "cut_over"
 
 
 def comes_in_terms(parameter: torch.Tensor, axes: tuple[str, ...]) -> None:
@@ -26,13 +26,13 @@ def comes_in_terms(parameter: torch.Tensor, axes: tuple[str, ...]) -> None:
     So its gradient comes in terms there. It hangs on it as an attribute, where a strategy that places it on
     further axes reads it.
     """
-    known = getattr(parameter, _CUT_OVER, ())
-    setattr(parameter, _CUT_OVER, (*known, *(axis for axis in axes if axis not in known)))
+    known = getattr(parameter, CUT_OVER, ())
+    setattr(parameter, CUT_OVER, (*known, *(axis for axis in axes if axis not in known)))
 
 
 def use_of(parameter: DTensor) -> LocalUse:
     """How it takes part in the computation: as its spec says, or as what cut its activations left on it."""
-    return parameter._spec.use or LocalUse((), getattr(parameter, _CUT_OVER, ()))
+    return parameter._spec.use or LocalUse((), getattr(parameter, CUT_OVER, ()))
 
 
 def shared_ranks(left: DeviceMesh, right: DeviceMesh) -> set[int]:
