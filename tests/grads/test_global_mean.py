@@ -56,6 +56,16 @@ def test_only_the_axes_given_are_counted(ranks):
     assert ranks(4, _over_one_axis) == [0.5] * 4
 
 
+def _of_whole_numbers():
+    right = torch.arange(dist.get_rank() + 2) > 0  # 1 of 2, and 2 of 3
+    return global_mean(right.sum(), len(right), rank_mesh((2,), ("dp",)))
+
+
+def test_a_mean_of_whole_numbers_is_none(ranks):
+    for mean in ranks(2, _of_whole_numbers):
+        torch.testing.assert_close(mean, torch.tensor(3 / 5))
+
+
 def _refusals():
     mesh = rank_mesh((2,), ("dp",))
     messages = []

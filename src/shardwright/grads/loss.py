@@ -33,7 +33,7 @@ def global_mean(loss_sum: Tensor, count: int | Tensor, mesh: DeviceMesh) -> Tens
             DTensor is global on its own axes (those of tensor parallelism), which are none of `mesh`'s.
         count: how many items this rank summed.
         mesh: the axes whose ranks have different items (data and context ranks, not tensor-parallel ones).
-    Returns: a plain scalar.
+    Returns: a plain scalar; of whole numbers (how many were right) in torch's default dtype.
 
     Raises:
         ParallelError: `loss_sum` is no scalar, or a DTensor that is global over ranks of `mesh` already.
@@ -49,7 +49,8 @@ def global_mean(loss_sum: Tensor, count: int | Tensor, mesh: DeviceMesh) -> Tens
         local = reduce_over(local, "sum", group, axis=axis, reason="global mean of the loss")
     total, items = local.unbind()
     items = items.clamp(min=1.0)
-    mean: Tensor = _GlobalMean.apply(loss_sum, (total / items).to(loss_sum.dtype), items)  # type: ignore[no-untyped-call]
+    dtype = loss_sum.dtype if loss_sum.is_floating_point() else torch.get_default_dtype()
+    mean: Tensor = _GlobalMean.apply(loss_sum, (total / items).to(dtype), items)  # type: ignore[no-untyped-call]
     return mean
 
 
