@@ -128,7 +128,7 @@ def changed(facts: Iterable[Fact]) -> list[str]:
         try:
             now = _read(fact)
             if _differs(fact, now):
-                found.append(f"{fact.path}: {_short(fact.value)} -> {_short(now)}")
+                found.append(f"{fact.path}: {_in_words(fact, now)}")
         except _GONE:
             found.append(f"{fact.path} is gone")
     return found
@@ -149,6 +149,14 @@ def _differs(fact: Fact, now: Any) -> bool:
 
 def _read(fact: Fact) -> Any:
     return _AGAIN[fact.kind](fact.holder, fact.key)
+
+
+def _in_words(fact: Fact, now: Any) -> str:
+    """What it was, and is: of the keys of a dict how many."""
+    if fact.kind != "keys":
+        return f"{_short(fact.value)} -> {_short(now)}"
+    before, after = len(fact.value), len(now)
+    return f"{before} -> {after}" if before != after else "other keys, or in another order"
 
 
 def _short(value: Any) -> str:
