@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Self, TypeVar
@@ -24,6 +26,20 @@ def world() -> int:
 def rank() -> int:
     """This rank, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def warn_without_group(path: object) -> None:
+    """Warn on a rank above 0 that knows no other one: it takes itself for all, and may write over the others.
+
+    Not an error: rank 0 may write alone, after the group is gone, and each rank to a path of its own.
+    """
+    number = os.environ.get("RANK", "")
+    if number.isdecimal() and int(number) > 0 and not dist.is_initialized():
+        warnings.warn(
+            f"rank {number} (RANK) has no process group and writes {path} as if it were the only one; where "
+            "others write it too, the last one counts. Call torch.distributed.init_process_group() before",
+            stacklevel=3,
+        )
 
 
 class ApartError(CheckpointError):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint.agree import Call, Group, rank, world
+from shardwright.checkpoint.agree import Call, Group, rank, warn_without_group, world
 from shardwright.checkpoint.collector import no_collection
 from shardwright.checkpoint.job import Job, prepared
 from shardwright.checkpoint.save import State
@@ -123,6 +123,7 @@ def async_save(
     call makes.
     """
     everything = given(model, optimizer) | state
+    warn_without_group(path)
     with Call() as call, contextlib.ExitStack() as stack, no_collection():
         job = stack.enter_context(prepared(call, path, everything, extra, step, config, _finish_last))
         group, taken = _group(), _taken()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.agree import Call
+from shardwright.checkpoint.agree import Call, warn_without_group
 from shardwright.checkpoint.job import about_run, prepared
 from shardwright.checkpoint.others.dcp_export import save_for_torch
 from shardwright.checkpoint.state import given
@@ -63,6 +63,7 @@ def save(
     beside tensors that lie on the CPU in one piece, 8 MiB beside others.
     """
     everything = given(model, optimizer) | state
+    warn_without_group(path)
     wanted: str = format
     with Call() as call:
         if wanted == "dcp":

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.agree import Call, rank, world
+from shardwright.checkpoint.agree import Call, rank, warn_without_group, world
 from shardwright.checkpoint.collect import digest
 from shardwright.checkpoint.hugging_face.conversions import Maps, maps_of
 from shardwright.checkpoint.hugging_face.index import INDEX, SINGLE
@@ -59,6 +59,7 @@ def save_hf(model: nn.Module, folder: Path | str, *, maps: Maps = (), max_shard_
     Cost: each tensor is gathered on all ranks that have a part of it (those of its stage, in a pipeline), one
     at a time, and written by one of them; memory for one.
     """
+    warn_without_group(folder)
     with Call() as call:
         return _exported(call, model, folder, maps, max_shard_size)
 
