@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import xxhash
 from torch import nn
 
-from shardwright.checkpoint import async_save, convert, load, load_hf, read_manifest, save, save_hf
+from shardwright.checkpoint import async_save, convert, load, load_hf, read_manifest, save, save_hf, step_path
 from shardwright.checkpoint.job import Job
 from shardwright.errors import CheckpointError
 
@@ -155,3 +156,9 @@ def test_a_map_that_gives_no_links(tmp_path: Path, given: Any) -> None:
         CheckpointError, match=r"mine.*, a map of maps=, gives .* for weight: a map gives a list"
     ):
         load_hf(model, tmp_path / "c", maps=mine)
+
+
+def test_a_step_may_be_counted_by_numpy(tmp_path: Path) -> None:
+    number = np.int64(3)
+    saved = save(step_path(tmp_path, number), nn.Linear(2, 2), step=number)
+    assert (saved.name, read_manifest(saved).step) == ("step-00000003", 3)

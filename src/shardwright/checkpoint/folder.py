@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 import warnings
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 from shardwright.checkpoint.agree import rank
 from shardwright.checkpoint.contents import open_checkpoint
 from shardwright.checkpoint.storage.commit import finished, remove, tidy
 from shardwright.checkpoint.storage.folder_names import look
-from shardwright.checkpoint.storage.manifest import NAME
+from shardwright.checkpoint.storage.manifest import LIMIT, NAME
 from shardwright.checkpoint.storage.place import Address, Place, at_home, place_of
 from shardwright.checkpoint.storage.stores.of import store_of
 from shardwright.errors import CheckpointError, refuse_no_number
@@ -57,11 +58,19 @@ def step_path(out: Place | str, step: int) -> Place:
 
     Raises: CheckpointError: `step` is no number of steps, so that nobody would find it under its name.
     """
-    if type(step) is not int or step < 0:
-        raise CheckpointError(f"step={step!r:.60} is no number of steps")
-    found = place_of(out)
+    step, found = whole_step(step), place_of(out)
     home = found if isinstance(found, Address) or "://" in str(out) else at_home(Path(str(out)))
     return home / "checkpoints" / f"step-{step:08d}"
+
+
+def whole_step(step: int) -> int:
+    """A number of steps; numpy's is one too.
+
+    Raises: CheckpointError: it is none.
+    """
+    if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= step < LIMIT:
+        raise CheckpointError(f"step={step!r:.60} is no number of steps: a whole one from 0 to 2**62 - 1")
+    return int(step)
 
 
 def step_of(path: Place | str) -> int:

@@ -12,6 +12,7 @@ import torch
 from shardwright.checkpoint.agree import Call, Group, rank, world
 from shardwright.checkpoint.collect import Collected, Part, collect, optimizers_of, values_of
 from shardwright.checkpoint.collector import no_collection
+from shardwright.checkpoint.folder import whole_step
 from shardwright.checkpoint.pieces import local_of, views
 from shardwright.checkpoint.plan import Plan, Told, planned, tell
 from shardwright.checkpoint.spread import Held_by_key, Share
@@ -19,7 +20,7 @@ from shardwright.checkpoint.state import nodes_of
 from shardwright.checkpoint.storage.commit import Saving
 from shardwright.checkpoint.storage.element_types import in_order
 from shardwright.checkpoint.storage.folder_names import is_committed, metadata
-from shardwright.checkpoint.storage.manifest import LIMIT, VERSION, Manifest, dump, library_version
+from shardwright.checkpoint.storage.manifest import VERSION, Manifest, dump, library_version
 from shardwright.checkpoint.storage.place import Place, place_of
 from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.stores.of import store_of
@@ -200,15 +201,14 @@ def about_run(step: int | None, config: Mapping[str, Any] | None) -> Callable[[]
     """What the manifest says of the run; made where a failure of one rank is told to all."""
 
     def made() -> dict[str, Any]:
-        if step is not None and (type(step) is not int or not 0 <= step < LIMIT):
-            raise CheckpointError(f"step={step!r:.60} is no number of steps: a whole one from 0 to 2**62 - 1")
+        number = None if step is None else whole_step(step)
         if config is not None and not isinstance(config, Mapping):
             raise CheckpointError(f"config={config!r:.60} is no dict: give settings by name")
         return {
             "library": library_version(),
             "torch": torch.__version__,
             "world": world(),
-            "step": step,
+            "step": number,
             "config": _plain(dict(config or {})),
         }
 
