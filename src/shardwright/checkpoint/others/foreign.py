@@ -79,8 +79,8 @@ def read_file(source: Path) -> Iterator[tuple[Steps, Any]]:
         found = torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # noqa: BLE001  a pickle that somebody made to harm may raise anything
         raise CheckpointError(
-            f"{source} cannot be read without executing it (of modules and optimizers, save the "
-            f"state_dict()): {dcp.reason_of(error)}"
+            f"{source} is no file of torch.save, or cannot be read without executing it (of modules and "
+            f"optimizers, save the state_dict()): {dcp.reason_of(error)}"
         ) from None
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{source} holds a {type(found).__name__}, not a dict of tensors")
