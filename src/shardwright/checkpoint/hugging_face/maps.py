@@ -54,7 +54,7 @@ class _Named:
 
 @dataclass(frozen=True)
 class rename(_Named):  # noqa: N801  it is used as a function
-    r"""A tensor whose name fits `pattern` has the name `to` in the file: `rename(r"model\.(.*)", r"\\1")`."""
+    r"""A tensor whose name fits `pattern` has the name `to` in the file: `rename(r"model\.(.*)", r"\1")`."""
 
     to: str
 
