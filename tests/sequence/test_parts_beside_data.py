@@ -67,11 +67,13 @@ TABLES = {
     "a part, units": {"part": [{"context": {"output": "whole"}}, "fsdp"], "": "fsdp"},
     "all, fsdp": {"": ["context", "fsdp"]},
     "all, units": {"": ["context", "fsdp"], "part": "fsdp"},
+    "all, copies of units": {"": ["context", "hsdp"], "part": "hsdp"},
 }
 
 
 def _by_table(name):
-    at, model = context(data_parallel_shard=2, context_parallel_shard=2), _Net()
+    data = {"data_parallel_replicate": 2} if "copies" in name else {"data_parallel_shard": 2}
+    at, model = context(**data, context_parallel_shard=2), _Net()
     parallelize(model, at, TABLES[name], report=None)
     return _differing(model, at.mesh_for("batch")["dp"].get_local_rank())
 

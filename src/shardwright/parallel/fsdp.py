@@ -28,6 +28,7 @@ from shardwright.compat.fully_shard_shown import show_sharded_between
 from shardwright.compat.fully_shard_views import begin_before_bases
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
+from shardwright.layout.mesh_shape import ranks_of
 from shardwright.layout.of_tensor import layout_of
 from shardwright.layout.strided import same_regions
 from shardwright.parallel.direct_calls import serve_direct_calls
@@ -255,7 +256,10 @@ def _is_elsewhere(slot: Slot, mesh: DeviceMesh, shard_mesh: DeviceMesh) -> bool:
     parameter = slot.get()
     if not isinstance(parameter, TorchDTensor) or goes_within(parameter, shard_mesh, mesh):
         return False
-    return is_other_view(slot.path, parameter.device_mesh, mesh)
+    held = parameter.device_mesh
+    if not parameter.ndim and axis_names(shard_mesh)[0] not in axis_names(held):
+        return ranks_of(mesh) <= ranks_of(held) or is_other_view(slot.path, held, mesh)
+    return is_other_view(slot.path, held, mesh)
 
 
 def _refuse_twice(slots: list[Slot], axes: tuple[str, ...], ignored: set[nn.Parameter]) -> None:
@@ -302,7 +306,7 @@ def _replicate_scalars(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Para
 def replicate_scalars(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate parameters without dims, which no unit cuts, over the data ranks of units that span more.
 
-    A unit over data and context ranks together leaves them alone then: they lie on the axes of both.
+    A unit over data and context ranks together leaves them alone then: they lie on all of its ranks.
     """
     axes = axis_names(mesh)
     experts = spread_over(module, mesh)
