@@ -91,6 +91,11 @@ def _over_all(which):
     parallelize_context(model.part, mesh["cp"], output="whole")
     if which == "units":
         parallelize_fsdp(model.part, over_all)
+    if which == "in another dtype":
+        model.double()
+    if which == "assigned":
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
     before = dict(model.named_parameters())
     with pytest.raises(ParallelError) as caught:
         parallelize_fsdp(model, over_all)
@@ -98,7 +103,7 @@ def _over_all(which):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("which", ["root", "units"])
+@pytest.mark.parametrize("which", ["root", "units", "in another dtype", "assigned"])
 def test_units_that_would_count_what_is_outside_once_for_each_rank_are_refused(ranks, which):
     for said in ranks(4, _over_all, which):
         assert (

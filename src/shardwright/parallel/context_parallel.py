@@ -24,6 +24,7 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local_use import kept_spec
 from shardwright.tensor.modules.distribute import carry_over
 from shardwright.tensor.modules.more_axes import KEPT, comes_in_terms, on_more_axes
+from shardwright.tensor.modules.slots import slots_of
 from shardwright.tensor.modules.ties import ties_kept
 from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import as_ours, wrap
@@ -87,12 +88,15 @@ def parallelize_context(
         homes: set[DeviceMesh] = set()
 
         def make(path: str, parameter: nn.Parameter) -> nn.Parameter | None:
-            made = _placed(path, parameter, mesh, src_data_rank)
-            if made is not None:
-                homes.add(_computes_on(made))
-            return made
+            new = _placed(path, parameter, mesh, src_data_rank)
+            if new is not None:
+                homes.add(_computes_on(new))
+            return new
 
-        replace_parameters(module, make)
+        made = set(replace_parameters(module, make).values())
+        for slot in slots_of(module):
+            if mesh.size() > 1 and slot.get() in made:
+                comes_in_terms(slot.owner, slot.name, (axis,))
         scope.mesh = _one_home(homes, mesh)
         _place_buffers(module, mesh)
         scope.enter_with(module)
@@ -180,7 +184,7 @@ def _placed(path: str, parameter: nn.Parameter, mesh: DeviceMesh, source: int | 
         refuse_twice(path, before, axis_names(mesh))
         value = _computing(on_more_axes(before, mesh, whole, LocalUse((), axes), source))
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    comes_in_terms(carry_over(parameter, new), axes)
+    carry_over(parameter, new)
     return new
 
 

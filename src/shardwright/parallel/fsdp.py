@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -45,6 +45,7 @@ from shardwright.placement.base import Replicate
 from shardwright.remember import remembered
 from shardwright.tensor.autograd import as_term
 from shardwright.tensor.modules.distribute import carry_over
+from shardwright.tensor.modules.more_axes import cut_over
 from shardwright.tensor.modules.slots import Slot, slots_of
 from shardwright.tensor.modules.ties import refuse_placed_elsewhere, ties_kept
 from shardwright.tensor.spec import Spec, spec_of, with_dtype
@@ -121,7 +122,7 @@ def shard_over(
         over=axes[-1],
     )
     _refuse_partly_sharded(module, mesh, axes)
-    _refuse_partly_cut([slot for slot in slots_of(module) if slot.get() not in left_alone], shard_mesh)
+    _refuse_partly_cut(module, shard_mesh, left_alone)
     _refuse_shared_with_another_unit(module)
     _refuse_twice(slots, axes, left_alone)
     _refuse_what_torch_cannot(taken)
@@ -333,12 +334,14 @@ def _refuse_partly_sharded(module: nn.Module, mesh: DeviceMesh, axes: tuple[str,
             )
 
 
-def _refuse_partly_cut(slots: Sequence[Slot], mesh: DeviceMesh) -> None:
+def _refuse_partly_cut(module: nn.Module, mesh: DeviceMesh, left_alone: Container[nn.Parameter]) -> None:
     """Raise ParallelError where activations of a part alone are cut over ranks of `mesh`.
 
     The ranks that share a sequence compute terms of the gradients in that part, and of all others the whole.
     """
-    cut = {slot.path: cut_within(slot.get(), mesh) for slot in slots}
+    over = cut_over(module)
+    slots = [slot for slot in slots_of(module) if slot.get() not in left_alone]
+    cut = {slot.path: cut_within(slot.get(), mesh, over[slot.get()]) for slot in slots}
     within = next((axes for axes in cut.values() if axes), ())
     whole = [path for path, axes in cut.items() if not axes]
     if within and whole:
@@ -356,6 +359,7 @@ def _shard(
     """Hand the local tensors to `fully_shard`, then label what it made by what each parameter was before."""
     taken = [slot for slot in slots if slot.get() not in kwargs["ignored_params"]]
     where = {(slot.owner, slot.name): slot.get() for slot in taken}
+    cut = cut_over(module)
     plain: dict[nn.Parameter, nn.Parameter] = {}
     for old in dict.fromkeys(where.values()):
         plain[old] = nn.Parameter(local_plain(old).contiguous(), requires_grad=old.requires_grad)
@@ -378,7 +382,7 @@ def _shard(
     serve_direct_calls(unit, (owner for owner, _ in where if owner not in parts))
     for managed in fsdp_parameters(unit):
         old = where[(managed.owner, managed.name)]
-        _relabel(managed, old, mesh)
+        _relabel(managed, old, mesh, cut[old])
         carry_over(old, managed.parameter)
 
 
@@ -469,9 +473,9 @@ def _sum_gradients(module: nn.Module) -> None:
         module.set_force_sum_reduction_for_comms(enable=True)  # gloo has no premultiplied sum
 
 
-def _relabel(managed: FsdpParameter, old: nn.Parameter, mesh: DeviceMesh) -> None:
+def _relabel(managed: FsdpParameter, old: nn.Parameter, mesh: DeviceMesh, cut: tuple[str, ...]) -> None:
     """Give the sharded parameter and its gradients the layouts that they truly have, in our class."""
-    lies = sharded_layouts(old, mesh, managed.dim, managed.local.dtype)
+    lies = sharded_layouts(old, mesh, managed.dim, managed.local.dtype, cut)
     grad = lies.gradient.layout
 
     def make_grad(local: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from shardwright.placement.base import Placement
 from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.modules.distribute import carry_over
-from shardwright.tensor.modules.more_axes import on_more_axes
+from shardwright.tensor.modules.more_axes import cut_over, on_more_axes
 from shardwright.tensor.modules.ties import ties_kept
 from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import as_ours, wrap
@@ -47,12 +47,12 @@ def place_parameters(
         one was placed in another way under its other name. Nothing has been changed then.
     Cost: a broadcast of each parameter over each axis (none with `src_data_rank=None`).
     """
-    use = LocalUse(axis_names(mesh), summed)
+    use, cut = LocalUse(axis_names(mesh), summed), cut_over(module)
 
     def make(path: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if skip(parameter):
             return None
-        return placed_parameter(path, parameter, mesh, placements, use, src_data_rank)
+        return placed_parameter(path, parameter, mesh, placements, use, src_data_rank, cut[parameter])
 
     with ties_kept(module, "a strategy"):
         return replace_parameters(module, make)
@@ -65,6 +65,7 @@ def placed_parameter(
     placements: Sequence[Placement],
     use: LocalUse,
     source: Source,
+    cut: tuple[str, ...],
 ) -> nn.Parameter | None:
     """The parameter on one mesh more; None when it belongs to another view of these ranks."""
     watch_steps()
@@ -74,7 +75,7 @@ def placed_parameter(
             return None
         refuse_twice(path, before, axis_names(mesh))
         _refuse_sharded(path, parameter, mesh)
-        value = on_more_axes(before, mesh, placements, use, source)
+        value = on_more_axes(before, mesh, placements, use, source, cut)
     else:
         plain = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
         value = wrap(plain._local_tensor, spec_of(plain._spec.layout, mesh, use))

@@ -18,7 +18,7 @@ from shardwright.layout.mesh_shape import ranks_of
 from shardwright.placement.partial import Partial
 from shardwright.placement.shard import Shard
 from shardwright.tensor.local_use import kept_spec
-from shardwright.tensor.modules.more_axes import CUT_OVER, shared_ranks, use_of
+from shardwright.tensor.modules.more_axes import shared_ranks, use_of
 from shardwright.tensor.spec import Spec, finished, spec_of
 from shardwright.tensor.wrap import as_ours
 
@@ -39,17 +39,21 @@ class ShardedLayouts:
     inner_gradient: Spec | None
 
 
-def sharded_layouts(old: nn.Parameter, mesh: DeviceMesh, dim: int, dtype: torch.dtype) -> ShardedLayouts:
+def sharded_layouts(
+    old: nn.Parameter, mesh: DeviceMesh, dim: int, dtype: torch.dtype, cut: tuple[str, ...]
+) -> ShardedLayouts:
     """Of a parameter that is cut on `dim` over the one axis of `mesh`, after what placed it before.
 
     Axes whose ranks are among those of `mesh` go: there it was whole (`goes_within`), and from now on each of
     these ranks keeps a part. The computation sees it on them as before, and its gradient comes in terms.
+
+    Args: cut: the axes that cut its activations.
     """
     (axis,), shape = axis_names(mesh), tuple(old.shape)
     if not isinstance(old, TorchDTensor):
         plain = spec_of(Layout(mesh, {axis: Shard(dim)}, shape, dtype=dtype), mesh)
         return ShardedLayouts(plain, plain, None, None)
-    before, use = as_ours(old)._spec, use_of(as_ours(old))
+    before, use = as_ours(old)._spec, use_of(as_ours(old), cut)
     gone = axes_within(before.mesh, mesh)
     stay = tuple(name for name in before.layout.axes if name not in gone)
     home = union_mesh([on_axes(before.mesh, stay), mesh]) if stay else mesh
@@ -80,18 +84,17 @@ def goes_within(parameter: nn.Parameter, mesh: DeviceMesh, others: DeviceMesh) -
     """
     if not isinstance(parameter, TorchDTensor):
         return False
-    spec, use = as_ours(parameter)._spec, use_of(as_ours(parameter))
+    spec, local = as_ours(parameter)._spec, use_of(as_ours(parameter), ()).axes
     gone = axes_within(spec.mesh, mesh)
     placed = dict(zip(spec.layout.axes, spec.layout.placements, strict=True))
-    if not gone or any(name in use.axes or not placed[name].is_replicated for name in gone):
+    if not gone or any(name in local or not placed[name].is_replicated for name in gone):
         return False
     stay = tuple(name for name in placed if name not in gone)
     return not stay or not shared_ranks(on_axes(spec.mesh, stay), others)
 
 
-def cut_within(parameter: nn.Parameter, mesh: DeviceMesh) -> tuple[str, ...]:
-    """The axes among the ranks of `mesh` that cut its activations; of a unit's own, those that it took in."""
-    cut = getattr(parameter, CUT_OVER, ())
+def cut_within(parameter: nn.Parameter, mesh: DeviceMesh, cut: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the axes that `cut` its activations, those among the ranks of `mesh`; or that its unit took in."""
     if not cut or not isinstance(parameter, TorchDTensor):
         return ()
     within, held = axes_within(parameter.device_mesh, mesh), axis_names(parameter.device_mesh)

@@ -53,8 +53,9 @@ def place_by_words(
     (axis,) = axis_names(mesh)
     by_name = {glob.escape(name): {axis: placement} for name, placement in cuts.items()}
     place_by_pattern(module, mesh, {**placed, **by_name}, source, "parallelize_tensor")
-    for parameter in of_the_stream(module, borders) if sequence and mesh.size() > 1 else ():
-        comes_in_terms(parameter, (axis,))
+    for owner in of_the_stream(module, borders) if sequence and mesh.size() > 1 else ():
+        for name in owner._parameters:
+            comes_in_terms(owner, name, (axis,))
     hang(borders, mesh)
     return module
 

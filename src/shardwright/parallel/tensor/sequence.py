@@ -59,17 +59,16 @@ def read_blocks(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement]) 
     return borders
 
 
-def of_the_stream(module: nn.Module, borders: Borders) -> Iterator[nn.Parameter]:
-    """Vectors of the modules that compute with this rank's tokens, such as norms: their gradients are terms.
+def of_the_stream(module: nn.Module, borders: Borders) -> Iterator[nn.Module]:
+    """Modules of vectors that compute with this rank's tokens, such as norms: their gradients are terms.
 
     One that is handed all tokens after all (a norm before the first block) is right as well.
     """
     gathering = [child for child, border in borders.items() if border.gathers]
     apart = {inner for child in gathering for inner in child.modules()}
     for child in module.modules():
-        own = list(child.parameters(recurse=False))
-        if child not in apart and all(p.ndim <= 1 for p in own):
-            yield from own
+        if child not in apart and all(p.ndim <= 1 for p in child.parameters(recurse=False)):
+            yield child
 
 
 def _cut_names(cuts: Mapping[str, Placement]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
@@ -12,27 +12,39 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.modules.slots import slots_of
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import wrap
 
 KEPT = LocalUse((), ())
-CUT_OVER = "cut_over"
+_CUT_OVER = "_cut_over"
 
 
-def comes_in_terms(parameter: torch.Tensor, axes: tuple[str, ...]) -> None:
+def comes_in_terms(owner: nn.Module, name: str, axes: tuple[str, ...]) -> None:
     """Say of a parameter that computes as a DTensor: these axes cut the activations of its program.
 
-    So its gradient comes in terms there. It hangs on it as an attribute, where a strategy that places it on
-    further axes reads it.
+    So its gradient comes in terms there. It stands with the module that registers it, where a strategy that
+    places it on further axes reads it: `.to(dtype)` and `load_state_dict(assign=True)` make new parameters.
     """
-    known = getattr(parameter, CUT_OVER, ())
-    setattr(parameter, CUT_OVER, (*known, *(axis for axis in axes if axis not in known)))
+    known = vars(owner).setdefault(_CUT_OVER, {})
+    earlier = known.get(name, ())
+    known[name] = (*earlier, *(axis for axis in axes if axis not in earlier))
 
 
-def use_of(parameter: DTensor) -> LocalUse:
-    """How it takes part in the computation: as its spec says, or as what cut its activations left on it."""
-    return parameter._spec.use or LocalUse((), getattr(parameter, CUT_OVER, ()))
+def cut_over(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    """The axes that cut the activations of each parameter's program, said at any of its places."""
+    found: dict[nn.Parameter, tuple[str, ...]] = {}
+    for slot in slots_of(module):
+        earlier = found.get(slot.get(), ())
+        said = vars(slot.owner).get(_CUT_OVER, {}).get(slot.name, ())
+        found[slot.get()] = (*earlier, *(axis for axis in said if axis not in earlier))
+    return found
+
+
+def use_of(parameter: DTensor, cut: tuple[str, ...]) -> LocalUse:
+    """How it takes part in the computation: as its spec says, or as what `cut` its activations."""
+    return parameter._spec.use or LocalUse((), cut)
 
 
 def shared_ranks(left: DeviceMesh, right: DeviceMesh) -> set[int]:
@@ -48,11 +60,18 @@ def is_free_for(x: DTensor, mesh: DeviceMesh) -> bool:
 
 
 def on_more_axes(
-    before: DTensor, mesh: DeviceMesh, given: PlacementsArgument, use: LocalUse, source: int | None
+    before: DTensor,
+    mesh: DeviceMesh,
+    given: PlacementsArgument,
+    use: LocalUse,
+    source: int | None,
+    cut: tuple[str, ...] = (),
 ) -> DTensor:
     """Old axes keep their placements and come first in order; the new axes place what those leave.
 
-    Args: use: how the computation sees the new axes.
+    Args:
+        use: how the computation sees the new axes.
+        cut: the old axes that cut its activations (`cut_over`).
     """
     placements, _ = resolve_placements(mesh, given, default="replicate")
     inner = distribute_tensor(before._local_tensor.detach(), mesh, placements, src_data_rank=source)
@@ -69,7 +88,7 @@ def on_more_axes(
         stride=old.stride,
         order=(*old.order_names, *axis_names(mesh)),
     )
-    earlier = use_of(before)
+    earlier = use_of(before, cut)
     joined = LocalUse(
         _in_order(both, (*earlier.axes, *use.axes)), _in_order(both, (*earlier.summed, *use.summed))
     )
