@@ -111,3 +111,17 @@ def test_units_that_would_count_what_is_outside_once_for_each_rank_are_refused(r
             in said
         )
         assert "fix: parallelize_context of the model that holds both" in said
+
+
+def _replicated_before():
+    mesh, model = rank_mesh((2, 2), ("dp", "cp")), _Net()
+    parallelize_replicate(model, mesh["dp", "cp"]._flatten("dp_cp"))
+    with pytest.raises(ParallelError) as caught:
+        parallelize_context(model.part, mesh["cp"], output="whole")
+    return str(caught.value)
+
+
+def test_a_part_of_what_counts_these_ranks_as_data_is_refused(ranks):
+    for said in ranks(4, _replicated_before):
+        assert "scale: it is replicated on ('dp_cp',), which hold the ranks of ('cp',)" in said
+        assert "fix: parallelize_context first" in said

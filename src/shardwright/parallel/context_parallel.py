@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError, refuse_other_kind
+from shardwright.parallel.expert import spread_over
 from shardwright.parallel.meshes import is_other_view, named_axes, refuse_twice
 from shardwright.parallel.same_model import refuse_other_models
 from shardwright.parallel.sequence_scope import SequenceScope, find_scope
@@ -91,6 +92,8 @@ def parallelize_context(
             new = _placed(path, parameter, mesh, src_data_rank)
             if new is not None:
                 homes.add(_computes_on(new))
+            elif output == "whole" and mesh.size() > 1:
+                _refuse_summed(path, parameter, module, mesh)
             return new
 
         made = set(replace_parameters(module, make).values())
@@ -195,6 +198,21 @@ def _refuse_distributed(path: str, x: DTensor, mesh: DeviceMesh) -> None:
             f"{path}: it computes on {axis_names(x.device_mesh)}, over the ranks of {axis_names(mesh)} too, "
             "and one program runs on one mesh\n"
             "  fix: place it on an axis beside the one that cuts sequences, both sliced from one mesh"
+        )
+
+
+def _refuse_summed(path: str, parameter: nn.Parameter, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise ParallelError for what was replicated over these ranks, as if each read rows of its own.
+
+    In the module they compute terms, and of what stands outside, replicated with it, the whole gradient each.
+    """
+    placed = as_ours(parameter)  # type: ignore[arg-type]  # a parameter on other axes
+    if placed._spec.layout.is_fully_replicated and parameter not in spread_over(module, placed.device_mesh):
+        raise ParallelError(
+            f"{path}: it is replicated on {axis_names(placed.device_mesh)}, which hold the ranks of "
+            f"{axis_names(mesh)}; what stands outside of a module with output='whole' would be summed once "
+            "for each of these\n  fix: parallelize_context first, then parallelize_replicate over axes "
+            f"without the ranks of {axis_names(mesh)}: mesh['dp']"
         )
 
 
