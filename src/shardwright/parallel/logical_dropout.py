@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardwright.parallel.meshes import named_axes, refuse_other_order
 from shardwright.tensor.random.logical_mode import LogicalMode
 from shardwright.tensor.random.mode import random_mode
 from shardwright.tensor.random.rows import BatchRows, enter, leave
+from shardwright.tensor.random.source import draw_key
 
 _MANY = 1 << 16  # draws whose rows are known until their backward has run
 _NO_MODULE = (
@@ -39,7 +41,7 @@ _NO_CALL = (
 
 
 def logical_dropout(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Draw the dropout masks of `module` as one device would that has the whole batch, in place.
+    """Draw the dropout masks of `module`, and noise of its rows, as one device would that has the whole batch.
 
     The batch is what the ranks of the axis read, one after the other, rows in dim 0 of the first tensor that
     the forward takes. Each mask follows from a key and the element's index in the whole batch (Philox4x32-10,
@@ -170,6 +172,24 @@ class _RowsOfModule:
         if len(self._known) > _MANY:
             self._known.popitem(last=False)
         return rows
+
+    def draw_for(self, shape: Sequence[int]) -> tuple[int, BatchRows] | None:
+        """See `Scope`: a backward that runs a part again knows by its keys what the forward drew.
+
+        Raises: RuleError: what runs again would not know its rows.
+        """
+        rows = self._here.frames[-1].rows
+        if rows is not None:
+            if not rows.begin(shape):
+                return None
+            key = draw_key(None)
+            return key, self.rows_of(key)
+        before = torch.get_rng_state()
+        key = draw_key(None)
+        found = self._known.get(key)
+        if found is None:
+            torch.set_rng_state(before)
+        return None if found is None else (key, found)
 
     def _open(self, rows: BatchRows | None, leader: int | None = None) -> None:
         opened = (random_mode("counter"), LogicalMode(self))

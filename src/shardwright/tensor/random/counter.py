@@ -23,13 +23,15 @@ from shardwright.tensor.wrap import wrap
 Draw = Callable[[CounterSource, Mapping[str, Any], torch.dtype], Tensor]
 
 
-def _uniform(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+def uniform_numbers(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    """Between `from` and `to`, by default 0 and 1."""
     low, high = given.get("from", 0.0), given.get("to", 1.0)
     drawn = source.uniform(dtype)
     return drawn if (low, high) == (0.0, 1.0) else drawn.mul_(high - low).add_(low)
 
 
-def _normal(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+def normal_numbers(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    """Of the mean and the deviation given, by default 0 and 1."""
     return source.normal(dtype).mul_(given.get("std", 1.0)).add_(given.get("mean", 0.0))
 
 
@@ -45,16 +47,17 @@ def _limit(dtype: torch.dtype) -> int:
     return 2 if dtype == torch.bool else min(torch.iinfo(dtype).max, 2**63 - 2) + 1
 
 
-def _randint(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+def whole_numbers(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    """From `low` on, below `high`."""
     low = given.get("low", 0)
     return source.integers(low, given["high"] - low)
 
 
-_FILLING: dict[str, Draw] = {
-    "uniform": _uniform,
-    "normal": _normal,
-    "normal_functional": _normal,
-    "log_normal": lambda source, given, dtype: _normal(source, given, dtype).exp_(),
+FILLING: dict[str, Draw] = {
+    "uniform": uniform_numbers,
+    "normal": normal_numbers,
+    "normal_functional": normal_numbers,
+    "log_normal": lambda source, given, dtype: normal_numbers(source, given, dtype).exp_(),
     "exponential": lambda source, given, dtype: source.inside(dtype).log_().div_(-given["lambd"]),
     "cauchy": lambda source, given, dtype: (
         source.inside(dtype).sub_(0.5).mul_(math.pi).tan_().mul_(given["sigma"]).add_(given["median"])
@@ -64,9 +67,9 @@ _FILLING: dict[str, Draw] = {
     ),
     "bernoulli": lambda source, given, _: source.below(given["p"]),
     "random": _random,
-    "rand_like": _uniform,
-    "randn_like": _normal,
-    "randint_like": _randint,
+    "rand_like": uniform_numbers,
+    "randn_like": normal_numbers,
+    "randint_like": whole_numbers,
 }
 _ANY_DTYPE = ("bernoulli", "geometric", "random", "randint_like")
 
@@ -76,7 +79,7 @@ def draw(func: Op, args: Args, kwargs: Kwargs) -> Any:
 
     Raises: RuleError: inside a compiled graph; what torch raises for the op's arguments.
     """
-    given = _bound(func, args, kwargs)
+    given = bound(func, args, kwargs)
     if any(argument.is_out for argument in func._schema.arguments):
         return NotImplemented
     name = func._schema.name.removeprefix("aten::")
@@ -87,7 +90,7 @@ def draw(func: Op, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(given.get("p"), Tensor):
         made = _chance(given["self"], given["p"], given["generator"])
         return given["self"].copy_(made) if func._schema.is_mutable else made
-    make = _FILLING.get(name.removesuffix("_"))
+    make = FILLING.get(name.removesuffix("_"))
     x = given.get("self")
     if make is None or not isinstance(x, DTensor) or isinstance(given.get("high"), Tensor):
         return NotImplemented
@@ -100,7 +103,7 @@ def draw(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return made_like(x, make, given, dtype)
 
 
-def _bound(func: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+def bound(func: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Arguments by name, with their defaults."""
     arguments = func._schema.arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
@@ -184,7 +187,7 @@ def made(
 
 def standard(layout: Layout, mesh: Any, *, normal: bool) -> DTensor:
     """`sw.rand` and `sw.randn`."""
-    make = _normal if normal else _uniform
+    make = normal_numbers if normal else uniform_numbers
     return made(layout, mesh, torch.device(mesh.device_type), make, {"generator": None})
 
 
@@ -198,7 +201,7 @@ def _normal_of_tensors(given: Mapping[str, Any]) -> Any:
     like = next((x for x in operands if x.shape == shape), None)
     if like is None or like.is_complex():
         return NotImplemented
-    drawn = made_like(like, _normal, {"generator": given["generator"]}, like.dtype)
+    drawn = made_like(like, normal_numbers, {"generator": given["generator"]}, like.dtype)
     return drawn * std + mean
 
 
@@ -214,7 +217,7 @@ def dropout(x: DTensor, layout: Layout, p: float, train: bool | None) -> tuple[D
     """What `x` is multiplied with (0 or 1 / (1 - p)), and the mask of what is kept, in a finished layout."""
     keep = 1.0 - p if train or train is None else 1.0
     device, mesh = x._local_tensor.device, x.device_mesh
-    make, given = _FILLING["bernoulli"], {"generator": None, "p": keep}
+    make, given = FILLING["bernoulli"], {"generator": None, "p": keep}
     mask = made(with_dtype(layout, torch.bool), mesh, device, make, given, x._spec.use)
     scale = 0.0 if keep == 0 else 1.0 / keep
     return cast(DTensor, mask.to(x.dtype) * scale), mask

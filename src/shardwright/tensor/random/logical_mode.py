@@ -1,4 +1,4 @@
-"""Dropout of plain tensors, drawn by the logical index of each element in the whole batch."""
+"""Dropout of plain tensors, and noise of their rows, drawn by the logical index in the whole batch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import TorchDispatchMode
 from shardwright.errors import RuleError
 from shardwright.rules.call import Args
+from shardwright.tensor.random.logical_draws import draw_of_rows
 from shardwright.tensor.random.philox import blocks, split_key
 from shardwright.tensor.random.rows import Scope
 from shardwright.tensor.random.source import draw_key
@@ -33,7 +34,7 @@ _INSIDE = MappingProxyType(
 
 
 class LogicalMode(TorchDispatchMode):
-    """Within it, masks of plain tensors follow from their place in the batch; all else runs as it is.
+    """Within it, masks and noise of plain tensors follow from their place in the batch; the rest is as ever.
 
     Not for DTensors: `random_mode("counter")` draws theirs.
     """
@@ -52,7 +53,8 @@ class LogicalMode(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name in _INSIDE:
             _refuse_inside(func, name, args, kwargs)
-        return func(*args, **kwargs)
+        made = draw_of_rows(self._scope, func, args, kwargs)
+        return func(*args, **kwargs) if made is NotImplemented else made
 
 
 def _is_plain(x: Any) -> bool:

@@ -45,6 +45,14 @@ class BatchRows:
             )
         return numel // self.rows * self.before
 
+    def begin(self, shape: Sequence[int]) -> bool:
+        """Is a tensor's first dim made of rows, one each? Of one row a list of numbers may be anything."""
+        return bool(shape) and shape[0] == self.rows and (len(shape) > 1 or self.rows > 1)
+
+    def offset_of(self, shape: Sequence[int]) -> int:
+        """As `first_of`; 0 for what does not begin with rows, and is one for all ranks."""
+        return self.first_of(shape) if self.begin(shape) else 0
+
 
 class Scope(Protocol):
     """What knows the rows: the hooks of one module."""
@@ -56,6 +64,10 @@ class Scope(Protocol):
 
     def rows_of(self, key: int) -> BatchRows:
         """The rows that the draw with this key is about."""
+        ...
+
+    def draw_for(self, shape: Sequence[int]) -> tuple[int, BatchRows] | None:
+        """A key, and the rows of a tensor that begins with them; None, and no draw, for any other."""
         ...
 
 

@@ -88,9 +88,16 @@ class CounterSource:
         first = 0 if self.rows is None else self.rows.first_of(tuple(self.layout.shape))
         return self._values(lambda w: w, 4, torch.int64, first) < round(probability * 2**32)
 
-    def _values(self, transform: Transform, per_block: int, dtype: torch.dtype, first: int = 0) -> Tensor:
-        """The transformed numbers of the elements held, in the local shape. Args: first: of the tensor."""
+    def _values(
+        self, transform: Transform, per_block: int, dtype: torch.dtype, first: int | None = None
+    ) -> Tensor:
+        """The transformed numbers of the elements held, in the local shape.
+
+        Args: first: of the tensor, in the whole batch; None: by its rows, if it begins with them.
+        """
         shape = self.layout.local_shape(self.coords)
+        if first is None:
+            first = 0 if self.rows is None else self.rows.offset_of(tuple(self.layout.shape))
         interval = interval_of(self.layout, self.coords)
         if interval is None:
             found = self._scattered(first, transform, per_block, dtype)
