@@ -11,6 +11,7 @@ import warnings
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from shardwright.checkpoint.agree import rank
 from shardwright.checkpoint.contents import open_checkpoint
@@ -63,12 +64,12 @@ def step_path(out: Place | str, step: int) -> Place:
     return home / "checkpoints" / f"step-{step:08d}"
 
 
-def whole_step(step: int) -> int:
+def whole_step(step: Any) -> int:
     """A number of steps; numpy's is one too.
 
     Raises: CheckpointError: it is none.
     """
-    if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= step < LIMIT:
+    if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) < LIMIT:
         raise CheckpointError(f"step={step!r:.60} is no number of steps: a whole one from 0 to 2**62 - 1")
     return int(step)
 

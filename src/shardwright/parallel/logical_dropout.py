@@ -41,7 +41,7 @@ _NO_CALL = (
 
 
 def logical_dropout(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Draw the dropout masks of `module`, and noise of its rows, as one device would that has the whole batch.
+    """Draw dropout masks, and noise of rows, as one device would that has the whole batch; in place.
 
     The batch is what the ranks of the axis read, one after the other, rows in dim 0 of the first tensor that
     the forward takes. Each mask follows from a key and the element's index in the whole batch (Philox4x32-10,

@@ -32,7 +32,7 @@ _ALONE = MeshShape(("rows",), (1,))
 
 
 def _chance(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:  # noqa: ARG001
-    chance = given["self"] if given.get("p") is None else given["p"]
+    chance: Tensor | float = given["self"] if given.get("p") is None else given["p"]
     return source.fraction() < chance
 
 
