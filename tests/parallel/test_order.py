@@ -24,6 +24,10 @@ def _mesh():
     return rank_mesh((2, 2), ("dp", "tp"))
 
 
+def _three():
+    return rank_mesh((2, 2, 1), ("cp", "dp", "tp"))
+
+
 def _replicated_first():
     mesh = _mesh()
     model = residual()
@@ -107,6 +111,11 @@ REFUSED = {
         lambda m, mesh: sw.distribute_module(m, mesh["dp", "tp"]._flatten("dp_tp")),
         lambda m, mesh: parallelize_context(m, mesh["tp"]),
         "0.weight: it computes on ('dp_tp',), over the ranks of ('tp',) too",
+    ),
+    "context and data, words": (
+        lambda m, _: parallelize_replicate(parallelize_context(m, _three()["cp"]), _three()["dp"]),
+        lambda m, _: parallelize_tensor(m, _three()["tp"], {"0": "colwise"}),
+        "parallelize_tensor: the plan places 0.weight, which is placed already (f32[4, 4])",
     ),
     "fsdp, words": (
         lambda m, mesh: parallelize_fsdp(m, mesh["dp"]),

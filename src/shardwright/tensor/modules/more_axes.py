@@ -12,6 +12,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.local_use import kept_spec
 from shardwright.tensor.modules.slots import slots_of
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.spec import LocalUse, spec_of
@@ -53,8 +54,8 @@ def shared_ranks(left: DeviceMesh, right: DeviceMesh) -> set[int]:
 
 
 def is_free_for(x: DTensor, mesh: DeviceMesh) -> bool:
-    """Is it whole on the axes that place it, computes locally there, and are these not those of `mesh`?"""
-    whole = x._spec.use is not None and x._spec.layout.is_fully_replicated
+    """Is it whole on the axes that place it, computes locally on all, and are these not those of `mesh`?"""
+    whole = kept_spec(x._spec) is None and x._spec.layout.is_fully_replicated
     apart = not set(axis_names(x.device_mesh)) & set(axis_names(mesh))
     return whole and apart and not shared_ranks(x.device_mesh, mesh)
 
