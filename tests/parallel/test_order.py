@@ -132,6 +132,11 @@ REFUSED = {
         lambda m, mesh: parallelize_tensor(m, mesh["dp"], {"0.bias": {"dp": sw.Shard(0)}}),
         "parallelize_tensor was already called on this module",
     ),
+    "words, fsdp that keeps parts of a few ranks": (
+        lambda m, _: parallelize_tensor(m, rank_mesh((4, 1), ("dp", "tp"))["tp"], {"0": "colwise"}),
+        lambda m, _: parallelize_fsdp(m, rank_mesh((4, 1), ("dp", "tp"))["dp"], reshard_after_forward=2),
+        "0.weight: it computes as a DTensor on ('tp',), and between forward and backward",
+    ),
     "fsdp, styles": (
         lambda m, mesh: parallelize_fsdp(m, mesh["dp"]),
         lambda m, mesh: parallelize_tensor(m, mesh["tp"], {"0": ColwiseParallel()}),

@@ -44,6 +44,7 @@ from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Replicate
 from shardwright.remember import remembered
 from shardwright.tensor.autograd import as_term
+from shardwright.tensor.local_use import kept_spec
 from shardwright.tensor.modules.distribute import carry_over
 from shardwright.tensor.modules.more_axes import cut_over
 from shardwright.tensor.modules.slots import Slot, slots_of
@@ -126,6 +127,7 @@ def shard_over(
     _refuse_shared_with_another_unit(module)
     _refuse_twice(slots, axes, left_alone)
     _refuse_what_torch_cannot(taken)
+    _refuse_fewer_ranks(taken, fully_shard_kwargs.get("reshard_after_forward"), shard_mesh.size())
     refuse_placed_elsewhere(taken, module, "parallelize_fsdp")
     ask = fully_shard_kwargs.pop("shard_placement_fn", None)
     _refuse_named([slot for slot in elsewhere if slot.get() not in not_asked], ask)
@@ -223,6 +225,21 @@ def _refuse_what_torch_cannot(slots: Sequence[Slot]) -> None:
             f"parallelize_fsdp: a unit gathers parameters of one dtype, and {said}\n"
             "  fix: shard the modules of each dtype as units of their own, then the root"
         )
+
+
+def _refuse_fewer_ranks(slots: Sequence[Slot], reshard: object, size: int) -> None:
+    """Raise ParallelError for DTensors that torch could not cut over fewer ranks between the passes."""
+    if isinstance(reshard, bool) or not isinstance(reshard, int) or reshard == size:
+        return
+    for slot in slots:
+        parameter = slot.get()
+        inner = kept_spec(as_ours(parameter)._spec) if isinstance(parameter, TorchDTensor) else None
+        if inner is not None:
+            raise ParallelError(
+                f"{slot.path}: it computes as a DTensor on {axis_names(inner.mesh)}, and between forward and "
+                f"backward torch's fully_shard cuts over {reshard} of {size} ranks plain tensors only\n"
+                "  fix: reshard_after_forward=True, or False"
+            )
 
 
 def _is_empty_somewhere(parameter: nn.Parameter) -> bool:
@@ -370,7 +387,7 @@ def _shard(
     fully_shard(parts if len(parts) > 1 else parts[0], mesh=mesh, shard_placement_fn=said.get, **kwargs)
     unit = parts[0]  # several share one state
     show_sharded_between(unit, _refuse_lost, _refuse_hidden)
-    begin_before_bases(unit)
+    begin_before_bases(unit, _refuse_graph)
     for part, kind in zip(parts, kinds, strict=True):
         # Libraries find what they know of a class by how it reads (`transformers`: its recorded states).
         type(part).__module__, type(part).__qualname__ = kind.__module__, kind.__qualname__
@@ -427,6 +444,15 @@ def _refuse_hidden(module: nn.Module, result: object) -> None:
         f"the forward of {type(module).__name__} returned a {kind}, in which fully_shard finds no tensor "
         "with a graph: its backward would gather nothing, and leave no gradient\n  fix: return tensors in "
         f"lists, tuples, dicts or dataclasses, or torch.utils._pytree.register_pytree_node({kind}, ...)"
+    )
+
+
+def _refuse_graph(module: nn.Module) -> None:
+    """Raise ParallelError for a backward with `create_graph=True`: a gradient penalty, a second derivative."""
+    raise ParallelError(
+        f"a backward with create_graph=True goes through {type(module).__qualname__}, a sharded unit: a "
+        "second one would read parameters that it has given back, and nobody would sum what it leaves\n"
+        "  fix: parallelize_replicate for this module; or freeze it, and set_reshard_after_backward(False)"
     )
 
 
