@@ -7,26 +7,32 @@ a linear layer of three dims) makes autograd forget that: the backward met memor
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.utils import _apply_to_tensors
 
-from shardwright.compat import tree_leaves
+from shardwright.compat import current_graph_task_id, tree_leaves
 from shardwright.compat.fully_shard import groups_of
 
 
-def begin_before_bases(module: nn.Module) -> None:
-    """Let the backward of a unit begin before that of the tensors of which it returns views, too."""
-    _Beginning(module._get_fsdp_state()).take_over()  # type: ignore[operator]
+def begin_before_bases(module: nn.Module, refuse_graph: Callable[[nn.Module], None]) -> None:
+    """Let the backward of a unit begin before that of the tensors of which it returns views, too.
+
+    refuse_graph: raises; called where a backward is recorded for a second one, which would read memory that
+        was given back, and whose gradients nobody would sum.
+    """
+    _Beginning(module._get_fsdp_state(), refuse_graph).take_over()  # type: ignore[operator]
 
 
 class _Beginning:
     """Hooks of one unit; `_first`: the number of the first node of autograd that its forward can make."""
 
-    def __init__(self, state: Any) -> None:
-        self._state = state
+    def __init__(self, state: Any, refuse_graph: Callable[[nn.Module], None]) -> None:
+        self._state, self._refuse_graph = state, refuse_graph
         self._first: int | None = None
 
     def take_over(self) -> None:
@@ -34,11 +40,19 @@ class _Beginning:
         self._hook, state._register_pre_backward_hook = state._register_pre_backward_hook, self.hook
         for group in groups_of(state)[:1]:  # without parameters there is nothing to begin
             self._pre_forward, group.pre_forward = group.pre_forward, self.pre_forward
+            self._post_backward, group.post_backward = group.post_backward, partial(self.post_backward, group)
 
     def pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
         if self._first is None and torch.is_grad_enabled():
             self._first = _number(torch.empty(0, requires_grad=True).neg().grad_fn)
         return self._pre_forward(module, args, kwargs)
+
+    def post_backward(self, group: Any, *unused: Any) -> None:
+        recorded = current_graph_task_id() != -1 and torch.is_grad_enabled()  # by `create_graph`
+        trained = any(each.sharded_param.requires_grad for each in group.fsdp_params)
+        if recorded and (group.reshard_after_backward or trained):
+            self._refuse_graph(self._state._modules[0])
+        self._post_backward(*unused)
 
     def hook(self, out: Any) -> Any:
         first, self._first = self._first, None

@@ -448,7 +448,7 @@ def _refuse_hidden(module: nn.Module, result: object) -> None:
 
 
 def _refuse_graph(module: nn.Module) -> None:
-    """Raise ParallelError for a backward with `create_graph=True`: a gradient penalty, a second derivative."""
+    """Raise ParallelError for a backward with `create_graph=True` (a gradient penalty)."""
     raise ParallelError(
         f"a backward with create_graph=True goes through {type(module).__qualname__}, a sharded unit: a "
         "second one would read parameters that it has given back, and nobody would sum what it leaves\n"
