@@ -62,9 +62,7 @@ def words_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def refuse_other_kind(
-    name: str, value: Any, kinds: type | tuple[type, ...], error: type[ShardwrightError], *, fix: str
-) -> None:
+def refuse_other_kind(name: str, value: Any, kinds: Any, error: type[ShardwrightError], *, fix: str) -> None:
     """Raise `error` unless what a caller gave is of one of these kinds.
 
     Args: fix: what to give, in words that follow "fix: ".
@@ -73,6 +71,19 @@ def refuse_other_kind(
         each = kinds if isinstance(kinds, tuple) else (kinds,)
         words = " or ".join("None" if kind is type(None) else kind.__name__ for kind in each)
         raise error(f"{name}={value!r:.60} is no {words}\n  fix: {fix}")
+
+
+def as_several(name: str, value: Any, error: type[ShardwrightError], *, fix: str) -> tuple[Any, ...]:
+    """What a caller gave where several values are due; raise `error` for one text, and what has no members.
+
+    Args: fix: what to give, in words that follow "fix: ".
+    """
+    if isinstance(value, str):
+        raise error(f"{name}={value!r:.60} is one text, where a sequence is due\n  fix: {fix}")
+    try:
+        return tuple(value)
+    except TypeError:
+        raise error(f"{name}={value!r:.60} is no sequence\n  fix: {fix}") from None
 
 
 def refuse_no_number(

@@ -214,5 +214,5 @@ def test_wrong_sizes_and_dtypes_are_refused():
         rest = (torch.tensor([1, 2]),) if isinstance(part, GroupedLinear) else ()
         with pytest.raises(ConfigError, match=r"torch.bfloat16, and the weight of .* MixedPrecisionPolicy"):
             part.double()(torch.randn(3, 8, dtype=torch.bfloat16), *rest)
-    with pytest.raises(ConfigError, match="is empty; give sizes above 0"):
+    with pytest.raises(ConfigError, match="is no whole number above 0"):
         GroupedLinear(0, 4, 4)

@@ -18,6 +18,7 @@ from shardwright.placement import (
     Nested,
     Owner,
     Partial,
+    Ragged,
     Replicate,
     Shard,
     Sliced,
@@ -53,12 +54,7 @@ REFUSED = [
     (Imaged(0, Shard(0), (8,), (8,), (0,), ((-1,),)), "has not what it names"),
     (Imaged(0, Shard(0), (8,), (8,), (0, 0), ((1,),)), "has not what it names"),
     (Imaged(0, Replicate(), (8,), (8,)), r"Replicate\(\) is not a partition"),
-    (Owner(1.0), "coord must be an integer >= 0, got 1.0"),
     (Owner(2), "the axis has coords 0 to 1"),
-    (ZigZag(0.5), "dim must be an integer, got 0.5"),
-    (BlockCyclic("0", 1), "dim must be an integer, got '0'"),
-    (Interleaved(None, 1), "dim must be an integer, got None"),
-    (Fused(None, (2, 1)), "dim must be an integer, got None"),
     (Fused(0, (2, 1), (1, 1, 1)), "3 unit counts for an axis of size 2"),
 ]
 
@@ -68,3 +64,24 @@ def test_what_is_no_partition_is_refused_by_name(placement, message):
     with pytest.raises(PlacementError, match=message) as caught:
         Layout(MeshShape(("x",), (2,)), [placement], (LENGTH,), dtype=torch.float32)
     assert type(placement).__name__ in str(caught.value) or "Nested" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Owner(1.0), "coord must be an integer >= 0, got 1.0"),
+        (lambda: ZigZag(0.5), "dim must be an integer, got 0.5"),
+        (lambda: BlockCyclic("0", 1), "dim must be an integer, got '0'"),
+        (lambda: Interleaved(None, 1), "dim must be an integer, got None"),
+        (lambda: Fused(None, (2, 1)), "dim must be an integer, got None"),
+        (lambda: Fused(0, 3), "Fused: parts=3 is no sequence"),
+        (lambda: Fused(0, (1,), "11"), "units='11' is one text, where a sequence is due"),
+        (lambda: Ragged(3), "Ragged: units=3 is no sequence"),
+        (lambda: Ragged((1, 2), ("a",)), "dims must be integers"),
+        (lambda: Ragged.of_lengths("12"), "lengths='12' is one text, where a sequence is due"),
+    ],
+)
+def test_what_is_no_placement_is_refused_where_it_is_made(make, message):
+    """Not in the call that is given it, perhaps in another file."""
+    with pytest.raises(PlacementError, match=message):
+        make()

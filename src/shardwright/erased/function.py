@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +19,12 @@ from shardwright.erased.gradients import Cut, with_edge
 from shardwright.erased.holds import changed
 from shardwright.erased.report import Report
 from shardwright.erased.watch import profiled
+from shardwright.errors import EraseError, refuse_no_number, refuse_other_kind
 from shardwright.tensor import finished_forms
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.views import write_back
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from shardwright.erased.entry import Entry
     from shardwright.erased.rates import Rate
 
@@ -204,6 +204,9 @@ def erase(function: Callable[..., Any], *, most: int = _MOST) -> Erased:
     Results of a call that ran a backward inside come back without a graph. In a backward of results that
     want gradients, what `.backward(create_graph=True)` asks raises.
 
+    Raises: EraseError: nothing that can be called; `most` is no whole number above 0.
     Cost: what the function sends, through the process groups of its axes; a replay adds nothing.
     """
+    refuse_other_kind("erase: function", function, Callable, EraseError, fix="a function or a module")
+    refuse_no_number("erase: most", most, EraseError, whole=True)
     return Erased(function, most)

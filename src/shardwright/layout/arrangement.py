@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, as_several
 from shardwright.index.region import Shape
 from shardwright.layout.applied import Applied, applied_placements, by_own_names, complete
 from shardwright.layout.mesh_shape import MeshShape
@@ -114,6 +114,9 @@ def order_indices(order: Sequence[str], mesh: MeshShape) -> Order:
 
     Raises: LayoutError: an axis is named twice. MeshError: an axis does not exist.
     """
+    if not isinstance(order, tuple | list):
+        fix = f"names of axes, the first applied first, such as {mesh.axes}"
+        order = as_several("order", order, LayoutError, fix=fix)
     named = [mesh.axis_index(name) for name in order]
     if len(set(named)) != len(named):
         raise LayoutError(f"order {tuple(order)} names an axis twice")

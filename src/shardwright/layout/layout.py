@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, as_several, refuse_other_kind
 from shardwright.index.region import Region, Shape
 from shardwright.index.stride import contiguous_stride, ordered_stride, stride_like
 from shardwright.layout.applied import Applied
@@ -95,22 +95,23 @@ class Layout:
             order = getattr(placements, "order", None)  # of OrderedPlacements
         mesh_shape = as_mesh_shape(mesh)
         # Integers: a graph that is traced with symbolic sizes holds for the sizes that it was planned with.
-        given_shape: Any = shape
+        given: Any = shape, stride
         try:
-            lengths = tuple(map(int, given_shape))
+            shape = tuple(map(int, shape))
+            stride = contiguous_stride(shape) if stride is None else tuple(map(int, stride))
         except (TypeError, ValueError):
-            lengths = (-1,)
-        if min(lengths, default=0) < 0 or isinstance(given_shape, str):
-            raise LayoutError(f"shape={shape!r:.60} is no sequence of lengths, such as (4, 6)")
-        shape = lengths
-        stride = contiguous_stride(shape) if stride is None else tuple(map(int, stride))
+            shape = stride = (-1,)
+        if min(shape + stride, default=0) < 0 or isinstance(given[0], str) or isinstance(given[1], str):
+            as_lengths("shape", given[0])
+            as_lengths("stride", given[1])
         if len(stride) != len(shape):
             raise LayoutError(f"stride {stride} does not fit shape {shape}")
-        given = _one_per_axis(placements, mesh_shape), mesh_shape.sizes, shape
-        if order is None or tuple(order) == mesh_shape.axes:
-            found = arranged(*given, tuple(range(len(mesh_shape.axes))))
+        known = _one_per_axis(placements, mesh_shape), mesh_shape.sizes, shape
+        left_to_right = isinstance(order, tuple | list) and tuple(order) == mesh_shape.axes
+        if order is None or left_to_right:
+            found = arranged(*known, tuple(range(len(mesh_shape.axes))))
         else:
-            found = arranged(*given, order_indices(order, mesh_shape))
+            found = arranged(*known, order_indices(order, mesh_shape))
         if found.foreign:
             check_pendings(found.applied, dtype)
         base_hash = hash((mesh_shape, found.placements, found.order, dtype))
@@ -215,7 +216,10 @@ class Layout:
 
     def local_shape(self, coords: Coords) -> Shape:
         """Shape of the local tensor at these coords. Remembered."""
-        known = self._shapes.get(coords)
+        try:
+            known = self._shapes.get(coords)
+        except TypeError:  # a list
+            self._refuse_coords(coords)
         if known is None:
             known = self._shapes[coords] = self.shapes_along_order(coords)[-1]
         return known
@@ -246,7 +250,7 @@ class Layout:
 
         A Pending holds a term of every element of the region, not the element.
         """
-        known = self._regions.get(coords)
+        known = self._regions.get(coords) if type(coords) is tuple else None
         if known is None:
             self.local_shape(coords)  # refuses what no rank has
             known = self._regions[coords] = self._compose(coords)
@@ -278,7 +282,8 @@ class Layout:
         """
         if isinstance(placements, Mapping):
             order = self.order_names if order is None else order
-            known = [a if isinstance(a, int) else self.mesh_shape.axis_index(a) for a in placements]
+            positions: Any = range(len(self.axes))
+            known = [a if a in positions else self.mesh_shape.axis_index(a) for a in placements]  # type: ignore[arg-type]
             given = dict(zip(known, placements.values(), strict=True))
             placements = [given.get(axis, p) for axis, p in enumerate(self.placements)]
         return Layout(
@@ -295,7 +300,12 @@ class Layout:
         """The same placements and order for another tensor."""
         names = self.order_names
         return Layout(
-            self.mesh_shape, self.placements, shape, dtype=dtype or self.dtype, stride=stride, order=names
+            self.mesh_shape,
+            self.placements,
+            shape,
+            dtype=self.dtype if dtype is None else dtype,
+            stride=stride,
+            order=names,
         )
 
     def is_placed_as(self, other: Layout) -> bool:
@@ -315,17 +325,20 @@ class Layout:
 
         Raises: LayoutError: `full` has another shape.
         """
+        refuse_other_kind("split: full", full, Tensor, LayoutError, fix="the whole tensor")
         if tuple(full.shape) != self.shape:
             raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot be split as {self}")
+        self.local_shape(coords)  # refuses what no rank has
         for step in self.applied:
             full = step.split(full, step.coord(coords))
         return full
 
     def join(self, locals: Sequence[Tensor]) -> Tensor:  # noqa: A002 - the word of the laws
         """The full tensor from the local tensors of all ranks, in the order of `ranks`."""
-        if len(locals) != len(self.ranks):
-            raise LayoutError(f"{len(locals)} local tensors for a mesh of {len(self.ranks)} ranks")
-        return self._join(locals, 0, (0,) * len(self.sizes), self.shape)
+        parts = as_several("join: locals", locals, LayoutError, fix="the local tensor of each rank")
+        if len(parts) != len(self.ranks):
+            raise LayoutError(f"{len(parts)} local tensors for a mesh of {len(self.ranks)} ranks")
+        return self._join(parts, 0, (0,) * len(self.sizes), self.shape)
 
     def _join(self, parts: Sequence[Tensor], level: int, coords: Coords, shape: Shape) -> Tensor:
         if level == len(self.applied):
@@ -404,6 +417,9 @@ def _one_per_axis(placements: Placements, mesh: MeshShape) -> tuple[Placement, .
     if isinstance(placements, Mapping):
         given = {mesh.axis_index(name): as_placement(p) for name, p in placements.items()}
         return tuple([given.get(axis, _REPLICATE) for axis in range(len(mesh.axes))])
+    if not isinstance(placements, tuple | list):
+        fix = f"one placement for each of {mesh.axes}, or {{axis name: placement}}"
+        placements = as_several("placements", placements, LayoutError, fix=fix)
     if len(placements) != len(mesh.axes):
         raise LayoutError(
             f"{len(placements)} placements for a mesh with {len(mesh.axes)} axes ({', '.join(mesh.axes)})"
@@ -412,3 +428,14 @@ def _one_per_axis(placements: Placements, mesh: MeshShape) -> tuple[Placement, .
         if type(placement) not in OWN_CLASSES:
             return tuple(map(as_placement, placements))
     return tuple(placements)
+
+
+def as_lengths(name: str, given: Any) -> Shape:
+    """Numbers from 0 on, one for each dim. Raises: LayoutError: it is none of these."""
+    try:
+        lengths = tuple(map(int, given))
+    except (TypeError, ValueError):
+        lengths = (-1,)
+    if min(lengths, default=0) < 0 or isinstance(given, str):
+        raise LayoutError(f"{name}={given!r:.60} is no sequence of lengths, such as (4, 6)")
+    return lengths

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
+from numbers import Integral
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from shardwright.compat import without_modes
-from shardwright.errors import MeshError
+from shardwright.errors import MeshError, as_several
 from shardwright.remember import memo
 
 Coords = tuple[int, ...]
+_WHOLE: Any = Integral  # numpy's, too
 
 
 class MeshShape:
@@ -28,18 +30,26 @@ class MeshShape:
     ranks: tuple[int, ...]
 
     def __init__(self, axes: Iterable[str], sizes: Iterable[int], ranks: Iterable[int] | None = None) -> None:
-        self.axes = tuple(axes)
-        self.sizes = tuple(sizes)
-        self.ranks = tuple(ranks) if ranks is not None else tuple(range(prod(self.sizes)))
+        self.axes = as_several("MeshShape: axes", axes, MeshError, fix='a name for each axis: ("tp",)')
+        self.sizes = as_several("MeshShape: sizes", sizes, MeshError, fix="a size for each axis: (2,)")
+        self._check_axes()
+        every = range(prod(self.sizes)) if ranks is None else ranks
+        self.ranks = as_several("MeshShape: ranks", every, MeshError, fix="row-major: (0, 1)")
+        self._check_ranks()
         self._hash = hash((self.axes, self.sizes, self.ranks))
         self._index: dict[int, int] | None = None
-        self._check()
 
-    def _check(self) -> None:
+    def _check_axes(self) -> None:
+        if not all(isinstance(axis, str) for axis in self.axes):
+            raise MeshError(f"mesh axes {self.axes}: each is a name")
         if len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
             raise MeshError(f"axes {self.axes} do not name the sizes {self.sizes} one by one")
-        if any(size < 1 for size in self.sizes):
+        if not all(isinstance(size, _WHOLE) and size >= 1 for size in self.sizes):
             raise MeshError(f"mesh sizes {self.sizes}: each must be at least 1")
+
+    def _check_ranks(self) -> None:
+        if not all(isinstance(rank, _WHOLE) for rank in self.ranks):
+            raise MeshError(f"mesh ranks {self.ranks}: each is a whole number")
         if len(self.ranks) != prod(self.sizes) or len(set(self.ranks)) != len(self.ranks):
             raise MeshError(f"mesh sizes {self.sizes} need {prod(self.sizes)} distinct ranks: {self.ranks}")
 
@@ -59,9 +69,10 @@ class MeshShape:
         """
         if self._index is None:
             self._index = {rank: index for index, rank in enumerate(self.ranks)}
-        if rank not in self._index:
-            raise MeshError(f"rank {rank} is not in the mesh {self}")
-        return self._index[rank]
+        try:
+            return self._index[rank]
+        except (KeyError, TypeError):
+            raise MeshError(f"rank {rank!r:.60} is not in the mesh {self}") from None
 
     def coords_of(self, rank: int) -> Coords:
         """The coord of a rank on every axis."""

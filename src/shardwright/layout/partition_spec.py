@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.errors import LayoutError, refuse_other_kind
+from shardwright.errors import LayoutError, as_several, refuse_other_kind
 from shardwright.layout.arrangement import OrderedPlacements
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import as_mesh_shape
@@ -14,6 +14,7 @@ from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
 
 Entry = str | tuple[str, ...] | None
+_SPEC = 'one entry for each dim, a name, several names or None: ("dp", ("tp", "cp"), None)'
 
 
 def to_partition_spec(layout: Layout) -> tuple[Entry, ...]:
@@ -50,13 +51,14 @@ def from_partition_spec(mesh: Any, spec: Sequence[Entry]) -> OrderedPlacements:
     shape = as_mesh_shape(mesh)
     placements: list[Placement] = [Replicate()] * len(shape.axes)
     order: list[str] = []
-    for dim, entry in enumerate(spec):
-        for name in _axis_names(entry):
+    entries = as_several("from_partition_spec: spec", spec, LayoutError, fix=_SPEC)
+    cuts = [_axis_names(entry) for entry in entries]
+    for dim, names in enumerate(cuts):
+        for name in names:
             if name in order:
-                raise LayoutError(f"partition spec {tuple(spec)} names axis {name} twice")
+                raise LayoutError(f"partition spec {entries} names axis {name} twice")
             placements[shape.axis_index(name)] = Shard(dim)
             order.append(name)
-    cuts = map(_axis_names, spec)
     left_to_right = all(list(names) == sorted(names, key=shape.axes.index) for names in cuts)
     return OrderedPlacements(placements, None if left_to_right else order)
 
@@ -64,4 +66,6 @@ def from_partition_spec(mesh: Any, spec: Sequence[Entry]) -> OrderedPlacements:
 def _axis_names(entry: Entry) -> tuple[str, ...]:
     if entry is None:
         return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+    if isinstance(entry, str):
+        return (entry,)
+    return as_several("from_partition_spec: an entry", entry, LayoutError, fix=_SPEC)

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from shardwright.comm.collectives import all_to_all_uneven
 from shardwright.comm.functional import exchange_rows
-from shardwright.errors import ParallelError
+from shardwright.errors import ParallelError, refuse_no_number, refuse_other_kind
 from shardwright.moe.permute import PairOrder, permute_rows, sort_by_group, unpermute_rows
 
 
@@ -52,8 +52,13 @@ class ExpertCommunicator:
         axis: str = "ep_shard",
         ranks: AbstractSet[int] = frozenset(),
     ) -> None:
-        if group.size() < 1 or num_experts < 1:
-            raise ParallelError(f"{num_experts} experts on {group.size()} ranks: both must be at least 1")
+        fix = 'the group of an axis: mesh.get_group("ep_shard")'
+        refuse_other_kind("ExpertCommunicator: group", group, ProcessGroup, ParallelError, fix=fix)
+        refuse_no_number("ExpertCommunicator: num_experts", num_experts, ParallelError, whole=True)
+        refuse_other_kind("ExpertCommunicator: axis", axis, str, ParallelError, fix="the name of the axis")
+        refuse_other_kind(
+            "ExpertCommunicator: ranks", ranks, AbstractSet, ParallelError, fix="a set of ranks"
+        )
         self.group = group
         self.axis = axis
         self.ranks = ranks or frozenset(get_process_group_ranks(group))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwright.moe.grouped_linear import GroupedLinear
+from shardwright.moe.grouped_linear import GroupedLinear, refuse_no_sizes
 
 
 class GroupedExperts(nn.Module):
@@ -21,6 +21,7 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, num_experts: int, dim: int, hidden_dim: int) -> None:
         super().__init__()
+        refuse_no_sizes(num_experts=num_experts, dim=dim, hidden_dim=hidden_dim)
         self.gate = GroupedLinear(num_experts, dim, hidden_dim)
         self.up = GroupedLinear(num_experts, dim, hidden_dim)
         self.down = GroupedLinear(num_experts, hidden_dim, dim)
@@ -42,6 +43,7 @@ class SharedExpert(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
+        refuse_no_sizes(dim=dim, hidden_dim=hidden_dim)
         self.gate = nn.Linear(dim, hidden_dim, bias=False)
         self.up = nn.Linear(dim, hidden_dim, bias=False)
         self.down = nn.Linear(hidden_dim, dim, bias=False)

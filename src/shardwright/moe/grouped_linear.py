@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.nn import functional
 
 from shardwright.comm.traced import goes_in_groups
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, refuse_no_number
 from shardwright.moe.cut_tokens import computes_locally
 
 # Where torch defines its grouped kernel; its shape function, which a traced graph needs, knows bfloat16 only.
@@ -39,10 +39,7 @@ class GroupedLinear(nn.Module):
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
-        if min(num_experts, in_features, out_features) < 1:
-            raise ConfigError(
-                f"GroupedLinear({num_experts}, {in_features}, {out_features}) is empty; give sizes above 0"
-            )
+        refuse_no_sizes(num_experts=num_experts, in_features=in_features, out_features=out_features)
         self.num_experts = num_experts
         self.in_features = in_features
         self.out_features = out_features
@@ -82,6 +79,12 @@ class GroupedLinear(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes, for `print(module)`."""
         return f"{self.num_experts}, {self.in_features}, {self.out_features}"
+
+
+def refuse_no_sizes(**sizes: object) -> None:
+    """Raise ConfigError for a size of a part that is no whole number above 0."""
+    for name, size in sizes.items():
+        refuse_no_number(name, size, ConfigError, whole=True)
 
 
 def as_autocast(x: Tensor) -> Tensor:

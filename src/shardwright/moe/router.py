@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwright.errors import ConfigError
-from shardwright.moe.grouped_linear import refuse_other_dtype
+from shardwright.errors import ConfigError, refuse_other_kind
+from shardwright.moe.grouped_linear import refuse_no_sizes, refuse_other_dtype
 
 
 class Routing(NamedTuple):
@@ -37,7 +37,9 @@ class TopKRouter(nn.Module):
 
     def __init__(self, dim: int, num_experts: int, top_k: int, *, normalize: bool = True) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
+        refuse_no_sizes(dim=dim, num_experts=num_experts, top_k=top_k)
+        refuse_other_kind("normalize", normalize, bool, ConfigError, fix="True or False")
+        if top_k > num_experts:
             raise ConfigError(
                 f"top_k={top_k} of {num_experts} experts has no meaning; choose 1 <= top_k <= num_experts"
             )

@@ -81,20 +81,19 @@ class AlongDim(Partition):
 
     def validate(self, shape: Shape, n: int) -> None:  # noqa: ARG002 - any axis size will do
         """The tensor must have the dim."""
-        if not isinstance(self.dim, int):
-            raise PlacementError(f"{self.text()}: dim must be an integer, got {self.dim!r}")
         self._dim(len(shape))
 
     def _dim(self, ndim: int) -> int:
         """`dim` counted from the front. The text, for the error, may be long: it is made only then."""
-        try:
-            return self.dim if 0 <= self.dim < ndim else check_dim(self.dim, ndim, self.text())
-        except TypeError:
-            raise PlacementError(f"{self.text()}: dim must be an integer, got {self.dim!r}") from None
+        return self.dim if 0 <= self.dim < ndim else check_dim(self.dim, ndim, self.text())
 
     def text(self) -> str:
         """How the text of a layout names this placement: class and arguments."""
         return self._called()
+
+    def _check_dim(self) -> None:
+        if not isinstance(self.dim, int):
+            raise PlacementError(f"{self.text()}: dim must be an integer, got {self.dim!r}")
 
     def _checked(self, name: str, value: Any, least: int) -> None:
         check_counts(self.text(), least, **{name: value})

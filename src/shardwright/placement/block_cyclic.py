@@ -19,6 +19,8 @@ class BlockCyclic(AlongDim):
     block: int
 
     def __post_init__(self) -> None:
+        if type(self.dim) is not int:
+            self._check_dim()
         self._checked("block", self.block, 1)
 
     def runs(self, length: int, n: int, coord: int) -> Runs:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardwright.errors import PlacementError
 from shardwright.index.runs import Run, Runs, interval, merged
 from shardwright.placement.along_dim import AlongDim
-from shardwright.placement.ragged import is_count
+from shardwright.placement.ragged import counts_of
 from shardwright.placement.shard import chunk_bounds
 
 
@@ -29,13 +29,9 @@ class Fused(AlongDim):
 
     def __init__(self, dim: int, parts: Iterable[int], units: Iterable[int] | None = None) -> None:
         object.__setattr__(self, "dim", dim)
-        object.__setattr__(self, "parts", tuple(parts))
-        object.__setattr__(self, "units", None if units is None else tuple(units))
-        for name, counts in (("parts", self.parts), ("units", self.units)):
-            if counts is not None and (not all(map(is_count, counts)) or not any(counts)):
-                raise PlacementError(
-                    f"{self.text()}: {name} must be integers, not negative and not all zero, got {counts}"
-                )
+        object.__setattr__(self, "parts", counts_of("Fused", "parts", parts))
+        object.__setattr__(self, "units", None if units is None else counts_of("Fused", "units", units))
+        self._check_dim()
 
     def runs(self, length: int, n: int, coord: int) -> Runs:
         """One share of each part."""

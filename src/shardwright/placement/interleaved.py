@@ -24,6 +24,8 @@ class Interleaved(AlongDim):
     chunks: int
 
     def __post_init__(self) -> None:
+        if type(self.dim) is not int:
+            self._check_dim()
         self._checked("chunks", self.chunks, 1)
 
     def runs(self, length: int, n: int, coord: int) -> Runs:

@@ -14,13 +14,18 @@ from shardwright.placement.base import HeldBy, Partition, check_counts
 _FEW_COORDS = 4096
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, init=False)
 class Owner(Partition):
     """`coord` holds the whole tensor; every other coord an empty one of shape (0, *shape[1:])."""
 
     undivided = True
 
     coord: int
+
+    def __init__(self, coord: int) -> None:
+        object.__setattr__(self, "coord", coord)
+        if type(coord) is not int or coord < 0:
+            check_counts(self.text(), 0, coord=coord)
 
     def region(self, shape: Shape, n: int, coord: int) -> Region:  # noqa: ARG002 - the same for every axis size
         """Everything or nothing."""
@@ -55,8 +60,7 @@ class Owner(Partition):
 
     def validate(self, shape: Shape, n: int) -> None:  # noqa: ARG002 - any tensor will do
         """The axis must have the coord."""
-        check_counts(self.text(), 0, coord=self.coord)
-        if not 0 <= self.coord < n:
+        if self.coord >= n:
             raise PlacementError(f"{self.text()}: the axis has coords 0 to {n - 1}")
 
     def text(self) -> str:

@@ -120,7 +120,8 @@ class Partial(TorchPartial, Pending):
     any_size = True
 
     def __init__(self, reduce_op: str = "sum") -> None:
-        if reduce_op not in _REDUCTIONS:
+        named: Any = reduce_op
+        if not isinstance(named, str) or named not in _REDUCTIONS:
             raise PlacementError(
                 f"Partial({reduce_op!r}): the reductions are {', '.join(_REDUCTIONS)}; "
                 "another one is a subclass of Pending with combine and embed"

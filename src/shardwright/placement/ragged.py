@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
 
-from shardwright.errors import PlacementError
+from shardwright.errors import PlacementError, as_several
 from shardwright.index.assemble import check_dim
 from shardwright.index.region import Region, Shape
 from shardwright.index.runs import interval, total
@@ -30,18 +30,20 @@ class Ragged(OfFlatDims):
     dims: tuple[int, ...]
 
     def __init__(self, units: Iterable[int], dims: Iterable[int] | int = (0,)) -> None:
-        object.__setattr__(self, "units", tuple(units))
-        object.__setattr__(self, "dims", (dims,) if isinstance(dims, int) else tuple(dims))
-        if not all(map(is_count, self.units)) or not any(self.units):
-            raise PlacementError(f"{self.text()}: units must be integers, not negative and not all zero")
+        object.__setattr__(self, "units", counts_of("Ragged", "units", units))
+        given = (dims,) if isinstance(dims, int) else dims
+        fix = "a dim, or several, ascending: (0, 1)"
+        object.__setattr__(self, "dims", as_several("Ragged: dims", given, PlacementError, fix=fix))
         if not self.dims:
             raise PlacementError(f"{self.text()}: name at least one dim")
+        if not set(map(type, self.dims)) <= {int}:
+            raise PlacementError(f"{self.text()}: dims must be integers")
 
     @classmethod
     def of_lengths(cls, lengths: Iterable[int], dims: Iterable[int] | int = (0,)) -> Ragged:
         """The shares of these lengths, in the largest units, so that one cut has one name."""
-        lengths = tuple(lengths)
-        unit = gcd(*lengths) or 1
+        lengths = counts_of("Ragged.of_lengths", "lengths", lengths)
+        unit = gcd(*lengths)
         return cls((length // unit for length in lengths), dims)
 
     @classmethod
@@ -106,6 +108,15 @@ class Ragged(OfFlatDims):
     __repr__ = text
 
 
-def is_count(value: object) -> bool:
-    """May it count the units of a share?"""
-    return isinstance(value, int) and value >= 0
+def counts_of(placement: str, name: str, given: Iterable[int]) -> tuple[int, ...]:
+    """How many units the shares have. Raises: PlacementError: no whole numbers from 0 on, or none above 0."""
+    counts = (
+        tuple(given)
+        if isinstance(given, tuple | list)
+        else as_several(f"{placement}: {name}", given, PlacementError, fix="one whole number for each share")
+    )
+    if not set(map(type, counts)) <= {int} or not any(counts) or min(counts) < 0:
+        raise PlacementError(
+            f"{placement}: {name} must be integers, not negative and not all zero, got {counts}"
+        )
+    return counts

@@ -12,11 +12,16 @@ from shardwright.placement.base import HeldBy
 from shardwright.placement.shard import chunk_bounds
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, init=False)
 class ZigZag(AlongDim):
     """The dim is cut in 2n pieces as `torch.chunk` does; coord i holds pieces i and 2n - 1 - i."""
 
     dim: int
+
+    def __init__(self, dim: int) -> None:
+        object.__setattr__(self, "dim", dim)
+        if type(self.dim) is not int:
+            self._check_dim()
 
     def runs(self, length: int, n: int, coord: int) -> Runs:
         """Two intervals; one where they touch or the second is empty."""

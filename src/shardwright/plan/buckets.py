@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd, lcm
 
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, as_several, refuse_no_number
 from shardwright.placement.ragged import Ragged
 
 ALIGNMENT = 16  # bytes: what vector loads and NCCL's fast paths ask for
@@ -71,7 +71,7 @@ def pack_blocks(lengths: Sequence[int], blocks: Sequence[int], ranks: int, *, it
         PlanError: a block does not divide its tensor; the arguments do not fit together.
     Cost: pure; some milliseconds for a thousand tensors of a few shapes.
     """
-    _check(lengths, blocks, ranks, itemsize)
+    lengths, blocks = _checked(lengths, blocks, ranks, itemsize)
     kinds = Counter((length, block) for length, block in zip(lengths, blocks, strict=True) if length)
     step = lcm(ALIGNMENT, itemsize) // itemsize
     for share in _shares(kinds, ranks, step):
@@ -81,16 +81,24 @@ def pack_blocks(lengths: Sequence[int], blocks: Sequence[int], ranks: int, *, it
     raise PlanError("no bucket was found")  # unreachable: the last share holds everything
 
 
-def _check(lengths: Sequence[int], blocks: Sequence[int], ranks: int, itemsize: int) -> None:
-    if len(lengths) != len(blocks) or ranks < 1 or itemsize < 1:
-        raise PlanError(
-            f"pack_blocks: {len(lengths)} lengths, {len(blocks)} blocks, {ranks} ranks, itemsize {itemsize}"
-        )
+def _checked(
+    lengths: Sequence[int], blocks: Sequence[int], ranks: int, itemsize: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    fix = "whole numbers, one for each tensor"
+    lengths = as_several("pack_blocks: lengths", lengths, PlanError, fix=fix)
+    blocks = as_several("pack_blocks: blocks", blocks, PlanError, fix=fix)
+    refuse_no_number("pack_blocks: ranks", ranks, PlanError, whole=True)
+    refuse_no_number("pack_blocks: itemsize", itemsize, PlanError, whole=True)
+    if len(lengths) != len(blocks):
+        raise PlanError(f"pack_blocks: {len(lengths)} lengths, {len(blocks)} blocks")
+    if not all(isinstance(number, int) for number in (*lengths, *blocks)):
+        raise PlanError(f"pack_blocks: lengths and blocks are whole numbers, got {lengths} and {blocks}")
     for index, (length, block) in enumerate(zip(lengths, blocks, strict=True)):
         if length < 0 or (length and (block < 1 or length % block)):
             raise PlanError(
                 f"pack_blocks: a block of {block} does not divide tensor {index}, of {length} elements"
             )
+    return lengths, blocks
 
 
 Kind = tuple[int, int]  # length and block

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, as_several
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,16 @@ class Network:
     one_round_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises: PlanError: one name, whose letters would be taken for names."""
-        if issubclass(type(self.slow_axes), str):
-            raise PlanError(f"slow_axes are names of axes: ({self.slow_axes!r},)")
+        """Raises: PlanError: what are no names, one name alone included; what is no number of bytes."""
+        axes = as_several("slow_axes are names of axes: slow_axes", self.slow_axes, PlanError, fix='("dp",)')
+        if not all(isinstance(axis, str) for axis in axes):
+            raise PlanError(f"slow_axes are names of axes, got {axes}")
+        few: Any = self.one_round_bytes
+        if few is not None and (type(few) is not int or few < 0):
+            raise PlanError(
+                f"a network's one_round_bytes={few!r:.60} is no number of bytes from 0 on; None: 64 KiB"
+            )
+        object.__setattr__(self, "slow_axes", axes)
 
     def to_json(self) -> str:
         """The text that `from_json` reads."""
@@ -42,16 +49,12 @@ class Network:
         """
         try:
             given: Any = json.loads(text)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise PlanError(f"not the text of a network: {error}") from None
         known = {field.name for field in fields(cls)}
         if not isinstance(given, dict) or not set(given) <= known:
             raise PlanError(f"a network has {', '.join(sorted(known))}; this is {text[:80]}")
-        axes, least = given.get("slow_axes", ()), given.get("one_round_bytes")
-        names = isinstance(axes, list | tuple) and all(isinstance(axis, str) for axis in axes)
-        if not names or not isinstance(least, int | None):
-            raise PlanError(f"slow_axes are names, one_round_bytes is a number or null; this is {text[:80]}")
-        return cls(tuple(axes), least)
+        return cls(**given)
 
 
 current = Network()  # what plans are made for

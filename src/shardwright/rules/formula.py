@@ -106,14 +106,23 @@ def formula(text: str, **facts: Unpack[Facts]) -> Formula:
         raise RuleError(f"rule {text!r}: its facts {facts} are not written as facts are: {error}") from error
 
 
+_LISTED = frozenset({"hom", "strides", "prefix", "even", "held"})  # one text stands for one
+
+
 def _formula(text: str, written: dict[str, Any]) -> Formula:
-    reduce, hom = written.get("reduce"), written.get("hom", ())
-    written["hom"] = (hom,) if isinstance(hom, str) else tuple(hom)
-    for fact in written["hom"]:
+    reduce = written.get("reduce")
+    for name in _LISTED & written.keys():
+        given = written[name]
+        written[name] = (given,) if isinstance(given, str) else tuple(given)
+    for fact in written.get("hom", ()):
         parse_hom(fact)
     for name in reduce if isinstance(reduce, tuple) else (reduce,):
         if name is not None:
             pending_of(name)
+    if not isinstance(written.get("elementwise", False), bool):
+        raise TypeError("elementwise is True or False")
+    if not (written.get("local") is None or callable(written["local"])):
+        raise TypeError("local is a function")
     pairs = {name: tuple((written.get(name) or {}).items()) for name in ("ints", "shapes", "depends")}
     return Formula(text, **(written | pairs))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
-from shardwright.errors import RuleError
+from shardwright.errors import RuleError, refuse_other_kind
 from shardwright.rules.call import Call
 from shardwright.rules.formula import Facts, Formula, formula
 from shardwright.rules.notation import parse
@@ -48,6 +48,11 @@ def rule(
     Raises: RuleError: the text is not in the notation, torch knows no such op, or the rule speaks of what the
         op has not: arguments, labels, numbers of tensors. Nothing is registered then.
     """
+    _check_flags(later=later)
+    kinds: Any = (Callable, type(None))
+    refuse_other_kind(
+        "rule: when", when, kinds, RuleError, fix="a function of the call that says True or False"
+    )
     stated = formula(text, **facts)
     parse(text)
     key = op_key(op)
@@ -92,16 +97,25 @@ def register_rule(*ops: OpName, any_size: bool = False, later: bool = False) -> 
     """
     if not ops:
         raise RuleError("register_rule: name at least one op")
+    _check_flags(any_size=any_size, later=later)
     if registry.open and not later:
         for op in ops:
             overloads_of(op_key(op))
 
     def register(make: Make) -> Make:
+        fix = "a function of the call that returns a formula, its text or None"
+        refuse_other_kind("register_rule(...): make", make, Callable, RuleError, fix=fix)
+        name = getattr(make, "__name__", type(make).__name__)
         for op in ops:
-            registry.add(Rule(op_key(op), make, f"{make.__name__}(call)", any_size))
+            registry.add(Rule(op_key(op), make, f"{name}(call)", any_size))
         return make
 
     return register
+
+
+def _check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        refuse_other_kind(name, value, bool, RuleError, fix="True or False")
 
 
 def remove_rule(entry: Rule) -> None:

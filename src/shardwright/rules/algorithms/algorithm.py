@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
-from shardwright.errors import RuleError
+from shardwright.errors import RuleError, refuse_other_kind
 from shardwright.layout.applied import cut_form
 from shardwright.layout.layout import Layout
 from shardwright.rules.call import Call
@@ -77,14 +77,19 @@ def register_algorithm(
     """
     if not ops:
         raise RuleError("register_algorithm: name at least one op")
+    fix, kinds = "a function of the call and its layouts that returns bytes or None", (Callable, type(None))
+    refuse_other_kind("register_algorithm: cost", cost, Callable, RuleError, fix=fix)
+    refuse_other_kind("register_algorithm: rows", rows, kinds, RuleError, fix="a program over rows, or None")
     if registry.open:
         for op in ops:
             overloads_of(op_key(op))
 
     def register(function: _F) -> _F:
+        fix = "a function of the op and its arguments"
+        refuse_other_kind("register_algorithm(...): function", function, Callable, RuleError, fix=fix)
         text = (function.__doc__ or "").strip().splitlines()
         for op in ops:
-            said = text[0].rstrip(".") if text else function.__name__
+            said = text[0].rstrip(".") if text else getattr(function, "__name__", type(function).__name__)
             registry.add_algorithm(Algorithm(op_key(op), function, cost, said, rows))
         return function
 
