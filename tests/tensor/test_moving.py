@@ -558,7 +558,7 @@ def _refusals():
         "two meshes": _text(lambda: d + sw.distribute_tensor(x, other, [sw.Replicate()]), RuleError),
         "plain": _text(lambda: d + x, RuleError),
         "no tensor": _text(lambda: sw.DTensor.from_local([1.0], grid, [sw.Replicate()] * 2)),
-        "shape alone": _text(lambda: sw.DTensor.from_local(x, grid, [sw.Replicate()] * 2, shape=(6, 4))),
+        "stride alone": _text(lambda: sw.DTensor.from_local(x, grid, [sw.Replicate()] * 2, stride=(4, 1))),
     }
 
 
@@ -584,7 +584,7 @@ def test_bad_input_is_refused_with_what_and_why(ranks):
     assert "sw.distribute_tensor" in texts["plain"]
     assert "sw.DTensor.from_local" in texts["plain"]
     assert "sw.spmd(mesh)" in texts["plain"]
-    assert texts["shape alone"] == "Please pass both shape and stride at the same time, or neither"
+    assert texts["stride alone"].startswith("from_local: stride=(4, 1) without a shape")
     assert issubclass(LayoutError, RuntimeError)  # some of these are one in torch, the others a ValueError
     assert issubclass(ParallelError, RuntimeError)
 

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.comm.dtype import bits
 from shardwright.comm.record import because
 from shardwright.compat import mesh_resources, unwrap_if_dead
-from shardwright.errors import LayoutError
-from shardwright.layout.layout import Layout
+from shardwright.errors import LayoutError, refuse_other_kind
+from shardwright.index.stride import contiguous_stride
+from shardwright.layout.layout import Layout, as_lengths
 from shardwright.placement.base import Partition, Placement, Replicate
 from shardwright.tensor import known_parts
 from shardwright.tensor.agreed import check_alike, check_stated, cut_by, refuse_unequal, told_by_all, whole_of
@@ -112,12 +113,14 @@ def from_local_in_graph(
     mesh = current_mesh(mesh)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, order = resolve_placements(mesh, given, default="error")
-    if (shape is None) != (stride is None):
-        raise LayoutError("Please pass both shape and stride at the same time, or neither")
+    refuse_other_kind("from_local: run_check", run_check, bool, LayoutError, fix="True or False")
+    shape, stride = _logical(shape, stride)
     if run_check and coords_of(mesh) is not None:
         _agree(local, mesh, resolved, shape, stride, order)
-    stated = _stated(mesh, resolved, local, shape, stride) if shape is not None else None
-    layout = stated or inferred_layout(local, mesh, resolved)
+    if shape is None:
+        layout = inferred_layout(local, mesh, resolved)
+    else:
+        layout = Layout(mesh, resolved, shape, dtype=local.dtype, stride=stride)
     if order is not None:
         layout = layout.with_placements(resolved, order=order)
     coords = coords_of(mesh)
@@ -135,6 +138,16 @@ def from_local_in_graph(
     return apply(FromLocal, unwrap_if_dead(local), layout, mesh, grad_layout)
 
 
+def _logical(shape: Sequence[int] | None, stride: Sequence[int] | None) -> tuple[Any, Any]:
+    """Shape and stride of the logical tensor, row-major where only the shape is stated."""
+    if shape is None:
+        if stride is not None:
+            raise LayoutError(f"from_local: stride={stride!r:.60} without a shape\n  fix: pass shape= too")
+        return None, None
+    lengths = as_lengths("shape", shape)
+    return lengths, contiguous_stride(lengths) if stride is None else as_lengths("stride", stride)
+
+
 def _agree(
     local: torch.Tensor,
     mesh: DeviceMesh,
@@ -145,13 +158,12 @@ def _agree(
 ) -> None:
     """Refuse, on all ranks alike and before anything is sent, what is not one tensor's parts."""
     what = "DTensor.from_local(run_check=True)"
-    whole = None if shape is None else tuple(shape)
     # Logical strides that nobody states are those of the part: where they differ, ranks view differently.
     lies = tuple(stride or sorted(range(local.dim()), key=local.stride().__getitem__, reverse=True))
-    told = told_by_all(local, mesh, (placements, whole, lies, order, local.requires_grad), what)
+    told = told_by_all(local, mesh, (placements, shape, lies, order, local.requires_grad), what)
     check_alike(told, what)
-    if whole is not None:
-        layout = Layout(mesh, placements, whole, dtype=local.dtype, stride=stride, order=order)
+    if shape is not None:
+        layout = Layout(mesh, placements, shape, dtype=local.dtype, stride=stride, order=order)
         return check_stated(told, layout, what)
     guesses = [
         inferred_layout(torch.empty(held.shape, device="meta"), mesh, placements).shape for held in told
@@ -159,16 +171,6 @@ def _agree(
     if len(set(guesses)) > 1:
         refuse_unequal(told, guesses, whole_of(told, mesh, placements, local.dtype), what)
     return None
-
-
-def _stated(
-    mesh: DeviceMesh,
-    placements: tuple[object, ...],
-    local: torch.Tensor,
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
-) -> Layout:
-    return Layout(mesh, placements, tuple(shape or ()), dtype=local.dtype, stride=tuple(stride or ()))
 
 
 def inferred_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[object]) -> Layout:
@@ -185,9 +187,9 @@ def inferred_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
         dim = cut_by(placement, tuple(shape), size)
         if dim is None:
             raise LayoutError(
-                f"from_local cannot infer the logical shape under {placement}: pass shape and stride\n"
+                f"from_local cannot infer the logical shape under {placement}: pass shape=\n"
                 f"  local  {tuple(local.shape)} on this rank\n"
-                "  fix: from_local(..., shape=(...), stride=(...)) with those of the whole tensor"
+                "  fix: from_local(..., shape=(...)), that of the whole tensor"
             )
         shape[dim] *= size
         stride = [s * size if s > stride[dim] and i != dim else s for i, s in enumerate(stride)]

@@ -66,10 +66,12 @@ def distribute_tensor(
         raise LayoutError("distribute_tensor can distribute leaf tensors only; use DTensor.from_local")
     if tensor.layout is not torch.strided:
         raise LayoutError(f"distribute_tensor takes a dense tensor, was given a {tensor.layout}: to_dense()")
+    if tensor.is_quantized:
+        raise LayoutError("distribute_tensor takes plain numbers, was given a quantized tensor: dequantize()")
     refuse_source(mesh, src_data_rank)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, stated = resolve_placements(mesh, given, default="replicate")
-    stride, order = tuple(tensor.stride()), order or stated
+    stride, order = tuple(tensor.stride()), stated if order is None else order
     layout = Layout(mesh, resolved, tuple(tensor.shape), dtype=tensor.dtype, stride=stride, order=order)
     if isinstance(tensor, TorchDTensor):
         return _already(as_ours(tensor), mesh, layout)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import DisableTorchFunctionSubclass, DTensorSpec, TensorClass
 from shardwright.compat.dynamo import never_traced
+from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of_spec
 from shardwright.placement.base import Placement
@@ -64,6 +65,16 @@ class _StandsForTorchs(TensorClass):
         return self is other or other is TorchDTensor
 
     __hash__ = type.__hash__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of the class. Raises: LayoutError: what is no local tensor with its spec."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except (AttributeError, TypeError) as error:
+            raise LayoutError(
+                f"{self.__name__} is made of a local tensor and its spec: {error}\n"
+                "  fix: sw.distribute_tensor(whole, mesh, placements), or DTensor.from_local(part, ...)"
+            ) from error
 
 
 class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
@@ -162,8 +173,9 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
             run_check: the ranks tell each other shapes, dtypes, placements, `requires_grad` and the order of
                 dims in memory, and refuse what does not fit, all alike and before anything else; then
                 replicated parts are broadcast from the first.
-            shape, stride: the logical ones; without them every rank is taken to hold a part of equal shape.
-                Where parts are not equal (5 rows over 2) they must be given: a rank cannot see it alone.
+            shape: the logical one; without it every rank is taken to hold a part of equal shape. Where parts
+                are not equal (5 rows over 2) it must be given: a rank cannot see it alone.
+            stride: the logical one, beside `shape`; row-major if None.
             grad_placements: where the gradient is brought before it is handed to `local_tensor`.
         Raises: LayoutError: the local shape is not the one that the layout gives this rank; with `run_check`,
             that of any rank.
@@ -195,6 +207,8 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         with DisableTorchFunctionSubclass():
             differentiable = self.requires_grad
         if not torch.is_grad_enabled() or not differentiable:
+            if grad_placements is not None:  # what is refused does not depend on whether it is needed
+                resolve_placements(self.device_mesh, grad_placements, default="layout", own=self._spec.layout)
             return self._local_tensor.view_as(self._local_tensor) if differentiable else self._local_tensor
         if grad_placements is None:
             grad_layout = finished(self._spec.layout) if self._spec.pending else self._spec.layout

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from numbers import Number
 from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, refuse_other_kind
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
 from shardwright.tensor.conversions import current_mesh
@@ -46,16 +47,17 @@ def _layout(
             "device_mesh and placements; the mesh says the device"
         )
     if layout is not torch.strided:
-        raise LayoutError(f"layout={layout}: a factory of DTensors makes strided ones")
-    mesh = current_mesh(device_mesh)
+        raise LayoutError(f"layout={layout!r:.60}: a factory of DTensors makes strided ones")
+    mesh, dtype = current_mesh(device_mesh), torch.get_default_dtype() if dtype is None else dtype
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, order = resolve_placements(mesh, given, default="replicate")
-    return Layout(mesh, resolved, shape, dtype=dtype or torch.get_default_dtype(), order=order), mesh
+    return Layout(mesh, resolved, shape, dtype=dtype, order=order), mesh
 
 
 @of_constants
 def _filled(size: tuple[Any, ...], value: Any, *, requires_grad: bool = False, **options: Any) -> DTensor:
+    refuse_other_kind("requires_grad", requires_grad, bool, LayoutError, fix="True or False")
     layout, mesh = _layout(size, **options)
     coords = coords_of(mesh)
     if coords is None:
@@ -108,12 +110,16 @@ def full(size: Any, fill_value: Any, **options: Unpack[Options]) -> DTensor:
     Raises: as `zeros`.
     Cost: none.
     """
-    options["dtype"] = options.get("dtype") or torch.full((), fill_value).dtype
+    kinds = (Number, torch.Tensor, torch.SymInt, torch.SymFloat)
+    refuse_other_kind("full: fill_value", fill_value, kinds, LayoutError, fix="a number")
+    if options.get("dtype") is None:
+        options["dtype"] = torch.full((), fill_value).dtype
     return _filled((size,), fill_value, **options)
 
 
 @of_constants
 def _drawn(draw: Any, size: tuple[Any, ...], *, requires_grad: bool = False, **options: Any) -> DTensor:
+    refuse_other_kind("requires_grad", requires_grad, bool, LayoutError, fix="True or False")
     layout, mesh = _layout(size, **options)
     with shared_stream(mesh, layout.placements, None):
         if mode.is_counter() and layout.dtype.is_floating_point:

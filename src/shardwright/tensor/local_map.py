@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import tree_flatten, tree_unflatten
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, as_several, refuse_other_kind
 from shardwright.index.stride import stride_like
 from shardwright.layout import layout_of
 from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
@@ -59,6 +59,7 @@ def local_map(
         remembered for these layouts of the arguments, unless there are arguments beside DTensors and
         fractions that may be this rank's own: whole numbers, plain tensors, objects.
     """
+    _check_stated(func, in_placements, in_grad_placements, device_mesh, redistribute_inputs, out_shapes)
     if func is None:
         stated = out_placements, in_placements, in_grad_placements, device_mesh
         named: dict[str, Any] = {"redistribute_inputs": redistribute_inputs, "out_shapes": out_shapes}
@@ -84,6 +85,27 @@ def local_map(
         return _leave(out, out_placements, mesh, out_shapes, shapes_told)
 
     return mapped
+
+
+def _check_stated(
+    func: Any, inputs: Any, gradients: Any, mesh: Any, redistribute_inputs: Any, out_shapes: Any
+) -> None:
+    """Refuse what is no function, list, mesh or flag where it is stated, not where it is called."""
+    none = type(None)
+    refuse_other_kind(
+        "local_map: func", func, (Callable, none), LayoutError, fix="a function of local tensors"
+    )
+    refuse_other_kind("local_map: device_mesh", mesh, (DeviceMesh, none), LayoutError, fix="a mesh, or None")
+    given, fix = redistribute_inputs, "True or False"
+    refuse_other_kind("local_map: redistribute_inputs", given, bool, LayoutError, fix=fix)
+    for name, several in (
+        ("in_placements", inputs),
+        ("in_grad_placements", gradients),
+        ("out_shapes", out_shapes),
+    ):
+        if several is not None:
+            fix = "a tuple with an entry for each tensor, None where nothing is stated"
+            as_several(f"local_map: {name}", several, LayoutError, fix=fix)
 
 
 def _check_counts(flat: int, **stated: Sequence[Any] | None) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Placement as TorchPlacement
 
 from shardwright.comm.execute import execute_many
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, as_several
 from shardwright.layout.layout import Layout
 from shardwright.plan.decide import plan_together
 from shardwright.tensor.autograd import acceptable_gradient, differentiated, redistributed, wrap_gradient
@@ -66,7 +66,9 @@ def redistribute_many(
             "redistribute_many takes a list or dict of DTensors, got one: x.redistribute moves it"
         )
     mesh, each = mesh_and_placements("redistribute_many", device_mesh, placements)
-    names, given = None, list(tensors.values() if isinstance(tensors, Mapping) else tensors)
+    named: Any = tensors.values() if isinstance(tensors, Mapping) else tensors
+    names, fix = None, "a list or a dict of DTensors"
+    given = as_several("redistribute_many: tensors", named, LayoutError, fix=fix)
     if isinstance(tensors, Mapping):
         names = list(tensors)
     listed = [_ours(x, repr(names[i]) if names else f"tensor {i}") for i, x in enumerate(given)]
@@ -121,7 +123,9 @@ def _per_tensor(
     tensors: Sequence[DTensor], names: Sequence[str] | None, placements: PlacementsForMany
 ) -> Sequence[PlacementsArgument]:
     given = placements.values() if isinstance(placements, Mapping) else placements
-    entries = () if isinstance(given, TorchPlacement) else list(given)
+    fix = "one placement for each axis, {axis name: placement}, or such an entry for each tensor"
+    several = () if isinstance(given, TorchPlacement) else given
+    entries = as_several("redistribute_many: placements", several, LayoutError, fix=fix)
     if not any(isinstance(entry, Mapping | list | tuple) for entry in entries):
         return [cast("PlacementsArgument", placements)] * len(tensors)
     if isinstance(placements, Mapping):

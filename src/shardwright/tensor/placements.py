@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from shardwright.compat import StridedShard, axis_names, rebuilds_by_placements
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, as_several
 from shardwright.layout.arrangement import OrderedPlacements
 from shardwright.layout.layout import Layout
 from shardwright.layout.strided import to_strided
@@ -72,7 +72,12 @@ def resolve_placements(
         raise LayoutError(
             f"{given!r} alone: give a list with one placement per axis of {names}, or a mapping"
         )
-    placements = tuple(as_placement(p) for p in given)
+    if not isinstance(given, tuple | list):
+        fix = f"a list with one placement for each axis of {names}, or a mapping {{axis name: placement}}"
+        several = as_several("placements", given, LayoutError, fix=fix)
+    else:
+        several = tuple(given)
+    placements = tuple(as_placement(p) for p in several)
     if len(placements) != len(names):
         raise LayoutError(
             f"{len(placements)} placements for a mesh of {len(names)} axes {names}, which must have the same "

@@ -37,6 +37,9 @@ def redistribute(
         if known is not None:
             return unmoved(x) if known.token is x._spec.plain.token else apply(Redistribute, x, known)
     refuse_other_kind("redistribute: async_op", async_op, bool, LayoutError, fix="True or False")
+    for name, dtype in (("forward_dtype", forward_dtype), ("backward_dtype", backward_dtype)):
+        if dtype is not None:
+            refuse_other_kind(f"redistribute: {name}", dtype, torch.dtype, LayoutError, fix="torch.float32")
     mesh, given = mesh_and_placements("redistribute", mesh, placements)
     home = x.device_mesh if mesh is None else mesh
     if forward_dtype is not None and forward_dtype != x.dtype:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat.dynamo import never_traced
-from shardwright.errors import ParallelError
+from shardwright.errors import ParallelError, refuse_other_kind
 from shardwright.placement.base import Replicate
 from shardwright.tensor.conversions import current_mesh
 from shardwright.tensor.distribute import distribute_tensor
@@ -58,6 +58,9 @@ def distribute_module(
         raise ParallelError(f"distribute_module places a module, got {type(module).__name__}")
     if not (partition_fn is None or isinstance(partition_fn, Mapping) or callable(partition_fn)):
         raise ParallelError(f"distribute_module takes {{pattern: placements}}, got {partition_fn!r:.60}")
+    for name, hook in (("input_fn", input_fn), ("output_fn", output_fn)):
+        kinds, fix = (Callable, type(None)), "a function, or None"
+        refuse_other_kind(f"distribute_module: {name}", hook, kinds, ParallelError, fix=fix)
     if partition_fn is None or isinstance(partition_fn, Mapping):
         place_by_pattern(module, mesh, partition_fn or {}, src_data_rank)
     else:
@@ -102,8 +105,8 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _place(module: nn.Module, mesh: DeviceMesh, patterns: ByPattern, source: int | None, said: str) -> None:
     named = _tensors(module)
-    chosen = {name: _placements_for(name, patterns, mesh) for name in named}
     _check_patterns(patterns, named)
+    chosen = {name: _placements_for(name, patterns, mesh) for name in named}
     asked = _asked(named, patterns, chosen, mesh, said)
     made: dict[int, torch.Tensor] = {}
     for name, tensor in named.items():
@@ -176,6 +179,7 @@ def _to_be_placed(
 
 def _check_patterns(patterns: ByPattern, named: Mapping[str, torch.Tensor]) -> None:
     for pattern in patterns:
+        refuse_other_kind("a pattern", pattern, str, ParallelError, fix='names of parameters: "*.weight"')
         if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
             some = ", ".join(list(named)[:6])
             raise ParallelError(f"no parameter or buffer is named {pattern!r}; the module has {some}, ...")
