@@ -14,23 +14,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard as TorchShard
 
-from shardwright.compat import axis_names, on_axes, tree_leaves
-from shardwright.compat.fully_shard import (
-    FsdpParameter,
-    Inside,
-    begin_at_the_root,
-    follow_dtype,
-    fsdp_parameters,
-    is_around,
-    replaced_parameters,
-)
+from shardwright.compat import axis_names, on_axes
+from shardwright.compat.fully_shard import FsdpParameter, Inside, follow_dtype, fsdp_parameters
 from shardwright.compat.fully_shard_shown import show_sharded_between
 from shardwright.compat.fully_shard_views import begin_before_bases
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import ranks_of
 from shardwright.layout.of_tensor import layout_of
-from shardwright.layout.strided import same_regions
 from shardwright.parallel.direct_calls import serve_direct_calls
 from shardwright.parallel.expert import spread_over
 from shardwright.parallel.fully_shard_arguments import by_name
@@ -39,6 +30,14 @@ from shardwright.parallel.place import local_plain, place_parameters
 from shardwright.parallel.same_model import refuse_other_models
 from shardwright.parallel.several import Modules, follow_several, members, one_unit
 from shardwright.parallel.sharded_layouts import cut_within, goes_within, sharded_layouts
+from shardwright.parallel.sharded_running import (
+    follow_unit,
+    refuse_graph,
+    refuse_hidden,
+    refuse_lost,
+    told,
+    unit_of,
+)
 from shardwright.parallel.sharded_traffic import record_sharded_traffic
 from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Replicate
@@ -136,12 +135,12 @@ def shard_over(
         if rest := axes[:-1]:
             whole = (Replicate(),) * len(rest)
             place_parameters(
-                module, mesh[rest], whole, rest, skip=lambda p: p in left_alone or _unit(p) != ""
+                module, mesh[rest], whole, rest, skip=lambda p: p in left_alone or unit_of(p) != ""
             )
         scalars = _replicate_scalars(module, shard_mesh, left_alone)
         slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
         # torch finds units inside by one path; a module that is registered by another it would take again.
-        inside = {slot.get() for slot in slots_of(module) if _unit(slot.get()) == axes[-1]}
+        inside = {slot.get() for slot in slots_of(module) if unit_of(slot.get()) == axes[-1]}
         ignored = {"ignored_params": left_alone | scalars | inside}
         _shard(module, shard_mesh, slots, answers, {**fully_shard_kwargs, **ignored})
 
@@ -210,7 +209,7 @@ def _refuse_what_torch_cannot(slots: Sequence[Slot]) -> None:
             dtypes.setdefault(parameter.dtype, slot.path)
         if parameter.ndim and _is_empty_somewhere(parameter):
             raise ParallelError(
-                f"{slot.path}: a rank holds nothing of it ({_told(parameter)}), and torch's fully_shard "
+                f"{slot.path}: a rank holds nothing of it ({told(parameter)}), and torch's fully_shard "
                 "cannot cut nothing\n  fix: leave it out with ignored_params, or place it so that every rank "
                 "has a part"
             )
@@ -255,19 +254,10 @@ def _has_empty_part(layout: Layout) -> bool:
     return any(0 in layout.local_shape(each) for each in coords)
 
 
-def _told(x: torch.Tensor) -> object:
-    return layout_of(x) if isinstance(x, TorchDTensor) else f"a plain tensor of shape {tuple(x.shape)}"
-
-
 def _is_free(slot: Slot, axis: str) -> bool:
     """Not taken by a `fully_shard` of a child."""
     parameter = slot.get()
-    return not (isinstance(parameter, TorchDTensor) and _unit(parameter) == axis)
-
-
-def _unit(parameter: nn.Parameter) -> str:
-    """The axis over which a unit has cut it; empty for any other."""
-    return getattr(parameter, "_fully_sharded", "")
+    return not (isinstance(parameter, TorchDTensor) and unit_of(parameter) == axis)
 
 
 def _is_elsewhere(slot: Slot, mesh: DeviceMesh, shard_mesh: DeviceMesh) -> bool:
@@ -285,7 +275,7 @@ def _refuse_twice(slots: list[Slot], axes: tuple[str, ...], ignored: set[nn.Para
         parameter = slot.get()
         if parameter in ignored or not isinstance(parameter, TorchDTensor):
             continue
-        if unit := _unit(parameter):
+        if unit := unit_of(parameter):
             raise ParallelError(
                 f"{slot.path}: it belongs to a sharded unit on axis {unit!r} already; a parameter belongs to "
                 "one unit: shard it over one axis, and replicate it over others with parallelize_hsdp"
@@ -298,7 +288,7 @@ def _refuse_shared_with_another_unit(module: nn.Module) -> None:
     units = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
     inside = {part for unit in units for part in unit.modules()}
     for slot in slots_of(module):
-        unit = _unit(slot.get())
+        unit = unit_of(slot.get())
         if unit and slot.owner not in inside:
             raise ParallelError(
                 f"{slot.path}: another sharded unit on axis {unit!r} uses this parameter too; a parameter "
@@ -311,7 +301,7 @@ def _replicate_scalars(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Para
     """Replicate what `fully_shard` cannot cut, parameters without dims; all of those in this unit."""
 
     def is_left(parameter: nn.Parameter) -> bool:
-        return parameter.ndim > 0 or parameter in ignored or _unit(parameter) != ""
+        return parameter.ndim > 0 or parameter in ignored or unit_of(parameter) != ""
 
     axes = axis_names(mesh)
     place_parameters(module, mesh, (Replicate(),), axes, skip=is_left)
@@ -340,7 +330,7 @@ def _refuse_partly_sharded(module: nn.Module, mesh: DeviceMesh, axes: tuple[str,
     """Raise ParallelError for what a unit inside holds on fewer axes: nobody would sum its gradient."""
     for slot in slots_of(module):
         parameter = slot.get()
-        if _unit(parameter) != axes[-1] or not isinstance(parameter, TorchDTensor):
+        if unit_of(parameter) != axes[-1] or not isinstance(parameter, TorchDTensor):
             continue
         held = axis_names(parameter.device_mesh)
         missing = [axis for axis in axes if axis not in held and on_axes(mesh, (axis,)).size() > 1]
@@ -386,12 +376,12 @@ def _shard(
     kinds = [type(part) for part in parts]
     fully_shard(parts if len(parts) > 1 else parts[0], mesh=mesh, shard_placement_fn=said.get, **kwargs)
     unit = parts[0]  # several share one state
-    show_sharded_between(unit, _refuse_lost, _refuse_hidden)
-    begin_before_bases(unit, _refuse_graph)
+    show_sharded_between(unit, refuse_lost, refuse_hidden)
+    begin_before_bases(unit, refuse_graph)
     for part, kind in zip(parts, kinds, strict=True):
         # Libraries find what they know of a class by how it reads (`transformers`: its recorded states).
         type(part).__module__, type(part).__qualname__ = kind.__module__, kind.__qualname__
-        _follow(part, alone=len(parts) == 1 and kwargs.get("reshard_after_forward") is None)
+        follow_unit(part, alone=len(parts) == 1 and kwargs.get("reshard_after_forward") is None)
     follow_several(parts)
     _sum_gradients(unit)
     record_sharded_traffic(unit, axis_names(mesh)[0])
@@ -401,96 +391,6 @@ def _shard(
         old = where[(managed.owner, managed.name)]
         _relabel(managed, old, mesh, cut[old])
         carry_over(old, managed.parameter)
-
-
-def _follow(part: nn.Module, *, alone: bool) -> None:
-    """Hear when one module of a unit is called and loaded; `alone`: it may become the root."""
-    for hook in (_begin, _refuse_replaced):
-        part.register_forward_pre_hook(hook, prepend=True)  # before torch's own
-    part.register_load_state_dict_pre_hook(_refuse_assigned)
-    if alone:
-        part.register_forward_hook(_reshard_without_backward)
-    for inner in part.modules():
-        if inner is not part and isinstance(inner, FSDPModule):
-            is_around(part, inner)
-
-
-def _refuse_replaced(module: nn.Module, _args: Any) -> None:
-    """Raise ParallelError for tensors in the places of parameters: torch gathers its own over them."""
-    replaced = [] if torch.compiler.is_compiling() else replaced_parameters(module)
-    if replaced:
-        raise ParallelError(
-            f"{replaced[0]}: another tensor, or none, stands in the place of a parameter that fully_shard "
-            "gathers, which would compute with its own\n"
-            "  fix: parametrize, prune and remove before sharding; under torch.func.functional_call use "
-            "parallelize_replicate; to set values, write into the parameters (load_state_dict without "
-            "assign=True)"
-        )
-
-
-def _refuse_lost(module: nn.Module, name: str) -> None:
-    """Raise ParallelError for what was written into a gathered parameter."""
-    raise ParallelError(
-        f"{name}: the forward of {type(module).__name__} wrote into what fully_shard had gathered of it, "
-        "which is lost with the copy\n  fix: write after the step, into the sharded parameter (`with "
-        "torch.no_grad(): module.weight.clamp_(-1, 1)`), or use parallelize_replicate"
-    )
-
-
-def _refuse_hidden(module: nn.Module, result: object) -> None:
-    """Raise ParallelError for results in which nobody finds a tensor."""
-    kind = type(result).__name__
-    raise ParallelError(
-        f"the forward of {type(module).__name__} returned a {kind}, in which fully_shard finds no tensor "
-        "with a graph: its backward would gather nothing, and leave no gradient\n  fix: return tensors in "
-        f"lists, tuples, dicts or dataclasses, or torch.utils._pytree.register_pytree_node({kind}, ...)"
-    )
-
-
-def _refuse_graph(module: nn.Module) -> None:
-    """Raise ParallelError for a backward with `create_graph=True` (a gradient penalty)."""
-    raise ParallelError(
-        f"a backward with create_graph=True goes through {type(module).__qualname__}, a sharded unit: a "
-        "second one would read parameters that it has given back, and nobody would sum what it leaves\n"
-        "  fix: parallelize_replicate for this module; or freeze it, and set_reshard_after_backward(False)"
-    )
-
-
-def _begin(module: nn.Module, _args: Any) -> None:
-    if not torch.compiler.is_compiling():
-        begin_at_the_root(module)
-
-
-def _refuse_assigned(
-    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_rest: Any
-) -> None:
-    """Raise ParallelError for what `load_state_dict(assign=True)` would gather as if it lay as before."""
-    if not metadata.get("assign_to_params_buffers"):
-        return
-    for slot in slots_of(module):
-        given, mine = state.get(f"{prefix}{slot.path}"), slot.get()
-        if _unit(mine) and isinstance(given, torch.Tensor) and not _lies_as(given, mine):
-            raise ParallelError(
-                f"{prefix}{slot.path}: load_state_dict(assign=True) would put {_told(given)} in the place of "
-                f"a sharded parameter, {_told(mine)}; nothing was loaded\n  fix: sw.distribute_tensor(it, "
-                "parameter.device_mesh, parameter.placements), or load before parallelize_fsdp"
-            )
-
-
-def _lies_as(given: torch.Tensor, parameter: nn.Parameter) -> bool:
-    return isinstance(given, TorchDTensor) and same_regions(layout_of(given), layout_of(parameter))
-
-
-def _reshard_without_backward(module: nn.Module, _args: Any, out: Any) -> None:
-    """torch leaves a root gathered for its backward; where none can come, nobody would free the memory."""
-    if isinstance(module, FSDPModule) and not _expects_backward(out):
-        module.reshard()
-
-
-def _expects_backward(out: Any) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(out)
-    )
 
 
 def _sum_gradients(module: nn.Module) -> None:
