@@ -117,12 +117,12 @@ def _names_a_mesh_for_what_lives_elsewhere():
     def made():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         whole = model[1].weight.detach()
-        model[1].weight = nn.Parameter(sw.distribute_tensor(whole, experts["ep"], [sw.Shard(0)]))
+        model[1].weight = nn.Parameter(sw.distribute_tensor(whole, experts, [sw.Replicate(), sw.Shard(0)]))
         return model, model[1].weight
 
     model, spread = made()
     named = ShardPlacementResult(placement=sw.Shard(0), mesh_info=FSDPMeshInfo(experts["efsdp"], 0))
-    with pytest.raises(ParallelError, match=r"1\.weight: .* names the axes \('efsdp',\) .* on \('ep',\)"):
+    with pytest.raises(ParallelError, match=r"1\.weight: .* names the axes \('efsdp',\) .* on \('efsdp', 'ep'\)"):
         parallelize_fsdp(model, data, shard_placement_fn=lambda p: named if p is spread else None)
     assert not any(isinstance(p, TorchDTensor) for p in model[0].parameters())
     parallelize_fsdp(model, data, shard_placement_fn=lambda _: None)
