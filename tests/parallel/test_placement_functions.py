@@ -122,7 +122,8 @@ def _names_a_mesh_for_what_lives_elsewhere():
 
     model, spread = made()
     named = ShardPlacementResult(placement=sw.Shard(0), mesh_info=FSDPMeshInfo(experts["efsdp"], 0))
-    with pytest.raises(ParallelError, match=r"1\.weight: .* names the axes \('efsdp',\) .* on \('efsdp', 'ep'\)"):
+    said = r"1\.weight: .* names the axes \('efsdp',\) .* on \('efsdp', 'ep'\)"
+    with pytest.raises(ParallelError, match=said):
         parallelize_fsdp(model, data, shard_placement_fn=lambda p: named if p is spread else None)
     assert not any(isinstance(p, TorchDTensor) for p in model[0].parameters())
     parallelize_fsdp(model, data, shard_placement_fn=lambda _: None)

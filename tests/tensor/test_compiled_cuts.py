@@ -264,5 +264,5 @@ def _seen_in_buffers():
 
 
 def test_a_graph_sees_views_of_what_lies_anywhere_in_its_storage(ranks):
-    # What a graph keeps of its trace is a view that had to copy, and known calls go through Python beside one.
+    # A graph keeps a view of its trace that had to copy, and known calls go through Python beside one.
     ranks(2, _seen_in_buffers, timeout=120, fresh=True)
