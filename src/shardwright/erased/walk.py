@@ -75,7 +75,7 @@ HOOKS = {
     if name.startswith("_global_") and isinstance(hooks, dict)
 }
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_OF_OURS_ON_TENSORS = {"shared_by_stages", "names_in_stages", "in_hands", "cut_over"}
+_OF_OURS_ON_TENSORS = {"shared_by_stages", "names_in_stages", "in_hands"}
 _UNSET = object()  # what a context variable holds that nobody has set
 
 
