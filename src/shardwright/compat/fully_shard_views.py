@@ -48,10 +48,10 @@ class _Beginning:
         return self._pre_forward(module, args, kwargs)
 
     def post_backward(self, group: Any, *unused: Any) -> None:
-        recorded = current_graph_task_id() != -1 and torch.is_grad_enabled()  # by `create_graph`
-        trained = any(each.sharded_param.requires_grad for each in group.fsdp_params)
-        if recorded and (group.reshard_after_backward or trained):
-            self._refuse_graph(self._state._modules[0])
+        if current_graph_task_id() != -1 and torch.is_grad_enabled():  # by `create_graph`
+            trained = any(each.sharded_param.requires_grad for each in group.fsdp_params)
+            if group.reshard_after_backward or trained:
+                self._refuse_graph(self._state._modules[0])
         self._post_backward(*unused)
 
     def hook(self, out: Any) -> Any:

@@ -57,7 +57,7 @@ def draw_of_rows(scope: Scope, func: Op, args: Args, kwargs: Kwargs) -> Any:
     given = bound(func, args, kwargs)
     x = given.get("self")
     of_tensors = any(isinstance(given.get(each), Tensor) for each in ("high", "mean", "std"))
-    if given["generator"] is not None or not _is_plain(x) or of_tensors:
+    if given["generator"] is not None or not (x is None or is_plain(x)) or of_tensors:
         return NotImplemented
     shape = tuple(given["size"] if x is None else x.shape)
     dtype = kwargs.get("dtype") or _dtype_of(name, x)  # a default of the schema is a number
@@ -76,9 +76,9 @@ def draw_of_rows(scope: Scope, func: Op, args: Args, kwargs: Kwargs) -> Any:
     return torch.empty_like(x, dtype=dtype, device=device).copy_(value)
 
 
-def _is_plain(x: Any) -> bool:
-    """A plain tensor that has memory, or none: the op makes one of a size."""
-    return x is None or (isinstance(x, Tensor) and not isinstance(x, TorchDTensor))
+def is_plain(x: Any) -> bool:
+    """A plain tensor that has memory."""
+    return isinstance(x, Tensor) and not isinstance(x, TorchDTensor) and not x.is_meta
 
 
 def _dtype_of(name: str, x: Tensor | None) -> torch.dtype:

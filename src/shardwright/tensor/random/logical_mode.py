@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import TorchDispatchMode
 from shardwright.errors import RuleError
 from shardwright.rules.call import Args
-from shardwright.tensor.random.logical_draws import draw_of_rows
+from shardwright.tensor.random.logical_draws import draw_of_rows, is_plain
 from shardwright.tensor.random.philox import blocks, split_key
 from shardwright.tensor.random.rows import Scope
 from shardwright.tensor.random.source import draw_key
@@ -48,17 +47,13 @@ class LogicalMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         draw = _DRAWN.get(func)
-        if draw is not None and _is_plain(args[0]) and kwargs.get("generator") is None:
+        if draw is not None and is_plain(args[0]) and kwargs.get("generator") is None:
             return draw(self._scope, *args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         if name in _INSIDE:
             _refuse_inside(func, name, args, kwargs)
         made = draw_of_rows(self._scope, func, args, kwargs)
         return func(*args, **kwargs) if made is NotImplemented else made
-
-
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, TorchDTensor) and not x.is_meta
 
 
 def _kept(scope: Scope, x: Tensor, keep: float) -> Tensor:
