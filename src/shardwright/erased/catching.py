@@ -24,7 +24,8 @@ from shardwright.erased.handlers import (
     may_swallow,
     yields_of,
 )
-from shardwright.erased.walk import EXITS, is_library
+from shardwright.erased.owners import is_library
+from shardwright.erased.walk import EXITS
 
 _ENTRANCES = __file__.replace("catching.py", "attempt.py")
 _WHY = "an operator may raise by what it is given, and the program catches errors"

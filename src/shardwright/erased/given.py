@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import tree_flatten
-from shardwright.erased.walk import SCALARS, is_the_users, local_of
+from shardwright.erased.owners import is_the_users
+from shardwright.erased.walk import SCALARS, local_of
 from shardwright.tensor.dtensor import DTensor
 
 _DIRECT = (torch.Tensor, *SCALARS)

@@ -31,9 +31,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwright.comm.record import of_library
 from shardwright.erased.facts import Fact, content
 from shardwright.erased.held_by_c import CACHE, answers_of, is_weak, is_weak_map, referent_of
+from shardwright.erased.owners import STANDARD, is_library, is_of_a_library, is_the_users
 from shardwright.erased.refuse import Refusal
 
 SCALARS = (
@@ -48,8 +48,6 @@ _KEPT_OF_MODULES = (
 )  # fmt: skip
 _HOOKS_OF_OPTIMIZERS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _OF_OPTIMIZERS = ("param_groups", "state", "defaults", *_HOOKS_OF_OPTIMIZERS)
-_STANDARD = sys.stdlib_module_names - {"__main__"}
-_NOT_THE_USERS = frozenset({"torch", "shardwright", "numpy", *_STANDARD})
 _OF_THE_PROCESS = frozenset({"logging", "threading"})  # what they hold leads to all that there is
 EXITS = frozenset({"__exit__", "__aexit__"})
 _STATE_OF_SCHEDULERS = {"last_epoch", "_last_lr", "_step_count", "base_lrs", "state_dict"}
@@ -59,8 +57,6 @@ _VALUES = (*SCALARS, torch.Tensor, list, dict, tuple, set)
 _UNWATCHED = (threading.local, ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
 _METHODS = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
 _BEHIND = ("fget", "fset", "fdel", "__func__", "func")  # the functions of a method
-_TYPED = ("<stdin>", "<string>", "<ipython-input", "<python-input")
-_HELPERS = ("/site-packages/numpy/",)
 _ABOUT_GRADIENTS = frozenset({"grad", "getattr", "backward", "zero_grad"})
 _MOST = 50_000
 _LARGEST_ARRAY = 4096
@@ -75,7 +71,6 @@ HOOKS = {
     if name.startswith("_global_") and isinstance(hooks, dict)
 }
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_OF_OURS_ON_TENSORS = {"shared_by_stages", "names_in_stages", "in_hands"}
 _UNSET = object()  # what a context variable holds that nobody has set
 
 
@@ -163,7 +158,7 @@ class World:
     def is_strange(self, value: Any) -> bool:
         """Is it an object of a class of the user's that was not met?"""
         cls = type(value)
-        return not (id(cls) in self._classes or cls.__module__.partition(".")[0] in _NOT_THE_USERS)
+        return not (id(cls) in self._classes or is_of_a_library(cls.__module__))
 
     def drawn(self) -> list[Refusal]:
         """Refusals where a generator of numpy has drawn since it was reached, or this was asked."""
@@ -254,7 +249,7 @@ class World:
     def _class(self, path: str, cls: type) -> None:
         """The values and functions of a class of the user's, which its objects read as their own."""
         for base in (*cls.__mro__, *inspect.getmro(type(cls))):
-            if base.__module__.partition(".")[0] in _NOT_THE_USERS or id(base) in self._classes:
+            if is_of_a_library(base.__module__) or id(base) in self._classes:
                 continue
             self._classes[id(base)] = base
             self.facts.append(Fact(path, "members", base, None, (*vars(base).values(),)))
@@ -342,7 +337,7 @@ class World:
         self._attributes(path, cache, filter(is_the_users, vars(cache)))
 
     def _python_module(self, path: str, module: types.ModuleType) -> None:
-        if module.__name__.partition(".")[0] not in _NOT_THE_USERS:
+        if not is_of_a_library(module.__name__):
             self._python_modules.append((path, module))
             for names in self._names:
                 self._named_in_module(path, module, names)
@@ -388,7 +383,7 @@ class World:
             self.refusals.append(Refusal(f"{path} ({cls.__name__})", why))
         if isinstance(value, LRScheduler):
             self.schedulers.append((path, value, value.last_epoch))
-        elif cls.__module__.partition(".")[0] in _NOT_THE_USERS:
+        elif is_of_a_library(cls.__module__):
             self._of_a_library(path, value, cls.__module__.partition(".")[0])
             return
         self._class_of(path, value)
@@ -409,7 +404,7 @@ class World:
         if not hasattr(value, "__dict__"):
             return
         self._todo.append((path, vars(value).get("__wrapped__")))
-        if library in _STANDARD - _OF_THE_PROCESS and (is_weak_map(value) or not isinstance(value, Mapping)):
+        if library in STANDARD - _OF_THE_PROCESS and (is_weak_map(value) or not isinstance(value, Mapping)):
             self._attributes(path, value, list(vars(value)))
             return
         # Not the tensors of meshes, say: they are what a mesh is made of, and may be read.
@@ -456,19 +451,6 @@ def _codes_of(code: types.CodeType) -> list[types.CodeType]:
     """That of a function, and those of the functions inside it."""
     inside = [_codes_of(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return [code, *itertools.chain(*inside)]
-
-
-def is_the_users(name: str) -> bool:
-    """Is this attribute of a tensor one that the program has hung on it?"""
-    return not name.startswith("_") and name not in _OF_OURS_ON_TENSORS
-
-
-def is_library(filename: str, globals_: dict[str, Any]) -> bool:
-    """torch, this package, the standard library, or code without a file that they made."""
-    if filename.startswith(_TYPED):
-        module = str(globals_.get("__name__"))
-        return module.partition(".")[0] in _NOT_THE_USERS or module.startswith("namedtuple_")
-    return of_library(filename) or any(part in filename for part in _HELPERS)
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,9 @@ import torch
 
 from shardwright.comm.record import source_line
 from shardwright.erased.catching import Catching
+from shardwright.erased.owners import is_library
 from shardwright.erased.refuse import Refusal
-from shardwright.erased.walk import DRAWS, World, is_library
+from shardwright.erased.walk import DRAWS, World
 
 _OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _HERE = str(Path(__file__).parent)

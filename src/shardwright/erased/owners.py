@@ -1,0 +1,32 @@
+"""Whose a piece of code, a class or an attribute of a tensor is: the user's, or a library's."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from shardwright.comm.record import of_library
+
+STANDARD = sys.stdlib_module_names - {"__main__"}
+_LIBRARIES = frozenset({"torch", "shardwright", "numpy", *STANDARD})
+_TYPED = ("<stdin>", "<string>", "<ipython-input", "<python-input")
+_HELPERS = ("/site-packages/numpy/",)
+_OF_OURS_ON_TENSORS = {"shared_by_stages", "names_in_stages", "in_hands"}
+
+
+def is_of_a_library(module: str) -> bool:
+    """Is a module of this name torch's, this package's, numpy's or the standard library's?"""
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def is_library(filename: str, globals_: dict[str, Any]) -> bool:
+    """torch, this package, the standard library, or code without a file that they made."""
+    if filename.startswith(_TYPED):
+        module = str(globals_.get("__name__"))
+        return is_of_a_library(module) or module.startswith("namedtuple_")
+    return of_library(filename) or any(part in filename for part in _HELPERS)
+
+
+def is_the_users(name: str) -> bool:
+    """Is this attribute of a tensor one that the program has hung on it?"""
+    return not name.startswith("_") and name not in _OF_OURS_ON_TENSORS
