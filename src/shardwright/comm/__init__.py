@@ -1,7 +1,7 @@
 """Communication: collectives on local tensors, the execution of plans, and the record of both."""
 
 from shardwright.comm.bucket import all_reduce_bucketed
-from shardwright.comm.collectives import all_gather_uneven, all_reduce, all_to_all_uneven, reduce_scatter_rows
+from shardwright.comm.collectives import all_gather_uneven, all_reduce, all_to_all_uneven
 from shardwright.comm.guard import guarded
 from shardwright.comm.network import use_network
 from shardwright.comm.record import Decision, Event, Recorder, record_collective, record_decision
@@ -17,6 +17,5 @@ __all__ = [
     "guarded",
     "record_collective",
     "record_decision",
-    "reduce_scatter_rows",
     "use_network",
 ]

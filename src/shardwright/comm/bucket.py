@@ -16,18 +16,15 @@ DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 def all_reduce_bucketed(
     tensors: Sequence[Tensor],
-    op: str,
     group: ProcessGroup,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     *,
     axis: str = "",
     reason: str = "",
 ) -> list[Tensor]:
-    """Reduce every tensor over the group; the results are views of the reduced buckets, in the order given.
+    """Sum every tensor over the group; the results are views of the reduced buckets, in the order given.
 
     All ranks must pass tensors of the same shapes and dtypes in the same order, to form the same buckets.
-    Args: op: "sum", "avg", "max", "min" or "product".
-    Raises: PlanError: avg of integers.
     Cost: each rank sends 2(n-1)/n of the bytes, one collective per bucket of at most `bucket_bytes`
     (a larger tensor is a bucket by itself).
     """
@@ -35,7 +32,7 @@ def all_reduce_bucketed(
     for positions in _buckets(tensors, bucket_bytes):
         members = [tensors[i] for i in positions]
         flat = flatten_dense_tensors(members)
-        reduced = functional.reduce_over(flat, op, group, axis=axis, reason=reason)
+        reduced = functional.reduce_over(flat, "sum", group, axis=axis, reason=reason)
         for i, piece in zip(positions, unflatten_dense_tensors(reduced, members), strict=True):
             results[i] = piece
     return results

@@ -47,36 +47,18 @@ def all_reduce(x: Tensor, op: str, group: ProcessGroup, *, axis: str = "", reaso
 
 
 def all_gather_uneven(
-    x: Tensor, sizes: Sequence[int], group: ProcessGroup, dim: int = 0, *, axis: str = "", reason: str = ""
+    x: Tensor, sizes: Sequence[int], group: ProcessGroup, *, axis: str = "", reason: str = ""
 ) -> Tensor:
-    """Concatenate the members' tensors along dim, in group order:  [..sizes[rank]..] -> [..sum(sizes)..].
+    """Concatenate the members' rows, in group order:  [sizes[rank], ...] -> [sum(sizes), ...].
 
-    Args: sizes: length of `dim` on every member, zeros allowed.
+    Args: sizes: rows of every member, zeros allowed.
     Raises: PlanError: the sizes do not fit the group or x.
     Cost: each rank sends n-1 times x; backward sends (n-1)/n of the gradient.
     """
     _check_sizes(sizes, group, "sizes")
-    if x.shape[dim] != sizes[group.rank()]:
-        raise PlanError(
-            f"all_gather_uneven: dim {dim} has length {x.shape[dim]}, but sizes says {sizes[group.rank()]}"
-        )
-    gathered = _apply(_Rows, x.movedim(dim, 0), True, tuple(sizes), group, (axis, reason))
-    return gathered.movedim(0, dim)
-
-
-def reduce_scatter_rows(
-    x: Tensor, sizes: Sequence[int], group: ProcessGroup, *, axis: str = "", reason: str = ""
-) -> Tensor:
-    """Sum the members' tensors and keep `sizes[rank]` rows each:  [sum(sizes), ...] -> [sizes[rank], ...].
-
-    The terms are added in rank order, in float32 for half types.
-    Raises: PlanError: the sizes do not fit the group or x.
-    Cost: each rank sends all rows but its own; backward: n-1 times the own rows.
-    """
-    _check_sizes(sizes, group, "sizes")
-    if x.shape[0] != sum(sizes):
-        raise PlanError(f"reduce_scatter_rows: x has {x.shape[0]} rows, but sizes add up to {sum(sizes)}")
-    return _apply(_Rows, x, False, tuple(sizes), group, (axis, reason))
+    if x.shape[0] != sizes[group.rank()]:
+        raise PlanError(f"all_gather_uneven: x has {x.shape[0]} rows, but sizes says {sizes[group.rank()]}")
+    return _apply(_Rows, x, True, tuple(sizes), group, (axis, reason))
 
 
 def _check_splits(
@@ -137,7 +119,7 @@ class _Rows(torch.autograd.Function):
         ctx: Any, x: Tensor, gathers: bool, sizes: Any, group: ProcessGroup, label: tuple[str, str]
     ) -> Tensor:
         ctx.back = (not gathers, sizes, group, _backward(label))
-        send = functional.gather_rows if gathers else functional.reduce_scatter_rows_raw
+        send = functional.gather_rows if gathers else functional.reduce_scatter_rows
         return send(x, sizes, group, axis=label[0], reason=label[1])
 
     @staticmethod

@@ -209,7 +209,7 @@ def gather_equal(x: Tensor, told: Told) -> Tensor:
             return cast("Tensor", _ops.wait_tensor(_ops.all_gather_into_tensor(x, n, name)))
 
 
-def reduce_scatter_rows_raw(
+def reduce_scatter_rows(
     x: Tensor, sizes: Sequence[int], group: ProcessGroup, *, axis: str = "", reason: str = ""
 ) -> Tensor:
     """Sum the terms of all members, each keeps its own rows:  [sum(sizes), ...] -> [sizes[rank], ...].

@@ -227,7 +227,7 @@ def _sum_in_buckets(mesh: DeviceMesh, pending: tuple[bool, ...], work: _Sum, buc
     summed = {axis for axis, is_summed in zip(axis_names(mesh), pending, strict=True) if is_summed}
     for axis, group in groups_above_one(mesh):
         if axis in summed:
-            sums = all_reduce_bucketed(sums, "sum", group, bucket_bytes, axis=axis, reason="sum gradients")
+            sums = all_reduce_bucketed(sums, group, bucket_bytes, axis=axis, reason="sum gradients")
     made = [
         wrap(total if term.is_contiguous() else torch.empty_like(term).copy_(total), spec)
         for term, total, spec in zip(work.terms, sums, work.specs, strict=True)

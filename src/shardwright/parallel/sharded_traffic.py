@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright.comm import guard
-from shardwright.comm.functional import reduce_scatter_rows_raw
+from shardwright.comm.functional import reduce_scatter_rows
 from shardwright.comm.record import Sending, recording
 from shardwright.comm.tap import GroupCall
 from shardwright.compat.fully_shard_traffic import DefaultAllGather, DefaultReduceScatter
@@ -58,7 +58,7 @@ class ExchangedReduceScatter(DefaultReduceScatter):
             if guard.on:  # messages between pairs may be of any size; the terms of a sum are alike
                 guard.check_call(GroupCall("_reduce_scatter_base_", (output_tensor, input_tensor), group))
             parts = [output_tensor.numel()] * n
-            mine = reduce_scatter_rows_raw(input_tensor, parts, group, axis=self.axis, reason=_GRADIENTS)
+            mine = reduce_scatter_rows(input_tensor, parts, group, axis=self.axis, reason=_GRADIENTS)
             output_tensor.copy_(mine)
             return None
         sent = input_tensor.nbytes * (n - 1) // n
