@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright.errors import LayoutError
-from shardwright.layout import Layout, MeshShape, same_regions, to_ordered, to_strided
+from shardwright.layout import Layout, MeshShape, same_regions, to_strided
 from shardwright.placement import Interleaved, Partial, Shard
 
 MESH = MeshShape(("dp", "tp"), (3, 2))
@@ -19,22 +19,18 @@ def make(placements, shape, mesh=MESH, **kwargs):
     return Layout(mesh, placements, shape, dtype=torch.float32, **kwargs)
 
 
-def test_the_two_forms_convert_into_each_other_where_sizes_divide():
+def test_an_order_has_a_strided_form_where_sizes_divide():
     ordered = make([Shard(0), Shard(0)], (12, 4), order=("tp", "dp"))
     strided = to_strided(ordered)
     assert strided.placements == (Interleaved(0, 2), Shard(0))
     assert strided.order == (0, 1)
-    assert to_ordered(strided) == ordered
     assert to_strided(strided) == strided
-    assert to_ordered(ordered) == ordered
     assert make([_StridedShard(0, split_factor=2), Shard(0)], (12, 4)) == strided
 
 
 def test_seven_rows_on_tp_2_and_dp_3_are_kept_apart():
     with pytest.raises(LayoutError, match="sizes do not divide"):
         to_strided(make([Shard(0), Shard(0)], (7, 4), order=("tp", "dp")))
-    with pytest.raises(LayoutError, match="plain cuts in any order"):
-        to_ordered(make([Interleaved(0, 2), Shard(0)], (7, 4)))
 
 
 def test_other_placements_stay_as_they_are():
@@ -42,9 +38,7 @@ def test_other_placements_stay_as_they_are():
     layout = make([Shard(1), Partial(), Shard(1)], (3, 8), mesh=mesh, order=("tp", "dp"))
     strided = to_strided(layout)
     assert strided.placements == (Interleaved(1, 2), Partial(), Shard(1))
-    assert to_ordered(strided) == layout
-    with pytest.raises(LayoutError):
-        to_ordered(make([Interleaved(1, 3), Partial(), Shard(1)], (3, 12), mesh=mesh))
+    assert same_regions(layout, strided)
 
 
 @pytest.mark.parametrize("order", list(permutations(("dp", "cp", "tp"))))
@@ -54,7 +48,6 @@ def test_every_order_of_three_axes_has_a_strided_form(order):
     strided = to_strided(layout)
     assert strided.order == (0, 1, 2)
     assert same_regions(layout, strided)
-    assert to_ordered(strided) == layout
 
 
 @pytest.mark.parametrize("rows", range(1, 30))

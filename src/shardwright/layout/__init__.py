@@ -5,7 +5,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.layout.of_tensor import layout_of
 from shardwright.layout.partition_spec import from_partition_spec, to_partition_spec
-from shardwright.layout.strided import same_regions, to_ordered, to_strided
+from shardwright.layout.strided import same_regions, to_strided
 
 __all__ = [
     "Layout",
@@ -14,7 +14,6 @@ __all__ = [
     "from_partition_spec",
     "layout_of",
     "same_regions",
-    "to_ordered",
     "to_partition_spec",
     "to_strided",
 ]
