@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import shardwright as sw
 from shardwright.errors import ImplicitRedistributionError, RuleError
-from shardwright.show.op import overload_of
 from shardwright.testing import rank_mesh
 from tests.ops.database import dtypes_of, operators, samples_of, seed
 from tests.ops.placing import copied, placed
@@ -20,23 +19,23 @@ from tests.ops.sample import chosen
 
 # Composite ops, which a dispatch mode never sees: (op, shapes of the tensors, other arguments).
 COMPOSITE = (
-    ("aten::softmax.int", [(6, 4)], [-1]),
-    ("aten::softmax.int", [(6, 4)], [0]),
-    ("aten::log_softmax.int", [(6, 4)], [0]),
-    ("aten::layer_norm", [(6, 4)], [[4]]),
-    ("aten::rms_norm", [(6, 4)], [[4]]),
-    ("aten::group_norm", [(4, 4, 3)], [2]),
-    ("aten::scaled_dot_product_attention", [(2, 4, 6, 4)] * 3, []),
-    ("aten::linear", [(6, 4), (8, 4), (8,)], []),
-    ("aten::matmul", [(6, 4), (4, 8)], []),
-    ("aten::cross_entropy_loss", [(6, 4), (6, 4)], []),
-    ("aten::max_pool2d", [(2, 2, 6, 6)], [[2, 2]]),
-    ("aten::conv2d", [(2, 2, 6, 6), (4, 2, 3, 3)], []),
-    ("aten::flatten.using_ints", [(6, 4, 2)], [0, 1]),
-    ("aten::chunk", [(6, 4)], [2, 0]),
-    ("aten::reshape", [(6, 4)], [[3, 8]]),
-    ("aten::std", [(6, 4)], []),
-    ("aten::silu", [(6, 4)], []),
+    (torch.ops.aten.softmax.int, [(6, 4)], [-1]),
+    (torch.ops.aten.softmax.int, [(6, 4)], [0]),
+    (torch.ops.aten.log_softmax.int, [(6, 4)], [0]),
+    (torch.ops.aten.layer_norm.default, [(6, 4)], [[4]]),
+    (torch.ops.aten.rms_norm.default, [(6, 4)], [[4]]),
+    (torch.ops.aten.group_norm.default, [(4, 4, 3)], [2]),
+    (torch.ops.aten.scaled_dot_product_attention.default, [(2, 4, 6, 4)] * 3, []),
+    (torch.ops.aten.linear.default, [(6, 4), (8, 4), (8,)], []),
+    (torch.ops.aten.matmul.default, [(6, 4), (4, 8)], []),
+    (torch.ops.aten.cross_entropy_loss.default, [(6, 4), (6, 4)], []),
+    (torch.ops.aten.max_pool2d.default, [(2, 2, 6, 6)], [[2, 2]]),
+    (torch.ops.aten.conv2d.default, [(2, 2, 6, 6), (4, 2, 3, 3)], []),
+    (torch.ops.aten.flatten.using_ints, [(6, 4, 2)], [0, 1]),
+    (torch.ops.aten.chunk.default, [(6, 4)], [2, 0]),
+    (torch.ops.aten.reshape.default, [(6, 4)], [[3, 8]]),
+    (torch.ops.aten.std.default, [(6, 4)], []),
+    (torch.ops.aten.silu.default, [(6, 4)], []),
 )
 
 
@@ -151,10 +150,10 @@ def run_sample(info, one, kind, mesh, comparing):
 
 
 def composite():
-    """Ops that consist of others, as `sw.explain` is asked for them by name."""
+    """Ops that consist of others."""
     warnings.simplefilter("ignore")
     mesh, comparing = rank_mesh((2,), ("dp",)), Compare()
-    for name, shapes, rest in COMPOSITE:
+    for op, shapes, rest in COMPOSITE:
         for placement in (sw.Shard(0), sw.Shard(1), sw.Replicate()):
             tensors = [
                 sw.distribute_tensor(
@@ -166,5 +165,5 @@ def composite():
                 for shape in shapes
             ]
             with torch.no_grad():
-                comparing.compare(overload_of(name), (*tensors, *rest), {})
+                comparing.compare(op, (*tensors, *rest), {})
     return Said(tuple(comparing.differing), len(comparing.seen), tuple(sorted(comparing.untold)))

@@ -23,13 +23,7 @@ import torch.distributed as dist
 
 from shardwright.errors import CheckpointError
 from shardwright.launch.launch import launch
-from shardwright.launch.supervise import (
-    heartbeat,
-    long_operation,
-    stop_agreed,
-    stop_exit_code,
-    stop_requested,
-)
+from shardwright.launch.supervise import heartbeat, long_operation, stop_exit_code, stop_requested
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,8 @@ def target(settings: Settings) -> int:
 
 def _loop(settings: Settings, rank: int) -> int:
     for step in range(settings.steps):
-        dist.all_reduce(torch.ones(4))
+        stopping = torch.tensor(float(stop_requested()))
+        dist.all_reduce(stopping)
         heartbeat(step)
         if step == 0:
             _write(settings, rank, "pid", os.getpid())
@@ -62,7 +57,7 @@ def _loop(settings: Settings, rank: int) -> int:
             _misbehave(settings.behave)
         if settings.behave == "save slowly" and stop_requested():
             time.sleep(1000)
-        if stop_agreed():
+        if stopping:
             _write(settings, rank, "end", step)
             return stop_exit_code()
         time.sleep(0.01)

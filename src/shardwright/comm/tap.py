@@ -137,8 +137,8 @@ def _from_root(position: int, sent: Callable[[GroupCall], int]) -> Callable[[Gro
     return lambda call: sent(call) if _is_root(call, position) else 0
 
 
-def _to_root(position: int) -> Callable[[GroupCall], int]:
-    return lambda call: 0 if _is_root(call, position) else _bytes(call.tensors)
+def _to_root(call: GroupCall) -> int:
+    return 0 if _is_root(call, 3) else _bytes(call.tensors)
 
 
 def _nothing(_: GroupCall) -> int:
@@ -158,8 +158,8 @@ _KINDS = {
     "alltoall_base_": _Kind("all_to_all", 1, 2, _rows_of_others),
     "alltoall_": _Kind("all_to_all", 1, 2, _all_but_own),
     "broadcast_": _Kind("broadcast", 0, 1, _from_root(2, _to_each_peer)),
-    "reduce_": _Kind("reduce", 0, 1, _to_root(3)),
-    "gather_": _Kind("gather", 1, 2, _to_root(3)),
+    "reduce_": _Kind("reduce", 0, 1, _to_root),
+    "gather_": _Kind("gather", 1, 2, _to_root),
     "scatter_": _Kind("scatter", 1, 2, _from_root(3, _all_but_own)),
     "send": _Kind("send", 0, 1, lambda call: _bytes(call.tensors)),
     "recv_": _Kind("recv", 0, 1, _nothing),

@@ -166,12 +166,12 @@ def source_views(found: Iterable[Overlap]) -> list[Strided]:
     return views
 
 
-def target_views(found: Iterable[Overlap], shift: int = 0) -> list[Strided]:
-    """The shared elements in the target's memory, in the order of `source_views`, moved by `shift`."""
+def target_views(found: Iterable[Overlap]) -> list[Strided]:
+    """The shared elements in the target's memory, in the order of `source_views`."""
     views: list[Strided] = []
     for overlap in found:
         views += _views(overlap, overlap.target, of_source=False)
-    return [view._replace(start=view.start + shift) for view in views] if shift else views
+    return views
 
 
 def paired_views(found: Iterable[Overlap]) -> list[tuple[Strided, Strided]]:

@@ -32,11 +32,6 @@ def interval(start: int, stop: int) -> Runs:
     return (Run(start, stop - start, stop - start, 1),) if stop > start else ()
 
 
-def periodic(offset: int, size: int, stride: int, count: int) -> Runs:
-    """`repeat` intervals of `size`, `stride` apart; no run when there are none."""
-    return (Run(offset, size, stride, count),) if size > 0 and count > 0 else ()
-
-
 def total(runs: Runs) -> int:
     """How many indices the runs name."""
     if len(runs) == 1:

@@ -21,9 +21,6 @@ from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from shardwright.launch.board import FINISH_STEP, Board
 
 TICK_SECONDS = 0.2
@@ -82,23 +79,10 @@ def install(watch: Watch) -> None:
 def stop_requested() -> bool:
     """Whether this rank was asked to finish its step, save and end (first Ctrl-C, SIGTERM).
 
-    Ranks may learn it one step apart: decide together, with `stop_agreed()` or in a reduction of your own.
+    Ranks may learn it one step apart: decide together, in a reduction.
     """
     watch = _watch.get()
     return watch is not None and watch.board.stop_level >= FINISH_STEP
-
-
-def stop_agreed(device: torch.device | str = "cpu") -> bool:
-    """Whether any rank was asked to stop: the same answer on every rank.
-
-    Cost: an all-reduce of one 32-bit integer over the world.
-    """
-    asked = stop_requested()
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return asked
-    flag = torch.tensor([int(asked)], dtype=torch.int32, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
 
 
 def stop_exit_code() -> int:

@@ -243,11 +243,6 @@ def rules_of(op: torch._ops.OpOverload) -> tuple[Rule, ...]:
     return registry.rules_of(op)
 
 
-def generation() -> int:
-    """A number that changes whenever a rule or a rewrite is added or removed."""
-    return registry.generation
-
-
 # Their decompositions make index tensors of their own, which would stand plain beside distributed ones.
 _MAKE_INDICES = (
     "_upsample",

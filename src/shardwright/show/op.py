@@ -175,18 +175,13 @@ def _as_it_runs(
     )
 
 
-def overload_of(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str) -> torch._ops.OpOverload:
-    """The overload that is meant before any operand is known: of a packet or a bare name the one for tensors.
-
-    Raises: RuleError: no such op.
-    """
-    return _overloads(op)[0]
-
-
 def _overloads(
     op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | str,
 ) -> tuple[torch._ops.OpOverload, ...]:
-    """Those that may be meant, the likeliest first."""
+    """Those that may be meant, the likeliest first.
+
+    Raises: RuleError: no such op.
+    """
     if isinstance(op, torch._ops.OpOverload):
         return (op,)
     if isinstance(op, torch._ops.OpOverloadPacket):

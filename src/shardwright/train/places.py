@@ -40,11 +40,6 @@ class Place:
         return cls(config, stage, data * config.cp_replicate + other, cp, tp)
 
     @property
-    def reads_anew(self) -> bool:
-        """Has no rank before it read the same positions (of another stage, or of another part of heads)?"""
-        return self.stage == 0 and self.counts
-
-    @property
     def counts(self) -> bool:
         """Is it the first of the ranks of its stage that read these positions?"""
         return self.config.sp or self.tp == 0

@@ -11,14 +11,14 @@ TEMPERATURE = 0.8
 DIVERGED = " [no further: the outputs of the model are not finite, try a smaller --lr]"
 
 
-def write_text(model: Decoder, length: int, seed: int, prompt: bytes = PROMPT) -> str:
-    """The prompt and `length` sampled bytes after it; bytes that are no UTF-8 are shown as U+FFFD.
+def write_text(model: Decoder, length: int, seed: int) -> str:
+    """`PROMPT` and `length` sampled bytes after it; bytes that are no UTF-8 are shown as U+FFFD.
 
     The model must be whole and local. Its window slides: it sees the last seq_len bytes at most.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    text = list(prompt)
+    text = list(PROMPT)
     with torch.no_grad():
         for _ in range(length):
             window = torch.tensor([text[-model.shape.seq_len :]], device=device)

@@ -75,9 +75,9 @@ def _empty_of_other_rank(call: Call) -> bool:
     return len(call.arg("index").shape) != len(call.arg("self").shape)
 
 
-def _nothing_written(call: Call, source: str) -> Formula:
+def _nothing_written(call: Call) -> Formula:
     """The tensor stays what it is."""
-    own, given = letters(len(call.arg("self").shape)), call.bound.get(source)
+    own, given = letters(len(call.arg("self").shape)), call.bound.get("src")
     others = [["_"] * len(call.arg("index").shape)]
     if isinstance(given, TensorInfo):
         others.append(["_"] * len(given.shape))
@@ -96,7 +96,7 @@ def scatter(call: Call) -> Formula:
     if not call.arg("self").shape:
         return _onto_one_value(call, "src")
     if _empty_of_other_rank(call):
-        return _nothing_written(call, "src")
+        return _nothing_written(call)
     patterns = ["...[dim:d]", "...[dim:j!]"]
     if isinstance(call.bound.get("src"), TensorInfo):
         patterns.append("...[dim:j!]" if call.arg("src").shape == call.arg("index").shape else "...[dim:_]")
@@ -113,7 +113,7 @@ def scatter_add(call: Call) -> Formula:
     if not call.arg("self").shape:
         return _onto_one_value(call, "src")
     if _empty_of_other_rank(call):
-        return _nothing_written(call, "src")
+        return _nothing_written(call)
     same = call.arg("src").shape == call.arg("index").shape
     given = "...[dim:j]" if same else "...[dim:_]"
     text = f"...[dim:d], {given}, {given} -> ...[dim:d]"
