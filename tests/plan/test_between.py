@@ -287,4 +287,4 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
     }
     monkeypatch.setattr(Carry, fault, wrong[fault])
     with pytest.raises(AssertionError):
-        check_run(source, target, decide_between.plan_between.__wrapped__(source, target))
+        check_run(source, target, decide_between.DecisionBetween(source, target).plan())

@@ -14,15 +14,16 @@ from math import prod
 import torch
 
 from shardwright.errors import PlanError
+from shardwright.index.region import Shape
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
 from shardwright.plan import network
 from shardwright.plan.cost import lower_bound, matching
-from shardwright.plan.decide_between import plan_between, plan_between_in_pieces
+from shardwright.plan.decide_between import DecisionBetween
 from shardwright.plan.exchange import Exchange
 from shardwright.plan.holders import LayoutMap, Map, MixedMap, SlabMap, unchanged_axes
 from shardwright.plan.lines import groups_of
-from shardwright.plan.pending import AxisPending, commute, pending_change, takes_padding
+from shardwright.plan.pending import commute, pending_change, takes_padding
 from shardwright.plan.plan import Plan
 from shardwright.plan.slow_axes import by_level, slow_bound
 from shardwright.plan.step import Step
@@ -33,8 +34,6 @@ from shardwright.remember import remembered
 # Below this many bytes per rank one round with more bytes beats two rounds with fewer (gloo and NCCL alike:
 # a round costs tens of microseconds to milliseconds, these bytes a few microseconds).
 ONE_ROUND_BYTES = 64 * 1024
-# More pieces than this would cost more time than the memory is worth.
-MOST_PIECES = 1024
 
 Moves = tuple[list[Step], str]
 
@@ -108,17 +107,16 @@ def _planned(
     if source == target:
         return Plan(source, target, (), "nothing changes", 0)
     if source.mesh_shape != target.mesh_shape:
-        return plan_between(source, target)
+        return DecisionBetween(source, target).plan()
     return _Decision(source, target).plan(in_one_round)
 
 
 @remembered(1024)
 def _planned_in_pieces(source: Layout, target: Layout, max_extra_bytes: int, version: int) -> Plan:
-    if source.mesh_shape != target.mesh_shape:
-        return plan_between_in_pieces(source, target, max_extra_bytes)
-    decision = _Decision(source, target)
+    one_mesh = source.mesh_shape == target.mesh_shape
+    decision = _Decision(source, target) if one_mesh else DecisionBetween(source, target)
     least = _planned(source, target, version).peak_bytes
-    for count in decision.piece_counts():
+    for count in _piece_counts(source.shape, decision.most_pieces):
         plan = decision.plan_in_pieces(count)
         if plan.peak_bytes <= max_extra_bytes:
             return plan
@@ -128,6 +126,13 @@ def _planned_in_pieces(source: Layout, target: Layout, max_extra_bytes: int, ver
         f"{source} -> {target} cannot be done with {max_extra_bytes} B beside the source: even in {count} "
         f"pieces it takes {least} B (the result alone is {result} B); pass max_extra_bytes={least} or more"
     )
+
+
+def _piece_counts(shape: Shape, most: int) -> list[int]:
+    """In how many pieces it may be cut, ascending."""
+    longest = max((*shape, 2))
+    counts = [2**i for i in range(1, longest.bit_length()) if 2**i < longest] + [longest]
+    return [count for count in counts if count <= most]
 
 
 def _check(source: Layout, target: Layout) -> None:
@@ -141,11 +146,13 @@ def _check(source: Layout, target: Layout) -> None:
 class _Decision:
     """The facts about one pair of layouts, and the decisions that follow from them."""
 
+    most_pieces = 1024  # more would cost more time than the memory is worth
+
     def __init__(self, source: Layout, target: Layout) -> None:
         self.source, self.target, self.sizes = source, target, source.sizes
         self.change = pending_change(source, target)
-        self.reduced = tuple([axis for axis, _ in self.change.reduced])
-        self.kept = tuple([axis for axis, _ in self.change.kept])
+        self.reduced = tuple([of.axis for of in self.change.reduced])
+        self.kept = tuple([of.axis for of in self.change.kept])
         groups = groups_of((source, target))
         self.before, self.after = LayoutMap(source, groups), LayoutMap(target, groups)
         stated = network.current.slow_axes
@@ -157,12 +164,6 @@ class _Decision:
         """All elements at once; terms in one round, in two, or (None) as their size asks for."""
         steps, reason = self._moves(self.arrival, self._native(), in_one_round=in_one_round)
         return self._plan((*steps, *self._finish()), reason)
-
-    def piece_counts(self) -> list[int]:
-        """In how many pieces it may be cut, ascending."""
-        longest = max((*self.source.shape, 2))
-        counts = [2**i for i in range(1, longest.bit_length()) if 2**i < longest] + [longest]
-        return [count for count in counts if count <= MOST_PIECES] or counts[:1]
 
     def plan_in_pieces(self, count: int) -> Plan:
         """One equal part of every message after the other: the same bytes, smaller buffers."""
@@ -185,15 +186,12 @@ class _Decision:
         least = slow_bound(self.before, self.arrival, self.reduced, self.kept, self.slow) * size
         return Plan(self.source, self.target, steps, reason, bound, self.slow, least)
 
-    def _terms(self, pendings: Iterable[AxisPending]) -> tuple[TermsOf, ...]:
-        return tuple([TermsOf(axis, pending, self.sizes[axis]) for axis, pending in pendings])
-
     def _bound(self, arrival: Map) -> int:
         return lower_bound(self.before, arrival, self.reduced, self.kept)
 
     # ------------------------------------------------------------------ Pendings that the target asks for
 
-    def _padded(self) -> tuple[AxisPending, ...]:
+    def _padded(self) -> tuple[TermsOf, ...]:
         """Pendings that are made by padding the part that a rank has, instead of fetching the rest.
 
         Only one coordinate of such an axis needs an element. Where every rank has all that it wants, an embed
@@ -202,25 +200,24 @@ class _Decision:
         made = self.change.made
         if not made or not commute(made) or not self._bound(self.after):  # the bound is the dearest to know
             return ()
-        dtype, sizes = self.source.dtype, self.target.sizes
-        return tuple([item for item in made if takes_padding(item[1], dtype, sizes[item[0]])])
+        return tuple([of for of in made if takes_padding(of.pending, self.source.dtype, of.n)])
 
     def _arrival(self) -> LayoutMap | MixedMap:
         """Where each element goes before Pendings are made of it."""
         if not self.padded:
             return self.after
-        axes, cut = frozenset([axis for axis, _ in self.padded]), self.before.cut
+        axes, cut = frozenset([of.axis for of in self.padded]), self.before.cut
         return MixedMap(self.before, self.after, axes & cut, tuple(sorted(axes - cut)))
 
     def _finish(self) -> list[Step]:
         steps: list[Step] = []
         if self.padded:
-            steps.append(Place(self.arrival, self.after, self._terms(self.padded)))
+            steps.append(Place(self.arrival, self.after, self.padded))
         embedded = self.change.made
         if self.padded:
-            embedded = tuple([item for item in embedded if item not in self.padded])
+            embedded = tuple([of for of in embedded if of not in self.padded])
         if embedded:
-            steps.append(Embed(self._terms(embedded), self.after))
+            steps.append(Embed(embedded, self.after))
         return steps
 
     # ------------------------------------------------------------------------------ elements that move
@@ -230,7 +227,7 @@ class _Decision:
         steps, reason = self._flat_moves(arrival, native, in_one_round)
         if not self.slow or reason == _SMALL:
             return steps, reason
-        levels = by_level(steps, self.slow, _exchange, self._terms(self.change.reduced))
+        levels = by_level(steps, self.slow, _exchange, self.change.reduced)
         return levels, reason if len(levels) == len(steps) else f"{reason}; {_LEVELS}"
 
     def _flat_moves(self, arrival: Map, native: AllReduce | None, in_one_round: bool | None) -> Moves:
@@ -255,7 +252,7 @@ class _Decision:
     # -------------------------------------------------------------------------- terms that are combined
 
     def _reductions(self, arrival: Map, native: AllReduce | None, in_one_round: bool | None) -> Moves:
-        combine = Combine(self._terms(self.change.reduced))
+        combine = Combine(self.change.reduced)
         direct = _exchange(self.before, arrival, self.reduced)
         moved, bound = direct.moved, self._bound(arrival)
         if in_one_round is None:
@@ -274,7 +271,7 @@ class _Decision:
         """The all-reduce that does it all, if there is one."""
         if len(self.change.reduced) != 1 or self.change.made:
             return None
-        axis, pending = self.change.reduced[0]
+        axis, pending, _ = self.change.reduced[0]
         finished = self.source.with_placements({self.source.axes[axis]: Replicate()})
         if finished != self.target or not _reduces_natively(pending, self.source.dtype):
             return None

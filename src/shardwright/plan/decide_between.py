@@ -10,22 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import cast
 
-from shardwright.errors import PlanError
 from shardwright.index.region import Box
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending
 from shardwright.placement.partial import Partial
 from shardwright.plan.bound_between import least
 from shardwright.plan.carry import Carry, Wanted
-from shardwright.plan.pending import commute, has_embed, refuse_target, takes_padding
+from shardwright.plan.pending import commute, has_embed, pendings_of, refuse_target, takes_padding
 from shardwright.plan.plan import Plan
 from shardwright.plan.rank_map import RankMap, homes, rank_map, slab_of
 from shardwright.plan.step import Step
 from shardwright.plan.steps import Combine, Embed, Pieces, filling_of
 from shardwright.plan.work import Filling, TermsOf
-from shardwright.remember import remembered
 
 _LOCAL = "every rank holds what it needs"
 _DIRECT = "each rank receives exactly what it misses"
@@ -34,9 +31,6 @@ _SAME = "each term goes to the rank at its place"
 _MERGE = "terms stay where they are wanted, the others join them"
 _TERMS = "each rank receives the terms of its part and combines them in rank order"
 _HOMES = "two rounds: the terms are combined at one rank per element, the values go on from there"
-
-# More pieces than this would cost more time than the memory is worth.
-_MOST_PIECES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +47,19 @@ class Choice:
         return sum(step.moved for step in self.steps)
 
 
-@remembered(4096)
-def plan_between(source: Layout, target: Layout) -> Plan:
-    """The plan between two meshes; see `plan_redistribution`.
+class DecisionBetween:
+    """The facts about layouts on two meshes, and the decisions that follow from them.
 
     Raises: PlanError: a Pending of the target cannot be made.
     """
-    return _Decision(source, target).plan()
 
-
-@remembered(1024)
-def plan_between_in_pieces(source: Layout, target: Layout, max_extra_bytes: int) -> Plan:
-    """The plan in so many pieces that no rank holds more than this beside its source.
-
-    Raises: PlanError: even the smallest pieces need more.
-    """
-    decision = _Decision(source, target)
-    for count in _slab_counts(source.shape):
-        plan = decision.plan_in_pieces(count)
-        if plan.peak_bytes <= max_extra_bytes:
-            return plan
-    raise PlanError(
-        f"{source} -> {target} cannot be done with {max_extra_bytes} B beside the source: in {count} pieces, "
-        f"the most that it can be cut in, it needs {plan.peak_bytes} B; pass "
-        f"max_extra_bytes={plan.peak_bytes} or more"
-    )
-
-
-class _Decision:
-    """The facts about one pair of layouts, and the decisions that follow from them."""
+    most_pieces = 256  # more would cost more time than the memory is worth
 
     def __init__(self, source: Layout, target: Layout) -> None:
         self.source, self.target = source, target
         everybody = tuple(sorted({*source.ranks, *target.ranks}))
         self.before, self.after = rank_map(source, everybody), rank_map(target, everybody)
-        self.terms, self.made = _pendings(source), _pendings(target)
+        self.terms, self.made = pendings_of(source), pendings_of(target)
         self.same_terms = bool(self.terms) and _kinds(self.terms) == _kinds(self.made)
         self.makes = all(has_embed(of.pending) for of in self.made)
         if not self.same_terms:
@@ -176,7 +148,7 @@ class _Decision:
 
     def _can_be_padded(self) -> bool:
         """Whether the target's terms can be made from a value that one rank of each group has."""
-        if not self.made or not commute([(of.axis, of.pending) for of in self.made]):
+        if not self.made or not commute(self.made):
             return False
         return all(takes_padding(of.pending, self.source.dtype, of.n) for of in self.made)
 
@@ -196,29 +168,15 @@ def _kinds(pendings: Sequence[TermsOf]) -> list[tuple[Pending, int]]:
     return [(of.pending, of.n) for of in pendings]
 
 
-def _pendings(layout: Layout) -> tuple[TermsOf, ...]:
-    """The Pendings in their order of application."""
-    return tuple(
-        TermsOf(axis, cast("Pending", layout.placements[axis]), layout.sizes[axis])
-        for axis in layout.order
-        if layout.placements[axis].is_pending
-    )
-
-
 # ---------------------------------------------------------------------- in pieces
 
 
-def _slab_counts(shape: tuple[int, ...]) -> list[int]:
-    """In how many pieces to try: twice as many each time, at most one per index of the longest dim."""
-    longest = min(max((*shape, 1)), _MOST_PIECES)
-    return [2**i for i in range(1, longest.bit_length()) if 2**i < longest] + [longest]
-
-
 def _slabs_of(shape: tuple[int, ...], count: int) -> list[Box]:
-    """The tensor cut into `count` even slabs along its longest dim."""
+    """The tensor cut into `count` even slabs along its longest dim, or one for each index."""
     if not shape:
         return [Box((), ())]
     dim = shape.index(max(shape))
+    count = min(count, max(shape[dim], 1))
     slabs = []
     for i in range(count):
         low, high = shape[dim] * i // count, shape[dim] * (i + 1) // count

@@ -16,21 +16,20 @@ from shardwright.errors import PlanError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending
 from shardwright.placement.partial import Partial
+from shardwright.plan.work import TermsOf
 from shardwright.remember import remembered
-
-AxisPending = tuple[int, Pending]
 
 
 @dataclass(frozen=True, slots=True)
 class PendingChange:
-    """Axes with their Pending, each list in its layout's order of application.
+    """Terms of Pendings, each list in its layout's order of application.
 
     kept: stay as they are. reduced: combined, last first. made: embedded in the target, first first.
     """
 
-    kept: tuple[AxisPending, ...]
-    reduced: tuple[AxisPending, ...]
-    made: tuple[AxisPending, ...]
+    kept: tuple[TermsOf, ...]
+    reduced: tuple[TermsOf, ...]
+    made: tuple[TermsOf, ...]
 
 
 _NO_CHANGE = PendingChange((), (), ())
@@ -42,14 +41,14 @@ def pending_change(source: Layout, target: Layout) -> PendingChange:
     Raises: PlanError: a Pending of the target cannot be made from a finished value; a reduction has no
     meaning for the dtype.
     """
-    before, after = _pendings(source), _pendings(target)
+    before, after = pendings_of(source), pendings_of(target)
     if not before and not after:
         return _NO_CHANGE
     kept = _kept(before, after)
-    made = tuple([item for item in after if item not in kept])
-    for axis, _ in made:
-        refuse_target(target, axis)
-    reduced = tuple([item for item in before if item not in kept])
+    made = tuple([of for of in after if of not in kept])
+    for of in made:
+        refuse_target(target, of.axis)
+    reduced = tuple([of for of in before if of not in kept])
     _check_domains(source, (*reduced, *made))
     return PendingChange(kept, reduced, made)
 
@@ -121,8 +120,8 @@ def _has_values(pending: Pending, dtype: torch.dtype) -> bool:
     return pending.in_domain(zero) or pending.in_domain(torch.ones_like(zero))
 
 
-def _check_domains(layout: Layout, pendings: tuple[AxisPending, ...]) -> None:
-    for axis, pending in pendings:
+def _check_domains(layout: Layout, pendings: tuple[TermsOf, ...]) -> None:
+    for axis, pending, _ in pendings:
         if not _has_values(pending, layout.dtype):
             raise PlanError(
                 f"{pending} on axis {layout.axes[axis]!r} has no meaning for {layout.dtype}: convert the "
@@ -130,17 +129,17 @@ def _check_domains(layout: Layout, pendings: tuple[AxisPending, ...]) -> None:
             )
 
 
-def commute(pendings: Sequence[AxisPending]) -> bool:
+def commute(pendings: Sequence[TermsOf]) -> bool:
     """True when these may be combined in any order: all linear, or all the same named reduction."""
-    if all(placement.linear for _, placement in pendings):
+    if all(of.pending.linear for of in pendings):
         return True
-    return len({placement for _, placement in pendings}) == 1 and bool(pendings[0][1].reduce_op)
+    return len({of.pending for of in pendings}) == 1 and bool(pendings[0].pending.reduce_op)
 
 
-def _kept(before: tuple[AxisPending, ...], after: tuple[AxisPending, ...]) -> tuple[AxisPending, ...]:
+def _kept(before: tuple[TermsOf, ...], after: tuple[TermsOf, ...]) -> tuple[TermsOf, ...]:
     if commute(before + after):
-        return tuple(item for item in before if item in after)
-    kept: list[AxisPending] = []
+        return tuple(of for of in before if of in after)
+    kept: list[TermsOf] = []
     for mine, theirs in zip(before, after, strict=False):
         if mine != theirs:
             break
@@ -148,10 +147,11 @@ def _kept(before: tuple[AxisPending, ...], after: tuple[AxisPending, ...]) -> tu
     return tuple(kept)
 
 
-def _pendings(layout: Layout) -> tuple[AxisPending, ...]:
-    found: list[AxisPending] = []
+def pendings_of(layout: Layout) -> tuple[TermsOf, ...]:
+    """The Pendings of a layout in their order of application."""
+    found: list[TermsOf] = []
     for axis in layout.order:
         placement = layout.placements[axis]
         if placement.is_pending:
-            found.append((axis, cast("Pending", placement)))
+            found.append(TermsOf(axis, cast("Pending", placement), layout.sizes[axis]))
     return tuple(found)

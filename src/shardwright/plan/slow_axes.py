@@ -79,7 +79,7 @@ def _reduced_by_level(
     """Fast axes first: a node combines its own terms, and one of each goes to other nodes."""
     near = tuple(item for item in reduced if item.axis not in slow)
     far = tuple(item for item in reduced if item.axis in slow)
-    if not near or not far or not commute([(of.axis, of.pending) for of in reduced]):
+    if not near or not far or not commute(reduced):
         return []
     source, target = step.source, step.target
     middle = MixedMap(source, target, source.cut & slow, (), target.cut - slow)
