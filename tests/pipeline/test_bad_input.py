@@ -1,5 +1,7 @@
 """What cannot be a pipeline is said once, on every rank, and nothing has been changed then."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +47,8 @@ def _cut(cuts, stages=None, tied=False):
         (2, None, "cuts=2; give a list of names"),
         (["layers.2"], {"norms": 1}, "stages names 'norms'"),
         (["layers.2"], {"norm": 2}, "there are stages 0 to 1"),
+        (["layers.2"], {3: 1}, "stages names 3"),
+        (["layers.2"], (), "stages=() is no Mapping"),
         (["layers.0"], {"embedding": 1, "positions": 1}, "stage 0 of 2 would hold no parameter"),
     ],
 )
@@ -263,18 +267,39 @@ def test_a_model_that_collects_from_all_its_layers_is_refused(ranks):
         assert "output_router_logits, which a model collects from all its layers" in text
 
 
-def _bad_count():
-    """One rank only has no number: both are told."""
+NO_COUNTS = (torch.tensor([1, 2]), math.nan, math.inf, True, "4", [3], {})
+NO_DIMS = ((), 0, "tokens", {"tokens": "a"}, {"tokens": True}, {"tokens": []})
+
+
+def _bad_steps():
+    """One rank only has no number, or no dims: both are told."""
     model = Decoder()
     mesh = rank_mesh((2,), ("pp",))
     parallelize_pipeline(model, mesh, ["layers.2"])
     pipeline = Pipeline(model, loss_sum, micro_batches=2)
-    count = torch.tensor([1, 2]) if mesh.get_local_rank() == 0 else torch.tensor(1)
-    return _text(pipeline.step, torch.zeros(2, 4, dtype=torch.long), count=count)
+    tokens, is_first = torch.zeros(2, 4, dtype=torch.long), mesh.get_local_rank() == 0
+    counts = [_text(pipeline.step, tokens, count=no if is_first else torch.tensor(1)) for no in NO_COUNTS]
+    dims = [_text(pipeline.step, tokens=tokens, batch_dims=no if is_first else None) for no in NO_DIMS]
+    return counts, dims
 
 
-def test_a_count_that_is_no_number_is_told_to_all_ranks(ranks):
-    assert all("is no number: how many tokens" in text for text in ranks(2, _bad_count, timeout=30))
+def test_a_count_that_is_no_number_and_dims_that_are_none_are_told_to_all_ranks(ranks):
+    for counts, dims in ranks(2, _bad_steps, timeout=30):
+        assert all("is no number: how many tokens" in text for text in counts)
+        assert all("is no Mapping" in text or "is no dim" in text for text in dims)
+
+
+def _no_pipelines():
+    model = parallelize_pipeline(Decoder(), rank_mesh((2,), ("pp",)), ["layers.2"])
+    texts = [_text(Pipeline, None, loss_sum, micro_batches=2)]
+    texts += [_text(Pipeline, model, loss, micro_batches=2) for loss in (3, "mean", {})]
+    return texts + [_text(Pipeline, model, micro_batches=2, schedule=name) for name in ("", 0, [])]
+
+
+def test_what_is_no_module_no_loss_and_no_schedule_is_said_before_a_step(ranks):
+    said = ["takes a module, got NoneType"] + ["is no function of the output"] * 3 + ["there are 'gpipe'"] * 3
+    for texts in ranks(2, _no_pipelines):
+        assert all(words in text for text, words in zip(texts, said, strict=True))
 
 
 def _taken_apart(way):

@@ -48,6 +48,7 @@ def _refused_before_anything_changes():
         lambda: parallelize_context(module, line, attention="rings"),
         lambda: parallelize_context(module, line, output="plain"),
         lambda: parallelize_context(module, line, cut={"tokens": 1}),
+        lambda: parallelize_context(module, line, cut={"x": "a"}),
         lambda: parallelize_context(module, line, placement="ZigZag"),
     ):
         found.append(_said(call))
@@ -62,13 +63,14 @@ def _refused_before_anything_changes():
 
 
 def test_what_cannot_be_placed_is_refused_before_anything_is_changed(ranks):
-    several, way, output, argument, placement, sharded, twice = ranks(
+    several, way, output, argument, dim, placement, sharded, twice = ranks(
         4, _refused_before_anything_changes, fresh=True
     )[0]
     assert "takes one axis, got ('dp', 'cp'); slice the mesh" in several
     assert "attention='rings'; there are 'auto', 'ring', 'all_to_all'" in way
     assert "output='plain'; there are 'cut', 'whole'" in output
     assert "Block.forward takes no argument 'tokens'; it takes x, mask" in argument
+    assert "cut['x']='a' is no dim" in dim
     assert "placement='ZigZag' makes no partition of a dim" in placement
     assert "call parallelize_context before parallelize_fsdp" in sharded
     assert "0 computes on sequences that are cut over 'cp' already" in twice

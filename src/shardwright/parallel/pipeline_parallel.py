@@ -50,6 +50,6 @@ def parallelize_pipeline(
     refuse_other_order(mesh, axes[0], VERB)
     refuse_other_models(VERB, module, mesh, options={"cuts": cuts, "stages": stages})
     refuse_placed(module, mesh)
-    places = read_places(module, cuts, stages or {})
+    places = read_places(module, cuts, {} if stages is None else stages)
     take_apart(module, mesh, places, rank_of_stage(places.stages, mesh.size()))
     return module

@@ -62,7 +62,13 @@ class SequenceScope:
         self._compared = False
 
     def check_arguments(self, module: nn.Module) -> None:
-        """Raises: ParallelError: `cut` names what the forward does not take."""
+        """Raises: ParallelError: `cut` names what the forward does not take, or a dim that is no number."""
+        for name, dim in self.cut.items():
+            if type(dim) is not int:
+                raise ParallelError(
+                    f"parallelize_context: cut[{name!r}]={dim!r:.60} is no dim\n"
+                    "  fix: cut={argument: dim of its sequence}"
+                )
         self._signature = inspect.signature(module.forward)
         known = self._signature.parameters
         if any(p.kind is p.VAR_KEYWORD for p in known.values()):

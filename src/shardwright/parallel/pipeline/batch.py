@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from shardwright.errors import ParallelError
+from shardwright.errors import ParallelError, refuse_other_kind
 
 Dims = Mapping[str, int | None]
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
@@ -65,9 +65,14 @@ def _place(x: Tensor, dim: Dim) -> int:
 
 def _dims_of(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, dims: Dims) -> list[Dim]:
     """For each leaf, the dim that was given for the argument that it is in."""
+    fix = "batch_dims={argument: dim of its batch}, None for one that is not cut"
+    refuse_other_kind("pipeline: batch_dims", dims, Mapping, ParallelError, fix=fix)
     unknown = [name for name in dims if name not in kwargs]
     if unknown:
         raise ParallelError(f"pipeline: batch_dims names {unknown[0]!r}, which is no argument of this step")
+    for name, dim in dims.items():
+        if type(dim) not in (int, type(None)):
+            raise ParallelError(f"pipeline: batch_dims[{name!r}]={dim!r:.60} is no dim\n  fix: {fix}")
     found: list[Dim] = [_ASK] * len(tree_flatten(args)[0])
     for name, value in kwargs.items():
         found += [dims.get(name, _ASK)] * len(tree_flatten(value)[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from shardwright.compat.fully_shard_traffic import hold_gradients_back, reduce_g
 from shardwright.context.randomness import part_now
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
-from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.meshes import named_axes, refuse_no_module
 from shardwright.parallel.pipeline.agreement import Agreement
 from shardwright.parallel.pipeline.batch import Batch, Dims, copied, micro_batches, signature
 from shardwright.parallel.pipeline.forward.caller import Caller
@@ -67,6 +69,7 @@ class Pipeline:
         schedule: str | None = None,
         data: DeviceMesh | None = None,
     ) -> None:
+        refuse_no_module("Pipeline", module)
         split = find_split(module)
         if split is None:
             raise ParallelError(
@@ -77,6 +80,8 @@ class Pipeline:
             raise ParallelError(
                 f"Pipeline: data={axis_names(data)} has ranks of other stages, which have the same rows"
             )
+        if loss is not None and not callable(loss):
+            raise ParallelError(f"Pipeline: loss={loss!r:.60} is no function of the output and the target")
         self.module, self.loss, self.data, self._split = module, loss, data, split
         self._device = device_of(split.mesh.device_type)
         self._agreement = Agreement(split, module, data, self._device)
@@ -126,7 +131,7 @@ class Pipeline:
         """
         if self.loss is None:
             raise ParallelError("Pipeline.step needs a loss: Pipeline(module, loss, ...)")
-        batches, (schedule, stages) = self._begun("step", args, kwargs, target, batch_dims or {}, count)
+        batches, (schedule, stages) = self._begun("step", args, kwargs, target, batch_dims, count)
         losses: list[Tensor] = []
         scale = self._scale(count)
         with self._ties.summed():
@@ -151,7 +156,7 @@ class Pipeline:
         """The loss of a batch, without gradients; arguments, result and errors as `step`. Collective."""
         if self.loss is None:
             raise ParallelError("Pipeline.evaluate needs a loss: Pipeline(module, loss, ...)")
-        begun = self._begun("evaluate", args, kwargs, target, batch_dims or {}, count)
+        begun = self._begun("evaluate", args, kwargs, target, batch_dims, count)
         scale = self._scale(count)
         return self._forward(begun, self._scaled(scale), None, scaled=scale is not None)
 
@@ -164,7 +169,7 @@ class Pipeline:
 
         Collective; arguments and errors as `step`.
         """
-        begun = self._begun("outputs", args, kwargs, None, batch_dims or {})
+        begun = self._begun("outputs", args, kwargs, None, batch_dims)
         outputs: list[Any] = []
         self._forward(begun, None, outputs, scaled=False)
         return outputs if self.is_last else None
@@ -189,7 +194,7 @@ class Pipeline:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: Any,
-        dims: Dims,
+        dims: Dims | None,
         count: int | Tensor | None = None,
     ) -> tuple[list[Batch], _Ready]:
         """The micro-batches, and the schedule for their shapes, once it is known what crosses the borders.
@@ -202,15 +207,11 @@ class Pipeline:
         error: BaseException | None = None
         batches, said = [], [what]
         try:
-            batches = micro_batches(args, kwargs, target, self.micro_batches, dims)
+            batches = micro_batches(args, kwargs, target, self.micro_batches, {} if dims is None else dims)
             refuse_recording(self.module, kwargs)
             said += [*signature(batches), str(self.module.training), str(autocast(self._device))]
             said.append("no count" if count is None else "a count")
-            number = torch.as_tensor(0 if count is None else count, device=getattr(count, "device", "cpu"))
-            if number.numel() != 1 or (not isinstance(count, Tensor) and number < 0):
-                raise ParallelError(
-                    f"count={count!r} is no number: how many tokens the loss sums on this rank"
-                )
+            _check_count(count)
         except BaseException as failed:  # noqa: BLE001  the other ranks are told
             error = failed
         dtypes = (x.dtype for x in (*self.module.parameters(), *self.module.buffers()))
@@ -266,3 +267,13 @@ class Pipeline:
         finally:
             if self._split.leavings.are_news:
                 self._split.place_leavings(self.module)
+
+
+def _check_count(count: object) -> None:
+    """Raise ParallelError for what is no number of tokens; of a tensor nobody waits for its value."""
+    if isinstance(count, Tensor):
+        is_number = count.numel() == 1
+    else:
+        is_number = count is None or (isinstance(count, Real) and 0 <= float(count) < math.inf)
+    if not is_number or isinstance(count, bool):
+        raise ParallelError(f"count={count!r:.60} is no number: how many tokens the loss sums on this rank")

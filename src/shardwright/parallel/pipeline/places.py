@@ -142,7 +142,7 @@ def _moved(found: list[Place], given: Stages, count: int) -> list[Place]:
     used = {path for paths in naming.values() for path in paths}
     for path in given:
         if path not in used:
-            near = difflib.get_close_matches(path, naming, n=3)
+            near = difflib.get_close_matches(str(path), naming, n=3)
             raise ParallelError(
                 f"{VERB}: stages names {path!r}, which is no part that a stage holds as a whole\n"
                 f"  near it: {', '.join(near) or ', '.join(sorted(naming)[:6])}"

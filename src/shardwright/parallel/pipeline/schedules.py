@@ -47,7 +47,7 @@ def rank_of_stage(stages: int, ranks: int) -> tuple[int, ...]:
 
 def named_schedule(name: str | None, stages: int, ranks: int) -> str:
     """The name that was given; by default one-forward-one-backward."""
-    return name or ("1f1b" if stages == ranks else "interleaved_1f1b")
+    return ("1f1b" if stages == ranks else "interleaved_1f1b") if name is None else name
 
 
 def check_schedule(name: str | None, stages: int, ranks: int, count: int) -> str:
