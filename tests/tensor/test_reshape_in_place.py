@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -78,6 +80,66 @@ def _bases_of_views() -> None:
 
 def test_a_base_keeps_its_shape_while_views_with_gradients_are_alive(ranks) -> None:
     ranks(2, _bases_of_views)
+
+
+_VIEWS = (lambda a: a[1:3], lambda a: a[1], lambda a: a.view(-1), lambda a: a[1:3, 1:3])
+
+
+def _graphs_of_what_was_turned() -> None:
+    """None of it wants a gradient when it is turned: what is written then must not get another's."""
+    mesh = rank_mesh((2,), ("dp",))
+    w = sw.distribute_tensor(torch.tensor(2.0), mesh).requires_grad_()
+    for placement, view in itertools.product((sw.Shard(0), sw.Interleaved(1, 2)), _VIEWS):
+        for turned, written in itertools.product((0, 1), (0, 1)):
+            full = torch.arange(16.0).view(4, 4)
+            x = sw.distribute_tensor(full, mesh, [placement], src_data_rank=None)
+            ours, plain = (x, view(x)), (full, view(full))
+            for tensors in (ours, plain):
+                tensors[turned].unsqueeze_(0)
+                tensors[written].add_(1)
+            for give in (lambda x: x.mul_(w), lambda x: torch._foreach_mul_([x], [w])):
+                with pytest.raises(RuleError, match="turned in place"):
+                    give(ours[written])
+            with torch.no_grad():
+                ours[written].mul_(w)
+            plain[written].mul_(2)
+            assert all(torch.equal(a.full_tensor(), b) for a, b in zip(ours, plain, strict=True))
+            with pytest.raises(RuleError, match="turned in place"):
+                ours[turned].requires_grad_()
+    del ours, x
+    alone = sw.distribute_tensor(torch.ones(4, 3), mesh, [sw.Shard(0)], src_data_rank=None).t_()
+    row = alone[1]
+    row.mul_(w).sum().backward()  # a view of what it is now
+    assert w.grad.full_tensor() == 4
+
+
+def test_memory_of_what_was_turned_while_views_saw_it_gets_no_graph(ranks) -> None:
+    ranks(2, _graphs_of_what_was_turned)
+
+
+_COPIED = (lambda a: a[::2], lambda a: a.view(-1)[3:27].view(4, 6), lambda a: a[1:2, 1:5])
+_TURNED = (torch.Tensor.t_, lambda v: v.unsqueeze_(1), lambda v: v.squeeze_(0))
+
+
+def _turned_copies() -> None:
+    """Of a view that had to copy: writes go on to travel both ways."""
+    mesh = rank_mesh((2,), ("dp",))
+    placements = (sw.Interleaved(0, 3), sw.Ragged((1, 3), (0, 1)))
+    for placement, view, turn in itertools.product(placements, _COPIED, _TURNED):
+        full = torch.arange(42.0).view(7, 6)
+        x = sw.distribute_tensor(full.clone(), mesh, [placement], src_data_rank=None)
+        seen = []
+        for base in (full, x):
+            turned = turn(view(base))
+            turned.mul_(2)
+            base.add_(1)
+            turned[0].fill_(7.0)
+            seen.append((base, turned))
+        assert all(torch.equal(b.full_tensor(), a) for a, b in zip(*seen, strict=True))
+
+
+def test_copies_of_a_cut_change_their_shape_in_place(ranks) -> None:
+    ranks(2, _turned_copies)
 
 
 def _vector_times_matrix(vector, matrix) -> None:

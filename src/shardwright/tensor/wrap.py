@@ -49,7 +49,7 @@ def up_to_date(x: TorchDTensor) -> None:
 
 
 # Attributes of one tensor that no copy of it has.
-REMEMBERED = frozenset({"_reshaped_in_place", "_derived"})
+REMEMBERED = frozenset({"_reshaped_in_place", "_turned_among_views", "_derived"})
 
 
 def hand_out(local: torch.Tensor) -> torch.Tensor:

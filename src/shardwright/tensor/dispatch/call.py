@@ -38,7 +38,7 @@ from shardwright.tensor.dispatch.ways.plain_target import write_into_plain
 from shardwright.tensor.dispatch.ways.steps import Steps
 from shardwright.tensor.dispatch.ways.table import Handler, decide, handler_of
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.plain import made_gradients, own_terms
+from shardwright.tensor.plain import kept_shapes, made_gradients, own_terms
 from shardwright.tensor.plain.replicated import distributed, replicate_plain
 from shardwright.tensor.spec import Spec, has_form
 from shardwright.tensor.views import offsets, take, write_back
@@ -69,9 +69,11 @@ def dispatch(
     route = _routes.get(func)
     if route is None:
         route = _routes[func] = _whole_route_of(func)
+    copies = write_back.origins.data
     if _modes():
         route = partial(proxies.record, route)
-    if write_back.origins.data:
+        copies = copies or write_back.traced.data
+    if copies:
         return write_back.around(route, func, args, kwargs)
     return route(func, args, kwargs)
 
@@ -106,8 +108,9 @@ def _route_of(func: Op) -> Handler:
 
 
 def _where_it_may_write(route: Handler, func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """The op, unless one device refuses it for the memory that it would write."""
+    """The op, unless one device refuses it for the memory that it would write, or its gradient has no way."""
     written_memory.refuse(func, args, kwargs)
+    kept_shapes.refuse_graph(func, args, kwargs)
     return route(func, args, kwargs)
 
 

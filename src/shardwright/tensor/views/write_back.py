@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwright.comm.traced import is_traced
 from shardwright.compat import neg_view, tree_leaves, version_of
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
@@ -62,6 +63,17 @@ class _Origin:
 
 Snapshots = dict[int, torch.Tensor]  # by the id of the view
 origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of views that are alive
+# Of those of a trace. A compiled function may keep them for good: calls with values do not ask here.
+traced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _origins(view: torch.Tensor) -> WeakTensorKeyDictionary:
+    return traced if isinstance(view, DTensor) and is_traced(view._local_tensor) else origins
+
+
+def _origin(view: torch.Tensor) -> _Origin | None:
+    among = _origins(view)
+    return among.get(view) if among.data else None
 
 
 def remember(out: Any, func: Op, args: Args, kwargs: Kwargs, *, copied: bool) -> None:
@@ -69,9 +81,9 @@ def remember(out: Any, func: Op, args: Args, kwargs: Kwargs, *, copied: bool) ->
     base, *rest = args
     several = isinstance(out, list | tuple)
     for index, view in enumerate(out if several else (out,)):
-        if isinstance(view, DTensor) and view not in origins:
+        if isinstance(view, DTensor) and _origin(view) is None:
             where = index if several else None
-            origins[view] = _Origin(base, func, tuple(rest), kwargs, where, copied, version_of(base))
+            _origins(view)[view] = _Origin(base, func, tuple(rest), kwargs, where, copied, version_of(base))
 
 
 def remember_local(
@@ -79,18 +91,18 @@ def remember_local(
 ) -> None:
     """Note that `out` is a copy of elements of `args[0]` that this rank holds."""
     base, *rest = args
-    origins[out] = _Origin(base, func, tuple(rest), kwargs, index, True, version_of(base), local)
+    _origins(out)[out] = _Origin(base, func, tuple(rest), kwargs, index, True, version_of(base), local)
 
 
 def replace(known: DTensor, by: DTensor) -> None:
     """Remember of one object what was remembered of another."""
-    if origins.data and known in origins:
-        origins[by] = origins.pop(known)
+    if _origin(known) is not None:
+        _origins(by)[by] = _origins(known).pop(known)
 
 
 def is_copy(view: torch.Tensor) -> bool:
     """Does its local tensor not share the memory of what it is a view of?"""
-    origin = origins.get(view) if origins.data else None
+    origin = _origin(view)
     return origin is not None and (origin.copied or is_copy(origin.base))
 
 
@@ -109,14 +121,14 @@ def around(route: Call, func: Op, args: Args, kwargs: Kwargs) -> Any:
         _write_back(value, before)
     if written:
         return out
-    if is_view(func) and args[0] in origins:
+    if is_view(func) and _origin(args[0]) is not None:
         remember(out, func, args, kwargs, copied=False)
     return out
 
 
 def refresh(view: DTensor) -> None:
     """Derive the view again if it had to copy and its base was written since."""
-    origin = origins.get(view)
+    origin = _origin(view)
     if origin is None:
         return
     refresh(origin.base)
@@ -151,7 +163,7 @@ def written_places(func: Op) -> tuple[tuple[int, str], ...]:
 
 def _say_write_back(view: torch.Tensor) -> None:
     """Refuse, or record, what a write into the view moves on its way to the base: before it is written."""
-    origin = origins.get(view)
+    origin = _origin(view)
     if origin is None or not isinstance(view, DTensor):
         return
     if origin.copied and origin.local is None:
@@ -164,7 +176,7 @@ def _say_write_back(view: torch.Tensor) -> None:
 
 def _keep(view: torch.Tensor, before: Snapshots) -> None:
     """What copies with an element several times hold before a write: after it, one of them tells."""
-    origin = origins.get(view)
+    origin = _origin(view)
     if origin is None or not isinstance(view, DTensor):
         return
     if origin.local is not None and origin.local.overlaps:
@@ -174,7 +186,7 @@ def _keep(view: torch.Tensor, before: Snapshots) -> None:
 
 def _write_back(view: torch.Tensor, before: Snapshots) -> None:
     """The base gets the values of a view that was written: each rank those that lie in its own part."""
-    origin = origins.get(view)
+    origin = _origin(view)
     if origin is None or not isinstance(view, DTensor):
         return
     if id(view) in before:
@@ -211,10 +223,10 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 def bases_of(view: DTensor) -> Iterator[DTensor]:
     """What a view that copied is of, and what that is of: a write into it is one into each."""
-    origin = origins.get(view)
+    origin = _origin(view)
     while origin is not None:
         yield origin.base
-        origin = origins.get(origin.base)
+        origin = _origin(origin.base)
 
 
 def _derive_again(written: DTensor) -> None:
@@ -223,13 +235,13 @@ def _derive_again(written: DTensor) -> None:
     Only those that cost no communication: whether this rank copied is no other rank's business.
     """
     root = _root(written)
-    for origin in list(origins.values()):
+    for origin in list(_origins(written).values()):
         if origin.local is not None and _root(origin.base) is root:
             origin.version = -1
 
 
 def _root(x: DTensor) -> DTensor:
-    origin = origins.get(x)
+    origin = _origin(x)
     return x if origin is None else _root(origin.base)
 
 

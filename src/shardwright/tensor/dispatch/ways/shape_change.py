@@ -14,7 +14,8 @@ from shardwright.compat import no_dispatch
 from shardwright.errors import RuleError
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.wrap import reshaped
+from shardwright.tensor.views import write_back
+from shardwright.tensor.wrap import offset_of, reshaped, wrap
 
 
 def reshape_of(func: Op) -> Callable[[Op, Args, Kwargs], DTensor] | None:
@@ -31,7 +32,10 @@ def reshape_in_place(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
     x: DTensor = args[0]
     if not torch.is_grad_enabled() and x._is_view() and x.grad_fn is not None:
         raise RuleError(_GRAPH.format(func.name(), func._schema.name.split("::")[1].rstrip("_")))
-    view = _out_of_place(func)(*args, **kwargs)
+    before = wrap(x._local_tensor, x._spec, offset=offset_of(x))
+    write_back.replace(x, before)
+    view = _out_of_place(func)(before, *args[1:], **kwargs)
+    write_back.replace(view, x)
     x._local_tensor, x._spec = view._local_tensor, view._spec
     reshaped(x)
     with no_dispatch():
