@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,8 @@ import torch
 from torch import nn
 
 from shardwright import DTensor, Placement, Ragged, Shard, distribute_tensor
-from shardwright.checkpoint import load, save
-from shardwright.checkpoint.storage import pages, stream
+from shardwright.checkpoint import load, loading, save
+from shardwright.checkpoint.storage import pages, reader, stream
 from shardwright.checkpoint.storage.reader import Reader
 from shardwright.errors import CheckpointError
 from shardwright.testing import rank_mesh
@@ -71,10 +74,11 @@ def test_large_tensors_take_no_memory_of_their_own(tmp_path: Path, monkeypatch: 
         "shardwright.checkpoint.loading.room_for", lambda nbytes: asked.append(nbytes) or nbytes
     )
     save(tmp_path / "c", plain(filled=True))
-    for lock, apart in ((pages._mlock(), 0), (lambda *_: -1, 3), (None, 3)):
+    able, guard = pages._mlock(), pages._cut_short()
+    held = able is not None and guard is not None and not able(0, 0)
+    for lock, guarded, apart in ((able, guard, 0 if held else 3), (lambda *_: -1, guard, 3), (able, None, 3)):
         monkeypatch.setattr(pages, "_mlock", lambda lock=lock: lock)
-        if apart == 0 and lock is not None and lock(0, 0):
-            continue
+        monkeypatch.setattr(pages, "_cut_short", lambda guarded=guarded: guarded)
         asked.clear()
         model = plain(filled=False)
         load(tmp_path / "c", model)
@@ -112,6 +116,60 @@ def test_a_file_that_is_cut_short_while_it_is_held_is_named(
     with pytest.raises(CheckpointError, match=f"{file.name} it became shorter"):
         load(tmp_path / "c", model)
     assert not any(one.any() for one in full(model))
+
+
+@pytest.mark.parametrize("amid", ["the check", "the copy"])
+def test_a_file_that_is_cut_short_amid_a_load_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amid: str
+) -> None:
+    """A mapping whose file is shorter is a signal, which would end the process."""
+    if pages._cut_short() is None or pages._mlock() is None:
+        pytest.skip("nothing is held: the extension was not built, or is turned off")
+    save(tmp_path / "c", plain(filled=True))
+    file = next((tmp_path / "c").glob("data-*"))
+    module, name = (reader, "first_wrong") if amid == "the check" else (loading, "fill")
+    call = getattr(module, name)
+
+    def cut_and_call(*args: Any) -> Any:
+        os.truncate(file, 4096)
+        return call(*args)
+
+    monkeypatch.setattr(module, name, cut_and_call)
+    model = plain(filled=False)
+    with pytest.raises(CheckpointError, match="became shorter while it was read") as told:
+        load(tmp_path / "c", model)
+    if amid == "the check":
+        assert not any(one.any() for one in full(model))
+    else:
+        assert "loaded in part" in str(told.value)
+
+
+_OF_OTHERS = """
+import mmap, os, sys, importlib.machinery as machinery
+loader = machinery.ExtensionFileLoader("cut_short", sys.argv[1])
+guard = loader.load_module()
+file = open(sys.argv[2], "wb+")
+file.truncate(3 * mmap.PAGESIZE)
+watched, other = (mmap.mmap(file.fileno(), 3 * mmap.PAGESIZE, access=mmap.ACCESS_READ) for _ in range(2))
+guard.watch(watched)
+assert not guard.unwatch()
+guard.watch(watched)
+file.truncate(mmap.PAGESIZE)
+assert not any(watched[:]) and guard.unwatch()
+guard.watch(watched)
+print("so far", flush=True)
+other[2 * mmap.PAGESIZE]
+"""
+
+
+@pytest.mark.processes
+def test_memory_of_others_that_is_cut_off_is_theirs(tmp_path: Path) -> None:
+    """What is not watched ends the process, as ever."""
+    if (guard := pages._cut_short()) is None:
+        pytest.skip("the extension was not built, or is turned off")
+    program = [sys.executable, "-W", "ignore", "-c", _OF_OTHERS, guard.__file__, str(tmp_path / "f")]
+    found = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert (found.stdout, found.returncode) == ("so far\n", -signal.SIGBUS), found.stderr
 
 
 def test_held_tensors_raise_the_version_that_autograd_asks_for(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from shardwright.checkpoint.state import Kind, Node, nodes_of
 from shardwright.checkpoint.storage.arena import Arena, copy_bytes, fill, room_for
 from shardwright.checkpoint.storage.element_types import DTYPES, in_order, name_of
 from shardwright.checkpoint.storage.manifest import Manifest, read_manifest
+from shardwright.checkpoint.storage.pages import unless_cut_short
 from shardwright.checkpoint.storage.place import Place, place_of
 from shardwright.checkpoint.storage.proof import proven
 from shardwright.checkpoint.storage.reader import Pair, Reader, Want, is_small, wants
@@ -299,6 +300,7 @@ class Loading:
             for target, staged in self.staged:
                 copy_bytes(target, staged)
             for target, data in self.held:
-                fill(target, data)
+                with unless_cut_short(data):
+                    fill(target, data)
         self.held.clear()
         note_written((*self.targets.live.values(), *self.targets.twins))

@@ -6,12 +6,15 @@ the disk. Memory that is new costs more than reading what is in the cache of the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
+from shardwright.checkpoint.storage.extension import extension
 from shardwright.remember import remembered
 
 
@@ -28,16 +31,35 @@ class Pages:
     def hold(self, at: int, nbytes: int) -> memoryview | None:
         """These bytes, all in memory and kept there; None: the system does not keep so much for us.
 
-        It may not read them, too: whoever then reads in the usual way hears why.
+        It may not read them, too: whoever then reads in the usual way hears why. So what is held does not
+        ask the disk for anything, and only a file that is cut short takes it away (`unless_cut_short`).
         """
         lock = _mlock()
-        if lock is None:
+        if lock is None or _cut_short() is None:
             return None
         address: int = self._data.ctypes.data
         first = at // mmap.PAGESIZE * mmap.PAGESIZE
         if lock(address + first, at + nbytes - first):
             return None
         return self._data[at : at + nbytes].data
+
+
+@contextlib.contextmanager
+def unless_cut_short(held: memoryview) -> Iterator[None]:
+    """A block that looks at what is held. Raises: EOFError, at its end: the file was cut short."""
+    guard = _cut_short()
+    guard.watch(held)
+    try:
+        yield
+    finally:
+        if guard.unwatch():
+            raise EOFError("the file became shorter while it was read")
+
+
+@remembered(1)
+def _cut_short() -> Any:
+    """The extension without which such a file ends the process; None: it was not built."""
+    return extension("cut_short")
 
 
 @remembered(1)

@@ -11,6 +11,7 @@ import torch
 
 from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES
 from shardwright.checkpoint.storage.manifest import SavedPart, SavedTensor
+from shardwright.checkpoint.storage.pages import unless_cut_short
 from shardwright.checkpoint.storage.source import Source, open_file
 from shardwright.checkpoint.storage.stores.store import OpenFile
 from shardwright.checkpoint.storage.sums import first_wrong, sum_of
@@ -24,6 +25,7 @@ _SPAN = 8 << 20  # of a read whose elements are then picked out
 _SMALL = 1 << 16
 _FEW = 8  # parts of a tensor that are not worth a search
 _BLOCK = 1 << 20  # of neighbours that are read at once
+_SHORTER = "it became shorter while it was read"
 
 
 class Want(NamedTuple):
@@ -153,20 +155,23 @@ class Reader:
             return None
         low = start * ITEMSIZES[want.dtype]
         high = low + want.view.nbytes
-        file = self._handle(want.part.file)
-        held = file.hold(want.part.at + low, want.view.nbytes)
-        if held is not None:
-            first = low // self.source.chunk * self.source.chunk  # so that no chunk is read twice
-            step = max(file.step // self.source.chunk, 1) * self.source.chunk
-            for at in range(first, high, step):
-                self._aligned(want, at, min(at + step, high))
-        return held
+        first, last = self._whole_chunks(want, low, high)
+        held = self._handle(want.part.file).hold(want.part.at + first, last - first)
+        if held is None:
+            return None
+        try:
+            with unless_cut_short(held):
+                self._check(want, held, first)
+        except EOFError:
+            raise CheckpointError(self._damaged(want.part.file, _SHORTER)) from None
+        self.bytes_read += len(held)
+        return held[low - first : high - first]
 
     def check_held(self) -> None:
         """Raises CheckpointError where a file that is held has been cut short since it was opened."""
         for number, file in self._handles.items():
             if not file.is_whole():
-                raise CheckpointError(self._damaged(number, "it became shorter while it was read"))
+                raise CheckpointError(self._damaged(number, _SHORTER))
 
     def _picked(self, want: Want) -> None:
         """Read one want: straight to its place, or by way of a scratch, in pieces of a bounded size."""
@@ -218,15 +223,17 @@ class Reader:
 
     def _aligned(self, want: Want, start: int, end: int) -> memoryview:
         """Bytes [start, end) of a part, checked with the rest of their chunks; valid until the next call."""
-        chunk = self.source.chunk
-        low = start // chunk * chunk
-        high = min(-(-end // chunk) * chunk, _bytes_of(want))
+        low, high = self._whole_chunks(want, start, end)
         if len(self._scratch) < high - low:
             self._scratch = memoryview(bytearray(max(high - low, min(_SPAN, _bytes_of(want)))))
         data = self._scratch[: high - low]
         self._read(want.part.file, [data], want.part.at + low)
         self._check(want, data, low)
         return data[start - low : end - low]
+
+    def _whole_chunks(self, want: Want, start: int, end: int) -> tuple[int, int]:
+        chunk = self.source.chunk
+        return start // chunk * chunk, min(-(-end // chunk) * chunk, _bytes_of(want))
 
     def _check(self, want: Want, data: memoryview, at: int) -> None:
         chunk = self.source.chunk
@@ -246,7 +253,7 @@ class Reader:
         try:
             self._handle(number).read_into(pieces, at)
         except EOFError:
-            raise CheckpointError(self._damaged(number, "it became shorter while it was read")) from None
+            raise CheckpointError(self._damaged(number, _SHORTER)) from None
         except OSError as error:
             raise CheckpointError(
                 self._damaged(number, f"it cannot be read: {error.strerror or error}")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable
 from typing import Any
 
+from shardwright.checkpoint.storage.extension import extension
 from shardwright.remember import remembered
 
-_VARIABLE = "SHARDWRIGHT_EXTENSION"
-_MODULE = "shardwright.checkpoint.storage.stream_copy"
 _PIECE = 1 << 20
 
 
@@ -21,13 +18,8 @@ def copy_memory(target: memoryview, source: memoryview) -> None:
 
 @remembered(1)
 def _way() -> Callable[[Any, Any], object]:
-    if os.environ.get(_VARIABLE) != "0":
-        try:
-            found: Callable[[Any, Any], object] = importlib.import_module(_MODULE).copy
-        except ImportError:
-            return copy_in_pieces
-        return found
-    return copy_in_pieces
+    built = extension("stream_copy")
+    return copy_in_pieces if built is None else built.copy
 
 
 def copy_in_pieces(target: memoryview, source: memoryview) -> None:

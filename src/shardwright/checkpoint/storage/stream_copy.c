@@ -14,22 +14,39 @@
 #ifdef __SSE2__
 #include <emmintrin.h>
 
-enum { LINE = 64 };
+enum { LINE = 64, PAGE = 4096, PAGES = 4 };
+
+static void line(char *target, const char *source) {
+    __m128i a = _mm_loadu_si128((const __m128i *)source);
+    __m128i b = _mm_loadu_si128((const __m128i *)(source + 16));
+    __m128i c = _mm_loadu_si128((const __m128i *)(source + 32));
+    __m128i d = _mm_loadu_si128((const __m128i *)(source + 48));
+    _mm_stream_si128((__m128i *)target, a);
+    _mm_stream_si128((__m128i *)(target + 16), b);
+    _mm_stream_si128((__m128i *)(target + 32), c);
+    _mm_stream_si128((__m128i *)(target + 48), d);
+}
+
+/* A line of each of a few pages in turn: the processor fetches ahead within a page, so in each of them at once. */
+static void pages(char *target, const char *source) {
+    for (size_t at = 0; at < PAGE; at += LINE) {
+        for (size_t page = 0; page < PAGES * PAGE; page += PAGE) {
+            line(target + page + at, source + page + at);
+        }
+    }
+}
 
 static void stream(char *target, const char *source, size_t size) {
     size_t head = (size_t)(-(uintptr_t)target) & (LINE - 1);
     head = head < size ? head : size;
     memcpy(target, source, head);
     target += head, source += head, size -= head;
+    size_t step = PAGES * PAGE;
+    for (; size >= step; target += step, source += step, size -= step) {
+        pages(target, source);
+    }
     for (; size >= LINE; target += LINE, source += LINE, size -= LINE) {
-        __m128i a = _mm_loadu_si128((const __m128i *)source);
-        __m128i b = _mm_loadu_si128((const __m128i *)(source + 16));
-        __m128i c = _mm_loadu_si128((const __m128i *)(source + 32));
-        __m128i d = _mm_loadu_si128((const __m128i *)(source + 48));
-        _mm_stream_si128((__m128i *)target, a);
-        _mm_stream_si128((__m128i *)(target + 16), b);
-        _mm_stream_si128((__m128i *)(target + 32), c);
-        _mm_stream_si128((__m128i *)(target + 48), d);
+        line(target, source);
     }
     _mm_sfence(); /* such stores are seen by others only in some order, until here */
     memcpy(target, source, size);
