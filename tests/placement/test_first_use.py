@@ -17,7 +17,6 @@ from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement import (
     AlongDim,
     Box,
-    Interleaved,
     Owner,
     Partial,
     Partition,
@@ -244,11 +243,6 @@ class OtherOwner(Owner):
         return super().region(shape, n, n - 1 - coord)
 
 
-class MirroredRuns(Interleaved):
-    def runs(self, length, n, coord):
-        return super().runs(length, n, n - 1 - coord)
-
-
 class OtherRows(Ragged):
     def region(self, shape, n, coord):
         return RowsInTurn().region(shape, n, coord)
@@ -317,7 +311,6 @@ CONTRADICTIONS = [
     (ReversedShard(0), "ReversedShard overrides region, and inherits .*even from Shard.*: override it too"),
     (ReversedZig(0), "ReversedZig overrides region, and inherits"),
     (OtherOwner(0), "OtherOwner overrides region, and inherits local_shape from Owner"),
-    (MirroredRuns(0, 2), "MirroredRuns overrides runs, and inherits local_length from Interleaved"),
     (OtherRows((1, 2)), "OtherRows overrides region, and inherits on_dims from Ragged"),
     (BadSplit(), r"split\(\) of coord 0 .*leave split and join out"),
     (BadJoin(), r"join\(split\(x\)\)"),

@@ -543,7 +543,7 @@ def test_the_counterexample_is_the_smallest_and_can_be_read():
     with pytest.raises(BrokenLawError) as caught:
         check_placement(Hole())
     assert str(caught.value).splitlines() == [
-        "Hole() breaks the law 'each element once' for shape (1,) on an axis of size 2:",
+        "Hole() breaks the law 'regions make up the tensor' for shape (1,) on an axis of size 2:",
         "element (0,) is held by no coord",
         "  coord 0 holds Region(boxes=(), local_shape=(0,))",
         "  coord 1 holds Region(boxes=(), local_shape=(0,))",

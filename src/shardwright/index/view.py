@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.errors import PlacementError
 from shardwright.index.region import Shape
+from shardwright.index.stride import contiguous_stride
 from shardwright.remember import remembered
+
+# Elements of which places are listed; of more, the tables would take gigabytes.
+_MANY = 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,42 @@ class View:
             return targets[0] if len(block) == 1 else None
         alone = sum(1 for row in self.rows if row[targets[0]]) == 1
         return targets[0] if alone and self.base[dim] == 0 and self.rows[dim][targets[0]] == 1 else None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether each element of the target is an element of the source."""
+        if self.rows is None:
+            return prod(self.target) == prod(self.source)
+        if not len(self.base) == len(self.rows) == len(self.source):
+            return False
+        if any(len(row) != len(self.target) for row in self.rows):
+            return False
+        bounds = [self._bounds(first, row) for first, row in zip(self.base, self.rows, strict=True)]
+        inside = all(low >= 0 and high < size for (low, high), size in zip(bounds, self.source, strict=True))
+        return self.empty or inside
+
+    def _bounds(self, first: int, row: Shape) -> tuple[int, int]:
+        """The smallest and the largest index on a dim of the source."""
+        steps = [step * (size - 1) for step, size in zip(row, self.target, strict=True)]
+        return first + sum(min(step, 0) for step in steps), first + sum(max(step, 0) for step in steps)
+
+    def places(self) -> NDArray[np.int64]:
+        """Per target element, row-major, the place of its source element in the flattened source.
+
+        Raises: PlacementError: there are too many.
+        """
+        if max(prod(self.target), prod(self.source)) > _MANY:
+            raise PlacementError(f"a view mixes dims of sizes {self.source}: too many elements to list")
+        if self.rows is None:
+            return np.arange(prod(self.target))
+        stride = contiguous_stride(self.source)
+        found = np.full(self.target, sum(b * s for b, s in zip(self.base, stride, strict=True)))
+        for at, size in enumerate(self.target):
+            step = sum(row[at] * s for row, s in zip(self.rows, stride, strict=True))
+            sizes = [1] * len(self.target)
+            sizes[at] = size
+            found = found + (np.arange(size) * step).reshape(sizes)
+        return found.reshape(-1)
 
 
 def identity(shape: Shape) -> View:

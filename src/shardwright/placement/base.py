@@ -79,6 +79,14 @@ def _laid(method: Any) -> Any:
 OWN_CLASSES: set[type] = set()
 
 
+_HOME = __name__.rpartition(".")[0]
+
+
+def is_shipped_class(cls: type) -> bool:
+    """Is it a placement of the library's own, whose laws the tests check?"""
+    return cls.__module__.startswith(f"{_HOME}.")
+
+
 def stated_by(cls: type, name: str) -> type | None:
     """The class from which `cls` has an attribute."""
     return next((base for base in cls.__mro__ if name in vars(base)), None)
@@ -184,10 +192,8 @@ class Placement(TorchPlacement):
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         """An expression that makes this placement again, for torch's code generation, and its names."""
-        return f"_rebuild({type(self).__name__}, {self._state()!r})", {
-            "_rebuild": _rebuild,
-            type(self).__name__: type(self),
-        }
+        kind, state = self.__reduce__()[1]
+        return f"_rebuild({kind.__name__}, {state!r})", {"_rebuild": _rebuild, kind.__name__: kind}
 
 
 def written(value: Any) -> str:
@@ -223,12 +229,6 @@ def _rebuild(cls: type[Placement], state: dict[str, Any]) -> Placement:
     placement: Placement = cls.__new__(cls)
     placement._restore(state)
     return placement
-
-
-def in_generated_code(placement: Placement) -> tuple[str, dict[str, Any]]:
-    """What makes it again, as text, and the names in that: of one that is pickled by `_rebuild`."""
-    kind, state = placement.__reduce__()[1]
-    return f"_rebuild({kind.__name__}, {state!r})", {"_rebuild": _rebuild, kind.__name__: kind}
 
 
 class Partition(Placement):

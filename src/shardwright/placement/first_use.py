@@ -13,7 +13,14 @@ from typing import Any
 from shardwright.errors import PlacementError, words_of
 from shardwright.index.cover import no_partition
 from shardwright.index.region import Region, Shape
-from shardwright.placement.base import Partition, Placement, Replicate, stated_by, undisturbed
+from shardwright.placement.base import (
+    Partition,
+    Placement,
+    Replicate,
+    is_shipped_class,
+    stated_by,
+    undisturbed,
+)
 from shardwright.placement.block_cyclic import BlockCyclic
 from shardwright.placement.fused import Fused
 from shardwright.placement.interleaved import Interleaved
@@ -36,8 +43,6 @@ from shardwright.placement.ragged import Ragged
 from shardwright.placement.shard import Shard
 from shardwright.placement.zigzag import ZigZag
 from shardwright.remember import remembered
-
-_HOME = __name__.rpartition(".")[0]
 
 Law = Callable[[Any, Shape, int], str | None]
 
@@ -67,11 +72,7 @@ _FEW_DIMS = 4
 @remembered(4096)
 def is_own(placement: Placement) -> bool:
     """Whether its class is the library's own, and those of all placements that it is made of."""
-    return _is_ours(type(placement)) and all(map(is_own, _inside(tuple(placement._state().values()))))
-
-
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.startswith(f"{_HOME}.")
+    return is_shipped_class(type(placement)) and all(map(is_own, _inside(tuple(placement._state().values()))))
 
 
 def _inside(values: tuple[Any, ...]) -> Iterator[Placement]:
@@ -87,7 +88,7 @@ def check_dims(given: Placement, resolved: Placement, shape: Shape, n: int) -> N
 
     Raises: PlacementError: it is another split.
     """
-    if not isinstance(given, Partition) or _is_ours(type(given)):
+    if not isinstance(given, Partition) or is_shipped_class(type(given)):
         return
     if not isinstance(resolved, Partition):
         raise PlacementError(f"{named(given)}: resolved() gave {resolved!r:.200}, not a partition")
@@ -123,7 +124,7 @@ def check_partition(part: Partition, shape: Shape, n: int) -> None:
                 f"{named(part)} is no partition of a tensor of shape {shape} on an axis of size {n}: {broken}"
                 " (shardwright.testing.check_placement tries it on many shapes)"
             )
-        if not _is_ours(type(part)):
+        if not is_shipped_class(type(part)):
             _check_statements(part, shape, n)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardwright.errors import PlacementError
 from shardwright.index.runs import Run, Runs, interval, merged
 from shardwright.placement.along_dim import AlongDim
-from shardwright.placement.ragged import counts_of
+from shardwright.placement.ragged import counts_of, share_bounds
 from shardwright.placement.shard import chunk_bounds
 
 
@@ -49,8 +49,7 @@ class Fused(AlongDim):
         """Start and stop of the share of `coord` in one part of this length."""
         if self.units is None:
             return chunk_bounds(length, n, coord)
-        piece, before = -(-length // sum(self.units)), sum(self.units[:coord])
-        return min(before * piece, length), min((before + self.units[coord]) * piece, length)
+        return share_bounds(self.units, length, coord)
 
     def moved(self, dim: int) -> Fused:
         """The same split of another dim."""

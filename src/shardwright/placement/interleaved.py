@@ -45,16 +45,6 @@ class Interleaved(AlongDim):
         first = held(0)[:1]
         return tuple(cls(0, -(-length // run.stride)) for run in first if run.repeat > 1)
 
-    def local_length(self, length: int, n: int, coord: int) -> int:
-        """One piece of each full run and one of the last."""
-        whole = -(-length // self.chunks)
-        if not whole:
-            return 0
-        full, rest = divmod(length, whole)
-        start, stop = chunk_bounds(whole, n, coord)
-        low, high = chunk_bounds(rest, n, coord)
-        return full * (stop - start) + high - low
-
     def even(self, shape: Shape, n: int) -> bool:
         """Whether the axis divides the runs and the rest."""
         length = shape[self.dim]

@@ -14,19 +14,17 @@ from shardwright.errors import PlacementError
 from shardwright.index.assemble import derived_cut_dims
 from shardwright.index.region import Shape
 from shardwright.index.runs import Runs, total
-from shardwright.placement.base import Partition
+from shardwright.placement.base import Partition, is_shipped_class
 from shardwright.placement.made_by_views.moved import Moved
 from shardwright.placement.made_by_views.nested import Nested
 from shardwright.placement.one_dim import held_along, same_runs
 from shardwright.remember import remembered
 
-_HOME = __name__.rpartition(".")[0]
-
 
 @remembered(4096)
 def is_shipped(part: Partition) -> bool:
     """Whether its class is the library's own; of `Nested`, which says what its parts say, theirs too."""
-    if not type(part).__module__.startswith(f"{_HOME}."):
+    if not is_shipped_class(type(part)):
         return False
     return not isinstance(part, Nested) or all(is_shipped(inner) for inner, _ in part.parts)
 

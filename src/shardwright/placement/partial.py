@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial as TorchPartial
 
 from shardwright.errors import PlacementError
-from shardwright.placement.base import Pending, _rebuild, in_generated_code
+from shardwright.placement.base import Pending, Placement, _rebuild
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Reduction:
     """One reduction: how it combines two or all locals, what it ignores, for which values its law holds."""
 
     combine: _Fold
-    identity: Callable[[torch.dtype], Any]  # a Python number; None: every coord holds the value
+    identity: int | None  # None: every coord holds the value
     in_domain: Callable[[Tensor], bool]
     linear: bool = False
     tolerance: int = 0
@@ -84,24 +84,20 @@ def _length(one: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
     return torch.copysign(torch.hypot(one, other, out=out), sign, out=out)
 
 
-def _constant(value: int | None) -> Callable[[torch.dtype], Any]:
-    return lambda dtype: value  # noqa: ARG005 - the same for every dtype
-
-
 _DOMAINS = (
     "sum and product are not for bool, max and min not for complex, avg and norm2 are for floating "
     "point (norm2 not for complex), band, bor and bxor for integers and bool"
 )
 _REDUCTIONS: dict[str, Reduction] = {
-    "sum": Reduction(_Fold(torch.add), _constant(0), _is_number, linear=True),
-    "avg": Reduction(_Fold(torch.add, mean=True), _constant(None), _is_float, linear=True, tolerance=2),
-    "max": Reduction(_Fold(torch.maximum), _constant(None), _is_ordered),
-    "min": Reduction(_Fold(torch.minimum), _constant(None), _is_ordered),
-    "product": Reduction(_Fold(torch.mul), _constant(1), _is_number),
-    "norm2": Reduction(_Fold(_length), _constant(0), torch.is_floating_point),
-    "band": Reduction(_Fold(torch.bitwise_and), _constant(None), _is_integral),
-    "bor": Reduction(_Fold(torch.bitwise_or), _constant(0), _is_integral),
-    "bxor": Reduction(_Fold(torch.bitwise_xor), _constant(0), _is_integral),
+    "sum": Reduction(_Fold(torch.add), 0, _is_number, linear=True),
+    "avg": Reduction(_Fold(torch.add, mean=True), None, _is_float, linear=True, tolerance=2),
+    "max": Reduction(_Fold(torch.maximum), None, _is_ordered),
+    "min": Reduction(_Fold(torch.minimum), None, _is_ordered),
+    "product": Reduction(_Fold(torch.mul), 1, _is_number),
+    "norm2": Reduction(_Fold(_length), 0, torch.is_floating_point),
+    "band": Reduction(_Fold(torch.bitwise_and), None, _is_integral),
+    "bor": Reduction(_Fold(torch.bitwise_or), 0, _is_integral),
+    "bxor": Reduction(_Fold(torch.bitwise_xor), 0, _is_integral),
 }
 
 
@@ -153,12 +149,12 @@ class Partial(TorchPartial, Pending):
     def embed(self, x: Tensor, n: int, coord: int) -> Tensor:  # noqa: ARG002 - no reduction here depends on n
         """`x`, or the identity on coords other than 0."""
         self._check(x)
-        value = self._reduction.identity(x.dtype)
+        value = self._reduction.identity
         return x.clone() if coord == 0 or value is None else torch.full_like(x, value)
 
     def identity(self, x: Tensor) -> Tensor:
         """What an empty coord contributes: 0, 1, or the end of the dtype's range."""
-        value = self._reduction.identity(x.dtype)
+        value = self._reduction.identity
         return torch.full_like(x, _neutral(self.reduce_op, x.dtype) if value is None else value)
 
     def in_domain(self, x: Tensor) -> bool:
@@ -199,7 +195,7 @@ class Partial(TorchPartial, Pending):
         if type(self) is Partial:
             made: tuple[str, dict[str, Any]] = super().__fx_repr__()  # type: ignore[no-untyped-call]
             return made
-        return in_generated_code(self)
+        return Placement.__fx_repr__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if type(self) is Partial:

@@ -12,13 +12,13 @@ from itertools import permutations, product
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shardwright.errors import PlacementError
 from shardwright.index.assemble import derived_cut_dims, take_region
 from shardwright.index.compose import compose_regions
+from shardwright.index.cover import no_partition
 from shardwright.index.region import Region, Shape
 from shardwright.index.runs import total
 from shardwright.placement.along_dim import AlongDim
@@ -34,43 +34,12 @@ def _numbered(shape: Shape) -> Tensor:
     return torch.arange(prod(shape)).reshape(shape)
 
 
-def regions_fit(p: Partition, shape: Shape, n: int) -> str | None:
-    """Each region lies inside the tensor and fills its local shape; the local tensor keeps its dims."""
-    for coord in range(n):
-        region = p.region(shape, n, coord)
-        broken = _fits(region, shape)
-        if broken:
-            return f"coord {coord}: {broken}\n{_held(p, shape, n)}"
-    return None
-
-
-def _fits(region: object, shape: Shape) -> str | None:
-    if not isinstance(region, Region):
-        return f"region() gave {region!r}, not a Region"
-    held = sum(box.numel for box in region.boxes)
-    if held != prod(region.local_shape):
-        return f"its boxes hold {held} elements, its local shape is {region.local_shape}"
-    if len(region.local_shape) != len(shape) and not (shape == () and region.local_shape == (0,)):
-        return f"its local shape {region.local_shape} has not {len(shape)} dims, as the tensor has"
-    for box in region.boxes:
-        if len(box.offset) != len(shape) or len(box.size) != len(shape):
-            return f"{box} has not {len(shape)} dims"
-        if any(o < 0 or s < 0 or o + s > end for o, s, end in zip(box.offset, box.size, shape, strict=True)):
-            return f"{box} leaves the tensor"
-    return None
-
-
-def each_element_once(p: Partition, shape: Shape, n: int) -> str | None:
-    """The regions of all coords cover the tensor and are disjoint."""
-    held = np.zeros(shape, dtype=np.int64)
-    for coord in range(n):
-        for box in p.region(shape, n, coord).boxes:
-            held[box.slices] += 1
-    for wrong, words in ((held == 0, "by no coord"), (held > 1, "more than once")):
-        if wrong.any():
-            index = tuple(int(i) for i in np.argwhere(wrong)[0])
-            return f"element {index} is held {words}\n{_held(p, shape, n)}"
-    return None
+def regions_make_up_the_tensor(p: Partition, shape: Shape, n: int) -> str | None:
+    """Regions lie inside, fill their local shapes, and hold each element once; as their boxes say it."""
+    regions: list[Any] = [p.region(shape, n, coord) for coord in range(n)]
+    boxes = [Region(r.boxes, r.local_shape) if isinstance(r, Region) else r for r in regions]
+    broken = no_partition(boxes, shape)
+    return broken and f"{broken}\n{_held(p, shape, n)}"
 
 
 def local_shape_is_the_regions(p: Partition, shape: Shape, n: int) -> str | None:
@@ -135,8 +104,7 @@ def _held(p: Partition, shape: Shape, n: int) -> str:
 
 
 PARTITION_LAWS: tuple[Callable[[Partition, Shape, int], str | None], ...] = (
-    regions_fit,
-    each_element_once,
+    regions_make_up_the_tensor,
     local_shape_is_the_regions,
     split_is_the_region,
     cut_dims_are_the_regions,

@@ -57,9 +57,7 @@ class Ragged(OfFlatDims):
 
     def bounds(self, length: int, coord: int) -> tuple[int, int]:
         """Start and stop of the share of `coord` in a flattening of this length."""
-        unit = -(-length // sum(self.units))
-        start = sum(self.units[:coord])
-        return min(start * unit, length), min((start + self.units[coord]) * unit, length)
+        return share_bounds(self.units, length, coord)
 
     def region(self, shape: Shape, n: int, coord: int) -> Region:
         """The share of `coord`: an interval of the one dim, or of several flattened."""
@@ -106,6 +104,12 @@ class Ragged(OfFlatDims):
         return f"Ragged({self.units}, {self.dims})"
 
     __repr__ = text
+
+
+def share_bounds(units: tuple[int, ...], length: int, coord: int) -> tuple[int, int]:
+    """Start and stop of the share of `coord`: its units of ceil(length / sum(units)), clamped at the end."""
+    unit, start = -(-length // sum(units)), sum(units[:coord])
+    return min(start * unit, length), min((start + units[coord]) * unit, length)
 
 
 def counts_of(placement: str, name: str, given: Iterable[int]) -> tuple[int, ...]:

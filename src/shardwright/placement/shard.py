@@ -14,7 +14,7 @@ from shardwright.index.assemble import check_dim
 from shardwright.index.region import Shape
 from shardwright.index.runs import Runs, interval
 from shardwright.placement.along_dim import AlongDim
-from shardwright.placement.base import HeldBy, _rebuild, in_generated_code
+from shardwright.placement.base import HeldBy, Placement, _rebuild
 
 
 def chunk_bounds(length: int, n: int, coord: int) -> tuple[int, int]:
@@ -102,7 +102,7 @@ class Shard(TorchShard, AlongDim):
         if type(self) is Shard:
             made: tuple[str, dict[str, Any]] = super().__fx_repr__()  # type: ignore[no-untyped-call]
             return made
-        return in_generated_code(self)
+        return Placement.__fx_repr__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if type(self) is Shard:

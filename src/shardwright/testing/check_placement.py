@@ -18,6 +18,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.base import Partition, Pending, Placement
 from shardwright.placement.convert import as_placement
+from shardwright.placement.first_use import named
 from shardwright.placement.partition_laws import PARTITION_HOOKS, PARTITION_LAWS, resolved_means_the_same
 from shardwright.placement.shard import Shard
 from shardwright.testing.hook_laws import PENDING_HOOKS
@@ -69,7 +70,7 @@ def check_placement(placement: Placement, *, axis_sizes: Sequence[int] | None = 
     if not cases and axis_sizes is None:
         cases = _accepted(checked, range(1, _LARGEST_AXIS + 1))
     if not cases:
-        raise BrokenLawError(f"{_name(checked)} refuses every shape on axes of sizes {sizes}")
+        raise BrokenLawError(f"{named(checked)} refuses every shape on axes of sizes {sizes}")
     for shape, n in cases:
         _check_alone(checked, shape, n)
     if isinstance(checked, Partition):
@@ -80,7 +81,7 @@ def _check_value(placement: Placement) -> None:
     try:
         broken = is_a_value(placement)
     except Exception as error:
-        raise BrokenLawError(f"{_name(placement)} (as a value): {words_of(error)}") from error
+        raise BrokenLawError(f"{named(placement)} (as a value): {words_of(error)}") from error
     _report(placement, "as a value", broken)
 
 
@@ -157,18 +158,12 @@ def _apply(law: Callable[[P, Shape, int], str | None], placement: P, shape: Shap
 
 def _message(placement: Placement, law: str, broken: str, shape: Shape, n: int) -> str:
     what = law.replace("_", " ")
-    return f"{_name(placement)} breaks the law '{what}' for shape {shape} on an axis of size {n}:\n{broken}"
-
-
-def _name(placement: Placement) -> str:
-    """Its repr, with the class where the repr does not say it."""
-    kind = type(placement).__name__
-    return repr(placement) if kind in repr(placement) else f"{kind} {placement!r}"
+    return f"{named(placement)} breaks the law '{what}' for shape {shape} on an axis of size {n}:\n{broken}"
 
 
 def _report(placement: Placement, law: str, broken: str | None) -> None:
     if broken:
-        raise BrokenLawError(f"{_name(placement)} ({law}): {broken}")
+        raise BrokenLawError(f"{named(placement)} ({law}): {broken}")
 
 
 def _check_composed(placement: Partition, cases: Sequence[tuple[Shape, int]]) -> None:

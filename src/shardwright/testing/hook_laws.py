@@ -17,7 +17,7 @@ from shardwright.index.region import Shape
 from shardwright.placement.base import Pending, Placement
 
 HOOKS: dict[str, str] = {
-    "region": "regions_fit, each_element_once",
+    "region": "regions_make_up_the_tensor",
     "local_shape": "local_shape_is_the_regions",
     "even": "local_shape_is_the_regions",
     "split": "split_is_the_region, split_and_join_are_differentiable",
@@ -35,7 +35,7 @@ HOOKS: dict[str, str] = {
     "any_size": "any_size_means_any_size",
     "dual": "the_gradient_of_a_part_is_that_part, the_gradient_of_a_linear_reduction",
     "text": "is_a_value",
-    "runs": "regions_fit, each_element_once",
+    "runs": "regions_make_up_the_tensor",
     "local_length": "local_length_counts_the_runs",
     "moved": "another_dim_is_the_same_split",
     "combine": "combine_undoes_embed, combine_is_elementwise",
