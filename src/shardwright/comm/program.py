@@ -165,6 +165,7 @@ def _rank_in(plan: Plan) -> int | None:
     outside = [each for each in plan.ranks if not 0 <= each < world]
     if outside:
         raise PlanError(
-            f"{plan.source!r} -> {plan.target!r}: rank {outside[0]} is outside this world of {world} ranks"
+            f"{plan.source!r} -> {plan.target!r}: rank {outside[0]} is outside this world of {world} ranks; "
+            "name ranks that were started"
         )
     return rank if rank in plan.ranks else None

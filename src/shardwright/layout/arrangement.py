@@ -119,7 +119,7 @@ def order_indices(order: Sequence[str], mesh: MeshShape) -> Order:
         order = as_several("order", order, LayoutError, fix=fix)
     named = [mesh.axis_index(name) for name in order]
     if len(set(named)) != len(named):
-        raise LayoutError(f"order {tuple(order)} names an axis twice")
+        raise LayoutError(f"order {tuple(order)} names an axis twice; name each once")
     following = iter(named)
     return tuple(next(following) if axis in named else axis for axis in range(len(mesh.axes)))
 

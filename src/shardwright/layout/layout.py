@@ -105,7 +105,7 @@ class Layout:
             as_lengths("shape", given[0])
             as_lengths("stride", given[1])
         if len(stride) != len(shape):
-            raise LayoutError(f"stride {stride} does not fit shape {shape}")
+            raise LayoutError(f"stride {stride} does not fit shape {shape}: give one number for each dim")
         known = _one_per_axis(placements, mesh_shape), mesh_shape.sizes, shape
         left_to_right = isinstance(order, tuple | list) and tuple(order) == mesh_shape.axes
         if order is None or left_to_right:
@@ -337,7 +337,10 @@ class Layout:
         """The full tensor from the local tensors of all ranks, in the order of `ranks`."""
         parts = as_several("join: locals", locals, LayoutError, fix="the local tensor of each rank")
         if len(parts) != len(self.ranks):
-            raise LayoutError(f"{len(parts)} local tensors for a mesh of {len(self.ranks)} ranks")
+            raise LayoutError(
+                f"{len(parts)} local tensors for a mesh of {len(self.ranks)} ranks: give one for "
+                "each, in the order of layout.ranks"
+            )
         return self._join(parts, 0, (0,) * len(self.sizes), self.shape)
 
     def _join(self, parts: Sequence[Tensor], level: int, coords: Coords, shape: Shape) -> Tensor:
@@ -422,7 +425,8 @@ def _one_per_axis(placements: Placements, mesh: MeshShape) -> tuple[Placement, .
         placements = as_several("placements", placements, LayoutError, fix=fix)
     if len(placements) != len(mesh.axes):
         raise LayoutError(
-            f"{len(placements)} placements for a mesh with {len(mesh.axes)} axes ({', '.join(mesh.axes)})"
+            f"{len(placements)} placements for a mesh with {len(mesh.axes)} axes ({', '.join(mesh.axes)}): "
+            "give one for each, or {axis name: placement}"
         )
     for placement in placements:
         if type(placement) not in OWN_CLASSES:

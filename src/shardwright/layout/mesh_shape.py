@@ -43,7 +43,7 @@ class MeshShape:
         if not all(isinstance(axis, str) for axis in self.axes):
             raise MeshError(f"mesh axes {self.axes}: each is a name")
         if len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
-            raise MeshError(f"axes {self.axes} do not name the sizes {self.sizes} one by one")
+            raise MeshError(f"axes {self.axes} do not name the sizes {self.sizes} one by one; name each")
         if not all(isinstance(size, _WHOLE) and size >= 1 for size in self.sizes):
             raise MeshError(f"mesh sizes {self.sizes}: each must be at least 1")
 

@@ -56,7 +56,7 @@ def from_partition_spec(mesh: Any, spec: Sequence[Entry]) -> OrderedPlacements:
     for dim, names in enumerate(cuts):
         for name in names:
             if name in order:
-                raise LayoutError(f"partition spec {entries} names axis {name} twice")
+                raise LayoutError(f"partition spec {entries} names axis {name} twice; an axis cuts one dim")
             placements[shape.axis_index(name)] = Shard(dim)
             order.append(name)
     left_to_right = all(list(names) == sorted(names, key=shape.axes.index) for names in cuts)

@@ -119,7 +119,7 @@ def parse_layout(text: object, mesh: MeshShape) -> Parsed:
 
 def _place(known: dict[str, Placement], axis: str, placement: Placement, mesh: MeshShape, text: str) -> None:
     if axis in known:
-        raise LayoutError(f"{text!r} places axis {axis} twice")
+        raise LayoutError(f"{text!r} places axis {axis} twice; an axis has one placement")
     if axis not in mesh.axes:
         raise MeshError(f"{text!r} names the axis {axis!r}; the mesh has {', '.join(mesh.axes)}")
     known[axis] = placement
@@ -129,15 +129,19 @@ def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _split(text: str) -> list[str]:
-    """Parts between the commas that no bracket encloses."""
+def between_commas(text: str) -> list[str]:
+    """The parts between the commas that no bracket encloses."""
     parts, depth, start = [], 0, 0
     for position, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
         if char == "," and depth == 0:
             parts.append(text[start:position])
             start = position + 1
-    return [part.strip() for part in [*parts, text[start:]] if part.strip()]
+    return [*parts, text[start:]]
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in between_commas(text) if part.strip()]
 
 
 def _parse_dims(text: str, whole: str) -> tuple[list[int], list[list[str]]]:

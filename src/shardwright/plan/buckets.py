@@ -90,7 +90,9 @@ def _checked(
     refuse_no_number("pack_blocks: ranks", ranks, PlanError, whole=True)
     refuse_no_number("pack_blocks: itemsize", itemsize, PlanError, whole=True)
     if len(lengths) != len(blocks):
-        raise PlanError(f"pack_blocks: {len(lengths)} lengths, {len(blocks)} blocks")
+        raise PlanError(
+            f"pack_blocks: {len(lengths)} lengths, {len(blocks)} blocks; give a block for each tensor"
+        )
     if not all(isinstance(number, int) for number in (*lengths, *blocks)):
         raise PlanError(f"pack_blocks: lengths and blocks are whole numbers, got {lengths} and {blocks}")
     for index, (length, block) in enumerate(zip(lengths, blocks, strict=True)):

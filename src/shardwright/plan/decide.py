@@ -139,7 +139,8 @@ def _check(source: Layout, target: Layout) -> None:
     for name, mine, theirs in (("shape", source.shape, target.shape), ("dtype", source.dtype, target.dtype)):
         if mine != theirs:
             raise PlanError(
-                f"cannot redistribute {source} to {target}: {name} is {mine} here and {theirs} there"
+                f"cannot redistribute {source} to {target}: {name} is {mine} here and {theirs} there; "
+                "reshape or convert the tensor first"
             )
 
 
