@@ -119,5 +119,3 @@ def test_the_table_of_parameters_counts_bytes():
     assert table.total_bytes == 7 * 4 * 4 + 2 + 12
     assert "f32[7@dp, 4]" in table.text
     assert "3 tensors" in table.text
-    last = layout_table([("w", make([Shard(0), Replicate()], (7, 4)))], rank=3)
-    assert last.rows[0].local == (3, 4)

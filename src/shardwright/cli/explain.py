@@ -38,27 +38,17 @@ def parse_operand(text: str, mesh: MeshShape) -> Any:
     Raises: LayoutError, ConfigError: it is none of them.
     """
     from shardwright.layout.layout import Layout
+    from shardwright.layout.text import between_commas
 
     text = text.strip()
     if "[" in text and not text.startswith("["):
         return Layout.parse(text, mesh)
     if text.startswith("[") and text.endswith("]"):
-        return [parse_operand(item, mesh) for item in _items(text[1:-1])]
+        items = between_commas(text[1:-1])
+        return [parse_operand(item, mesh) for item in (items if items[-1].strip() else items[:-1])]
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         raise ConfigError(
             f'operand {text!r} is neither a layout ("f32[8@dp, 16]") nor a value (2, 0.5, True, "[1, 2]")'
         ) from None
-
-
-def _items(text: str) -> list[str]:
-    """What stands between the commas that are inside of no brackets; nothing follows the last one."""
-    items, depth = [""], 0
-    for letter in text:
-        depth += (letter in "[({") - (letter in "])}")
-        if letter == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += letter
-    return items if items[-1].strip() else items[:-1]

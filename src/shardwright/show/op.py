@@ -127,14 +127,8 @@ def explain(
     chosen = algorithm_for(call, layouts, decision)
     rehearsal = rehearse(overload, operands, named, rank)
     if rehearsal is not None and _runs_otherwise(overload, decision, moves, rehearsal):
-        decision, moves, chosen, way, others = (
-            _as_it_runs(call, layouts, decision, rehearsal),
-            (),
-            None,
-            None,
-            (),
-        )
-        moves = (0,) * len(layouts)
+        decision, moves = _as_it_runs(call, layouts, decision, rehearsal), (0,) * len(layouts)
+        chosen, way, others = None, None, ()
     return Explanation(call, layouts, decision, moves, chosen, way, others, rehearsal)
 
 

@@ -127,9 +127,8 @@ def _stage(shape: MeshShape, rank: int) -> _Stage:
     stage.as_rank = rank
     coords = shape.coords_of(rank)
     stage.groups = []
-    for axis, (name, size) in enumerate(zip(shape.axes, shape.sizes, strict=True)):
-        line = [shape.rank_at((*coords[:axis], i, *coords[axis + 1 :])) for i in range(size)]
-        stage.groups.append(_Group(name, line, coords[axis]))
+    for axis, name in enumerate(shape.axes):
+        stage.groups.append(_Group(name, shape.line(coords, axis), coords[axis]))
     return stage
 
 

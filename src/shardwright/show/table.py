@@ -16,7 +16,7 @@ from shardwright.show.subject import layout_if_any
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor: sizes are logical; `local` and `local_bytes` are those of the rank that was asked for."""
+    """One tensor: sizes are logical; `local` and `local_bytes` are those of its mesh's first rank."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class LayoutTable:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes that the rank holds of all tensors."""
+        """Bytes that the first rank holds of all tensors."""
         return sum(row.local_bytes for row in self.rows)
 
     @property
@@ -61,23 +61,21 @@ class LayoutTable:
         return render(self, width=widest + 120)
 
 
-def layout_table(
-    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, rank: int | None = None
-) -> LayoutTable:
+def layout_table(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> LayoutTable:
     """A table of layouts, or of tensors that have one; a plain tensor is shown as not distributed.
 
-    Args: tensors: by name, in the order of the rows. rank: whose local shapes; default each mesh's first.
+    Args: tensors: by name, in the order of the rows.
     """
     items = tensors.items() if hasattr(tensors, "items") else tensors
-    return LayoutTable(tuple(_row(name, value, rank) for name, value in items))
+    return LayoutTable(tuple(_row(name, value) for name, value in items))
 
 
-def _row(name: str, value: Any, rank: int | None) -> Row:
+def _row(name: str, value: Any) -> Row:
     layout = layout_if_any(value)
     if layout is None:
         shape, size = tuple(value.shape), prod(value.shape) * value.dtype.itemsize
         return Row(name, shape, f"{dtype_name(value.dtype)}{list(shape)}", "plain", shape, size, size)
-    local = layout.local_shape(layout.coords_of(layout.ranks[0] if rank is None else rank))
+    local = layout.local_shape(layout.coords_of(layout.ranks[0]))
     mesh = ", ".join(f"{axis}={size}" for axis, size in zip(layout.axes, layout.sizes, strict=True))
     held, whole = prod(local) * layout.itemsize, layout.numel * layout.itemsize
     return Row(name, layout.shape, str(layout), mesh, local, held, whole)

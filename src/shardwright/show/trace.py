@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Self
-
-from shardwright.comm.record import Decision, Event, Recorder
+from shardwright.comm.record import Recorder
 from shardwright.show.trace_table import TraceTable, tabulate
 
 
-class Trace:
+class Trace(Recorder):
     """What happened between `__enter__` and `__exit__`, on every thread of this rank; traces nest.
 
+    collectives: every one that this rank took part in, in order. decisions: every choice that the program did
+    not spell out: implicit redistributions, fallbacks, casts. bytes: what this rank sent to other ranks.
     Not a profiler: it counts and explains, it takes no times.
     """
-
-    def __init__(self) -> None:
-        self._recorder = Recorder()
-
-    @property
-    def collectives(self) -> list[Event]:
-        """Every collective that this rank took part in, in order."""
-        return self._recorder.collectives
-
-    @property
-    def decisions(self) -> list[Decision]:
-        """Every choice that the program did not spell out: implicit redistributions, fallbacks, casts."""
-        return self._recorder.decisions
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that this rank sent to other ranks."""
-        return self._recorder.bytes
 
     def table(self) -> TraceTable:
         """Return one row for each kind of collective and decision, with its reason and source line."""
         return tabulate(self.collectives, self.decisions)
-
-    def __enter__(self) -> Self:
-        self._recorder.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._recorder.__exit__(*error)
 
     def __str__(self) -> str:
         return str(self.table())

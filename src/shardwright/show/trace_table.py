@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from shardwright.comm.record import Decision, Event
+from shardwright.show.console import render
 
 _WIDTH = 200
 
@@ -44,9 +45,6 @@ class TraceTable:
         return len(self.rows)
 
     def __rich__(self) -> Table:
-        from rich.table import Table  # noqa: PLC0415 - only who prints a table pays for rich
-        from rich.text import Text  # noqa: PLC0415
-
         table = Table(title=f"{self.bytes:,} bytes sent by this rank", title_justify="left")
         for name in ("op", "axis", "reason", "line"):
             table.add_column(name, overflow="fold")
@@ -60,11 +58,7 @@ class TraceTable:
         return table
 
     def __str__(self) -> str:
-        from rich.console import Console  # noqa: PLC0415 - as above
-
-        text = io.StringIO()
-        Console(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False).print(self)
-        return text.getvalue()
+        return render(self, width=_WIDTH)
 
 
 def tabulate(collectives: Sequence[Event], decisions: Sequence[Decision]) -> TraceTable:
