@@ -51,12 +51,9 @@ class StopAt:
     def __init__(self, step: int, board) -> None:
         self.step, self.board = step, board
 
-    def before(self, step: int, trainer) -> None:
+    def reduced(self, step: int, trainer) -> None:
         if step == self.step:
             self.board.ask_to_stop(2)
-
-    def reduced(self, step: int, trainer) -> None:
-        pass
 
     def after(self, step: int, trainer, result) -> None:
         pass

@@ -13,8 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from shardwright.errors import ConfigError
 
-NEWEST = "newest"
-
 Degree = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=1)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -69,8 +68,3 @@ class Place:
 def readers(config: TrainConfig) -> int:
     """How many ranks of a stage read the same tokens."""
     return 1 if config.sp else config.tp
-
-
-def world(config: TrainConfig) -> int:
-    """The number of ranks."""
-    return math.prod((config.pp, config.batch_ranks, config.cp, config.tp))

@@ -49,9 +49,6 @@ class StepResult:
 class Observer(Protocol):
     """Looks at a run from inside; every rank calls it at the same points, so it may communicate."""
 
-    def before(self, step: int, trainer: Trainer) -> None:
-        """Before the forward pass of `step`."""
-
     def reduced(self, step: int, trainer: Trainer) -> None:
         """Gradients are complete, not yet clipped."""
 
@@ -88,8 +85,6 @@ class Trainer:
         Args: stop_requested: asked at the end of the step; the result says whether any rank's said yes.
         Cost: what the strategies send, and one all-reduce of a few hundred bytes over the world.
         """
-        for observer in self.observers:
-            observer.before(step, self)
         lr = set_learning_rate(self.optimizer, self.config, step, self.kind)
         recorder = Recorder()
         self.routes.begin()

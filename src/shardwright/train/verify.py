@@ -73,9 +73,6 @@ class Verifier:
         self._expected_norm = 0.0
         self._parted = 0.0  # what weights differed by, in all, where the reference followed the run
 
-    def before(self, step: int, trainer: Trainer) -> None:
-        """Nothing is compared before the forward pass."""
-
     def reduced(self, step: int, trainer: Trainer) -> None:
         """Compare weights and gradients. Collective; cost: gathers both."""
         snapshot = Snapshot(
