@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from shardwright.index.grid import Interval, positioned
 from shardwright.index.region import Box, Region
-from shardwright.index.runs import Runs, intervals
 
 
 class Chunk(NamedTuple):
@@ -38,23 +38,13 @@ def chunks_of(region: Region) -> tuple[Chunk, ...]:
         return ()
     if region.runs is None:
         return _flat_chunks(region.boxes)
-    sides = (_sides(of_dim) for of_dim in region.runs)
-    return tuple(_product_chunk(cell) for cell in product(*sides))
+    return tuple(_product_chunk(cell) for cell in product(*map(positioned, region.runs)))
 
 
-def _sides(runs: Runs) -> list[tuple[int, int, int]]:
-    """Offset, size and local position of every interval."""
-    sides, position = [], 0
-    for offset, size in intervals(runs):
-        sides.append((offset, size, position))
-        position += size
-    return sides
-
-
-def _product_chunk(cell: tuple[tuple[int, int, int], ...]) -> Chunk:
-    size = tuple(size for _, size, _ in cell)
-    outside = Box(tuple(offset for offset, _, _ in cell), size)
-    return Chunk(outside, Box(tuple(position for _, _, position in cell), size), 0)
+def _product_chunk(sides: tuple[Interval, ...]) -> Chunk:
+    size = tuple(side.size for side in sides)
+    outside = Box(tuple(side.offset for side in sides), size)
+    return Chunk(outside, Box(tuple(side.position for side in sides), size), 0)
 
 
 def _flat_chunks(boxes: tuple[Box, ...]) -> tuple[Chunk, ...]:

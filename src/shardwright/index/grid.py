@@ -45,7 +45,7 @@ def cell_of(region: Region, stride: tuple[int, ...]) -> Cell:
     if region.numel == 0:
         return ()
     if region.runs is not None:
-        return (Grid(tuple(_positioned(runs) for runs in region.runs), 0, stride),)
+        return (Grid(tuple(positioned(runs) for runs in region.runs), 0, stride),)
     return flat_cell(region.boxes)
 
 
@@ -60,7 +60,8 @@ def flat_cell(boxes: tuple[Box, ...]) -> Cell:
     return tuple(grids)
 
 
-def _positioned(runs: Runs) -> tuple[Interval, ...]:
+def positioned(runs: Runs) -> tuple[Interval, ...]:
+    """The intervals of runs, one after the other in the local tensor."""
     pieces: list[Interval] = []
     position = 0
     for offset, size in intervals(runs):
