@@ -238,11 +238,12 @@ def refusal(source: Layout, target: Layout) -> str:
 
 def test_what_has_no_meaning_is_refused_in_one_clear_error():
     assert refusal(on(TRAINER, S0), on(INFERENCE, S0, shape=(8, 7))) == (
-        "cannot redistribute f64[8@dp, 6] to f64[8@tp, 7]: shape is (8, 6) here and (8, 7) there"
+        "cannot redistribute f64[8@dp, 6] to f64[8@tp, 7]: shape is (8, 6) here and (8, 7) there; "
+        "reshape or convert the tensor first"
     )
     assert refusal(on(TRAINER, S0), on(INFERENCE, S0, dtype=torch.float32)) == (
         "cannot redistribute f64[8@dp, 6] to f32[8@tp, 6]: "
-        "dtype is torch.float64 here and torch.float32 there"
+        "dtype is torch.float64 here and torch.float32 there; reshape or convert the tensor first"
     )
     assert refusal(on(TRAINER, S0), on(INFERENCE, Noise())) == (
         "Noise() on axis 'tp' cannot be a target: it has no embed; redistribute to Replicate or a Partition "
