@@ -144,7 +144,7 @@ def _claims(op: torch._ops.OpOverload, stated: Formula) -> set[object]:
         except RuleError:
             return {"does not fit"}
         every = cases(equation, call, 2, torch.Generator().manual_seed(0))
-        named = [case.candidate for case in every if not isinstance(case.candidate.part, Scattered)]
+        named = [candidate for candidate in every if not isinstance(candidate.part, Scattered)]
         found |= {(call, candidate.inputs, candidate.outputs) for candidate in named}
     return found
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.index.runs import Run, Runs, merged, total
+from shardwright.index.runs import Runs, total
 from shardwright.placement.base import Partition, Placement
 from shardwright.placement.interleaved import Interleaved
+from shardwright.placement.one_dim import held, spread_runs
 from shardwright.placement.one_dim_form import one_dim_form, placed_on
 from shardwright.placement.ragged import Ragged
 from shardwright.placement.shard import Shard
 from shardwright.remember import remembered
 from shardwright.rules.equation import Dim, Sizes, Slot
-
-# Scattered cuts inside this many outer repetitions are not worth comparing: no placement describes them.
-_MANY = 256
-_UNLIKE_ANY: Runs = (Run(-1, 1, 1, 1),)
 
 
 def place_label(slot: Slot, label: int, part: Partition, sizes: Sizes, n: int) -> Partition | None:
@@ -67,7 +64,7 @@ def lift(part: Partition, outer: int, size: int, inner: int, n: int) -> Partitio
         return part
     wanted = [_scaled(part, outer, size, inner, n, coord) for coord in range(n)]
     for candidate in _lifted(part, outer, size, n):
-        if all(runs_held(candidate, outer * size * inner, n, coord) == wanted[coord] for coord in range(n)):
+        if all(held(candidate, outer * size * inner, n, coord) == wanted[coord] for coord in range(n)):
             return candidate
     return None
 
@@ -77,11 +74,7 @@ def _lifted(part: Partition, outer: int, size: int, n: int) -> Iterator[Partitio
         yield Interleaved(0, outer)
         return
     yield part
-    yield from _as_lengths(part, size, n)
-
-
-def _as_lengths(part: Partition, size: int, n: int) -> Iterator[Partition]:
-    lengths = tuple(part.local_shape((size,), n, coord)[0] for coord in range(n))
+    lengths = part_lengths(part, size, n)
     if sum(lengths) == size > 0:
         yield Ragged.of_lengths(lengths)
 
@@ -89,41 +82,26 @@ def _as_lengths(part: Partition, size: int, n: int) -> Iterator[Partition]:
 @remembered(4096)
 def lower(flat: Partition, outer: int, size: int, inner: int, n: int) -> Partition | None:
     """The cut of the middle factor that `flat` makes of `outer * size * inner` elements, if it is one."""
-    held = [runs_held(flat, outer * size * inner, n, coord) for coord in range(n)]
-    for part in _lowered(flat, size, inner, n, held):
-        if all(_scaled(part, outer, size, inner, n, coord) == held[coord] for coord in range(n)):
+    wanted = [held(flat, outer * size * inner, n, coord) for coord in range(n)]
+    for part in _lowered(flat, size, inner, n, wanted):
+        if all(_scaled(part, outer, size, inner, n, coord) == wanted[coord] for coord in range(n)):
             return part
     return None
 
 
-def _lowered(flat: Partition, size: int, inner: int, n: int, held: list[Runs]) -> Iterator[Partition]:
+def _lowered(flat: Partition, size: int, inner: int, n: int, wanted: list[Runs]) -> Iterator[Partition]:
     yield Shard(0)
     yield flat
-    lengths = [total(runs) for runs in held]
+    lengths = [total(runs) for runs in wanted]
     if size and inner and all(length % inner == 0 for length in lengths):
         units = tuple(length // inner for length in lengths)
         if sum(units) == size and len(units) == n:
             yield Ragged.of_lengths(units)
 
 
-def runs_held(flat: Partition, size: int, n: int, coord: int) -> Runs:
-    """The indices of a 1-d tensor that a coord holds, in local order."""
-    region = flat.region((size,), n, coord)
-    if region.runs is not None:
-        return merged(region.runs[0])
-    return merged(tuple(Run(box.offset[0], box.size[0], 0, 1) for box in region.boxes))
-
-
-def _scaled(part: Partition, outer: int, size: int, inner: int, n: int, coord: int) -> Runs:
+def _scaled(part: Partition, outer: int, size: int, inner: int, n: int, coord: int) -> Runs | None:
     """What the coord holds of the merged dim: its indices of the label, `inner` wide, `outer` times."""
-    own = runs_held(part, size, n, coord)
-    wide = tuple(Run(r.offset * inner, r.size * inner, r.stride * inner, r.repeat) for r in own)
-    step = size * inner
-    if len(wide) == 1 and wide[0].repeat == 1:
-        return merged((Run(wide[0].offset, wide[0].size, step, outer),))
-    if outer > _MANY:
-        return _UNLIKE_ANY
-    return merged(tuple(r._replace(offset=r.offset + i * step) for i in range(outer) for r in wide))
+    return spread_runs(held(part, size, n, coord), outer, size, inner)
 
 
 @remembered(8192)

@@ -12,7 +12,7 @@ import torch
 from shardwright.index.runs import Runs, compose, interval, total
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition
-from shardwright.rules.along_label import runs_held
+from shardwright.placement.one_dim import held
 from shardwright.rules.any_size import AnySize
 from shardwright.rules.formula import LocalForm
 from shardwright.rules.held_label import Held
@@ -36,7 +36,7 @@ class LabelSize:
         """Which of its indices these coords hold."""
         runs: Runs = interval(0, self.size)
         for axis, n, part in self.cuts:
-            runs = compose(runs, runs_held(part, total(runs), n, coords[axis]))
+            runs = compose(runs, held(part, total(runs), n, coords[axis]))
         return Held(self.size, runs)
 
 

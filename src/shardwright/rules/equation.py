@@ -30,13 +30,6 @@ class Dim:
 
     factors: tuple[Factor, ...]
 
-    def length(self, sizes: Sizes) -> int:
-        """Its size when the labels have these sizes."""
-        length = 1
-        for factor in self.factors:
-            length *= factor.size if factor.label < 0 else sizes[factor.label]
-        return length
-
     def around(self, at: int, sizes: Sizes) -> tuple[int, int]:
         """The products of the factors outside and inside the one at index `at`."""
         lengths = [factor.length(sizes) for factor in self.factors]

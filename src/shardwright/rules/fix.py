@@ -63,7 +63,7 @@ def _proposals(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Iterator[t
         new if old != new and plan_redistribution(old, new).total_bytes else old
         for old, new in zip(have, want, strict=True)
     )
-    whole = tuple(x.with_placements((_REPLICATE,) * len(x.placements)) for x in have)
+    whole = tuple(x.replicated() for x in have)
     yield from dict.fromkeys((costly, want, whole))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from shardwright.remember import remembered
-from shardwright.rules.call import Op
+from shardwright.rules.call import Args, Kwargs, Op
 
 # Their kernels are those of views, and what is written into a result is written into the operand; the schema
 # does not say it, so that autograd does not ask.
@@ -13,6 +15,12 @@ _VIEWS_UNSAID = frozenset({"aten::_unsafe_view", "aten::unsafe_split", "aten::un
 # Element by element, although torch does not mark it so.
 _UNMARKED = frozenset({"aten::floor_divide_", "aten::floor_divide"})
 _LISTS = ("aten::_foreach_", "aten::_fused_")
+
+
+def by_name(op: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """The arguments that a call gives, by name, in the order of the schema."""
+    given = {**dict(zip((a.name for a in op._schema.arguments), args, strict=False)), **kwargs}
+    return {a.name: given[a.name] for a in op._schema.arguments if a.name in given}
 
 
 @remembered(4096)

@@ -233,14 +233,7 @@ def rewrite(*ops: str) -> Callable[[_F], _F]:
     return register
 
 
-def rewrite_of(op: torch._ops.OpOverload) -> Rewrite | None:
-    """The rewriting of a logical call before sharding, or None."""
-    return registry.rewrite_of(op)
-
-
-def rules_of(op: torch._ops.OpOverload) -> tuple[Rule, ...]:
-    """The rules that serve an overload; empty: none."""
-    return registry.rules_of(op)
+rewrite_of, rules_of = registry.rewrite_of, registry.rules_of
 
 
 # Their decompositions make index tensors of their own, which would stand plain beside distributed ones.

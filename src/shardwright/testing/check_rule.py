@@ -20,6 +20,7 @@ from shardwright.layout.mesh_shape import MeshShape
 from shardwright.placement.base import Pending
 from shardwright.rules.binding import bind
 from shardwright.rules.call import Call
+from shardwright.rules.candidates import Candidate
 from shardwright.rules.equation import Equation
 from shardwright.rules.formula import Formula
 from shardwright.rules.lists import split_call
@@ -29,7 +30,7 @@ from shardwright.rules.propagate import decide
 from shardwright.rules.registry import op_key, registry
 from shardwright.rules.search import Choice
 from shardwright.testing.meshes import sizes_of
-from shardwright.testing.rule_cases import Case, cases
+from shardwright.testing.rule_cases import cases, parts_of
 from shardwright.testing.simulate import RuleCheckError, Sample, Whole, in_double, run_whole, simulate
 
 WORLDS = (1, 2, 3, 5)
@@ -140,10 +141,10 @@ def _check_sample(
     for stated in formulas:
         equation = _equation(stated, whole.call)
         for n in worlds:
-            for case in cases(equation, whole.call, n, generator):
-                if _in_domain(case, whole):
+            for candidate in cases(equation, whole.call, n, generator):
+                if _in_domain(candidate, whole):
                     report.checks += 1
-                    report.cut += _check_case(whole, equation, n, case, generator)
+                    report.cut += _check_candidate(whole, equation, n, candidate, generator)
     return report
 
 
@@ -164,21 +165,23 @@ def _equation(stated: Formula, call: Call) -> Equation:
         raise RuleCheckError(f"{call}\n  rule   {stated}\n  does not fit: {error}") from None
 
 
-def _in_domain(case: Case, whole: Whole) -> bool:
-    """Whether the pending placements of a case have a meaning for these values."""
-    pairs = zip(case.candidate.inputs, whole.tensors, strict=True)
+def _in_domain(candidate: Candidate, whole: Whole) -> bool:
+    """Whether the pending placements of a candidate have a meaning for these values."""
+    pairs = zip(candidate.inputs, whole.tensors, strict=True)
     return all(not isinstance(placement, Pending) or placement.in_domain(x) for placement, x in pairs)
 
 
-def _check_case(whole: Whole, equation: Equation, n: int, case: Case, generator: torch.Generator) -> bool:
+def _check_candidate(
+    whole: Whole, equation: Equation, n: int, candidate: Candidate, generator: torch.Generator
+) -> bool:
     """Run one candidate on n simulated ranks. Returns: whether something was cut or pending."""
     mesh = MeshShape(("x",), (n,))
     layouts = tuple(
         Layout(mesh, (placement,), info.shape, dtype=info.dtype, stride=info.stride)
-        for placement, info in zip(case.candidate.inputs, whole.call.operands, strict=True)
+        for placement, info in zip(candidate.inputs, whole.call.operands, strict=True)
     )
-    choice = Choice((case.candidate,), Price(0, 0, 1.0, 0, 0))
+    choice = Choice((candidate,), Price(0, 0, 1.0, 0, 0))
     decision = decide(whole.call, layouts, (0,), equation, choice)
-    parts = [case.parts(layout, x, n, generator) for layout, x in zip(layouts, whole.tensors, strict=True)]
+    parts = [parts_of(layout, x, n, generator) for layout, x in zip(layouts, whole.tensors, strict=True)]
     simulate(whole, decision, parts)
     return n > 1 and any(not layout.is_fully_replicated for layout in layouts)

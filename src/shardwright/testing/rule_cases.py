@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from shardwright.index.assemble import unravel
 from shardwright.index.region import Box, Region, Shape
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
@@ -43,13 +44,10 @@ class Scattered(Partition):
         """Local row-major order: the dims before `dim` are walked index by index."""
         outer = shape[: self.dim]
         for position in range(prod(outer)):
-            at: list[int] = []
-            for size in reversed(outer):
-                position, digit = divmod(position, size)  # noqa: PLW2901  digits of a mixed radix number
-                at.append(digit)
+            at = unravel(position, outer)
             for index in own:
                 rest = shape[self.dim + 1 :]
-                offset = (*reversed(at), index, *[0] * len(rest))
+                offset = (*at, index, *[0] * len(rest))
                 yield Box(offset, (*[1] * len(outer), 1, *rest))
 
     def on_dim(self, dim: int) -> Scattered:
@@ -79,31 +77,17 @@ def _dealt(size: int, n: int, seed: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(i for i in order if owner[i] == coord) for coord in range(n))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One candidate to check."""
-
-    candidate: Candidate
-
-    def parts(self, layout: Layout, x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
-        """The local tensors of all coords; pending values in random parts."""
-        placement = layout.placements[0]
-        if placement.is_pending and n > 1:
-            return random_parts(placement, x, n, generator)
-        return [layout.split(x, (coord,)) for coord in range(n)]
-
-
 # A false fact may hold for some parts of a few elements.
 _DRAWS = 3
 
 
-def cases(equation: Equation, call: Call, n: int, generator: torch.Generator) -> Iterator[Case]:
+def cases(equation: Equation, call: Call, n: int, generator: torch.Generator) -> Iterator[Candidate]:
     """All candidates of an equation on an axis of size n, over the families and beyond them."""
     view = _view(equation, call, n, (REPLICATE,) * len(equation.operands))
     for label in equation.cuttable:
         seed = int(torch.randint(1000, (1,), generator=generator))
         for part in cuts_of(n, equation.sizes[label], seed):
-            yield from (Case(candidate) for candidate in cut(view, label, part))
+            yield from cut(view, label, part)
     for hom in equation.homs * _DRAWS:
         yield from _pending_cases(equation, call, n, hom)
     if equation.same_shape:
@@ -123,7 +107,7 @@ def _view(equation: Equation, call: Call, n: int, current: tuple[Placement, ...]
     return AxisView(equation, call, n, current, States(equation.sizes))
 
 
-def _pending_cases(equation: Equation, call: Call, n: int, hom: BoundHom) -> Iterator[Case]:
+def _pending_cases(equation: Equation, call: Call, n: int, hom: BoundHom) -> Iterator[Candidate]:
     names = _NAMED if hom.fact.source in KEPT else (hom.fact.source,)
     for name in names:
         source = pending_of(name)
@@ -132,7 +116,7 @@ def _pending_cases(equation: Equation, call: Call, n: int, hom: BoundHom) -> Ite
         current = tuple(source if i in hom.operands else REPLICATE for i in range(len(equation.operands)))
         for candidate in candidates(_view(equation, call, n, current)):
             if candidate.label is None and all(candidate.inputs[i] == source for i in hom.operands):
-                yield Case(candidate)
+                yield candidate
 
 
 def speaks_of(source: Pending, dtype: torch.dtype) -> bool:
@@ -141,7 +125,7 @@ def speaks_of(source: Pending, dtype: torch.dtype) -> bool:
     return has_meaning(source, dtype) and not (whole_numbers and source.reduce_op == "product")
 
 
-def _element_cases(equation: Equation, call: Call, n: int) -> Iterator[Case]:
+def _element_cases(equation: Equation, call: Call, n: int) -> Iterator[Candidate]:
     shapes = [slot.shape(equation.sizes) for slot in equation.operands]
     common = max(shapes, key=lambda shape: (prod(shape) != 1, len(shape)))
     if not common:
@@ -153,7 +137,15 @@ def _element_cases(equation: Equation, call: Call, n: int) -> Iterator[Case]:
         current = tuple(way if shape == common else REPLICATE for shape in shapes)
         for candidate in candidates(_view(equation, call, n, current)):
             if candidate.scattered:
-                yield Case(candidate)
+                yield candidate
+
+
+def parts_of(layout: Layout, x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
+    """The local tensors of all coords; pending values in random parts."""
+    placement = layout.placements[0]
+    if placement.is_pending and n > 1:
+        return random_parts(placement, x, n, generator)
+    return [layout.split(x, (coord,)) for coord in range(n)]
 
 
 def random_parts(placement: Placement, x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:

@@ -16,6 +16,7 @@ from shardwright.layout.mesh_shape import Coords
 from shardwright.rules.call import Call, TensorInfo, aliases_of
 from shardwright.rules.decision import Decision
 from shardwright.rules.identity import identity_of, reduction_of_cuts
+from shardwright.rules.op import by_name
 
 _TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7}
 _TOLERANCE_OF_OTHERS = 1e-5  # a result in float32 of an integer sample
@@ -124,16 +125,10 @@ def _clone(sample: Sample) -> Sample:
     return Sample(*tree_map_only(Tensor, lambda x: x.clone(), (sample.args, sample.kwargs)))
 
 
-def _bound(op: torch._ops.OpOverload, sample: Sample) -> dict[str, Any]:
-    """The arguments of a sample by name, in schema order."""
-    names = [argument.name for argument in op._schema.arguments]
-    given = {**dict(zip(names, sample.args, strict=False)), **sample.kwargs}
-    return {name: given[name] for name in names if name in given}
-
-
 def _tensors(op: torch._ops.OpOverload, sample: Sample) -> list[Tensor]:
     """The tensors of a sample in schema order, as `Call.operands` lists them."""
-    return [x for value in _bound(op, sample).values() for x in _flat(value) if isinstance(x, Tensor)]
+    given = by_name(op, sample.args, sample.kwargs)
+    return [x for value in given.values() for x in _flat(value) if isinstance(x, Tensor)]
 
 
 # ------------------------------------------------------------------------------------- all the ranks
@@ -180,7 +175,7 @@ def _local_arguments(
     remaining = iter(locals_)
     arguments = {
         name: tree_map(lambda v: next(remaining) if isinstance(v, Tensor) else v, value)
-        for name, value in _bound(whole.call.op, whole.sample).items()
+        for name, value in by_name(whole.call.op, whole.sample.args, whole.sample.kwargs).items()
     }
     arguments |= overrides
     by_position: list[Any] = []

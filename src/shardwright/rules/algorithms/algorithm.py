@@ -133,7 +133,7 @@ def over_rows(
         for layout in (layout_of(call, layouts, name) for name in (operand, beside)):
             if layout is None:
                 continue
-            dims = dims_of(tuple(value) if isinstance(value, list) else value, len(layout.shape))
+            dims = dims_of(value, len(layout.shape))
             sent = row_bytes(layout, dims, itemsize or max(4, layout.itemsize))
             if sent is not None:
                 return reductions * sent + pending_bytes(layouts)

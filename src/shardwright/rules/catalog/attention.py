@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
+from shardwright.rules.call import Call, Op, TensorInfo
 from shardwright.rules.catalog.labels import join
 from shardwright.rules.formula import Formula, formula
 from shardwright.rules.held_label import Held
+from shardwright.rules.op import by_name
 from shardwright.rules.rule import register_rule
 
 ATTENTION = (
@@ -72,12 +73,6 @@ def at_positions(op: Op, held: Mapping[str, Held], *args: Any, **kwargs: Any) ->
     given = by_name(op, args, kwargs)
     given["is_causal"], given["attn_mask"] = False, causal_mask(held["l"], held["s"], given["query"])
     return op(**given)
-
-
-def by_name(op: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """The arguments of a call by name."""
-    names = [argument.name for argument in op._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def causal_mask(queries: Held, keys: Held, like: Tensor) -> Tensor:

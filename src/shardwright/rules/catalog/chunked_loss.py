@@ -17,6 +17,7 @@ from shardwright.rules.algorithms.algorithm import cutting_axes, layout_of, pend
 from shardwright.rules.algorithms.ops import finish
 from shardwright.rules.call import Call
 from shardwright.rules.formula import Formula, formula
+from shardwright.rules.op import by_name
 from shardwright.rules.rule import register_rule, rule
 
 _REDUCED = "torch_nn::_linear_cross_entropy_batch_chunked"
@@ -48,8 +49,7 @@ def _cost(call: Call, layouts: Sequence[Layout]) -> int | None:
 @register_algorithm(_REDUCED, cost=_cost)
 def chunked_mean(op: Any, *args: Any) -> tuple[Tensor, ...]:
     """linear_cross_entropy: the sum over the rows, divided by the weight of all of them."""
-    names = [argument.name for argument in op._schema.arguments]
-    given = {**dict(zip(names, args, strict=True)), "reduction": "sum"}
+    given = {**by_name(op, args, {}), "reduction": "sum"}
     total = finish(_weight(given), "the weight of all rows of a mean loss")
     loss, *gradients = op(*given.values())
     return (loss / total, *(gradient / total for gradient in gradients))

@@ -195,7 +195,7 @@ def vector_norm(
 ) -> Tensor:
     """vector_norm: the sum of powers of each row is reduced, or its extreme, or a count."""
     values = wide(x if dtype is None else x.to(dtype)).abs()
-    dims = dims_of(None if dim is None else tuple(dim), x.dim())
+    dims = dims_of(dim, x.dim())
     why = "vector_norm over a cut dim"
     if ord in {inf, -inf}:
         return finish((values.amax if ord > 0 else values.amin)(dims, keepdim=keepdim), why)

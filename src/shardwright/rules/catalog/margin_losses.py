@@ -15,6 +15,7 @@ from shardwright.layout.layout import Layout
 from shardwright.rules.algorithms.algorithm import cutting_axes, layout_of, pending_bytes, register_algorithm
 from shardwright.rules.call import Args, Call
 from shardwright.rules.formula import Formula, formula
+from shardwright.rules.op import by_name
 from shardwright.rules.rule import register_rule
 
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -78,10 +79,8 @@ def _cost(call: Call, layouts: Sequence[Layout]) -> int | None:
 
 def _summed(op: Any, args: Args) -> Callable[..., Any]:
     """The call with the sum in place of the mean."""
-    names = [argument.name for argument in op._schema.arguments]
-    given = {**{a.name: a.default_value for a in op._schema.arguments if a.has_default_value()},
-             **dict(zip(names, args, strict=False)), "reduction": _SUM}  # fmt: skip
-    return lambda **changed: op(*({**given, **changed}[name] for name in names))
+    given = {**by_name(op, args, {}), "reduction": _SUM}
+    return lambda **changed: op(**{**given, **changed})
 
 
 @register_algorithm(*_FORWARD, cost=_cost)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.layout.dtypes import HALF
 from shardwright.layout.layout import Layout
 from shardwright.rules.algorithms.algorithm import over_rows, register_algorithm
 from shardwright.rules.algorithms.ops import finish
@@ -22,8 +23,6 @@ from shardwright.rules.held_label import Held
 from shardwright.rules.registry import rewrite
 from shardwright.rules.rule import register_rule
 
-_LOW_PRECISION = {torch.float16, torch.bfloat16}
-
 
 @register_rule("aten::mean", any_size=True)
 def mean(call: Call) -> Formula:
@@ -32,10 +31,10 @@ def mean(call: Call) -> Formula:
     In low precision such dims are whole, or the algorithm runs: what is divided is a sum in float32.
     """
     rank = len(call.operands[0].shape)
-    over = dims_of(_hashable(call.arg("dim") if "dim" in call.bound else None), rank)
+    over = dims_of(call.bound.get("dim"), rank)
     (made,) = call.results
     dtype = None if made is None else made.dtype
-    low = dtype in _LOW_PRECISION
+    low = dtype in HALF
     operand = [f"r{dim}{'!' * low}" if dim in over else f"d{dim}" for dim in range(rank)]
     left = [
         "1" if dim in over else f"d{dim}"
@@ -60,7 +59,7 @@ def _share(
     out: Tensor | None = None,
 ) -> Tensor:
     """What a rank contributes to a mean. 0 / 0 is the nan that torch gives for the mean of nothing."""
-    total = torch.sum(x, dims_of(_hashable(dim), x.dim()), keepdim=keepdim, dtype=dtype, out=out)
+    total = torch.sum(x, dims_of(dim, x.dim()), keepdim=keepdim, dtype=dtype, out=out)
     count = prod(label.size for label in held.values())
     return total / count if out is None else total.div_(count)
 
@@ -80,14 +79,14 @@ def mean_in_float32(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """mean: the sum of each row is reduced."""
-    return _mean(x, dims_of(_hashable(dim), x.dim()), keepdim=keepdim, dtype=dtype)
+    return _mean(x, dims_of(dim, x.dim()), keepdim=keepdim, dtype=dtype)
 
 
 def _mean(x: Tensor, dims: tuple[int, ...], *, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     wanted = dtype or x.dtype
     if not (wanted.is_floating_point or wanted.is_complex):
         raise RuntimeError(f"mean(): the input dtype must be floating point or complex, got {wanted}")
-    inner = torch.float32 if wanted in _LOW_PRECISION else wanted
+    inner = torch.float32 if wanted in HALF else wanted
     total = torch.sum(x, dims, keepdim=keepdim, dtype=inner) if dims else x.to(inner)
     return (total / _count(x, dims)).to(wanted)
 
@@ -97,16 +96,12 @@ def _count(x: Tensor, dims: Sequence[int]) -> int | float:
     return prod(x.shape[dim] for dim in dims)
 
 
-def _hashable(dim: int | Sequence[int] | None) -> object:
-    return tuple(dim) if isinstance(dim, Sequence) else dim
-
-
 def _moments(
     x: Tensor, dim: int | Sequence[int] | None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Variance and mean over some dims, in two passes."""
-    dims = dims_of(_hashable(dim), x.dim())
-    low = x.dtype in _LOW_PRECISION
+    dims = dims_of(dim, x.dim())
+    low = x.dtype in HALF
     values = x.to(torch.float32) if low else x
     center = finish(_mean(values, dims, keepdim=True, dtype=None), "a variance over a cut dim")
     spread = (values - center).abs() if x.is_complex() else values - center

@@ -89,7 +89,6 @@ rule("aten::log_sigmoid_forward", "*... -> ..., ...", elementwise=True)
 rule("aten::frexp", "*... -> ..., ...", elementwise=True)
 rule("aten::fake_quantize_per_tensor_affine_cachemask.default", "... -> ..., ...", elementwise=True)
 rule("aten::isin.Tensor_Tensor", "..., - -> ...")
-rule("aten::bucketize.Tensor", "..., - -> ...")
 
 
 @register_rule("aten::add", "aten::sub", any_size=True)

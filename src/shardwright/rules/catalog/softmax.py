@@ -85,7 +85,7 @@ def log_softmax_backward(
 def logsumexp(_op: object, x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     """logsumexp: the maximum and the sum of each row are reduced."""
     why = "logsumexp over a cut dim"
-    dims = dims_of(tuple(dim), x.dim())
+    dims = dims_of(dim, x.dim())
     x_wide = wide(x) if x.is_floating_point() else x.to(torch.get_default_dtype())
     top = finish(x_wide.amax(dims, keepdim=True), why)
     top = top.masked_fill(top.abs() == torch.inf, 0)

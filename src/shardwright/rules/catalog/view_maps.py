@@ -107,11 +107,15 @@ def _unsqueeze(call: Call) -> list[View]:
 
 
 def _slice(call: Call) -> list[View]:
-    shape, dim, step = _shape(call), _dim(call), int(call.arg("step"))
-    start = call.arg("start")
+    shape, dim = _shape(call), _dim(call)
+    return [_of_slice(call, shape, dim, _results(call)[0][dim])]
+
+
+def _of_slice(call: Call, shape: Shape, dim: int, length: int) -> View:
+    start, size = call.arg("start"), shape[dim]
     first = 0 if start is None else int(start)
-    first = min(max(first + shape[dim] if first < 0 else first, 0), shape[dim])
-    return [sliced(shape, dim, first, step, _results(call)[0][dim])]
+    first = min(max(first + size if first < 0 else first, 0), size)
+    return sliced(shape, dim, first, int(call.arg("step")), length)
 
 
 def _select(call: Call) -> list[View]:
@@ -231,11 +235,7 @@ def _whole_shape(call: Call) -> Shape:
 def _undo_slice(call: Call) -> View:
     shape = _whole_shape(call)
     dim = int(call.arg("dim")) % len(shape)
-    start, step = call.arg("start"), int(call.arg("step"))
-    first = 0 if start is None else int(start)
-    first = min(max(first + shape[dim] if first < 0 else first, 0), shape[dim])
-    length = tuple(call.operands[-1].shape)[dim]
-    return sliced(shape, dim, first, step, length)
+    return _of_slice(call, shape, dim, call.operands[-1].shape[dim])
 
 
 def _undo_select(call: Call) -> View:

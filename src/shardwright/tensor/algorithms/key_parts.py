@@ -15,8 +15,9 @@ from shardwright.layout.layout import Layout
 from shardwright.remember import remembered
 from shardwright.rules.algorithms.algorithm import register_algorithm
 from shardwright.rules.call import Call
-from shardwright.rules.catalog.attention import by_name, causal_mask
+from shardwright.rules.catalog.attention import causal_mask
 from shardwright.rules.key_parts import KeyParts, plan_key_parts
+from shardwright.rules.op import by_name
 from shardwright.tensor.dispatch.metadata import called
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import refuse_exchange
