@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +25,13 @@ def layout_of(x: torch.Tensor) -> Layout:
             "  fix: place it first, with sw.distribute_tensor or DTensor.from_local"
         )
     return layout_of_spec(x._spec)
+
+
+def layout_if_any(value: Any) -> Layout | None:
+    """A layout itself, or that of a DTensor; None for a plain tensor."""
+    if isinstance(value, Layout):
+        return value
+    return layout_of(value) if isinstance(value, DTensor) else None
 
 
 def layout_of_spec(spec: DTensorSpec) -> Layout:

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
+from shardwright.layout.of_tensor import layout_if_any
 from shardwright.show.console import render
 from shardwright.show.holders import Holders, color_of, holders_of, ranks_text
-from shardwright.show.subject import layout_if_any
 from shardwright.show.svg import draw, draw_lines
 
 _SPANS = 32  # per dim: more do not fit a terminal, and are counted instead

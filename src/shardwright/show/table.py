@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from shardwright.layout.dtypes import dtype_name
+from shardwright.layout.of_tensor import layout_if_any
 from shardwright.show.console import render
-from shardwright.show.subject import layout_if_any
 
 
 @dataclass(frozen=True)
