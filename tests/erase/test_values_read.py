@@ -3,6 +3,7 @@
 import enum
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -75,7 +76,28 @@ def nested(x):
     return torch.nested.nested_tensor([x, x[:1]]).to_padded_tensor(0.0).sum()
 
 
+def a_list_of_them(x):
+    return x * torch.tensor([x[0, 1], x[0, 2], 1.0])
+
+
+def a_list_of_lists(x):
+    return x * torch.as_tensor([[x[0, 1], 1.0], [1.0, x[0, 2]]]).sum()
+
+
+def a_list_for_an_old_constructor(x):
+    return x * torch.FloatTensor([x[0, 1], x[0, 2], 1.0])
+
+
+def a_list_for_a_new_one(x):
+    return x * x.new_tensor([x[0, 1]])
+
+
+def numpy_by_dlpack(x):
+    return x * float(np.from_dlpack(x)[0, 1])
+
+
 READ = [
+    a_list_of_them, a_list_of_lists, a_list_for_an_old_constructor, a_list_for_a_new_one, numpy_by_dlpack,
     written_through_a_view, written_in_a_loop, a_view_of_before, one_of_several_views, given_to_out,
     given_to_several_outs, packed, unpacked, kept_sparse, nested, read_on_another_thread,
 ]  # fmt: skip

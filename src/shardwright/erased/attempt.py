@@ -10,13 +10,9 @@ import torch
 
 from shardwright.comm.record import source_line
 from shardwright.comm.traced import in_groups
-from shardwright.compat import (
-    DisableTorchFunctionSubclass,
-    is_batch_of_gradients,
-    tree_flatten,
-    tree_unflatten,
-)
+from shardwright.compat import DisableTorchFunctionSubclass, is_batch_of_gradients
 from shardwright.erased import given, holds
+from shardwright.erased.containers import CHANGED, nodes_of, taken_apart, with_leaves
 from shardwright.erased.effects import Before, Effects, gradients_after, written_of
 from shardwright.erased.entry import Backward, Entry, Leaf, overlap
 from shardwright.erased.gradients import (
@@ -90,8 +86,9 @@ class Attempt:
             out = self.function(*self.cut.args, **self.cut.kwargs)
         self.world.let_go()
         with DisableTorchFunctionSubclass():
-            if self.recording.gave_up:
-                self.refused(self._refusals())
+            changed = [CHANGED] if self.cut.containers.changed() else []
+            if self.recording.gave_up or changed:
+                self.refused([*self._refusals(), *changed])
                 self.cut.pass_on()
                 return with_edge(out, self.cut)
             return self._after(out)
@@ -113,6 +110,8 @@ class Attempt:
         if isinstance(leaf, torch.Tensor):
             self._look_at(f"argument {place}", leaf, place)
             self.tape.enter(local_of(leaf), Given(place))
+            for name, value in given.hung_on(leaf).items():
+                self.world.reach(f"argument {place}.{name}", value)
         else:
             self.world.reach(f"argument {place}", leaf)
 
@@ -127,7 +126,7 @@ class Attempt:
     # -- after ----------------------------------------------------------------------------------------
 
     def _after(self, out: Any) -> Any:
-        flat, structure = ([out], None) if isinstance(out, torch.Tensor) else tree_flatten(out)
+        flat, structure = ([out], None) if isinstance(out, torch.Tensor) else taken_apart(out)
         gradients, refusals = gradients_after(self.before, self.tape)
         written, of_written = written_of(self.before)
         refusals = [*self._refusals(), *refusals, *of_written]
@@ -142,20 +141,26 @@ class Attempt:
             flat = [x.detach() if i in hanging else x for i, x in enumerate(flat)]
             hanging = []
         leaves, made, of_results = self._results(flat)
-        refusals += of_results
+        refusals += [*of_results, *self._of_containers(out)]
         if not refusals:
             self.finish = _Finish(self, gradients, written, leaves, made, structure)
         if hanging or self.cut.written():
-            return self._hang(flat, structure, hanging, refusals)
+            return self._hang(out, flat, hanging, refusals)
         if refusals:
             self.refused(refusals)
         else:
             self.finish.plain()
-        return self._given_back(flat, structure)
+        return self._given_back(out, flat)
 
-    def _given_back(self, flat: list[Any], structure: Any) -> Any:
-        flat = [self.cut.original(x) for x in flat]
-        return flat[0] if structure is None else tree_unflatten(flat, structure)
+    def _of_containers(self, out: Any) -> list[Refusal]:
+        """Refusals of a list that comes back as the very one that the program, or the caller, has."""
+        known = set(map(id, nodes_of((self.cut.args, self.cut.kwargs))))
+        again = [x for x in nodes_of(out) if not isinstance(x, _IMMUTABLE)]
+        found = [x for x in again if id(x) in known or self.world.holds(x)]
+        return [Refusal(f"a result, a {type(x).__name__}", "a replay would give another") for x in found]
+
+    def _given_back(self, out: Any, flat: list[Any]) -> Any:
+        return with_leaves(out, [self.cut.original(x) for x in flat])
 
     def _refusals(self) -> list[Refusal]:
         if may_name(self.rates, self.world.named):
@@ -183,6 +188,8 @@ class Attempt:
                 made += [x] if known is None else []
                 if Result.of(x, self.tape) is None:
                     refusals.append(Refusal("a result", "it is a tensor that no recorded operator made"))
+                elif given.hung_on(x):
+                    refusals.append(Refusal("a result", "the call has hung attributes on it"))
                 elif x.requires_grad and not has_graph(x):
                     refusals.append(Refusal("a result", "it wants a gradient, and has no graph"))
             else:
@@ -191,7 +198,7 @@ class Attempt:
 
     # -- results that want gradients ------------------------------------------------------------------
 
-    def _hang(self, flat: list[Any], structure: Any, hanging: list[int], refusals: list[Refusal]) -> Any:
+    def _hang(self, out: Any, flat: list[Any], hanging: list[int], refusals: list[Refusal]) -> Any:
         results = [flat[i] for i in hanging]
         inputs = inputs_of(results)
         refusals = [*refusals, *self._refusals_of(results, inputs)]
@@ -201,7 +208,7 @@ class Attempt:
         made = given_back(results, self.cut, lambda found: behind_edge(found, self.cut, backward))
         for place, x in zip(hanging, made, strict=True):
             flat[place] = x
-        return self._given_back(flat, structure)
+        return self._given_back(out, flat)
 
     def _refusals_of(self, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[Refusal]:
         memory = set(map(given.storage_of, inputs))
@@ -242,6 +249,7 @@ class Attempt:
         return found
 
 
+_IMMUTABLE = (tuple, torch.Tensor, *SCALARS)
 _CHANGES = "the call changes it; a replay would not"
 
 
@@ -374,7 +382,7 @@ class _Finish:
                 program=program,
                 made=tuple(r for r in self.results if r is not None),
                 leaves=tuple(self.leaves),
-                objects=tuple(x for x in attempt.leaves if not isinstance(x, torch.Tensor)),
+                objects=given.objects_of(attempt.leaves),
                 structure=self.structure,
                 effects=self.effects,
                 given_offsets=given.offsets(attempt.leaves) if _names_places(program, backward) else None,

@@ -10,11 +10,13 @@ import torch
 from torch.autograd.graph import increment_version
 
 from shardwright.compat import version_of
-from shardwright.erased.given import found, of_tensor, storage_of
+from shardwright.erased.given import found, hung_on, of_tensor, storage_of
 from shardwright.erased.holds import gradient_of, may_have_gradient
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.results import Result, made_again
 from shardwright.erased.tape import Tape
+
+_UNSET = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +32,15 @@ class Before:
     node: Any
     wants_gradient: bool
     lies: Any
+    hung: dict[str, Any]
 
     @staticmethod
     def of(path: str, x: torch.Tensor) -> Before:
         """Now."""
         gradient = _gradient(x)
         written = None if gradient is None else version_of(gradient)
-        version, node = version_of(x), x.grad_fn
-        return Before(path, x, gradient, gradient_of(x), written, version, node, x.requires_grad, _lies(x))
+        version, node, wants, hung = version_of(x), x.grad_fn, x.requires_grad, hung_on(x)
+        return Before(path, x, gradient, gradient_of(x), written, version, node, wants, _lies(x), hung)
 
     def brought(self) -> bool:
         """Has it got a gradient since, or more of one?"""
@@ -95,7 +98,14 @@ def written_of(before: list[Before]) -> tuple[list[torch.Tensor], list[Refusal]]
             refusals.append(
                 Refusal(was.path, "the call gives it another shape or memory; a replay would not")
             )
+        why = "the call sets it; a replay would not"
+        refusals += [Refusal(f"{was.path}.{name}", why) for name in _attributes_set(was)]
     return written, refusals
+
+
+def _attributes_set(was: Before) -> list[str]:
+    now = hung_on(was.x)
+    return [name for name in {**was.hung, **now} if now.get(name, _UNSET) is not was.hung.get(name, _UNSET)]
 
 
 def carry_out(effects: Effects, leaves: list[Any], locals_: Sequence[torch.Tensor]) -> None:

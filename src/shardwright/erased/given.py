@@ -8,11 +8,13 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import tree_flatten
+from shardwright.erased.containers import is_size, nodes_of
 from shardwright.erased.owners import is_the_users
 from shardwright.erased.walk import SCALARS, local_of
 from shardwright.tensor.dtensor import DTensor
 
 _DIRECT = (torch.Tensor, *SCALARS)
+_EXACT = frozenset({bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -20,20 +22,26 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], A
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
         if not isinstance(leaf, _DIRECT):
-            return tree_flatten((args, kwargs))
+            return _flatten_containers((args, kwargs))
     return leaves, (len(args), *kwargs)
+
+
+def _flatten_containers(tree: Any) -> tuple[list[Any], Any]:
+    """The structure with the classes of keys: `1`, `1.0` and `True` are one key to a dict."""
+    keys: list[type] = []
+
+    def look(x: Any) -> bool:
+        if isinstance(x, dict):
+            keys.extend(map(type, x))
+        return is_size(x)
+
+    leaves, structure = tree_flatten(tree, is_leaf=look)
+    return leaves, (structure, *keys)
 
 
 def kinds_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[type]:
     """The classes of the arguments and of what holds them: leaves do not say who gave them."""
-    kinds: dict[type, None] = {}
-
-    def look(x: Any) -> bool:
-        kinds[type(x)] = None
-        return False
-
-    tree_flatten((args, kwargs), is_leaf=look)
-    return [*kinds]
+    return [*dict.fromkeys(map(type, nodes_of((args, kwargs))))]
 
 
 def found(where: int | torch.Tensor, leaves: list[Any]) -> Any:
@@ -53,18 +61,29 @@ def signature(leaves: list[Any]) -> tuple[Any, ...]:
 def _of_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         told = (*of_tensor(leaf), "hooks") if hooked(leaf) else of_tensor(leaf)
-        return (*told, *_hung_on(leaf)) if vars(leaf) else told
-    if isinstance(leaf, float):
-        return float, repr(leaf)  # of -0.0 and nan too
-    if isinstance(leaf, SCALARS):
-        return type(leaf), leaf
-    return object, id(leaf)  # held by the recording, so that no other one takes this id
+        return (*told, *((name, _of_value(x)) for name, x in hung_on(leaf).items())) if vars(leaf) else told
+    return _of_value(leaf)
 
 
-def _hung_on(x: torch.Tensor) -> list[Any]:
-    """What the program has hung on an argument: numbers and texts; of anything else, which object."""
-    hung = ((name, value) for name, value in vars(x).items() if is_the_users(name))
-    return [(name, _of_leaf(value) if isinstance(value, SCALARS) else id(value)) for name, value in hung]
+def _of_value(value: Any) -> tuple[Any, ...]:
+    """Of a number or text what it is; of anything else, and of a number with attributes, which object."""
+    if type(value) in _EXACT:
+        return type(value), value
+    if isinstance(value, SCALARS) and not hasattr(value, "__dict__"):
+        return type(value), repr(value)  # of -0.0 and nan too
+    return object, id(value)  # held by the recording, so that no other one takes this id
+
+
+def hung_on(x: torch.Tensor) -> dict[str, Any]:
+    """What the program has hung on a tensor."""
+    return {name: value for name, value in vars(x).items() if is_the_users(name)}
+
+
+def objects_of(leaves: list[Any]) -> tuple[Any, ...]:
+    """All whose `id` is in the signature."""
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    others = [x for x in leaves if not isinstance(x, torch.Tensor)]
+    return (*others, *(value for x in tensors for value in hung_on(x).values()))
 
 
 def hooked(x: torch.Tensor) -> bool:

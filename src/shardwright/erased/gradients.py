@@ -17,13 +17,12 @@ from shardwright.comm.traced import in_groups
 from shardwright.compat import (
     DisableTorchFunctionSubclass,
     preserve_version_counter,
-    tree_flatten,
     tree_leaves,
     tree_map_only,
-    tree_unflatten,
     view_again,
 )
 from shardwright.compat.fully_shard import gathered_by_units
+from shardwright.erased.containers import Containers, is_size, taken_apart, with_leaves
 from shardwright.erased.refuse import Refusal
 from shardwright.tensor.autograd import apply, keep_pending
 from shardwright.tensor.dtensor import DTensor
@@ -110,6 +109,7 @@ class Cut:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    containers: Containers
     originals: dict[int, torch.Tensor]
     ends: tuple[torch.Tensor, ...]
     nodes: dict[int, tuple[torch.Tensor, Any]]
@@ -136,10 +136,14 @@ class Cut:
                 originals[id(ends[-1])] = originals[id(for_it[id(x)])] = x
             return for_it[id(x)]
 
+        given = got = args, kwargs
         if torch.is_grad_enabled():
-            args, kwargs = tree_map_only(torch.Tensor, end_of, (args, kwargs))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        return Cut(args, kwargs, originals, tuple(ends), {id(x): (x, _node(x)) for x in given})
+            made = tree_map_only(torch.Tensor, end_of, given, is_leaf=is_size)
+            got = made if ends else given  # the very lists, where nothing stands for what they hold
+        containers = Containers.of(given, got)
+        tensors = [x for x in containers.leaves if isinstance(x, torch.Tensor)]
+        nodes = {id(x): (x, _node(x)) for x in tensors}
+        return Cut(*got, containers, originals, tuple(ends), nodes)
 
     def beside(self, other: Cut) -> Cut:
         """Where the graphs of both end."""
@@ -347,15 +351,22 @@ def has_hooks(x: torch.Tensor) -> bool:
 
 
 def with_edge(out: Any, cut: Cut) -> Any:
-    """The results, with their own backward behind the edge that a replay has."""
-    leaves, structure = tree_flatten(out)
-    places = [i for i, x in enumerate(leaves) if has_graph(x) and id(x) not in cut.nodes]
-    made = given_back(
-        [leaves[i] for i in places], cut, lambda results: behind_edge(results, cut, own_backward)
-    )
-    for place, x in zip(places, made, strict=True):
-        leaves[place] = x
-    return tree_unflatten([cut.original(x) for x in leaves], structure)
+    """The results, with their own backward behind the edge that a replay has.
+
+    So has what the call put into lists that it was given.
+    """
+    changed = cut.containers.changed()
+    leaves, _ = taken_apart((out, cut.containers.got if changed else None))
+    hanging = [*{id(x): x for x in leaves if has_graph(x) and id(x) not in cut.nodes}.values()]
+    made = given_back(hanging, cut, lambda results: behind_edge(results, cut, own_backward))
+    known = {id(x): new for x, new in zip(hanging, made, strict=True)}
+
+    def original(x: Any) -> Any:
+        return known.get(id(x), cut.original(x))
+
+    if changed:
+        cut.containers.hand_back(original)
+    return with_leaves(out, [*map(original, taken_apart(out)[0])])
 
 
 def has_graph(x: Any) -> bool:

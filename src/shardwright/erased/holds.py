@@ -24,7 +24,7 @@ _READ = {
     "attribute": "getattr({holder}, {key})",
     "length": "len({holder})",
     "keys": "[*{holder}]",
-    "members": "(*vars({holder}).values(),)",
+    "members": "({holder}.__bases__, *vars({holder}).values())",
     "context": "{holder}.get({key})",
     "content": "content({holder})",
     "answers": "remembers({holder}, {key})",

@@ -11,12 +11,24 @@ STANDARD = sys.stdlib_module_names - {"__main__"}
 _LIBRARIES = frozenset({"torch", "shardwright", "numpy", *STANDARD})
 _TYPED = ("<stdin>", "<string>", "<ipython-input", "<python-input")
 _HELPERS = ("/site-packages/numpy/",)
-_OF_OURS_ON_TENSORS = {"shared_by_stages", "names_in_stages", "in_hands"}
+# What this package and torch hang on a tensor.
+_OF_LIBRARIES_ON_TENSORS = frozenset(
+    {
+        "_local_tensor", "_spec", "_derived", "_is_param", "_fsdp_orig_uid", "shared_by_stages",
+        "names_in_stages", "in_hands",
+    }
+)  # fmt: skip
 
 
 def is_of_a_library(module: str) -> bool:
     """Is a module of this name torch's, this package's, numpy's or the standard library's?"""
     return module.partition(".")[0] in _LIBRARIES
+
+
+def module_of(cls: type) -> str:
+    """Where a class is from; one of C may hold there how it tells that of its objects."""
+    name: object = cls.__module__
+    return name if isinstance(name, str) else "builtins"
 
 
 def is_library(filename: str, globals_: dict[str, Any]) -> bool:
@@ -29,4 +41,4 @@ def is_library(filename: str, globals_: dict[str, Any]) -> bool:
 
 def is_the_users(name: str) -> bool:
     """Is this attribute of a tensor one that the program has hung on it?"""
-    return not name.startswith("_") and name not in _OF_OURS_ON_TENSORS
+    return name not in _OF_LIBRARIES_ON_TENSORS

@@ -206,6 +206,8 @@ class Recording(TorchDispatchMode):
             number = self.tape.enter(x, "constant", varies=False)
             if func._schema.name == DATA:
                 self.tape.copied(number)
+                if self.tape.is_made_of_others(x):
+                    self.refuse("a tensor of a list of tensors", "the host reads their values")
             elif not _of_a_mesh():
                 self.refuse(str(func), _FROM_NOWHERE)
         return Ref(number)

@@ -7,6 +7,8 @@ storage can be taken again by another one.
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +87,7 @@ def expect(x: torch.Tensor, values: list[Any]) -> None:
         )
 
 
+_LONGEST_LIST = 4096
 Geometry = tuple[Any, ...]
 
 
@@ -114,6 +117,16 @@ class Tape:
         value = self.values[number]
         self.values.append(Value(value.tensor, varies=False))  # held, so that nothing takes its `id`
         value.tensor = value.tensor.clone()
+
+    def is_made_of_others(self, data: torch.Tensor) -> bool:
+        """Has torch read it from tensors in a list? No operator shows that, but the list is there."""
+        if not data.dim() or not 0 < data.numel() <= _LONGEST_LIST:
+            return False
+        rows = data.reshape(-1, data.shape[-1]).tolist()
+        numbers = set(itertools.chain(*rows))
+        found = [v.tensor for v in self.values if v.varies and _number_in(v.tensor) in numbers]
+        holders = (x for x in gc.get_referrers(*found) if isinstance(x, list | tuple)) if found else ()
+        return any(x is not found and [*map(_number_in, x)] in rows for x in holders)
 
     def vary(self, number: int) -> None:
         """A value was written with what may be another in a replay: so is all that lies in its storage."""
@@ -178,6 +191,13 @@ class Tape:
         """May the values of a tensor be others in a replay? What the tape does not know is not asked here."""
         number = self.find(x)
         return number is not None and self.values[number].varies
+
+
+def _number_in(x: Any) -> Any:
+    """That of a tensor with one element, and what is one; None of anything else."""
+    if isinstance(x, torch.Tensor):
+        return x.item() if x.layout is torch.strided and x.numel() == 1 else None
+    return x if isinstance(x, bool | int | float | complex) else None
 
 
 def _memory(x: torch.Tensor) -> Geometry | None:

@@ -12,15 +12,16 @@ import argparse
 import contextlib
 import ctypes
 import functools
+import gc
 import inspect
 import itertools
-import os
+import logging
 import pickle
 import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwright.erased.facts import Fact, content
 from shardwright.erased.held_by_c import CACHE, answers_of, is_weak, is_weak_map, referent_of
-from shardwright.erased.owners import STANDARD, is_library, is_of_a_library, is_the_users
+from shardwright.erased.owners import STANDARD, is_library, is_of_a_library, is_the_users, module_of
 from shardwright.erased.refuse import Refusal
 
 SCALARS = (
@@ -49,6 +50,8 @@ _KEPT_OF_MODULES = (
 _HOOKS_OF_OPTIMIZERS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _OF_OPTIMIZERS = ("param_groups", "state", "defaults", *_HOOKS_OF_OPTIMIZERS)
 _OF_THE_PROCESS = frozenset({"logging", "threading"})  # what they hold leads to all that there is
+_OF_C = frozenset({"builtins", "operator"})  # what their objects hold is what the program gave them
+_OF_LOGGERS = (logging.Logger, logging.Manager)  # parents, whose level is theirs
 EXITS = frozenset({"__exit__", "__aexit__"})
 _STATE_OF_SCHEDULERS = {"last_epoch", "_last_lr", "_step_count", "base_lrs", "state_dict"}
 _TOLD_BY_SCHEDULERS = frozenset({"get_last_lr", "get_lr", *_STATE_OF_SCHEDULERS})
@@ -56,6 +59,8 @@ _TOLD_BY_SCHEDULERS = frozenset({"get_last_lr", "get_lr", *_STATE_OF_SCHEDULERS}
 _VALUES = (*SCALARS, torch.Tensor, list, dict, tuple, set)
 _UNWATCHED = (threading.local, ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
 _METHODS = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
+_SLOT = types.MemberDescriptorType
+_RUNNING = (types.FrameType, types.TracebackType, types.ModuleType)  # what leads to all that there is
 _BEHIND = ("fget", "fset", "fdel", "__func__", "func")  # the functions of a method
 _ABOUT_GRADIENTS = frozenset({"grad", "getattr", "backward", "zero_grad"})
 _MOST = 50_000
@@ -104,6 +109,7 @@ class World:
     _methods: dict[int, list[tuple[str, types.FunctionType]]] = field(default_factory=dict)
     _python_modules: list[tuple[str, types.ModuleType]] = field(default_factory=list)
     _names: list[set[str]] = field(default_factory=list)  # of each code that runs
+    _importable: dict[str, None] = field(default_factory=dict)  # what may be names of modules
     _todo: list[tuple[str, Any]] = field(default_factory=list)
 
     def reach(self, path: str, value: Any) -> None:
@@ -134,17 +140,26 @@ class World:
         self._names.append({*names, *texts})
         self.named |= self._names[-1]
         self.sees_gradients |= not _ABOUT_GRADIENTS.isdisjoint(names)
-        if not {"environ", "getenv"}.isdisjoint(names):
-            self._todo.append(("os.environ", os.environ))
         for used in names:
             if used in globals_:
                 self._place(f"{name}.{used}", "item", globals_, used, globals_[used])
-            elif used in sys.modules:  # imported inside
-                self._todo.append((used, sys.modules[used]))
+        self._importable.update(dict.fromkeys(_modules_named(self._names[-1], globals_)))
+        self._imported()
         for path, function in self._methods.pop(id(code), ()):
             self._held_by(path, function)
         for path, module in self._python_modules:
             self._named_in_module(path, module, self._names[-1])
+
+    def imported(self) -> None:
+        """Modules were imported, of which a code that was met may name some."""
+        self._imported()
+        self.reach("what it imports", None)
+
+    def _imported(self) -> None:
+        found = [name for name in self._importable if name in sys.modules]
+        self._todo += [(name, sys.modules[name]) for name in found]
+        for name in found:
+            del self._importable[name]
 
     def absent(self, name: str, globals_: dict[str, Any]) -> None:
         """A global that a code asks for, and that is not there."""
@@ -158,7 +173,7 @@ class World:
     def is_strange(self, value: Any) -> bool:
         """Is it an object of a class of the user's that was not met?"""
         cls = type(value)
-        return not (id(cls) in self._classes or is_of_a_library(cls.__module__))
+        return not (id(cls) in self._classes or is_of_a_library(module_of(cls)))
 
     def drawn(self) -> list[Refusal]:
         """Refusals where a generator of numpy has drawn since it was reached, or this was asked."""
@@ -228,6 +243,7 @@ class World:
             return  # it is an object, too, whose references are weak
         self.facts.append(Fact(path, "keys", holder, None, [*holder]))
         for key, value in holder.items():
+            self._todo.append((path, key))
             self._place(f"{path}[{_named(key)}]", "item", holder, key, value)
 
     def _sequence(self, path: str, holder: Any) -> None:
@@ -249,10 +265,10 @@ class World:
     def _class(self, path: str, cls: type) -> None:
         """The values and functions of a class of the user's, which its objects read as their own."""
         for base in (*cls.__mro__, *inspect.getmro(type(cls))):
-            if is_of_a_library(base.__module__) or id(base) in self._classes:
+            if is_of_a_library(module_of(base)) or id(base) in self._classes:
                 continue
             self._classes[id(base)] = base
-            self.facts.append(Fact(path, "members", base, None, (*vars(base).values(),)))
+            self.facts.append(Fact(path, "members", base, None, (base.__bases__, *vars(base).values())))
             for name, value in vars(base).items():
                 if isinstance(value, _METHODS):
                     for function in (value, *(getattr(value, behind, None) for behind in _BEHIND)):
@@ -334,20 +350,19 @@ class World:
         self.facts.append(Fact(path, "answers", cache, answers, True))
         self._todo += [(f"{path}()", answer) for answer in answers]
         self._todo.append((path, cache.__wrapped__))
-        self._attributes(path, cache, filter(is_the_users, vars(cache)))
+        self._attributes(path, cache, [name for name in vars(cache) if not name.startswith("__")])
 
     def _python_module(self, path: str, module: types.ModuleType) -> None:
-        if not is_of_a_library(module.__name__):
-            self._python_modules.append((path, module))
-            for names in self._names:
-                self._named_in_module(path, module, names)
+        self._python_modules.append((path, module))
+        for names in self._names:
+            self._named_in_module(path, module, names)
 
     def _named_in_module(self, path: str, module: types.ModuleType, names: set[str]) -> None:
         """What a code that has these names and texts can read there, if it names the module."""
         held = re.findall(r"\w+", path)[-1]  # a place in a list has no name
-        if held in names or not held.isidentifier():
+        if held in names or path in names or not held.isidentifier():
             for name in sorted(names & vars(module).keys()):
-                if (id(module), name) not in self._codes:
+                if (id(module), name) not in self._codes and vars(module)[name] is not sys.modules:
                     self._codes.add((id(module), name))
                     self._place(f"{path}.{name}", "item", vars(module), name, vars(module)[name])
 
@@ -383,8 +398,8 @@ class World:
             self.refusals.append(Refusal(f"{path} ({cls.__name__})", why))
         if isinstance(value, LRScheduler):
             self.schedulers.append((path, value, value.last_epoch))
-        elif is_of_a_library(cls.__module__):
-            self._of_a_library(path, value, cls.__module__.partition(".")[0])
+        elif is_of_a_library(module_of(cls)):
+            self._of_a_library(path, value, module_of(cls).partition(".")[0])
             return
         self._class_of(path, value)
         if hasattr(value, "__dict__"):
@@ -401,14 +416,17 @@ class World:
 
     def _of_a_library(self, path: str, value: Any, library: str) -> None:
         """Of the standard library's all that it holds (a queue, a weak set); of torch's its settings."""
-        if not hasattr(value, "__dict__"):
+        if not hasattr(value, "__dict__"):  # of C: a view of a dict, a method of a list
+            if library in _OF_C and not isinstance(value, _CONTAINERS):
+                self._todo += [(path, x) for x in gc.get_referents(value) if not isinstance(x, _RUNNING)]
             return
         self._todo.append((path, vars(value).get("__wrapped__")))
         if library in STANDARD - _OF_THE_PROCESS and (is_weak_map(value) or not isinstance(value, Mapping)):
             self._attributes(path, value, list(vars(value)))
             return
         # Not the tensors of meshes, say: they are what a mesh is made of, and may be read.
-        kinds = (*SCALARS, torch.Tensor) if isinstance(value, torch.amp.GradScaler) else SCALARS
+        more = (torch.Tensor,) if isinstance(value, torch.amp.GradScaler) else _OF_LOGGERS
+        kinds = (*SCALARS, *more)
         self._attributes(path, value, [name for name, x in vars(value).items() if isinstance(x, kinds)])
 
 
@@ -436,11 +454,16 @@ _CONTAINERS = (Mapping, Sequence, set, frozenset, np.ndarray, functools.partial,
 
 
 def _slots_of(cls: type) -> list[str]:
-    names: list[str] = []
-    for base in cls.__mro__:
-        slots = vars(base).get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else list(slots)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+    """By the names that the class holds them under: `__s` is another one inside of it."""
+    bases = [base for base in cls.__mro__ if not is_of_a_library(module_of(base))]
+    return [name for base in bases for name, x in vars(base).items() if type(x) is _SLOT]
+
+
+def _modules_named(names: Iterable[str], globals_: Mapping[str, Any]) -> Iterator[str]:
+    """Modules that a code may import by these names or texts: its package's own too (`from . import x`)."""
+    package = str(globals_.get("__package__") or "").split(".")
+    above = ["", *(".".join(package[:n]) + "." for n in range(1, len(package) + 1))]
+    return (prefix + name for name in names if name for prefix in above if prefix != ".")
 
 
 def _named(key: Any) -> str:

@@ -12,6 +12,8 @@ import _queue
 import contextlib
 import datetime as dt
 import dis
+import importlib
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -35,9 +37,11 @@ _BUILTIN = {
     "open": "it opens a file",
     "next": "it takes the next of an iterator; a replay would not",
     "globals": "it asks for a global by a name that nobody sees",
+    "_getframe": "it asks for variables by names that nobody sees",
 }
 _CLOCK = "it reads the clock, which says something else in a replay"
-_VALUES = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
+_VALUES = frozenset({"tolist", "numpy", "__array__", "data_ptr"})
+_HANDS_OUT = frozenset({"_to_dlpack", "_to_dlpack_versioned", "to_dlpack"})
 _GENERATOR = frozenset({"set_state", "get_state", "manual_seed", "seed"})
 _OF_THE_PROCESS = frozenset({"urandom", "getpid", "fspath", "getcwd", "cpu_count", "sched_getaffinity"})
 _WRITES = frozenset({"write_record", "write_end_of_file", "write"})  # torch's own, and that of files
@@ -52,9 +56,12 @@ _WITH_STATE = frozenset(
     }
 )  # fmt: skip
 _STATES = frozenset({"contextlib", "torch.random", "torch.cuda.random"})
+_IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
+_ENVIRON = {id(getattr(f, "__code__", None)) for f in vars(type(os.environ)).values()}
 # What `contextlib.contextmanager` makes of a generator, and goes on with it.
 _MANAGER = contextlib._GeneratorContextManager
 _MADE = _MANAGER.__init__.__code__
+_TOLD = frozenset({_MADE, _IMPORT})
 _GOES_ON = frozenset({id(_MANAGER.__enter__.__code__), id(_MANAGER.__exit__.__code__)})
 _NAMES = frozenset({*_BUILTIN, *_VALUES, *_GENERATOR, "run_backward", "now", "today", "utcnow", "urandom"})
 
@@ -113,7 +120,10 @@ class Watch:
                 self._tell(frame, event)
 
     def _tell(self, frame: FrameType, event: str) -> None:
-        if frame.f_code is _MADE:
+        if frame.f_code is _IMPORT:
+            if event == "return" and not _is_no_part(frame.f_back):
+                self.world.imported()
+        elif frame.f_code is _MADE:
             made = frame.f_locals["self"]
             self._managers[id(made)] = made
         elif event == "call":
@@ -130,10 +140,17 @@ class Watch:
         """A code that was not met yet."""
         code = frame.f_code
         users = not is_library(code.co_filename, frame.f_globals)
-        if users and _is_no_part(frame):  # the program may call it again
-            return code, False
+        asks_environment = id(code) in _ENVIRON
+        if (users and _is_no_part(frame)) or (asks_environment and not _by_the_user(frame)):
+            return code, False  # the program may call it again
+        if asks_environment:
+            self.world.reach("os.environ", os.environ)
         ends_block = id(code) in self.world.exits or self.catching.is_exit(frame)
-        told = code is _MADE or self.catching.looks_at(code, users=users, ends_block=ends_block)
+        told = (
+            code is _MADE
+            or code is _IMPORT
+            or self.catching.looks_at(code, users=users, ends_block=ends_block)
+        )
         known = self._known[id(code)] = code, told
         if users:
             self._met(code, frame)
@@ -150,7 +167,10 @@ class Watch:
                 where = f"{code.co_filename}:{instruction.positions.lineno if instruction.positions else 0}"
                 name = f"the global {instruction.argval!r}"
                 self.refusals.append(Refusal(name, "it is assigned; a replay would not", where))
-            elif instruction.opname == "LOAD_GLOBAL" and _is_absent(instruction.argval, frame):
+            elif instruction.opname == "LOAD_ATTR" and instruction.argval == "_version":
+                where = f"{code.co_filename}:{instruction.positions.lineno if instruction.positions else 0}"
+                self.refusals.append(Refusal("_version", "it counts writes, also of other calls", where))
+            elif instruction.opname == "LOAD_GLOBAL" and instruction.argval not in frame.f_globals:
                 self.world.absent(instruction.argval, frame.f_globals)
 
     def _why(self, name: str, owner: Any, module: str | None) -> str:
@@ -172,6 +192,8 @@ class Watch:
         owner = getattr(function, "__self__", None)
         if name in _VALUES and isinstance(owner, torch.Tensor):
             self.values_read(owner, f"Tensor.{name}")
+        elif name in _HANDS_OUT:
+            self.refusals.append(Refusal(name, "it hands out memory that others may read", source_line()))
         elif name == "run_backward":
             self.ran_backward = True
         elif name in _GENERATOR and isinstance(owner, torch.Generator):  # whoever asks
@@ -187,10 +209,6 @@ class Watch:
             why = self._why(name, owner, getattr(function, "__module__", None))
             if why and _by_the_user(frame) and not (_is_no_part(frame) or self._is_of_a_block(name, frame)):
                 self.refusals.append(Refusal(name, why, source_line()))
-
-
-def _is_absent(name: str, frame: FrameType) -> bool:
-    return name not in frame.f_globals and name not in frame.f_builtins
 
 
 class Pause:
@@ -224,7 +242,7 @@ class Pause:
 
 def _why(name: str, owner: type, module: str | None) -> str:
     """Why a function of C cannot be replayed; "" where it can. owner: the class of which it is a method."""
-    if name in _BUILTIN and module in {"builtins", "io", "_io"}:
+    if name in _BUILTIN and module in {"builtins", "io", "_io", "sys"}:
         return _BUILTIN[name]
     if module == "time" or (name in _NAMES and (owner is dt.datetime or owner is dt.date)):
         return _CLOCK

@@ -1,0 +1,149 @@
+"""Lists, dicts and attributes among the arguments and results of an erased function are as without it."""
+
+import collections
+
+import numpy as np
+import pytest
+import torch
+
+import shardwright as sw
+
+_HELD = {"kept": [1, 2]}
+
+
+class _Number(float):
+    """A number with another one hung on it."""
+
+
+def _numbered(by):
+    number = _Number(1.0)
+    number.by = by
+    return number
+
+
+def _with(x, **attributes):
+    vars(x).update(attributes)
+    return x
+
+
+def appends(x, seen):
+    seen.append(x * 2)
+    return x + 1
+
+
+def writes(x, found):
+    found["loss"] = x.sum()
+    return x + 1
+
+
+def writes_inside(x, found):
+    found["all"].append({"loss": x * 3})
+    return x + 1
+
+
+def pops(x, found):
+    return x * found.pop("by")
+
+
+def fills(x, seen):
+    seen.appendleft(x * 2)
+    return x + 1
+
+
+# By name: what a call does to its second argument, and how that is made.
+WRITES = {
+    "a list": (appends, lambda x: [1]),
+    "a list of tensors": (appends, lambda x: [x]),
+    "a dict": (writes, lambda x: {}),
+    "an ordered dict": (writes, lambda x: collections.OrderedDict(a=x)),
+    "a list in a dict": (writes_inside, lambda x: {"all": [x]}),
+    "an entry that goes": (pops, lambda x: {"by": 2.0, "x": x}),
+    "a deque": (fills, lambda x: collections.deque([x])),
+}
+
+
+def _tensors(held):
+    return [each for each in torch.utils._pytree.tree_leaves(held) if isinstance(each, torch.Tensor)]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_a_call_puts_into_an_argument_is_there(name, graph):
+    program, make = WRITES[name]
+    fast = sw.erase(program)
+    for turn in range(5):
+        found = []
+        for call in (program, fast):
+            leaf = torch.arange(3.0).add(turn).requires_grad_(graph)
+            x = leaf * 1
+            held = make(x)
+            inner = held["all"] if name == "a list in a dict" else None
+            out = call(x, held)
+            if graph:
+                sum(each.sum() for each in (out, *_tensors(held))).backward()
+            assert inner is None or held["all"] is inner
+            found.append((out, len(held), *_tensors(held), leaf.grad))
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def _hang(x):
+    x.told, x._told = 5, 6
+    return x + 1
+
+
+def _hang_on_result(x):
+    return _with(x + 1, told=5, _told=6)
+
+
+def test_attributes_that_a_call_hangs_on_tensors_are_there():
+    given, made = sw.erase(_hang), sw.erase(_hang_on_result)
+    for _ in range(4):
+        x = torch.ones(3)
+        given(x)
+        for each in (x, made(x)):
+            assert (each.told, each._told) == (5, 6)
+
+
+# By name: a program, and two arguments that look alike.
+ALIKE = {
+    "zeros": (lambda x, by: x * by, np.float32(0.0), np.float32(-0.0)),
+    "imaginary zeros": (lambda x, by: torch.view_as_real(torch.full((2,), by)), 0j, -0j),
+    "attributes of numbers": (lambda x, by: x * by.by, _numbered(1.0), _numbered(2.0)),
+    "classes of numbers": (lambda x, by: x * (1 + (type(by) is float)), _numbered(1.0), 1.0),
+    "keys": (lambda x, by: x * (1 + any(isinstance(key, int) for key in by)), {1: 0}, {1.0: 0}),
+    "sizes": (lambda x, by: x * (1 + isinstance(by, torch.Size)), (3,), torch.Size([3])),
+    "private attributes": (
+        lambda x, by: x * by._by, _with(torch.ones(1), _by=1.0), _with(torch.ones(1), _by=2.0),
+    ),
+    "what attributes hold": (
+        lambda x, by: x * by.by["by"],
+        _with(torch.ones(1), by={"by": 1.0}), _with(torch.ones(1), by={"by": 2.0}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_arguments_that_look_alike_are_told_apart(name):
+    program, one, other = ALIKE[name]
+    fast, x = sw.erase(program), torch.arange(1.0, 4.0)
+    for by in (one, other, one, other):
+        found, wanted = fast(x, by), program(x, by)
+        assert torch.equal(found, wanted)
+        assert torch.equal(found.signbit(), wanted.signbit())
+
+
+def test_a_dict_that_is_changed_in_place_where_a_tensor_holds_it_is_read_again():
+    fast, x = sw.erase(lambda x: x * x.told["by"]), _with(torch.ones(3), told={"by": 1.0})
+    for by in (1.0, 1.0, 2.0, 2.0):
+        x.told["by"] = by
+        torch.testing.assert_close(fast(x), torch.ones(3) * by)
+
+
+def test_what_the_program_holds_comes_back_itself():
+    fast, held = sw.erase(lambda x, given: (x + 1, _HELD["kept"], given, x.shape)), [3]
+    for _ in range(4):
+        out, kept, given, shape = fast(torch.ones(3), held)
+        assert kept is _HELD["kept"]
+        assert given is held
+        assert shape == out.shape
+        assert type(shape) is torch.Size
