@@ -107,15 +107,15 @@ def _unsqueeze(call: Call) -> list[View]:
 
 
 def _slice(call: Call) -> list[View]:
-    shape, dim = _shape(call), _dim(call)
-    return [_of_slice(call, shape, dim, _results(call)[0][dim])]
+    return [_of_slice(call, _shape(call), _results(call)[0])]
 
 
-def _of_slice(call: Call, shape: Shape, dim: int, length: int) -> View:
+def _of_slice(call: Call, shape: Shape, part: Shape) -> View:
+    dim = int(call.arg("dim")) % len(shape)
     start, size = call.arg("start"), shape[dim]
     first = 0 if start is None else int(start)
     first = min(max(first + size if first < 0 else first, 0), size)
-    return sliced(shape, dim, first, int(call.arg("step")), length)
+    return sliced(shape, dim, first, int(call.arg("step")), part[dim])
 
 
 def _select(call: Call) -> list[View]:
@@ -233,9 +233,7 @@ def _whole_shape(call: Call) -> Shape:
 
 
 def _undo_slice(call: Call) -> View:
-    shape = _whole_shape(call)
-    dim = int(call.arg("dim")) % len(shape)
-    return _of_slice(call, shape, dim, call.operands[-1].shape[dim])
+    return _of_slice(call, _whole_shape(call), tuple(call.operands[-1].shape))
 
 
 def _undo_select(call: Call) -> View:
