@@ -332,7 +332,7 @@ def test_what_cannot_be_done_is_refused_before_anything_moves(ranks):
     )
     assert texts["world"] == (
         "Layout(f32[4@dp, 6] on MeshShape(dp=2, tp=2)) -> Layout(f32[4, 6] on MeshShape(far=3)): rank 6 is "
-        "outside this world of 6 ranks"
+        "outside this world of 6 ranks; name ranks that were started"
     )
     assert texts["count"].startswith("2 placements for a mesh of 1 axes ('tp',)")
     assert texts["axis"] == "the mesh has no axis 'dp'; its axes are ('tp',)"
