@@ -6,7 +6,15 @@ from torch import nn
 
 from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer, clip_grad_norm_
-from shardwright.parallel import parallelize, parallelize_context, parallelize_fsdp, parallelize_replicate
+from shardwright.moe import MoELayer
+from shardwright.parallel import (
+    parallelize,
+    parallelize_context,
+    parallelize_expert_parallel,
+    parallelize_fsdp,
+    parallelize_hsdp,
+    parallelize_replicate,
+)
 from shardwright.testing import rank_mesh
 from tests.parallel.table.worlds import context
 
@@ -24,11 +32,10 @@ class _Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.before, self.part, self.after = nn.Linear(8, 8), _Part(), nn.Linear(8, 3)
-        self.gain = nn.Parameter(torch.tensor(2.0))
+        self.before, self.part, self.after = nn.Linear(8, 8), _Part(), _Part()
 
     def forward(self, x):
-        return (self.after(self.part(self.before(x))) * self.gain).square().sum()
+        return self.after(self.part(self.before(x))).square().sum()
 
 
 def _batch():
@@ -62,6 +69,80 @@ def test_only_the_terms_of_the_part_are_summed_over_its_ranks(ranks, data):
     assert ranks(4, _by_calls, data) == [[]] * 4
 
 
+OUTSIDE = {  # of a part whose sequence is cut over cp: dp_cp is of the data and context ranks together
+    "replicate": lambda child, mesh, over_all: parallelize_replicate(child, over_all),
+    "on two axes": lambda child, mesh, over_all: parallelize_replicate(child, mesh),
+    "units": lambda child, mesh, over_all: parallelize_fsdp(child, over_all),
+    "copies of units": lambda child, mesh, over_all: parallelize_hsdp(child, mesh, shard_dim="dp"),
+    "data": lambda child, mesh, over_all: parallelize_fsdp(child, mesh["dp"]),
+    "data replicated": lambda child, mesh, over_all: parallelize_replicate(child, mesh["dp"]),
+}
+
+
+def _beside_units(name):
+    """The part is a unit over all ranks, and what is outside is placed by calls of its own."""
+    mesh, model = rank_mesh((2, 2), ("dp", "cp")), _Net()
+    over_all = mesh["dp", "cp"]._flatten("dp_cp")
+    parallelize_context(model.part, mesh["cp"], output="whole")
+    parallelize_fsdp(model.part, over_all)
+    for child in (model.before, model.after):
+        OUTSIDE[name](child, mesh, over_all)
+    return _differing(model, mesh.get_local_rank("dp"))
+
+
+@pytest.mark.parametrize("name", ["data", "data replicated"])
+def test_beside_a_unit_over_all_ranks_data_ranks_are_enough(ranks, name):
+    assert ranks(4, _beside_units, name) == [[]] * 4
+
+
+def _outside(name, data, source):
+    mesh, model = rank_mesh((2, 2), ("dp", "cp")), _Net()
+    over_all = mesh["dp", "cp"]._flatten("dp_cp")
+    parallelize_context(model.part, mesh["cp"], output="whole")
+    data(model.part, mesh["dp"])
+    for child in (model.before, model.after):
+        OUTSIDE[name](child, mesh, over_all)
+    with pytest.raises(ParallelError) as caught:
+        GradientSynchronizer(model if source == "module" else model.named_parameters())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("data", [parallelize_replicate, parallelize_fsdp])
+@pytest.mark.parametrize("name", ["replicate", "on two axes", "units", "copies of units"])
+def test_what_is_outside_and_counts_these_ranks_as_data_is_refused(ranks, name, data):
+    for rank, said in enumerate(ranks(4, _outside, name, data, "module" if "on" in name else "parameters")):
+        assert said.startswith("before.weight, before.bias, after.scale, after.inner.weight and 1 more: ")
+        assert f"summed over ranks [{rank ^ 1}] too, which read the same rows as this one" in said
+        assert "the sequence that is cut where part.scale computes" in said
+        assert "fix: parallelize_context of the module that holds both" in said
+
+
+def _alone():
+    mesh, model = rank_mesh((2,), ("cp",)), _Net()
+    parallelize_context(model.part, mesh, output="whole")
+    for child in (model.before, model.after):
+        parallelize_replicate(child, mesh)
+    with pytest.raises(ParallelError, match="which read the same rows as this one"):
+        GradientSynchronizer(model)
+
+
+def test_what_is_outside_is_refused_also_where_nobody_reads_other_rows(ranks):
+    ranks(2, _alone)
+
+
+def _units_of_all():
+    mesh, model = rank_mesh((2, 2), ("dp", "cp")), _Net()
+    over_all = mesh["dp", "cp"]._flatten("dp_cp")
+    parallelize_context(model, mesh["cp"])
+    for unit in (model.part, model):
+        parallelize_fsdp(unit, over_all)
+    return _differing(model, mesh.get_local_rank("dp"))
+
+
+def test_units_over_all_ranks_take_parameters_without_dims_by_calls(ranks):
+    assert ranks(4, _units_of_all) == [[]] * 4
+
+
 TABLES = {
     "a part, fsdp": {"part": {"context": {"output": "whole"}}, "": "fsdp"},
     "a part, units": {"part": [{"context": {"output": "whole"}}, "fsdp"], "": "fsdp"},
@@ -85,8 +166,6 @@ def test_a_table_sums_each_gradient_once_also_of_parameters_without_dims(ranks, 
 
 def _over_all(which):
     mesh, model = rank_mesh((2, 2), ("dp", "cp")), _Net()
-    del model.gain
-    del model.part.scale
     over_all = mesh["dp", "cp"]._flatten("dp_cp")
     parallelize_context(model.part, mesh["cp"], output="whole")
     if which == "units":
@@ -125,3 +204,42 @@ def test_a_part_of_what_counts_these_ranks_as_data_is_refused(ranks):
     for said in ranks(4, _replicated_before):
         assert "scale: it is replicated on ('dp_cp',), which hold the ranks of ('cp',)" in said
         assert "fix: parallelize_context first" in said
+
+
+class _Routed(_Net):
+    """A layer of experts in the part whose sequence is cut, or after it."""
+
+    def __init__(self, inside):
+        super().__init__()
+        if inside:
+            self.part.inner = nn.Sequential(self.part.inner, MoELayer(8, 8, 4, 2))
+        else:
+            self.after = nn.Sequential(MoELayer(8, 8, 4, 2), self.after)
+        for number, parameter in enumerate(self.parameters()):
+            draw = torch.Generator().manual_seed(number)
+            parameter.data = torch.rand(parameter.shape, generator=draw) - 0.4
+
+
+def _routed(inside, source):
+    at = context(data_parallel_shard=2, context_parallel_shard=2, expert_parallel=2)
+    model, one, regular = _Routed(inside), _Routed(inside), at.mesh_for("regular")
+    parallelize_expert_parallel(model, at.mesh_for("expert")["ep_replicate", "ep_shard"])
+    parallelize_context(model.part, regular["cp_shard"], output="whole")
+    parallelize_replicate(model, regular["dp_shard"])
+    if not inside:
+        with pytest.raises(ParallelError, match=r"after.0.router.weight.* that is cut where part"):
+            GradientSynchronizer(model)
+        return []
+    synchronizer = GradientSynchronizer(model if source == "module" else model.parameters())
+    one(_batch()).backward()
+    model(_batch()[regular.get_local_rank("dp_shard")][None]).backward()
+    synchronizer.synchronize()
+    pairs = zip(model.named_parameters(), one.parameters(), strict=True)
+    return [
+        n for (n, p), q in pairs if not torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-3, atol=1e-5)
+    ]
+
+
+@pytest.mark.parametrize(("inside", "source"), [(True, "module"), (True, "parameters"), (False, "module")])
+def test_experts_count_these_ranks_as_data_inside_of_the_cut_part_only(ranks, inside, source):
+    assert ranks(4, _routed, inside, source) == [[]] * 4

@@ -40,7 +40,10 @@ PLAN = {"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
 def _step(data):
     """The messages of a backward, where the norms' gradients lie after it, and what is wrong at the end."""
     mesh = rank_mesh((2, 2), ("dp", "tp"))
-    model = parallelize_tensor(_Model(), mesh["tp"], PLAN, sequence_parallel=True)
+    model = _Model()
+    if data == "replicate before":
+        parallelize_replicate(model, mesh["dp"])
+    parallelize_tensor(model, mesh["tp"], PLAN, sequence_parallel=True)
     if data == "replicate":
         parallelize_replicate(model, mesh["dp"])
     elif data == "fsdp":
@@ -64,7 +67,7 @@ def _step(data):
     return len(backward.asked), lie, wrong
 
 
-@pytest.mark.parametrize("data", ["replicate", "fsdp"])
+@pytest.mark.parametrize("data", ["replicate", "replicate before", "fsdp"])
 def test_a_backward_sends_nothing_for_each_norm(ranks, data):
     alone, _, wrong = ranks(4, _step, "")[0]
     assert wrong == []

@@ -69,16 +69,18 @@ class FsdpParameter:
         make_gradient: Callable[[torch.Tensor], torch.Tensor],
         as_term: Callable[[torch.Tensor], torch.Tensor],
         inside: Inside | None,
+        pending: tuple[str, ...],
     ) -> None:
         """Use `parameter` (same local tensor) as the sharded one and `make_gradient` for its gradients.
 
         as_term: brings the gradient that is there to the layout of `make_gradient`; torch adds the next one
             to its local tensor without looking at its layout.
         inside: how the unsharded parameter stays a DTensor, where it does.
+        pending: see the property.
         Overrides are set on this one object, not on torch's class.
         """
         fsdp = self.inner
-        fsdp.sharded_param = parameter
+        fsdp.sharded_param, fsdp.pending = parameter, pending
         fsdp._sharding_spec = parameter._spec  # type: ignore[attr-defined]
         fsdp._setattr_on_modules(parameter)
         fsdp.to_sharded_dtensor = make_gradient
@@ -90,6 +92,12 @@ class FsdpParameter:
         elif isinstance(self.owner, nn.RNNBase):
             self._stay_where_gathered()
         self._allocate_outside_inference()
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """The axes on which its gradient is a term still, once the unit has summed it."""
+        axes: tuple[str, ...] = self.inner.pending
+        return axes
 
     @property
     def is_gathered(self) -> bool:

@@ -18,7 +18,7 @@ def union_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """
     axes = {name: on_axes(mesh, (name,)) for mesh in meshes for name in axis_names(mesh)}
     outermost_first = sorted((name for name in axes if axes[name].size() > 1), key=lambda n: -_step(axes[n]))
-    names = next(_sliced_from(root_mesh(meshes[0]), set(axes), outermost_first), None)
+    names = next(_sliced_from(meshes[0], set(axes), outermost_first), None)
     if names is None:
         given = iter(outermost_first)
         names = [next(given) if axis.size() > 1 else name for name, axis in axes.items()]
@@ -28,13 +28,19 @@ def union_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 def add_view(root: DeviceMesh, mesh: DeviceMesh) -> None:
     """Remember that `mesh` names axes of the root anew: what torch slices from it knows the root only."""
-    root._views = (*getattr(root, "_views", ()), axis_names(mesh))  # type: ignore[attr-defined]
+    root._views = (*getattr(root, "_views", ()), mesh)  # type: ignore[attr-defined]
 
 
-def _sliced_from(root: DeviceMesh, wanted: set[str], outermost_first: list[str]) -> Iterator[list[str]]:
-    """The wanted axes in the order of each mesh of this root that has them, and has the larger ones so."""
-    for view in (axis_names(root), *getattr(root, "_views", ())):
-        names = [name for name in view if name in wanted]
+def views_of(mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:
+    """The mesh that this one was sliced from, and those that name axes of it anew."""
+    root = root_mesh(mesh)
+    return (root, *getattr(root, "_views", ()))
+
+
+def _sliced_from(mesh: DeviceMesh, wanted: set[str], outermost_first: list[str]) -> Iterator[list[str]]:
+    """The wanted axes in the order of each view of its root that has them, and has the larger ones so."""
+    for view in views_of(mesh):
+        names = [name for name in axis_names(view) if name in wanted]
         if len(names) == len(wanted) and [n for n in names if n in outermost_first] == outermost_first:
             yield names
 

@@ -43,7 +43,8 @@ class GradientSynchronizer:
 
     Raises:
         ParallelError: a trainable parameter is a plain tensor although there are several ranks (that are not
-            the stages of its model), or is placed on fewer ranks than those that the others are summed over.
+            the stages of its model), or is summed over fewer ranks than the others, or over ranks that
+            share a sequence with this one although it computes outside of the part that cuts it.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class GradientSynchronizer:
         self._ever_trained |= found.keys()
         placed: list[object] = [part for p in found.values() for part in (p, p._spec)]
         if len(placed) != len(self._covered) or not all(map(operator.is_, placed, self._covered)):
-            refuse_uncovered(found)
+            refuse_uncovered(found, self._source if isinstance(self._source, nn.Module) else None)
             self._covered, self._plan = placed, None
         return found
 

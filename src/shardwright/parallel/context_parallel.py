@@ -96,10 +96,9 @@ def parallelize_context(
                 _refuse_summed(path, parameter, module, mesh)
             return new
 
-        made = set(replace_parameters(module, make).values())
-        for slot in slots_of(module):
-            if mesh.size() > 1 and slot.get() in made:
-                comes_in_terms(slot.owner, slot.name, (axis,))
+        replace_parameters(module, make)
+        for slot in slots_of(module) if mesh.size() > 1 else ():
+            comes_in_terms(slot.owner, slot.name, mesh)
         scope.mesh = _one_home(homes, mesh)
         _place_buffers(module, mesh)
         scope.enter_with(module)

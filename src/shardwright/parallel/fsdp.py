@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -29,7 +29,7 @@ from shardwright.parallel.meshes import is_other_view, named_axes, refuse_other_
 from shardwright.parallel.place import local_plain, place_parameters
 from shardwright.parallel.same_model import refuse_other_models
 from shardwright.parallel.several import Modules, follow_several, members, one_unit
-from shardwright.parallel.sharded_layouts import cut_within, goes_within, sharded_layouts
+from shardwright.parallel.sharded_layouts import beside_in, goes_within, sharded_layouts
 from shardwright.parallel.sharded_running import (
     follow_unit,
     refuse_graph,
@@ -266,7 +266,8 @@ def _is_elsewhere(slot: Slot, mesh: DeviceMesh, shard_mesh: DeviceMesh) -> bool:
         return False
     held = parameter.device_mesh
     if not parameter.ndim and axis_names(shard_mesh)[0] not in axis_names(held):
-        return ranks_of(mesh) <= ranks_of(held) or is_other_view(slot.path, held, mesh)
+        inside = beside_in(shard_mesh, parameter) != shard_mesh
+        return ranks_of(mesh) <= ranks_of(held) or (not inside and is_other_view(slot.path, held, mesh))
     return is_other_view(slot.path, held, mesh)
 
 
@@ -303,27 +304,16 @@ def _replicate_scalars(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Para
     def is_left(parameter: nn.Parameter) -> bool:
         return parameter.ndim > 0 or parameter in ignored or unit_of(parameter) != ""
 
-    axes = axis_names(mesh)
-    place_parameters(module, mesh, (Replicate(),), axes, skip=is_left)
+    (axis,) = axis_names(mesh)
+    homes = {s.get(): beside_in(mesh, s.get()) for s in slots_of(module) if not is_left(s.get())}
+    for home in dict.fromkeys(homes.values()):
+        axes, others = axis_names(home), {p for p in module.parameters() if homes.get(p) != home}
+        place_parameters(module, home, (Replicate(),) * len(axes), axes, skip=others.__contains__)
     scalars = {slot.get() for slot in slots_of(module) if slot.get().ndim == 0}
     for scalar in (s for s in scalars if not is_left(s)):  # also one that an axis of one rank left as it was
-        scalar._fully_sharded = axes[0]  # type: ignore[attr-defined]
+        if mesh.size() == 1 or (isinstance(scalar, TorchDTensor) and axis in axis_names(scalar.device_mesh)):
+            scalar._fully_sharded = axis  # type: ignore[attr-defined]
     return scalars
-
-
-def replicate_scalars(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replicate parameters without dims, which no unit cuts, over the data ranks of units that span more.
-
-    A unit over data and context ranks together leaves them alone then: they lie on all of its ranks.
-    """
-    axes = axis_names(mesh)
-    experts = spread_over(module, mesh)
-
-    def is_left(parameter: nn.Parameter) -> bool:
-        held = axis_names(parameter.device_mesh) if isinstance(parameter, TorchDTensor) else ()
-        return parameter.ndim > 0 or parameter in experts or bool(set(axes) & set(held))
-
-    place_parameters(module, mesh, (Replicate(),) * len(axes), axes, skip=is_left)
 
 
 def _refuse_partly_sharded(module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
@@ -346,9 +336,9 @@ def _refuse_partly_cut(module: nn.Module, mesh: DeviceMesh, left_alone: Containe
 
     The ranks that share a sequence compute terms of the gradients in that part, and of all others the whole.
     """
-    over = cut_over(module)
+    over, ranks = cut_over(module), ranks_of(mesh)
     slots = [slot for slot in slots_of(module) if slot.get() not in left_alone]
-    cut = {slot.path: cut_within(slot.get(), mesh, over[slot.get()]) for slot in slots}
+    cut = {s.path: tuple(a for a, those in over[s.get()].items() if those <= ranks) for s in slots}
     within = next((axes for axes in cut.values() if axes), ())
     whole = [path for path, axes in cut.items() if not axes]
     if within and whole:
@@ -399,7 +389,7 @@ def _sum_gradients(module: nn.Module) -> None:
         module.set_force_sum_reduction_for_comms(enable=True)  # gloo has no premultiplied sum
 
 
-def _relabel(managed: FsdpParameter, old: nn.Parameter, mesh: DeviceMesh, cut: tuple[str, ...]) -> None:
+def _relabel(managed: FsdpParameter, old: nn.Parameter, mesh: DeviceMesh, cut: Iterable[str]) -> None:
     """Give the sharded parameter and its gradients the layouts that they truly have, in our class."""
     lies = sharded_layouts(old, mesh, managed.dim, managed.local.dtype, cut)
     grad = lies.gradient.layout
@@ -411,7 +401,8 @@ def _relabel(managed: FsdpParameter, old: nn.Parameter, mesh: DeviceMesh, cut: t
     new._fully_sharded = axis_names(mesh)[0]  # type: ignore[attr-defined]
     seen = lies.inner
     inside = None if seen is None else Inside(partial(_wrap_inner, spec=seen), lies.inner_gradient)
-    managed.adopt(new, make_grad, partial(as_term, layout=grad), inside)
+    pending = tuple(a for a, p in zip(grad.axes, grad.placements, strict=True) if p.is_pending)
+    managed.adopt(new, make_grad, partial(as_term, layout=grad), inside, pending)
 
 
 def _wrap_inner(local: torch.Tensor, spec: Spec) -> torch.Tensor:

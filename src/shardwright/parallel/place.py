@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ def placed_parameter(
     placements: Sequence[Placement],
     use: LocalUse,
     source: Source,
-    cut: tuple[str, ...],
+    cut: Iterable[str],
 ) -> nn.Parameter | None:
     """The parameter on one mesh more; None when it belongs to another view of these ranks."""
     watch_steps()

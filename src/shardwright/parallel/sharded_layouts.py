@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names, on_axes
-from shardwright.compat.joined_meshes import union_mesh
+from shardwright.compat.joined_meshes import union_mesh, views_of
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import ranks_of
 from shardwright.placement.partial import Partial
@@ -40,7 +41,7 @@ class ShardedLayouts:
 
 
 def sharded_layouts(
-    old: nn.Parameter, mesh: DeviceMesh, dim: int, dtype: torch.dtype, cut: tuple[str, ...]
+    old: nn.Parameter, mesh: DeviceMesh, dim: int, dtype: torch.dtype, cut: Iterable[str]
 ) -> ShardedLayouts:
     """Of a parameter that is cut on `dim` over the one axis of `mesh`, after what placed it before.
 
@@ -93,12 +94,23 @@ def goes_within(parameter: nn.Parameter, mesh: DeviceMesh, others: DeviceMesh) -
     return not stay or not shared_ranks(on_axes(spec.mesh, stay), others)
 
 
-def cut_within(parameter: nn.Parameter, mesh: DeviceMesh, cut: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the axes that `cut` its activations, those among the ranks of `mesh`; or that its unit took in."""
-    if not cut or not isinstance(parameter, TorchDTensor):
-        return ()
-    within, held = axes_within(parameter.device_mesh, mesh), axis_names(parameter.device_mesh)
-    return tuple(axis for axis in cut if axis in within or axis not in held)
+def beside_in(mesh: DeviceMesh, parameter: nn.Parameter) -> DeviceMesh:
+    """Where a parameter without dims, which no unit cuts, is replicated so that it lies on all of `mesh`.
+
+    On the other axes of the same root, where it lies on some of these ranks and computes as what it is; else
+    on `mesh` itself.
+    """
+    held = parameter.device_mesh if isinstance(parameter, TorchDTensor) else mesh
+    gone = axes_within(held, mesh)
+    if gone and kept_spec(as_ours(parameter)._spec) is not None:  # type: ignore[arg-type]  # a DTensor
+        taken, size = on_axes(held, gone), mesh.size()
+        for view in views_of(mesh):
+            axes = {name: on_axes(view, (name,)) for name in axis_names(view) if view.ndim > 1}
+            names = [n for n, a in axes.items() if a.size() > 1 and ranks_of(a) <= ranks_of(mesh)]
+            free = [name for name in names if not shared_ranks(axes[name], taken)]
+            if free and math.prod(axes[name].size() for name in free) * taken.size() == size:
+                return on_axes(view, free)
+    return mesh
 
 
 def axes_within(placed: DeviceMesh, mesh: DeviceMesh) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from shardwright.moe.layer import MoELayer
 from shardwright.parallel.batch_norm import is_batch_norm, parallelize_batch_norm
 from shardwright.parallel.context_parallel import parallelize_context
 from shardwright.parallel.expert import parallelize_expert_parallel
-from shardwright.parallel.fsdp import parallelize_fsdp, replicate_scalars
+from shardwright.parallel.fsdp import parallelize_fsdp
 from shardwright.parallel.hsdp import parallelize_hsdp
 from shardwright.parallel.replicate import parallelize_replicate
 from shardwright.parallel.table.resolve import Table
@@ -92,20 +92,11 @@ def _sharded(table: Table) -> Iterator[Call]:
         if module in done:
             continue
         done.add(module)
-        yield from _scalars(table, row, path, module)
         mesh = table.axes.mesh(row.strategy)
         placed = partial(_UNITS[row.strategy], module, mesh, **row.options)
         if row.strategy == HSDP:
             placed = partial(placed, shard_dim=table.axes.shard)
         yield Call(row, row.strategy, path, mesh, placed)
-
-
-def _scalars(table: Table, row: Row, path: str, module: nn.Module) -> Iterator[Call]:
-    """Parameters without dims lie on the context axis and on those of the data, where a unit spans both."""
-    axes = table.axes
-    if axes.units_span_context and axes.data_ranks > 1 and any(not p.ndim for p in module.parameters()):
-        mesh = axes.mesh(REPLICATE)
-        yield Call(row, REPLICATE, path, mesh, partial(replicate_scalars, module, mesh))
 
 
 _UNITS: Mapping[str, Callable[..., object]] = MappingProxyType(

@@ -54,7 +54,6 @@ class Axes:
         self._dense = context.mesh_for(REGULAR_DOMAIN if self.cuts_sequence else DENSE_DOMAIN)
         self.replicas = tuple(axis for axis in others if self.size(axis) > 1)
         apart = self.cuts_sequence and (not cuts_all or self.degrees.context_parallel_replicate > 1)
-        self.units_span_context = self.cuts_sequence and not apart
         self.shard = "dp_shard" if apart else "dp_cp_shard"
         self._units = self._dense if apart else context.mesh_for(DENSE_DOMAIN)
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
 from shardwright.layout.of_tensor import layout_of
+from shardwright.moe.cut_tokens import computes_locally
 from shardwright.parallel.tensor.borders import hang, of_embeddings
 from shardwright.parallel.tensor.cuts import placement_of
 from shardwright.parallel.tensor.said import Said, Spoken, spoken
@@ -21,6 +22,7 @@ from shardwright.parallel.tensor.sequence import of_the_stream, read_blocks
 from shardwright.placement.base import Placement
 from shardwright.tensor.modules.distribute import place_by_pattern
 from shardwright.tensor.modules.more_axes import comes_in_terms
+from shardwright.tensor.modules.slots import slots_of
 from shardwright.tensor.placements import PlacementsArgument
 
 
@@ -53,9 +55,13 @@ def place_by_words(
     (axis,) = axis_names(mesh)
     by_name = {glob.escape(name): {axis: placement} for name, placement in cuts.items()}
     place_by_pattern(module, mesh, {**placed, **by_name}, source, "parallelize_tensor")
-    for owner in of_the_stream(module, borders) if sequence and mesh.size() > 1 else ():
-        for name in owner._parameters:
-            comes_in_terms(owner, name, (axis,))
+    if sequence and mesh.size() > 1:
+        cut = set(of_the_stream(module, borders))
+        for slot in slots_of(module):
+            here: object = slot.get()
+            takes_its_tokens = isinstance(here, TorchDTensor) and computes_locally(here)  # an expert
+            if takes_its_tokens or slot.owner in cut:
+                comes_in_terms(slot.owner, slot.name, mesh)
     hang(borders, mesh)
     return module
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.compat import axis_names
+from shardwright.compat import axis_names, on_axes
 from shardwright.compat.joined_meshes import union_mesh
 from shardwright.layout.layout import Layout
-from shardwright.layout.mesh_shape import as_mesh_shape
+from shardwright.layout.mesh_shape import as_mesh_shape, ranks_of
 from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local_use import kept_spec
@@ -19,33 +21,45 @@ from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import wrap
 
 KEPT = LocalUse((), ())
+CutOver = Mapping[str, frozenset[int]]  # axis -> the ranks along it, this one among them
 _CUT_OVER = "_cut_over"
 
 
-def comes_in_terms(owner: nn.Module, name: str, axes: tuple[str, ...]) -> None:
-    """Say of a parameter that computes as a DTensor: these axes cut the activations of its program.
+def comes_in_terms(owner: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Say of a parameter that computes as a DTensor: the axes of `mesh` cut the activations of its program.
 
     So its gradient comes in terms there. It stands with the module that registers it, where a strategy that
     places it on further axes reads it: `.to(dtype)` and `load_state_dict(assign=True)` make new parameters.
+    Where data parallelism has placed it before, its own spec says so too.
     """
     known = vars(owner).setdefault(_CUT_OVER, {})
-    earlier = known.get(name, ())
-    known[name] = (*earlier, *(axis for axis in axes if axis not in earlier))
+    ranks = {axis: ranks_of(on_axes(mesh, (axis,))) for axis in axis_names(mesh)}
+    known[name] = {**known.get(name, {}), **ranks}
+    parameter: object = owner._parameters[name]
+    if isinstance(parameter, DTensor) and (use := parameter._spec.use) is not None:
+        spec, known_axes = parameter._spec, (*use.axes, *use.summed)
+        if new := [axis for axis in ranks if axis in spec.layout.axes and axis not in known_axes]:
+            summed = _in_order(spec.mesh, (*use.summed, *new))
+            parameter._spec = spec_of(spec.layout, spec.mesh, LocalUse(use.axes, summed))
 
 
-def cut_over(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+def said_of(owner: nn.Module, name: str) -> CutOver:
+    """What `comes_in_terms` was told of a parameter, by the place where it is registered."""
+    said: CutOver = vars(owner).get(_CUT_OVER, {}).get(name, {})
+    return said
+
+
+def cut_over(module: nn.Module) -> dict[nn.Parameter, CutOver]:
     """The axes that cut the activations of each parameter's program, said at any of its places."""
-    found: dict[nn.Parameter, tuple[str, ...]] = {}
+    found: dict[nn.Parameter, CutOver] = {}
     for slot in slots_of(module):
-        earlier = found.get(slot.get(), ())
-        said = vars(slot.owner).get(_CUT_OVER, {}).get(slot.name, ())
-        found[slot.get()] = (*earlier, *(axis for axis in said if axis not in earlier))
+        found[slot.get()] = {**found.get(slot.get(), {}), **said_of(slot.owner, slot.name)}
     return found
 
 
-def use_of(parameter: DTensor, cut: tuple[str, ...]) -> LocalUse:
+def use_of(parameter: DTensor, cut: Iterable[str]) -> LocalUse:
     """How it takes part in the computation: as its spec says, or as what `cut` its activations."""
-    return parameter._spec.use or LocalUse((), cut)
+    return parameter._spec.use or LocalUse((), tuple(cut))
 
 
 def shared_ranks(left: DeviceMesh, right: DeviceMesh) -> set[int]:
@@ -66,7 +80,7 @@ def on_more_axes(
     given: PlacementsArgument,
     use: LocalUse,
     source: int | None,
-    cut: tuple[str, ...] = (),
+    cut: Iterable[str] = (),
 ) -> DTensor:
     """Old axes keep their placements and come first in order; the new axes place what those leave.
 
