@@ -215,8 +215,6 @@ def test_maps_compose_and_are_read_backwards(ranks: Ranks, tmp_path: Path, dims:
     [
         (stack("weight", "w.{index}"), "weight is one element"),
         (join("weight", ("a", "b"), dim=1), "says no parts of that"),
-        (rename("(", "w"), "is no map of weight: missing )"),
-        (rename("weight", r"\2"), "is no map of weight: invalid group"),
         (["weight"], "'weight' is no map: rename"),
         (None, "maps=None is no map"),
     ],

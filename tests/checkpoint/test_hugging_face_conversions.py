@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers as t
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.core_model_loading import Concatenate, WeightConverter
+from transformers.core_model_loading import Chunk, Interleave, WeightConverter
 
 from shardwright import Shard, distribute_module
 from shardwright.checkpoint import load_hf, save_hf
@@ -30,7 +30,7 @@ MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 7, "
 
 
 def families() -> dict[str, Any]:
-    """Experts in one tensor, other names, prefixes, and a model whose files are its own tensors."""
+    """Experts in one tensor, names, prefixes, files that join tensors, files of the model's own tensors."""
     clip = t.CLIPVisionConfig(**VISION)
     return {
         "qwen3 moe": (t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(**TEXT, **MOE)),
@@ -44,6 +44,7 @@ def families() -> dict[str, Any]:
             t.SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[2, 2], image_size=32, window_size=4),
         ),
         "vit": (t.ViTModel, t.ViTConfig(**VISION)),
+        "nomic bert": (t.NomicBertModel, t.NomicBertConfig(**SMALL, vocab_size=50)),
         "llama": (t.LlamaForCausalLM, t.LlamaConfig(**TEXT)),
     }
 
@@ -70,7 +71,7 @@ def there_and_back(folder: Path, family: str) -> None:
     save_hf(model, folder / "out", maps="auto")
 
 
-@pytest.mark.parametrize("family", only(["qwen3 moe", "llava"], families()))
+@pytest.mark.parametrize("family", only(["qwen3 moe", "llava", "nomic bert"], families()))
 def test_files_of_transformers_are_read_and_written(ranks: Ranks, tmp_path: Path, family: str) -> None:
     ranks(2, there_and_back, tmp_path, family)
     first, second = (load_file(tmp_path / which / "model.safetensors") for which in ("in", "out"))
@@ -177,16 +178,29 @@ def test_a_tied_weight_is_written_by_the_name_that_the_base_model_knows(tmp_path
     assert load_file(tmp_path / "model.safetensors").keys() == theirs.keys()
 
 
-def test_what_no_box_of_one_tensor_is_is_refused(tmp_path: Path) -> None:
-    """A file with tensors of the model joined."""
-    model = made("llama", 0)
-    names = ["gate_proj.weight", "up_proj.weight"]
-    model._weight_conversions = [  # as `from_pretrained` leaves them; files have both in one
-        WeightConverter(["mlp.gate_up.weight"], [f"mlp.{name}" for name in names], [Concatenate().reverse_op])
-    ]
-    made("llama", 1).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"mlp\.gate_up\.weight of the files is no part of one tensor"):
-        load_hf(model, tmp_path, maps="auto")
+def joining(seed: int, *ops: Any) -> nn.Module:
+    """A model in whose files both gates are one tensor."""
+    model = made("llama", seed)
+    names = [f"mlp.{name}_proj.weight" for name in ("gate", "up")]
+    model._weight_conversions = [WeightConverter(["mlp.gate_up.weight"], names, [*ops, Chunk()])]
+    return model
+
+
+def test_a_tensor_of_the_files_is_joined_of_tensors_of_the_model(tmp_path: Path) -> None:
+    wanted, model = joining(0), joining(1)
+    wanted.save_pretrained(tmp_path / "in")
+    assert load_hf(model, tmp_path / "in", maps="auto").unused == ()
+    assert equals(model, wanted)
+    save_hf(model, tmp_path / "out", maps="auto", max_shard_size=2000)
+    whole = torch.cat([getattr(wanted.model.layers[0].mlp, name).weight for name in ("gate_proj", "up_proj")])
+    found = {k: v for file in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(file).items()}
+    assert torch.equal(found["model.layers.0.mlp.gate_up.weight"], whole)
+
+
+def test_what_boxes_do_not_make_is_refused(tmp_path: Path) -> None:
+    """Rows of one in turn with rows of the other."""
+    with pytest.raises(CheckpointError, match=r"mlp\.gate_up\.weight of the files is not made of boxes"):
+        save_hf(joining(0, Interleave()), tmp_path / "c", maps="auto")
 
 
 @pytest.mark.parametrize("wrong", ["Auto", "hf"])

@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwright.checkpoint import async_save, join, load, load_hf, read_manifest, save, save_hf
+from shardwright.checkpoint import async_save, load, load_hf, read_manifest, save, save_hf
 from shardwright.checkpoint.hugging_face import export
+from shardwright.checkpoint.hugging_face.maps import Link
 from shardwright.errors import CheckpointError
 from shardwright.testing import rank_mesh
 
@@ -185,13 +186,15 @@ def test_an_error_that_cannot_be_printed_is_told_to_all(ranks: Ranks, tmp_path: 
 
 
 def of_a_wrong_map(path: Path) -> str:
-    mesh = rank_mesh((2,), ("tp",))
+    mesh, parts = rank_mesh((2,), ("tp",)), ((0, 8), (8, -2))
     model = nn.Module()
     for name in "ab":
         local = torch.ones(1, 6)
         model.register_parameter(name, nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)])))
     with pytest.raises(CheckpointError) as error:
-        save_hf(model, path, maps=join("a", ("c", "d"), sizes=(-1, 3)))
+        save_hf(
+            model, path, maps=lambda name, shape: [Link(name, (0, at), (2, n), (0, 1)) for at, n in parts]
+        )
     return str(error.value)
 
 

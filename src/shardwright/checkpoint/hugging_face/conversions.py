@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,9 @@ Maps = Sequence[Map] | Map | Literal["auto"]
 
 
 _Meaning = tuple[str, str | None, int]
+# A tensor of the model ("": of none), where a box of it begins in one of the files, and the view that it is.
+_Part = tuple[str, Shape, torch.Tensor]
+_Joined = tuple[torch.Tensor, list[tuple[Shape, torch.Tensor]]]  # with where each begins in it
 
 
 def maps_of(model: nn.Module, given: Maps, held: Collection[str] = ()) -> tuple[Map, ...]:
@@ -45,7 +48,7 @@ def conversions(model: nn.Module, held: Collection[str]) -> Map:
 
     Args: held: names of files that may be called otherwise, as `from_pretrained` takes them.
     Raises: CheckpointError: it is none of its models, or the files hold a tensor that no box of one of the
-        model's tensors is (several of them joined, elements in another order).
+        model's tensors is (elements in another order).
     """
     shapes = {name: tuple(x.shape) for name, x in read_model(model).tensors.items()}
     links: defaultdict[str, list[Link]] = defaultdict(list)
@@ -57,14 +60,16 @@ def conversions(model: nn.Module, held: Collection[str]) -> Map:
         raise
     except Exception as error:
         raise CheckpointError(f'maps="auto": its conversions failed: {words_of(error)}') from error
-    for source, (name, view) in written.items():
-        link = _link(called.get(source, source), view, shapes[name]) if name else None
-        if link is None:
-            raise CheckpointError(
-                f'maps="auto": {source} of the files is no part of one tensor of the model: transformers '
-                "joins, or reorders; give maps= of your own, or load with from_pretrained before you place it"
-            )
-        links[name].append(link)
+    for source, (whole, parts) in written.items():
+        for name, start, view in parts:
+            link = _link(called.get(source, source), view, shapes[name]) if name else None
+            if link is None:
+                raise CheckpointError(
+                    f'maps="auto": {source} of the files is not made of boxes of tensors of the model: '
+                    "transformers reorders what is in it; give maps= of your own, or load with "
+                    "from_pretrained before you place it"
+                )
+            links[name].append(link if len(parts) == 1 else link._replace(within=(start, whole)))
 
     def converted(name: str, shape: Shape) -> list[Link] | None:  # noqa: ARG001 - that of the model
         return links.get(name)
@@ -89,20 +94,47 @@ def _as_made(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
     return known[module]
 
 
-def _in_files(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, tuple[str, torch.Tensor]]:
-    """By name in the files, the model's tensor that it is a view of ("": of none), and the view."""
+def _in_files(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, tuple[Shape, list[_Part]]]:
+    """By name in the files, the shape, and of what it is made."""
     of_models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
     revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
     if not isinstance(model, of_models) or revert is None:
         raise CheckpointError(f'maps="auto": {type(model).__name__} is no model of transformers 5')
     given = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    of_memory = {x.untyped_storage()._cdata: name for name, x in given.items()}
+    of_memory = {_memory(x): name for name, x in given.items()}
     kept = list(given.values())  # so that no other one gets the place of its storage
-    with _Uncopied():
+    with _Noted() as noted:
         made = revert(model, given)
-    found = {source: (of_memory.get(x.untyped_storage()._cdata, ""), x) for source, x in made.items()}
+    found = {source: (tuple(x.shape), list(_parts(x, of_memory, noted.joined))) for source, x in made.items()}
     kept.clear()
     return found
+
+
+def _parts(
+    view: torch.Tensor, of_memory: Mapping[int, str], joined: Mapping[int, _Joined]
+) -> Iterator[_Part]:
+    """The model's tensors of which a view is made."""
+    memory = _memory(view)
+    whole, parts = joined.get(memory, (view, []))
+    box = _link("", view, tuple(whole.shape)) if parts else None
+    if box is None:
+        yield of_memory.get(memory, ""), (0,) * view.dim(), view
+        return
+    for start, part in parts:
+        low = [max(a, b) for a, b in zip(box.offset, start, strict=True)]
+        ends = zip(box.offset, box.size, start, part.shape, strict=True)
+        high = [min(a + n, b + m) for a, n, b, m in ends]
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            cut = part[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))]
+            gone = [dim for dim in range(cut.dim()) if dim not in box.dims]
+            cut = cut.permute([*box.dims, *gone]).squeeze(tuple(range(len(box.dims), cut.dim())))
+            for name, at, inner in _parts(cut, of_memory, joined):
+                moved = (low[d] - box.offset[d] + a for d, a in zip(box.dims, at, strict=True))
+                yield name, tuple(moved), inner
+
+
+def _memory(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
 
 
 def _called(
@@ -140,16 +172,32 @@ def _meanings(model: nn.Module, shapes: Mapping[str, Shape], names: Iterable[str
     return found
 
 
-class _Uncopied(TorchFunctionMode):
-    """A copy is the tensor itself, so that it still says of what it is a view."""
+class _Noted(TorchFunctionMode):
+    """A copy is the tensor itself, so that it still says of what it is a view; what is joined is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: dict[int, _Joined] = {}  # by its memory
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _COPIES:
             return args[0]
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if func in _JOINS and made.is_contiguous():
+            self._note(made, func is torch.stack, *args, **(kwargs or {}))
+        return made
+
+    def _note(self, made: torch.Tensor, stacked: bool, tensors: Sequence[torch.Tensor], dim: int = 0) -> None:
+        parts, at, dim = [], 0, dim % made.dim()
+        for one in tensors:
+            part = one.unsqueeze(dim) if stacked else one
+            parts.append(((*(0,) * dim, at, *(0,) * (made.dim() - dim - 1)), part))
+            at += part.shape[dim]
+        self.joined[_memory(made)] = made, parts
 
 
 _COPIES = frozenset({torch.Tensor.contiguous, torch.Tensor.clone, torch.clone})
+_JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, torch.stack})
 
 
 def _link(source: str, view: torch.Tensor, shape: Shape) -> Link | None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from shardwright.checkpoint.pieces import describe, is_copied
 from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.element_types import DTYPES, STANDARD
 from shardwright.checkpoint.storage.place import folder_of
+from shardwright.checkpoint.storage.proof import why_not_once
+from shardwright.checkpoint.storage.values import refuse_half_a_character
 from shardwright.checkpoint.storage.writer import Entry, blocks, header_of
 from shardwright.errors import CheckpointError, words_of
 
@@ -32,7 +34,10 @@ _OWN = "__metadata__"  # where they have that
 
 
 class _Out(NamedTuple):
-    """A tensor of a file: the part of a model's tensor that it is."""
+    """A tensor of a file, or a box of one: the part of a model's tensor that it is.
+
+    Args: nbytes: of the whole tensor of the file.
+    """
 
     name: str
     link: Link
@@ -114,6 +119,7 @@ class _Export:
         self.writers: list[int] = []
         self.of_tensor: dict[str, list[tuple[int, _Out]]] = {}
         self.handles: dict[int, int] = {}
+        self.joined: dict[str, tuple[torch.Tensor, list[_Out]]] = {}  # of which parts are still to come
         self.named: list[str] = []
         self.failure: BaseException | None = None  # of this rank, which the others hear of at the end
 
@@ -141,9 +147,11 @@ class _Export:
         if dtype not in STANDARD:
             raise CheckpointError(f"{name} is {dtype}, which these files have no name for: cast it first")
         outs = [
-            _Out(link.source, link, dtype, torch.Size(link.shape).numel() * tensor.element_size())
+            _Out(link.source, link, dtype, torch.Size(link.whole).numel() * tensor.element_size())
             for link in links_of(name, tuple(tensor.shape), self.maps)
         ]
+        for out in outs:
+            refuse_half_a_character(out.name, f"the name in the files of {name}")
         if any(out.name == _OWN for out in outs):
             raise CheckpointError(
                 f"{name} would be called {_OWN!r}, which these files keep for themselves: rename it"
@@ -174,18 +182,24 @@ class _Export:
                 _refuse_two(which[0], digested, copies.setdefault(which, digested))
         if not known:
             raise CheckpointError("the model has no tensors, so there is nothing to write")
-        _refuse_one_name(known)
+        _refuse_one_name(known, holders)
         self.order = sorted(known, key=lambda name: -DTYPES[known[name].outs[0].dtype].itemsize)
         room = 0
         of_file: tuple[int, ...] = ()
+        waiting: dict[str, list[tuple[str, _Out]]] = {}
         for name, out in ((one, out) for one in self.order for out in known[one].outs):
+            made = waiting.setdefault(out.name, [])
+            made.append((name, out))
+            if not _is_all([one for _, one in made]):
+                continue
             if not self.files or holders[name] != of_file or (out.nbytes > room and self.files[-1]):
                 self.files.append([])
                 room, of_file = self.most, holders[name]
                 self.writers.append(of_file[len(self.files) % len(of_file)])
             room -= out.nbytes
             self.files[-1].append(out)
-            self.of_tensor.setdefault(name, []).append((len(self.files) - 1, out))
+            for part_of, part in made:
+                self.of_tensor.setdefault(part_of, []).append((len(self.files) - 1, part))
 
     def _named(self, number: int) -> str:
         count = len(self.files)
@@ -218,20 +232,31 @@ class _Export:
             self.failure = error
 
     def _write(self, number: int, out: _Out, whole: torch.Tensor) -> None:
+        link = out.link
+        part = whole[tuple(slice(o, o + s) for o, s in zip(link.offset, link.size, strict=True))]
+        gone = [dim for dim in range(part.dim()) if dim not in link.dims]
+        part = part.permute([*link.dims, *gone]).reshape(link.shape)
+        if link.within is not None:
+            joined, parts = self.joined.setdefault(out.name, (_room_for(out), []))
+            joined[tuple(slice(o, o + s) for o, s in zip(link.start, link.shape, strict=True))] = part
+            parts.append(out)
+            if not _is_all(parts):
+                return
+            part = self.joined.pop(out.name)[0]
+        self._begin(number)
+        for block in blocks(part):
+            disk.write_all(self.handles[number], [block])
+
+    def _begin(self, number: int) -> None:
         if number not in self.handles:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.handles[number] = -1  # so that the file goes, whatever happens from here on
             self.handles[number] = disk.open_new(self._under_way(number))
             entries = [self._entry(one) for one in self.files[number]]
             disk.write_all(self.handles[number], [memoryview(header_of(entries, _METADATA))])
-        link = out.link
-        part = whole[tuple(slice(o, o + s) for o, s in zip(link.offset, link.size, strict=True))]
-        gone = [dim for dim in range(part.dim()) if dim not in link.dims]
-        for block in blocks(part.permute([*link.dims, *gone]).reshape(link.shape)):
-            disk.write_all(self.handles[number], [block])
 
     def _entry(self, out: _Out) -> Entry:
-        shape = out.link.shape
+        shape = out.link.whole
         return Entry(out.name, out.dtype, ((0,) * len(shape), shape), True, torch.empty(0, device="cpu"))
 
     def finish(self) -> None:
@@ -297,13 +322,36 @@ def _refuse_two(name: str, one: object, other: object) -> None:
         raise CheckpointError(f"{name} differs between ranks: make it equal first (broadcast)")
 
 
-def _refuse_one_name(tensors: dict[str, _Tensor]) -> None:
-    """Raises CheckpointError where the maps give two tensors of the model one name in the files."""
-    made_of: dict[str, str] = {}
-    for name, source in ((name, out.name) for name, one in tensors.items() for out in one.outs):
-        if source in made_of:
+def _room_for(out: _Out) -> torch.Tensor:
+    return torch.empty(out.link.whole, dtype=DTYPES[out.dtype], device="cpu")
+
+
+def _is_all(parts: Sequence[_Out]) -> bool:
+    """Whether these are all boxes of a tensor of a file, none of which meet."""
+    held = sum(torch.Size(one.link.shape).numel() for one in parts)
+    return held == torch.Size(parts[0].link.whole).numel()
+
+
+def _refuse_one_name(tensors: Mapping[str, _Tensor], holders: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises CheckpointError where the maps give two tensors of the model one name in the files.
+
+    Boxes of one tensor of the files are none if they are all of it, and the same ranks have them.
+    """
+    made_of: dict[str, list[tuple[str, _Out]]] = {}
+    for name, out in ((name, out) for name, one in tensors.items() for out in one.outs):
+        made_of.setdefault(out.name, []).append((name, out))
+    for source, parts in made_of.items():
+        name, first = parts[0]
+        if len(parts) > 1 and any(out.link.within is None for _, out in parts):
             raise CheckpointError(
-                f"the maps call two tensors {source!r}: of {made_of[source]} and of {name}; a file holds one "
+                f"the maps call two tensors {source!r}: of {name} and of {parts[1][0]}; a file holds one "
                 "of each name"
             )
-        made_of[source] = name
+        if first.link.within is not None:
+            alike = {(out.link.whole, out.dtype, holders[one]) for one, out in parts}
+            boxes = tuple((out.link.start, out.link.shape) for _, out in parts)
+            reason = "" if len(alike) == 1 else "they are of several types, or on other ranks (stages)"
+            reason = reason or why_not_once(first.link.whole, boxes)
+            if reason:
+                made = ", ".join(dict.fromkeys(one for one, _ in parts))
+                raise CheckpointError(f"{source!r} of the files cannot be joined of {made}: {reason}")

@@ -25,7 +25,7 @@ from shardwright.checkpoint.storage.reader import Reader, Want, wants
 from shardwright.checkpoint.storage.safetensors_file import Place, read_header
 from shardwright.checkpoint.storage.source import Source
 from shardwright.comm.dtype import as_bytes
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, refuse_other_kind
 from shardwright.index.region import Box
 
 _SHOWN = 3
@@ -84,7 +84,7 @@ def _loaded(
 
     def first() -> dict[str, list[Link]]:
         there = folder_of(folder)
-        made.append(_Loading(model, there, maps, torch.device(device), dict(buffers or {})))
+        made.append(_Loading(model, there, maps, _device(device), buffers))
         made[0].compare()
         return made[0].links
 
@@ -101,6 +101,13 @@ def _loaded(
     return LoadedHF(loading.reader.bytes_read, unused)
 
 
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise CheckpointError(f'device={device!r:.60} is no device that is here (one is "cpu")') from None
+
+
 class _Loading:
     """One load: compared with the headers, read, and only then put in place."""
 
@@ -113,9 +120,11 @@ class _Loading:
         folder: Path,
         maps: Maps,
         device: torch.device,
-        buffers: dict[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor] | None,
     ) -> None:
-        self.model, self.folder, self.device, self.buffers = model, folder, device, buffers
+        values = {} if buffers is None else buffers
+        refuse_other_kind("buffers", values, Mapping, CheckpointError, fix="a dict of tensors by name")
+        self.model, self.folder, self.device, self.buffers = model, folder, device, dict(values)
         self.given: Maps = maps
         self.places: dict[str, tuple[int, Place]] = {}
         self.links: dict[str, list[Link]] = {}
@@ -201,9 +210,9 @@ class _Loading:
                 yield f"{link.source} has elements of type {dtype}, which are not known here"
                 continue
             scales = [one for end in _SCALES if (one := f"{link.source}{end}") in self.places]
-            if shape != link.shape or not _keeps(DTYPES[dtype], mine):
+            if shape != link.whole or not _keeps(DTYPES[dtype], mine):
                 there = f"{link.source} is {dtype}{list(shape)} in {self.folder.name}"
-                yield f"{there}, {mine}{list(link.shape)} in the model"
+                yield f"{there}, {mine}{list(link.whole)} in the model"
             elif dtype.startswith("float8") and DTYPES[dtype] != mine and scales:
                 yield f"{link.source} is quantized: {dtype}, which {scales[0]} is multiplied with"
 
@@ -270,7 +279,7 @@ class _Loading:
         gone = [dim for dim in range(cut.dim()) if dim not in link.dims]
         cut = cut.permute([*link.dims, *gone]).view([high[d] - low[d] for d in link.dims])
         number, place = self.places[link.source]
-        offset = tuple(low[d] - link.offset[d] for d in link.dims)
+        offset = tuple(at + low[d] - link.offset[d] for at, d in zip(link.start, link.dims, strict=True))
         whole = SavedPart(file=number, at=place.at, offset=(0,) * len(place.shape), size=place.shape, sums="")
         saved = SavedTensor(dtype=place.dtype, shape=place.shape, parts=(whole,))
         return list(wants(link.source, saved, [(Box(offset, tuple(cut.shape)), cut)]))

@@ -13,26 +13,38 @@ from math import prod
 from typing import Any, NamedTuple
 
 from shardwright.checkpoint.storage.proof import why_not_once
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, as_several, refuse_no_number, refuse_other_kind
 
 Shape = tuple[int, ...]
 
 
 class Link(NamedTuple):
-    """A box of a tensor that is another tensor, named `source`.
+    """A box of a tensor that is another tensor, named `source`, or a box of it.
 
     Args: offset, size: the box. dims: for each dim of the source, the dim of the tensor that it is.
+        within: where the box begins in the source, and the shape of that; None: it is all of the source.
     """
 
     source: str
     offset: Shape
     size: Shape
     dims: tuple[int, ...]
+    within: tuple[Shape, Shape] | None = None
 
     @property
     def shape(self) -> Shape:
-        """Of the source."""
+        """Of the box in the source."""
         return tuple(self.size[dim] for dim in self.dims)
+
+    @property
+    def start(self) -> Shape:
+        """Where the box begins in the source."""
+        return (0,) * len(self.dims) if self.within is None else self.within[0]
+
+    @property
+    def whole(self) -> Shape:
+        """The shape of the source."""
+        return self.shape if self.within is None else self.within[1]
 
 
 Map = Callable[[str, Shape], Sequence[Link] | None]
@@ -44,12 +56,23 @@ class _Named:
 
     pattern: str
 
-    def _name(self, name: str, template: str) -> str | None:
+    def __post_init__(self) -> None:
+        """Raises: CheckpointError: the pattern, or a name that is made with it, is none."""
+        self._refuse_wrong(())
+
+    def _refuse_wrong(self, templates: tuple[str, ...]) -> None:
+        for what in (self.pattern, *templates):
+            refuse_other_kind(f"{self!r:.60}: a name", what, str, CheckpointError, fix="give texts")
         try:
-            found = re.fullmatch(self.pattern, name)
-            return found.expand(template) if found else None
-        except re.error as error:
-            raise CheckpointError(f"{self} is no map of {name}: {error}") from None
+            pattern = re.compile(self.pattern)
+            for template in templates:
+                pattern.sub(template, "")
+        except (re.error, IndexError) as error:
+            raise CheckpointError(f"{self} is no map: {error}") from None
+
+    def _name(self, name: str, template: str) -> str | None:
+        found = re.fullmatch(self.pattern, name)
+        return found.expand(template) if found else None
 
 
 @dataclass(frozen=True)
@@ -57,6 +80,10 @@ class rename(_Named):  # noqa: N801  it is used as a function
     r"""A tensor whose name fits `pattern` has the name `to` in the file: `rename(r"model\.(.*)", r"\1")`."""
 
     to: str
+
+    def __post_init__(self) -> None:
+        """As of every map."""
+        self._refuse_wrong((self.to,))
 
     def __call__(self, name: str, shape: Shape) -> Sequence[Link] | None:
         """The tensor itself, renamed."""
@@ -88,11 +115,25 @@ class join(_Named):  # noqa: N801
     dim: int = 0
     sizes: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        """As of every map. Raises: CheckpointError: what says how they are joined does not."""
+        fix = 'join("qkv", ("q", "k", "v"), dim=0, sizes=None)'
+        sources = as_several("sources", self.sources, CheckpointError, fix=fix)
+        sizes = as_several("sizes", () if self.sizes is None else self.sizes, CheckpointError, fix=fix)
+        for number in sizes:
+            refuse_no_number("a size", number, CheckpointError, whole=True)
+        dim: object = self.dim
+        if isinstance(dim, bool) or not isinstance(dim, int) or not sources:
+            raise CheckpointError(f"{self} joins nothing, or along no dim\n  fix: {fix}")
+        if self.sizes is not None and len(sizes) != len(sources):
+            raise CheckpointError(f"{self} has {len(sources)} sources and {len(sizes)} sizes")
+        self._refuse_wrong(sources)
+
     def __call__(self, name: str, shape: Shape) -> Sequence[Link] | None:
         """Each source. Raises: CheckpointError: the sizes do not add up."""
         if self._name(name, "") is None:
             return None
-        if not self.sources or not -len(shape) <= self.dim < len(shape):
+        if not -len(shape) <= self.dim < len(shape):
             raise CheckpointError(f"{name} is {list(shape)}, and {self} says no parts of that")
         whole, count = shape[self.dim], len(self.sources)
         sizes = self.sizes or (whole // count,) * count
@@ -115,8 +156,9 @@ class stack(_Named):  # noqa: N801
     source: str
 
     def __post_init__(self) -> None:
-        """Raise CheckpointError where all elements would be read from one tensor."""
-        if "{index}" not in str(self.source):
+        """As of every map. Raises: CheckpointError: all elements would be read from one tensor."""
+        self._refuse_wrong((self.source,))
+        if "{index}" not in self.source:
             raise CheckpointError(
                 f"{self}: source names no {{index}}, which tells the tensors of a stack apart"
             )
@@ -167,13 +209,20 @@ def links_of(name: str, shape: Shape, maps: Sequence[Map]) -> list[Link]:
     reason = why_not_once(shape, boxes) if prod(shape) else ""
     if any(n < 0 for box in boxes for side in box for n in side):
         reason = "a size or an offset is negative"
+    if any(_leaves(link) for link in links):
+        reason = "a box does not lie in its source"
     if reason:
         raise CheckpointError(f"the maps make {name} of parts that are not it: {reason}")
     return links
 
 
+def _leaves(link: Link) -> bool:
+    sides = zip(link.start, link.shape, link.whole, strict=True)
+    return any(at < 0 or at + n > most for at, n, most in sides)
+
+
 def _through(link: Link, one: Map) -> list[Link]:
-    inner: Any = one(link.source, link.shape)  # a function of the user's may give anything
+    inner: Any = one(link.source, link.whole)  # a function of the user's may give anything
     if inner is None:
         return [link]
     if not isinstance(inner, Sequence) or not all(isinstance(sub, Link) for sub in inner):
@@ -181,10 +230,21 @@ def _through(link: Link, one: Map) -> list[Link]:
             f"{one!r:.60}, a map of maps=, gives {inner!r:.60} for {link.source}: a map gives a list of "
             "`Link`, or None for what it leaves as it is"
         )
-    made = []
-    for sub in inner:
-        offset, size = list(link.offset), list(link.size)
-        for dim, at, n in zip(link.dims, sub.offset, sub.size, strict=True):
-            offset[dim], size[dim] = offset[dim] + at, n
-        made.append(Link(sub.source, tuple(offset), tuple(size), tuple(link.dims[dim] for dim in sub.dims)))
-    return made
+    return [made for sub in inner if (made := _composed(link, sub)) is not None]
+
+
+def _composed(link: Link, sub: Link) -> Link | None:
+    """The part of a link's tensor that a link of its source is; None: that is of another part."""
+    low, high = list(sub.offset), [a + n for a, n in zip(sub.offset, sub.size, strict=True)]
+    if link.within is not None:  # of a whole source nothing is cut off, so that a box beyond it is found
+        low = [max(a, b) for a, b in zip(link.start, low, strict=True)]
+        high = [min(a + n, b) for a, n, b in zip(link.start, link.shape, high, strict=True)]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            return None
+    offset, size = list(link.offset), list(link.size)
+    for dim, start, a, b in zip(link.dims, link.start, low, high, strict=True):
+        offset[dim], size[dim] = offset[dim] + a - start, b - a
+    moved = tuple(low[dim] - sub.offset[dim] + at for dim, at in zip(sub.dims, sub.start, strict=True))
+    dims = tuple(link.dims[dim] for dim in sub.dims)
+    made = Link(sub.source, tuple(offset), tuple(size), dims, (moved, sub.whole))
+    return made if made.shape != made.whole else made._replace(within=None)
