@@ -16,6 +16,7 @@ from shardwright.checkpoint.storage.proof import proven
 from shardwright.checkpoint.storage.reader import Reader, wants
 from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.checkpoint.storage.values import canonical
+from shardwright.errors import CheckpointError, refuse_other_kind
 from shardwright.index.region import Box
 
 _BLOCK = 8 << 20
@@ -52,6 +53,7 @@ def verify(path: Place | str, told: Told = lambda _: None) -> int:
     Raises: CheckpointError: something is not as it was written; the file and the tensor are named.
     Cost: one process reads all of it, in blocks of 8 MiB.
     """
+    _refuse_no_listener(told)
     path = place_of(path)
     manifest = open_checkpoint(path)
     reader = Reader(Source.of(path, manifest))
@@ -71,6 +73,7 @@ def diff(one: Place | str, other: Place | str, told: Told = lambda _: None) -> l
     Raises: CheckpointError: one of them is damaged.
     Cost: reads the tensors that both have, in blocks of 8 MiB.
     """
+    _refuse_no_listener(told)
     first, second = open_checkpoint(one), open_checkpoint(other)
     found = [Difference(key, f"only in {one}") for key in first.tensors if key not in second.tensors]
     found += [Difference(key, f"only in {other}") for key in second.tensors if key not in first.tensors]
@@ -83,6 +86,10 @@ def diff(one: Place | str, other: Place | str, told: Told = lambda _: None) -> l
         for reader in readers:
             reader.close()
     return found + _said_otherwise(first, second)
+
+
+def _refuse_no_listener(told: Told) -> None:
+    refuse_other_kind("told", told, Callable, CheckpointError, fix="a function of a number of bytes")
 
 
 def _said_otherwise(first: Manifest, second: Manifest) -> list[Difference]:

@@ -20,7 +20,7 @@ from shardwright.checkpoint.storage.folder_names import look
 from shardwright.checkpoint.storage.manifest import LIMIT, NAME
 from shardwright.checkpoint.storage.place import Address, Place, at_home, place_of
 from shardwright.checkpoint.storage.stores.of import store_of
-from shardwright.errors import CheckpointError, refuse_no_number
+from shardwright.errors import CheckpointError, refuse_no_number, refuse_other_kind
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 _OLD_PARTIAL = ".partial"  # how the first format called what it had not finished
@@ -89,6 +89,8 @@ def list_checkpoints(out: Place | str) -> Checkpoints:
     try:
         folder = _home(place_of(out))
         store = store_of(folder)
+        if not store.exists() and isinstance(folder, Path) and folder.exists():
+            raise CheckpointError(f"{out} is no folder: name that of a run")
         found = [folder / one for one in (store.folders() if store.exists() else ())]
     except OSError as error:
         raise CheckpointError(f"{out} cannot be read: {error.strerror or error}") from error
@@ -133,6 +135,7 @@ def choose(out: Place | str, name: str = NEWEST) -> Choice:
 
     Raises: CheckpointError: there is none that can be used, or the named one cannot.
     """
+    refuse_other_kind("name", name, str, CheckpointError, fix=f"{NEWEST!r}, or the name of a checkpoint")
     if name != NEWEST:
         return Choice(_named(place_of(out), name), ())
     listing = list_checkpoints(out)
@@ -175,10 +178,12 @@ def prune(
             from a slow one.
 
     Returns: the checkpoints that were removed, or tidied away (on rank 0).
-    Raises: CheckpointError: `keep` or `every` is less than 1.
+    Raises: CheckpointError: `keep` or `every` is less than 1, or `out` is no path.
     """
     refuse_no_number("keep", keep, CheckpointError, whole=True, fix="keep at least 1")
     refuse_no_number("every", 1 if every is None else every, CheckpointError, whole=True)
+    refuse_other_kind("interrupted", interrupted, bool, CheckpointError, fix="give True or False")
+    place_of(out)
     if rank() != 0:
         return ()
     try:

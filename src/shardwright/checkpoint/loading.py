@@ -32,7 +32,7 @@ from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.checkpoint.storage.values import decode
 from shardwright.checkpoint.targets import VALUED, Targets, add_others, of_rank, prepared, tensors_of
 from shardwright.compat import foreach_copy_, hooks_of_loads
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, refuse_other_kind
 
 _TRIES = 5  # of a checkpoint that others save to while it is loaded
 
@@ -138,6 +138,7 @@ class Loading:
 
     def _open(self) -> str:
         """Read the arguments and the manifest, and look at this rank's part of the files."""
+        refuse_other_kind("in_place", self.in_place, bool, CheckpointError, fix="give True or False")
         self.path = place_of(self.given)
         self.manifest = proven(self.path)
         self.patterns = Patterns(self.only, self.manifest.modules)

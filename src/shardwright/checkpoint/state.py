@@ -42,6 +42,7 @@ def nodes_of(state: Mapping[str, Any]) -> list[Node]:
     A container with nothing alive in it is one plain value.
     Raises: CheckpointError: a name with a slash or that is taken, an object inside itself.
     """
+    _refuse_no_state(state)
     taken = _RESERVED & set(state)
     if taken:
         raise CheckpointError(f"a state cannot be called {min(taken)!r}: the checkpoint has one of its own")
@@ -51,6 +52,20 @@ def nodes_of(state: Mapping[str, Any]) -> list[Node]:
             "function): give it another name"
         )
     return [node for name, value in state.items() for node in _walk(_name(name), value, 0)]
+
+
+def _refuse_no_state(state: Mapping[str, Any]) -> None:
+    """Refuse what `model=` and `optimizer=` cannot mean: plain values, and the one for the other."""
+    for name, other, kind in (("model", "optimizer", Kind.OPTIMIZER), ("optimizer", "model", Kind.MODULE)):
+        value = state.get(name, ())
+        if _kind(value) is kind:
+            raise CheckpointError(f"{name}= is {value!r:.60}, which is given as {other}=")
+        empty = isinstance(value, dict | list | tuple) and not value
+        if _kind(value) is Kind.VALUE and not (empty or _holds_live(value, 0)):
+            raise CheckpointError(
+                f"{name}={value!r:.60} holds no module, tensor or optimizer: a plain value has a name of its "
+                "own (save(..., best=0.5))"
+            )
 
 
 def given(model: Any, optimizer: Any) -> dict[str, Any]:

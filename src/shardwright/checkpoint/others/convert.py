@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.stores.of import store_of
 from shardwright.checkpoint.storage.sums import CHUNK
 from shardwright.checkpoint.storage.writer import Entry, into_files, write_file
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, refuse_other_kind
 
 
 def convert(
@@ -46,12 +46,16 @@ def convert(
     Cost: one process reads and writes it, one box in memory at a time. Nothing of the source is executed.
     """
     source, target = folder_of(source), place_of(target)
+    none = type(None)
+    refuse_other_kind("key", key, (Callable, none), CheckpointError, fix="a function of a name there")
+    kinds = (Sequence, Mapping, none)
+    refuse_other_kind("parameters", parameters, kinds, CheckpointError, fix="names, in the optimizer's order")
     old = first_format.read(source)
     found: dict[Steps, Any] = {}
     for steps, one in read(source):
         if found.setdefault(steps, one) is not one:
             raise CheckpointError(f"{source}: two things are called {called(steps)}, one of them by a number")
-    new = Converted(source, found, key or (None if old is None else first_format.key))
+    new = Converted(source, found, key if key is not None else (None if old is None else first_format.key))
     optimizers = [] if old is not None else take_optimizers(found, parameters)
     if parameters is not None and not optimizers:
         raise CheckpointError(

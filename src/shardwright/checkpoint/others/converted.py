@@ -16,7 +16,7 @@ from shardwright.checkpoint.others.foreign_optimizers import ForeignOptimizer, r
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.storage.values import encode
 from shardwright.checkpoint.storage.writer import Entry
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, refuse_other_kind
 
 MODELS = ("model", "model_state_dict", "state_dict")  # what programs call the model in what they save
 Key = Callable[[str], str]
@@ -60,7 +60,15 @@ class Converted:
     def key(self, steps: Steps) -> str:
         """What is called so here."""
         if self._key is not None:
-            return self._key(_dotted(steps))
+            found = self._key(_dotted(steps))
+            refuse_other_kind(
+                f"key={self._key!r:.60} gives for {_dotted(steps)}",
+                found,
+                str,
+                CheckpointError,
+                fix="give a text",
+            )
+            return found
         if self.model is None:
             return f"model/{self._inside(steps)}"
         first = "model" if steps[0] == self.model else f"{RNG}~" if steps[0] == RNG else steps[0]

@@ -22,6 +22,12 @@ class Address:
 
     text: str
 
+    def __post_init__(self) -> None:
+        """Raises: CheckpointError: it is none."""
+        given: object = self.text
+        if not isinstance(given, str) or not _SCHEME.match(given) or "://" not in given:
+            raise CheckpointError(f"{given!r:.60} is no address: one begins like s3://bucket/folder")
+
     def __truediv__(self, name: str) -> Address:
         return Address(f"{self.text.rstrip('/')}/{name}")
 
