@@ -72,8 +72,7 @@ def _origins(view: torch.Tensor) -> WeakTensorKeyDictionary:
 
 
 def _origin(view: torch.Tensor) -> _Origin | None:
-    among = _origins(view)
-    return among.get(view) if among.data else None
+    return _origins(view).get(view) if origins.data or traced.data else None
 
 
 def remember(out: Any, func: Op, args: Args, kwargs: Kwargs, *, copied: bool) -> None:
