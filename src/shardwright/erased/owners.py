@@ -10,7 +10,8 @@ from shardwright.comm.record import of_library
 STANDARD = sys.stdlib_module_names - {"__main__"}
 _LIBRARIES = frozenset({"torch", "shardwright", "numpy", *STANDARD})
 _TYPED = ("<stdin>", "<string>", "<ipython-input", "<python-input")
-_HELPERS = ("/site-packages/numpy/",)
+# Beside these, numpy and what stands in for a newer `typing`.
+_HELPERS = ("/site-packages/numpy/", "/site-packages/typing_extensions.py")
 # What this package and torch hang on a tensor.
 _OF_LIBRARIES_ON_TENSORS = frozenset(
     {
