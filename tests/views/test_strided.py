@@ -70,6 +70,22 @@ def test_as_strided_of_a_view_sees_the_memory_of_its_base(ranks):
     ranks(2, _through_memory)
 
 
+def _moved_in_place():
+    for each in _both():
+        plain, placed = (x.detach() for x in each)
+        some, part = plain[1:, ::2], placed[1:, ::2]
+        for turned in (some, part):
+            turned.as_strided_((2, 3), (6, 1), 1)
+        compare("moved to what lies before it", part + 0, some)
+        for turned in (some, part):
+            turned.mul_(2)
+        compare("written where it was moved to", placed + 0, plain)
+
+
+def test_a_view_is_moved_in_place_within_its_base(ranks):
+    ranks(2, _moved_in_place)
+
+
 def _numbers():
     for placement in [sw.Shard(1), sw.Shard(0), sw.Ragged((2, 3), (0, 1)), PermutedRows(3), sw.Owner(1)]:
         full = torch.arange(10.0).reshape(5, 2)

@@ -88,6 +88,22 @@ def is_reshaped(x: DTensor) -> bool:
     return "_reshaped_in_place" in vars(x)
 
 
+_STOOD_IN = "_base_of_what_it_was"
+
+
+def as_it_was(x: DTensor) -> DTensor:
+    """What `x` is now, for who must know it when `x` itself has been given another shape."""
+    made = wrap(x._local_tensor, x._spec, offset=offset_of(x))
+    vars(made)[_STOOD_IN] = base_of(x)
+    return made
+
+
+def base_of(x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor of which torch, or what it stands for, knows it as a view."""
+    known: torch.Tensor | None = x._base if x._is_view() else vars(x).get(_STOOD_IN)
+    return known
+
+
 def wrap(local: torch.Tensor, spec: Spec, *, requires_grad: bool = False, offset: int = 0) -> DTensor:
     """The DTensor whose part on this rank is `local`.
 

@@ -16,7 +16,7 @@ from shardwright.errors import RuleError
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.views import write_back
-from shardwright.tensor.wrap import offset_of, wrap
+from shardwright.tensor.wrap import as_it_was
 
 _TURNED = "_turned_among_views"  # of a base: it or a view of it was turned while views saw the old shape
 
@@ -29,8 +29,8 @@ def change_shape(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if not isinstance(x, DTensor) or x.is_inference() or not _is_seen(x):
         return func(*args, **kwargs)
-    before = wrap(x._local_tensor, x._spec, offset=offset_of(x))
-    turned = func(wrap(x._local_tensor, x._spec, offset=offset_of(x)), *args[1:], **kwargs)
+    before = as_it_was(x)
+    turned = func(as_it_was(x), *args[1:], **kwargs)
     if (turned.shape, turned.stride()) == (x.shape, x.stride()):
         return func(*args, **kwargs)
     if x.requires_grad:

@@ -28,7 +28,7 @@ from shardwright.tensor.plain.boundary import Own
 from shardwright.tensor.spec import Token, spec_of
 from shardwright.tensor.views import write_back
 from shardwright.tensor.views.take import ViewCall, view_call
-from shardwright.tensor.wrap import offset_of, wrap
+from shardwright.tensor.wrap import base_of, offset_of, wrap
 
 aten = torch.ops.aten
 
@@ -38,9 +38,9 @@ aten = torch.ops.aten
 
 def _base(x: torch.Tensor) -> DTensor | None:
     """The tensor of which `x` is a view of equal elements; None if it is none, or torch does not know it."""
-    if torch.compiler.is_compiling() or not x._is_view():
+    if torch.compiler.is_compiling():
         return None
-    base = x._base
+    base = base_of(x)
     return base if isinstance(base, DTensor) and base.dtype == x.dtype else None
 
 

@@ -15,7 +15,7 @@ from shardwright.errors import RuleError
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.views import write_back
-from shardwright.tensor.wrap import offset_of, reshaped, wrap
+from shardwright.tensor.wrap import as_it_was, reshaped
 
 
 def reshape_of(func: Op) -> Callable[[Op, Args, Kwargs], DTensor] | None:
@@ -32,7 +32,7 @@ def reshape_in_place(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
     x: DTensor = args[0]
     if not torch.is_grad_enabled() and x._is_view() and x.grad_fn is not None:
         raise RuleError(_GRAPH.format(func.name(), func._schema.name.split("::")[1].rstrip("_")))
-    before = wrap(x._local_tensor, x._spec, offset=offset_of(x))
+    before = as_it_was(x)
     write_back.replace(x, before)
     view = _out_of_place(func)(before, *args[1:], **kwargs)
     write_back.replace(view, x)
