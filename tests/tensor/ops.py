@@ -39,6 +39,7 @@ POINTWISE = {
 MATMUL = {
     "mm": (torch.mm, [(5, 7), (7, 3)]),
     "matmul with a batch": (torch.matmul, [(2, 5, 7), (7, 3)]),
+    "solve, parts as if of vectors": (torch.linalg.solve, [(4, 2, 2), (2, 2)]),
     "bmm": (torch.bmm, [(4, 5, 7), (4, 7, 3)]),
     "matrix and vector": (torch.mv, [(5, 7), (7,)]),
     "dot": (torch.dot, [(7,), (7,)]),

@@ -61,6 +61,9 @@ def solve(call: Call) -> Formula | None:
     system, values = ("A", "B") if "A" in call.bound else ("self", "b")
     matrix, right = call.arg(system).shape, call.arg(values).shape
     vector = len(right) == 1 or (len(right) + 1 == len(matrix) and right == matrix[:-1])
+    if not vector and len(right) + 1 == len(matrix) and right[-1] == matrix[-1]:
+        # A part of the systems could have the sizes by which torch takes the same values for vectors.
+        return _by_matrix(call, {system: len(matrix), values: len(right)})
     return _by_matrix(call, {system: 2, values: 1 if vector else 2})
 
 
