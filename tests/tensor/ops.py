@@ -28,6 +28,7 @@ POINTWISE = {
     "maximum": (torch.maximum, [UNEVEN, UNEVEN]),
     "lerp": (lambda x, y: torch.lerp(x, y, 0.3), [UNEVEN, UNEVEN]),
     "addcmul": (lambda x, y: torch.addcmul(x, y, y, value=0.5), [UNEVEN, UNEVEN]),
+    "nan_to_num_ of complex": (lambda x: torch.view_as_real(torch.complex(x, x).nan_to_num_()), [UNEVEN]),
     "negate": (lambda x: -x, [UNEVEN]),
     "abs": (torch.abs, [UNEVEN]),
     "to double": (lambda x: x.double() * 2, [UNEVEN]),

@@ -45,6 +45,8 @@ def _copies():
         assert layout_again == sw.layout_of(d)
         assert hash(layout_again) == hash(sw.layout_of(d))
         assert pickle.loads(pickle.dumps(d.placements)) == d.placements
+        for again in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+            assert again(d.detach()[2:, 1:]).storage_offset() == torch.ones(5, 7)[2:, 1:].storage_offset()
 
 
 def test_copies_and_pickled_layouts(ranks):

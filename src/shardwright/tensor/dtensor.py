@@ -330,7 +330,8 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         up_to_date(self)
-        return _rebuild, (self._local_tensor.detach(), self._spec, self.requires_grad, _attributes(self))
+        local, offset = self._local_tensor.detach(), cast("int", self.storage_offset())
+        return _rebuild, (local, self._spec, self.requires_grad, _attributes(self), offset)
 
     # -- protocol: torch's distributed checkpoint -------------------------------------------------------
 
@@ -352,8 +353,10 @@ def _attributes(x: DTensor) -> dict[str, Any]:
     return {name: value for name, value in vars(x).items() if name not in REMEMBERED}
 
 
-def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: dict[str, Any]) -> DTensor:
+def _rebuild(
+    local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: dict[str, Any], offset: int = 0
+) -> DTensor:
     """A pickled DTensor, on the same mesh."""
-    made = wrap(local, spec_of(spec.layout, spec.mesh, spec.use), requires_grad=requires_grad)
+    made = wrap(local, spec_of(spec.layout, spec.mesh, spec.use), requires_grad=requires_grad, offset=offset)
     vars(made).update(attributes)
     return made

@@ -73,6 +73,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "aten::_grouped_mm": grouped_product,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _of_attention,
     "aten::linalg_vector_norm": _of_vector_norm,
+    "aten::nan_to_num_": lambda x, *_: x,  # torch's, of complex numbers, asks which are -inf
     "aten::native_group_norm_backward": _of_group_norm_backward,
     "aten::view_copy": _of_view_copy,
 }
