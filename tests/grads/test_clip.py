@@ -180,10 +180,16 @@ def test_plain_gradients_on_one_process_are_clipped_as_by_torch(dtype):
 
 def test_many_elements_lose_no_precision():
     """torch's own float32 norm of these is 8e-5 away."""
-    x = nn.Parameter(torch.zeros(4_000_000))
-    x.grad = torch.rand(4_000_000) * 0.1
-    expected = x.grad.double().norm()
-    torch.testing.assert_close(clip_grad_norm_([x], 1e9).double(), expected, rtol=1e-7, atol=0)
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.rand(4_000_003, generator=generator), torch.rand(300, 200, generator=generator).t()]
+    given.append(torch.full((5,), 40.0))  # a short one counts as much as a long one
+    parameters = [nn.Parameter(torch.zeros(x.shape)) for x in given]
+    for parameter, gradient in zip(parameters, given, strict=True):
+        parameter.grad = gradient * 0.1
+    expected = torch.cat([p.grad.double().flatten() for p in parameters]).norm()
+    for foreach in (True, False):
+        total = clip_grad_norm_(parameters, 1e9, foreach=foreach)
+        torch.testing.assert_close(total.double(), expected, rtol=1e-7, atol=0)
 
 
 def test_tied_parameters_count_once():

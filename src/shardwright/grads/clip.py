@@ -250,6 +250,42 @@ def _local_power(locals_: Sequence[Tensor], p: float, *, fused: bool) -> Tensor:
     filled = [local.abs() if local.is_complex() else local for local in locals_ if local.numel()]
     if not filled:
         return torch.zeros((), dtype=torch.float64, device="cpu")
+    long = [local for local in filled if p == _SQUARES and _is_long(local)]
+    if not long:
+        return _power_of(filled, p, fused=fused)
+    short = [local for local in filled if not _is_long(local)]
+    squares = _squares_by_chunks(long)
+    return squares + _power_of(short, p, fused=fused).to(squares.device) if short else squares
+
+
+_SQUARES = 2.0
+_CHUNK = 2048
+
+
+def _is_long(local: Tensor) -> bool:
+    """Is it one for `_squares_by_chunks`?"""
+    usual = local.dtype == torch.float32 and local.device.type == "cpu" and local.is_contiguous()
+    return usual and local.numel() > 8 * _CHUNK
+
+
+def _squares_by_chunks(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of all squares: of each chunk in float32, of the chunks in float64.
+
+    On the CPU torch makes a float64 of each element where that is the dtype of a sum, which takes three times
+    as long; and float32 alone loses five of its digits in a tensor of a million. Squares that float32 does
+    not hold (of 1e20) are infinite, as in torch's own function.
+    """
+    norms = []
+    for part in parts:
+        flat = part.view(-1)
+        whole = flat.numel() // _CHUNK * _CHUNK
+        chunks = (flat[:whole].view(-1, _CHUNK), flat[whole:].view(1, -1))
+        norms += [torch.linalg.vector_norm(rows, dim=1) for rows in chunks]  # of no elements it is 0
+    return torch.cat(norms).double().square().sum()
+
+
+def _power_of(filled: list[Tensor], p: float, *, fused: bool) -> Tensor:
+    """The same of tensors none of which is empty, each as a whole."""
     if fused:
         norms: Sequence[Tensor] = foreach_norm(filled, p, dtype=torch.float64)
     else:
