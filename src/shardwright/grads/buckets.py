@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.compat import DisableTorchFunctionSubclass
 from shardwright.grads.alike import Crowd, crowds_of
 from shardwright.grads.entry import Entry
 from shardwright.grads.grid import GridOfRanks, grid_of
+from shardwright.tensor.dtensor import read_gradient
+from shardwright.tensor.spec import Spec
 from shardwright.tensor.wrap import as_ours
 
 
@@ -29,9 +34,23 @@ class Kind:
 
 @dataclass(slots=True)
 class Summed(Entry):
-    """pending: per axis of its mesh, whether its gradient is summed over it."""
+    """pending: per axis of its mesh, whether its gradient is summed over it.
+
+    usual: the spec of a gradient that was just that term: in most steps the next one has it too.
+    """
 
     pending: tuple[bool, ...]
+    usual: Spec | None = None
+
+    def usual_term(self) -> Tensor | None:
+        """This rank's term, if its gradient is the usual one."""
+        if self.usual is None:
+            return None
+        with DisableTorchFunctionSubclass():
+            gradient = read_gradient(self.parameter)
+        if gradient is None or getattr(gradient, "_spec", None) is not self.usual:
+            return None
+        return as_ours(cast("TorchDTensor", gradient))._local_tensor
 
 
 @dataclass

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.functional import reduce_over, start_sum
 from shardwright.compat import axis_names
+from shardwright.compat.fully_shard import managing_unit
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.grads.alike import NUMBERS, are_alike, in_numbers
@@ -139,6 +140,12 @@ class OverlappedSum:
     def _take(self, filled: _Filled, at: int) -> None:
         """This rank's term of a sum: from now on it is in the message alone."""
         entry = filled.bucket.members[at]
+        term = entry.usual_term()
+        if term is not None:
+            self._had[id(entry.parameter)] = True, False
+            filled.put(at, term)
+            entry.parameter.grad = None
+            return
         state = entry.state()
         if state.other:
             entry.parameter.grad = home_on_shared_axes(entry.gradient, entry.placed)
@@ -146,6 +153,8 @@ class OverlappedSum:
         fits = _fits(filled.bucket.kind, entry, state)
         a_term = state.exists and fits
         self._had[id(entry.parameter)] = a_term, not fits
+        if a_term and state.pending == entry.pending and managing_unit(entry.placed) is None:
+            entry.usual = entry.gradient._spec
         filled.put(at, entry.term(state, entry.pending) if a_term else None)
         if fits:
             entry.parameter.grad = None
