@@ -79,7 +79,6 @@ nn_functions = torch._C._nn
 outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack
 pack_padded_rows = torch._pack_padded_sequence
 pad_packed_rows = torch._pad_packed_sequence
-pad_kernel = torch._C._nn.pad
 pad_sequences = torch._C._nn.pad_sequence
 modes_stack = _python_dispatch._get_current_dispatch_mode_stack
 preserve_version_counter = torch.autograd._unsafe_preserve_version_counter

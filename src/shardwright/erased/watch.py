@@ -61,7 +61,6 @@ _ENVIRON = {id(getattr(f, "__code__", None)) for f in vars(type(os.environ)).val
 # What `contextlib.contextmanager` makes of a generator, and goes on with it.
 _MANAGER = contextlib._GeneratorContextManager
 _MADE = _MANAGER.__init__.__code__
-_TOLD = frozenset({_MADE, _IMPORT})
 _GOES_ON = frozenset({id(_MANAGER.__enter__.__code__), id(_MANAGER.__exit__.__code__)})
 _NAMES = frozenset({*_BUILTIN, *_VALUES, *_GENERATOR, "run_backward", "now", "today", "utcnow", "urandom"})
 

@@ -88,7 +88,7 @@ def logsumexp(_op: object, x: Tensor, dim: list[int], keepdim: bool = False) -> 
     dims = dims_of(dim, x.dim())
     is_number = x.is_floating_point() or x.is_complex()
     x_wide = wide(x) if is_number else x.to(torch.get_default_dtype())
-    real = torch.view_as_real(x_wide)[..., 0] if x.is_complex() else x_wide
+    real = x_wide.real if x.is_complex() else x_wide
     top = finish(real.amax(dims, keepdim=True), why)
     top = top.masked_fill(top.abs() == torch.inf, 0)
     total = finish((x_wide - top).exp().sum(dims, keepdim=True), why).log()

@@ -15,6 +15,7 @@ from shardwright.layout.layout import Layout
 from shardwright.remember import remembered
 from shardwright.rules.algorithms.algorithm import register_algorithm
 from shardwright.rules.call import Call
+from shardwright.rules.op import by_name
 from shardwright.rules.window_ops import WINDOW_OPS, Piece
 from shardwright.rules.windows import Halo, Interval, WindowPlan, plan_windows
 from shardwright.tensor.dispatch.metadata import called
@@ -38,9 +39,8 @@ def _cost(call: Call, layouts: Sequence[Layout]) -> int | None:
 @register_algorithm(*WINDOW_OPS, cost=_cost)
 def on_windows(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """windows over a cut dim: only the rows at the borders are exchanged."""
-    names = [argument.name for argument in op._schema.arguments]
     defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
-    given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    given = {**defaults, **by_name(op, args, kwargs)}
     tensors = [value for value in given.values() if isinstance(value, DTensor)]
     if not tensors:
         return op(*args, **kwargs)

@@ -147,11 +147,6 @@ def _describe(value: Any, found: list[Any]) -> None:
         found.append(value if value.__hash__ is not None else id(value))
 
 
-def _holds_nothing(tensors: Sequence[DTensor]) -> bool:
-    """Does this rank hold no element of an operand? A rule may then need another local call."""
-    return any(0 in t._local_tensor.shape for t in tensors)
-
-
 def _moves(form: AnySize, tensors: list[DTensor]) -> tuple[Move, ...] | None:
     """The operands that are placed anew, without communication; None if this rank holds nothing of one."""
     moved = dict(form.moved)

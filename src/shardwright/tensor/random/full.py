@@ -23,6 +23,7 @@ from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.op import by_name
 from shardwright.tensor.distribute import own_part
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import whole_unasked
@@ -121,7 +122,7 @@ def fills(func: Op) -> bool:
 
 def _full(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The op on whole tensors, of which every rank keeps its part."""
-    named = _by_name(func, args, kwargs)
+    named = by_name(func, args, kwargs)
     ours = [value for _, value in _tensors(named) if isinstance(value, DTensor)]
     mesh = ours[0].device_mesh
     whole = {name: _whole(func, name, value, mesh) for name, value in named.items()}
@@ -136,11 +137,6 @@ def _full(func: Op, args: Args, kwargs: Kwargs) -> Any:
         for value in flat
     ]
     return tree_unflatten(kept, tree)
-
-
-def _by_name(func: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _tensors(named: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwright.compat import TorchDispatchMode
 from shardwright.errors import RuleError
 from shardwright.rules.call import Args
+from shardwright.rules.op import by_name
 from shardwright.tensor.random.logical_draws import draw_of_rows, is_plain
 from shardwright.tensor.random.philox import blocks, split_key
 from shardwright.tensor.random.rows import Scope
@@ -86,8 +87,7 @@ _DRAWN: dict[Any, Callable[..., Any]] = {
 
 def _refuse_inside(func: Any, name: str, args: Args, kwargs: dict[str, Any]) -> None:
     """Raise RuleError for a kernel that drops by itself."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = by_name(func, args, kwargs)
     chance = given.get(_INSIDE[name]) or 0.0
     if chance and not math.isclose(chance, 0.0) and given.get("train", True):
         raise RuleError(

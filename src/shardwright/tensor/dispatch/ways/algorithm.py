@@ -14,7 +14,7 @@ from shardwright.errors import ImplicitRedistributionError, LayoutError
 from shardwright.placement.base import Replicate
 from shardwright.rules.algorithms.algorithm import Chosen, algorithm_for
 from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
-from shardwright.rules.op import functional_form
+from shardwright.rules.op import by_name, functional_form
 from shardwright.rules.propagate import propagate
 from shardwright.rules.refusal import implicit_text
 from shardwright.tensor.dispatch.asked import Asked
@@ -101,8 +101,7 @@ class ByAlgorithm:
         """An in-place or `out=` form: the values of the functional form, copied into what is written."""
         op = self.call.op
         plain = cast("Op", functional_form(op))
-        names = [argument.name for argument in op._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = by_name(op, args, kwargs)
         outs = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         left = {name: value for name, value in given.items() if not _is_out(op, name)}
         named = {a.name: left.pop(a.name) for a in plain._schema.arguments if a.kwarg_only and a.name in left}

@@ -12,7 +12,7 @@ from shardwright.compat import overload_for
 from shardwright.errors import RuleError
 from shardwright.remember import memo
 from shardwright.rules.call import Args, Kwargs
-from shardwright.rules.op import list_arguments
+from shardwright.rules.op import by_name, list_arguments
 
 aten = torch.ops.aten
 
@@ -35,8 +35,7 @@ def element_calls(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> li
 
     Raises: RuleError: lists of different lengths, or an op that has no counterpart for one element.
     """
-    names = [a.name for a in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    given = by_name(func, args, kwargs)
     length = _length(func, given)
     if func._schema.name.startswith("aten::_fused_"):
         return [_on_lists_of_one(func, given, i) for i in range(length)]
