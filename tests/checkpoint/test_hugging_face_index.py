@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwright.checkpoint import load_hf, rename, save_hf
@@ -79,3 +79,27 @@ def test_a_map_that_leaves_elements_out_or_takes_them_twice_is_refused(tmp_path:
 
     with pytest.raises(CheckpointError, match="the maps make weight of parts that are not it"):
         save_hf(nn.Linear(2, 2, bias=False), tmp_path, maps=[halves])
+
+
+def in_one(*starts: int) -> Any:
+    """A map by which "0.weight" and "1.weight" are two rows each of a file's tensor of four, from these on."""
+    return lambda name, shape: [Link("w", (0, 0), shape, (0, 1), ((starts[int(name[0])], 0), (4, 2)))]
+
+
+def test_a_tensor_of_a_file_is_joined_of_boxes(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    save_hf(model, tmp_path, maps=[in_one(0, 2)])
+    written = load_file(tmp_path / "model.safetensors")["w"]
+    assert torch.equal(written, torch.cat([layer.weight.detach() for layer in model]))
+
+
+@pytest.mark.parametrize(
+    ("second", "words"), [(3, "a box does not lie in its source"), (1, "'w' of the files cannot be joined")]
+)
+def test_boxes_that_are_not_all_of_a_tensor_of_a_file_are_refused(
+    tmp_path: Path, second: int, words: str
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    with pytest.raises(CheckpointError, match=words):
+        save_hf(model, tmp_path, maps=[in_one(0, second)])
+    assert not list(tmp_path.glob("*"))
