@@ -82,7 +82,7 @@ def test_a_map_that_leaves_elements_out_or_takes_them_twice_is_refused(tmp_path:
 
 
 def in_one(*starts: int) -> Any:
-    """A map by which "0.weight" and "1.weight" are two rows each of a file's tensor of four, from these on."""
+    """A map by which "0.weight" and "1.weight" are two rows each of a tensor of four, from these on."""
     return lambda name, shape: [Link("w", (0, 0), shape, (0, 1), ((starts[int(name[0])], 0), (4, 2)))]
 
 
