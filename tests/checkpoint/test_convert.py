@@ -19,7 +19,7 @@ import xxhash
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from shardwright.checkpoint import convert, load, save, verify
+from shardwright.checkpoint import convert, load, save, save_hf, verify
 from shardwright.cli.app import main
 from shardwright.errors import CheckpointError
 from shardwright.testing import rank_mesh
@@ -250,10 +250,21 @@ def test_a_module_in_a_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["file", "file/below", "broken"])
 def test_a_place_that_takes_no_checkpoint_is_one_error(tmp_path: Path, target: str) -> None:
+    """The words of every function that writes: the system's own had been inside of them."""
     torch.save({"a": torch.ones(1)}, tmp_path / "file")
     (tmp_path / "broken").symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match=r"Not a directory|link to what is not there"):
-        convert(tmp_path / "file", tmp_path / target)
+    model, place = nn.Linear(2, 2), tmp_path / target
+    taken = tmp_path / target.partition("/")[0]
+    why = "a link to what is not there" if target == "broken" else "no folder"
+    for write in (
+        lambda: convert(tmp_path / "file", place),
+        lambda: save(place, model),
+        lambda: save(place, model, format="dcp"),
+        lambda: save_hf(model, place),
+    ):
+        with pytest.raises(CheckpointError) as told:
+            write()
+        assert str(told.value) == f"nothing can be written to {place}: {taken} is {why}; name another folder"
     assert torch.load(tmp_path / "file")["a"] == 1
 
 

@@ -25,6 +25,7 @@ from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.element_types import DTYPES, STANDARD
 from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.proof import why_not_once
+from shardwright.checkpoint.storage.stores.local import make_folder
 from shardwright.checkpoint.storage.values import refuse_half_a_character
 from shardwright.checkpoint.storage.writer import Entry, blocks, header_of
 from shardwright.errors import CheckpointError, words_of
@@ -249,7 +250,7 @@ class _Export:
 
     def _begin(self, number: int) -> None:
         if number not in self.handles:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             self.handles[number] = -1  # so that the file goes, whatever happens from here on
             self.handles[number] = disk.open_new(self._under_way(number))
             entries = [self._entry(one) for one in self.files[number]]
@@ -262,7 +263,7 @@ class _Export:
     def finish(self) -> None:
         """Wait until this rank's files are on the disk."""
         if self.failure is not None:
-            if not isinstance(self.failure, Exception):
+            if isinstance(self.failure, CheckpointError) or not isinstance(self.failure, Exception):
                 raise self.failure
             reason = self.failure.strerror if isinstance(self.failure, OSError) else ""
             raise CheckpointError(f"{self.folder} cannot be written: {reason or words_of(self.failure)}")

@@ -28,7 +28,7 @@ from shardwright.checkpoint.spread import Digests, Held_by_key
 from shardwright.checkpoint.state import nodes_of
 from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.place import Place, folder_of
-from shardwright.checkpoint.storage.stores.local import lock_or_warn
+from shardwright.checkpoint.storage.stores.local import lock_or_warn, make_folder
 from shardwright.checkpoint.storage.writer import Entry
 from shardwright.errors import CheckpointError, words_of
 
@@ -102,7 +102,7 @@ def _prepared(
 
 def _begin(path: Path) -> int:
     """A folder with nothing in it, locked. Raises: CheckpointError: something is there."""
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     handle, _ = lock_or_warn(path)
     try:
         found = next(iter(sorted(one.name for one in path.iterdir())), None)

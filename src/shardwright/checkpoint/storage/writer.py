@@ -55,14 +55,14 @@ class Written:
     boxes: list[tuple[str, Cell, int, str]]
 
 
-def into_files(entries: Sequence[Entry], most: int = _FILE_MOST) -> list[list[Entry]]:
+def into_files(entries: Sequence[Entry]) -> list[list[Entry]]:
     """The entries of each file: the widest elements first, so that each begins where its type may."""
     files: list[list[Entry]] = []
     room = 0
     for entry in sorted(entries, key=lambda one: -min(ITEMSIZES[one.dtype], 8)):
         if not files or room < entry.nbytes:
             files.append([])
-            room = most
+            room = _FILE_MOST
         files[-1].append(entry)
         room -= entry.nbytes
     return files

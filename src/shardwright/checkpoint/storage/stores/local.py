@@ -166,9 +166,7 @@ class LocalStore:
         """As `Store` says."""
         made = False
         for _ in range(100):  # another save that gave up may remove the folder that it made
-            with contextlib.suppress(FileExistsError):
-                self.place.mkdir(parents=True)
-                made = True
+            made = make_folder(self.place) or made
             try:
                 handle, alone = lock_or_warn(self.place)
             except FileNotFoundError:
@@ -183,8 +181,7 @@ class LocalStore:
                 raise
             else:
                 return hold
-        why = "a link to what is not there" if self.is_link() else "made and removed again by somebody else"
-        raise CheckpointError(f"{self.place} is {why}: name another folder")
+        raise CheckpointError(f"{self.place} is made and removed again by somebody else: name another folder")
 
     def hold_there(self) -> LocalHold:
         """As `Store` says."""
@@ -195,6 +192,23 @@ class LocalStore:
         """As `Store` says; what is not ours keeps it there."""
         with contextlib.suppress(OSError):
             self.place.rmdir()
+
+
+def make_folder(path: Path) -> bool:
+    """Make a folder and those above it; False: it is there, or was a moment ago.
+
+    Raises: CheckpointError: something else is there, or the disk refuses.
+    """
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        there = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
+        if there.is_dir() and isinstance(error, FileExistsError):
+            return False
+        link = "a link to what is not there" if there.is_symlink() and not there.exists() else "no folder"
+        why = f"{error.strerror}" if there.is_dir() else f"{there} is {link}"
+        raise CheckpointError(f"nothing can be written to {path}: {why}; name another folder") from None
+    return True
 
 
 def lock_or_warn(path: Path) -> tuple[int, bool]:
