@@ -208,7 +208,7 @@ def test_wrong_sizes_and_dtypes_are_refused():
         ConfigError, match="top_k=5 of 4 experts has no meaning; choose 1 <= top_k <= num_experts"
     ):
         MoELayer(8, 8, 4, 5)
-    with pytest.raises(ConfigError, match="tokens have length 7, but this MoELayer was made for dim=8"):
+    with pytest.raises(ConfigError, match="MoELayer takes rows of length 8, got a tensor of shape"):
         _layer(dim=8, hidden_dim=8, num_experts=4, top_k=2)(torch.randn(3, 7))
     for part in (_layer(dim=8, hidden_dim=8, num_experts=4, top_k=2), GroupedLinear(2, 8, 8)):
         rest = (torch.tensor([1, 2]),) if isinstance(part, GroupedLinear) else ()

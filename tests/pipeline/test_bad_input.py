@@ -375,3 +375,16 @@ def test_ranks_with_other_settings_are_refused(ranks, name, said):
     first, second = ranks(2, _other_settings, name)
     assert first == second
     assert f"pipeline: the ranks of the axis made it with different settings: {said}" in first
+
+
+def _complex_loss():
+    model = parallelize_pipeline(Registered(), rank_mesh((2,), ("pp",)), ["layers.1"], stages={"norm": 1})
+    pipeline = Pipeline(model, lambda out, _: out.sum() * 1j, micro_batches=2)
+    return [_text(run, torch.randn(4, 3, HIDDEN)) for run in (pipeline.step, pipeline.evaluate)]
+
+
+def test_a_complex_loss_is_an_error_on_all_stages(ranks):
+    """The last stage alone had failed, at the number that all were to hear of, and the others had waited."""
+    for texts in ranks(2, _complex_loss):
+        for text in texts:
+            assert "the loss has to be a real scalar" in text

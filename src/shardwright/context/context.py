@@ -22,7 +22,7 @@ from shardwright.context.randomness import (
     seed_everything,
 )
 from shardwright.context.submesh import as_names
-from shardwright.errors import ConfigError, MeshError
+from shardwright.errors import ConfigError, MeshError, refuse_other_kind, words_of
 
 
 class DistributedContext:
@@ -36,6 +36,10 @@ class DistributedContext:
 
         A domain registered for worlds of another size does not stop this one: `mesh_for` refuses it.
         """
+        fix = "DeviceMeshParameters(...).build() makes one"
+        refuse_other_kind("DistributedContext: parameters", parameters, Degrees, MeshError, fix=fix)
+        refuse_other_kind("DistributedContext: world", world, ProcessWorld, MeshError, fix=fix)
+        refuse_other_kind("DistributedContext: specs", specs, Mapping, MeshError, fix=fix)
         self.parameters = parameters
         self._world = world
         self.dropout = "own"
@@ -111,7 +115,10 @@ class DistributedContext:
         Raises:
             MeshError: the axes do not multiply to the world.
         """
-        axes = as_axes(name, spec(self.parameters))
+        given: object = name
+        if not isinstance(given, str) or not given:
+            raise MeshError(f"add_domain: name={given!r:.60} is no text that mesh_for could be asked for")
+        axes = as_axes(name, _asked(name, spec, self.parameters))
         check_axes(name, axes, self.world_size)
         self._meshes[name] = self._groups.mesh(axes)
         self._refused.pop(name, None)
@@ -170,3 +177,14 @@ class DistributedContext:
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
+
+
+def _asked(name: str, spec: DomainSpec, parameters: Degrees) -> Mapping[str, int]:
+    """What a function of the degrees says. Raises: MeshError: it is none, or fails."""
+    try:
+        return spec(parameters)
+    except Exception as error:
+        raise MeshError(
+            f"domain {name!r}: {spec!r:.60} is no function of the degrees ({words_of(error)})\n"
+            "  fix: {axis: size}, or lambda degrees: {axis: size}"
+        ) from error

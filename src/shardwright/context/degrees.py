@@ -66,6 +66,7 @@ class Degrees:
 
     def check_world(self, world_size: int) -> None:
         """Raise MeshError unless the degrees multiply to `world_size`."""
+        refuse_no_number("world_size", world_size, MeshError, whole=True)
         if self.world_size == world_size:
             return
         raise MeshError(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
@@ -25,7 +26,8 @@ def check_axis(mesh: DeviceMesh, axis: str) -> None:
 
 def as_names(given: Any) -> tuple[str, ...]:
     """Return the names of axes that a caller gave, one or several; what is no name is looked up as one."""
-    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    alone = isinstance(given, str | type | Tensor) or not isinstance(given, Iterable)
+    return (given,) if alone else tuple(given)
 
 
 def submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:

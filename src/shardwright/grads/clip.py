@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
 from shardwright.comm.functional import reduce_over
 from shardwright.compat import foreach_mul_, foreach_norm
 from shardwright.context.submesh import groups_above_one
-from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.errors import ConfigError, ShardwrightError, refuse_other_kind
 from shardwright.grads.alike import crowds_of
 from shardwright.grads.parameters import (
     Parameters,
@@ -73,6 +74,9 @@ def clip_grad_norm_(
         `GradientSynchronizer.synchronize` sends where some are pending; of a pipeline one of 16 bytes over
         its stages.
     """
+    fix = "True or False"
+    refuse_other_kind("error_if_nonfinite", error_if_nonfinite, bool, ConfigError, fix=fix)
+    refuse_other_kind("foreach", foreach, (bool, NoneType), ConfigError, fix=f"{fix}, or None")
     max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
     if not norm_type > 0:
         raise ConfigError(f"norm_type={norm_type} is no norm; use a number above 0, or inf")
@@ -99,7 +103,7 @@ def clip_grad_norm_(
 def _number(name: str, given: Any) -> float:
     """Return it as a float, or raise ConfigError where it is none, below 0 or NaN."""
     try:
-        found = float(given)  # what torch takes: a tensor and a text too
+        found = math.nan if isinstance(given, bool) else float(given)  # a tensor and a text, as torch
     except (TypeError, ValueError, RuntimeError):
         found = math.nan
     if not found >= 0:

@@ -57,12 +57,13 @@ def global_mean(loss_sum: Tensor, count: int | Tensor, mesh: DeviceMesh) -> Tens
 def _check(loss_sum: Any, count: Any, mesh: DeviceMesh) -> None:
     """Raise ParallelError for what has no mean over the ranks of `mesh`."""
     if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
-        got = f"{type(loss_sum).__name__} of shape {tuple(getattr(loss_sum, 'shape', ()))}"
+        shape = tuple(loss_sum.shape) if isinstance(loss_sum, Tensor) else ()
+        got = f"{type(loss_sum).__name__} of shape {shape}"
         raise ParallelError(
             f"global_mean takes this rank's sum of losses as a scalar, got {got}; sum the losses first"
         )
     many = count.numel() != 1 if isinstance(count, Tensor) else not isinstance(count, Real | torch.SymInt)
-    if many or (not isinstance(count, Tensor) and not 0 <= count < math.inf):
+    if many or isinstance(count, bool) or (not isinstance(count, Tensor) and not 0 <= count < math.inf):
         raise ParallelError(f"global_mean takes how many items this rank summed, got {count!r:.60}")
     if not isinstance(mesh, DeviceMesh):
         raise ParallelError(f"global_mean takes the mesh of ranks that have other items, got {mesh!r:.60}")

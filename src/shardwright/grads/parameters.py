@@ -21,8 +21,8 @@ def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
     """
     if isinstance(parameters, nn.Module):
         return dict(parameters.named_parameters())
-    if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
-        parameters = [parameters]
+    if isinstance(parameters, Tensor | type) or not isinstance(parameters, Iterable):
+        parameters = [parameters]  # a class may have what makes its objects iterable
     named: dict[str, Tensor] = {}
     seen: set[int] = set()
     for position, item in enumerate(parameters):
@@ -75,6 +75,7 @@ def name_list(names: Sequence[str], limit: int = 4) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-def _position_text(position: int, tensor: Tensor) -> str:
+def _position_text(position: int, tensor: object) -> str:
     """Return a name for a tensor that has none."""
-    return f"parameter {position} of shape {tuple(getattr(tensor, 'shape', ()))}"
+    shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else ()
+    return f"parameter {position} of shape {shape}"

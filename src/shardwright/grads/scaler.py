@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwright.comm.functional import reduce_over
+from shardwright.errors import ParallelError, refuse_no_number, refuse_other_kind
 from shardwright.grads.stages import axis_of_all, groups_of, stages_of
 
 
@@ -36,6 +37,28 @@ class GradScaler(torch.amp.GradScaler):
     Its state is that of `torch.amp.GradScaler`. Where stages are frozen a rank may have no gradients.
     Cost: of an optimizer's step 4 bytes over the stages, beside 4 bytes over each axis that cuts parameters.
     """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        refuse_other_kind("GradScaler: device", device, str, ParallelError, fix='"cpu" or "cuda"')
+        refuse_other_kind("GradScaler: enabled", enabled, bool, ParallelError, fix="True or False")
+        factors = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        for name, value in factors.items():
+            refuse_no_number(f"GradScaler: {name}", value, ParallelError)
+        refuse_no_number("GradScaler: growth_interval", growth_interval, ParallelError, whole=True)
+        if not backoff_factor < 1 < growth_factor:
+            raise ParallelError(
+                f"GradScaler: growth_factor={growth_factor} and backoff_factor={backoff_factor}: a scale "
+                "grows by a factor above 1, and falls by one below\n  fix: 2.0 and 0.5"
+            )
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         """The scale and its age; made here on the stages that compute no loss."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
-from shardwright.errors import ParallelError, refuse_no_number
+from shardwright.errors import ParallelError, refuse_no_number, refuse_other_kind
 from shardwright.grads.at_steps import are_finished
 from shardwright.grads.buckets import Plan, planned
 from shardwright.grads.coverage import refuse_uncovered
@@ -51,6 +51,7 @@ class GradientSynchronizer:
         self, parameters: Parameters, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, static: bool = False
     ) -> None:
         refuse_no_number("bucket_bytes", bucket_bytes, ParallelError, whole=True)
+        refuse_other_kind("static", static, bool, ParallelError, fix="True or False")
         self._source = (
             parameters if isinstance(parameters, nn.Module) else named_parameters(parameters).items()
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwright.moe.grouped_linear import GroupedLinear, refuse_no_sizes
+from shardwright.moe.grouped_linear import GroupedLinear, refuse_no_rows, refuse_no_sizes
 
 
 class GroupedExperts(nn.Module):
@@ -44,11 +44,13 @@ class SharedExpert(nn.Module):
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
         refuse_no_sizes(dim=dim, hidden_dim=hidden_dim)
+        self.dim = dim
         self.gate = nn.Linear(dim, hidden_dim, bias=False)
         self.up = nn.Linear(dim, hidden_dim, bias=False)
         self.down = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return [T, dim] for rows [T, dim]."""
+        refuse_no_rows("SharedExpert", rows, self.dim)
         result: Tensor = self.down(functional.silu(self.gate(rows)) * self.up(rows))
         return result

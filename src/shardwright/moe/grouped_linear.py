@@ -56,6 +56,7 @@ class GroupedLinear(nn.Module):
         Raises: ConfigError: counts that are no whole numbers, one for each group; on the CPU also those below
             0, or with another sum than T. An accelerator is not waited for to look at them.
         """
+        refuse_no_rows("GroupedLinear", rows, self.in_features)
         refuse_wrong_counts(rows, counts, self.weight)
         rows = as_autocast(rows)
         refuse_other_dtype(rows, self.weight)
@@ -85,6 +86,14 @@ def refuse_no_sizes(**sizes: object) -> None:
     """Raise ConfigError for a size of a part that is no whole number above 0."""
     for name, size in sizes.items():
         refuse_no_number(name, size, ConfigError, whole=True)
+
+
+def refuse_no_rows(name: str, rows: object, length: int) -> None:
+    """Raise ConfigError for what are no rows of this length, one after the other or in any dims."""
+    if not isinstance(rows, Tensor):
+        raise ConfigError(f"{name} takes a tensor of rows [..., {length}], got {type(rows).__name__}")
+    if not rows.ndim or rows.shape[-1] != length:
+        raise ConfigError(f"{name} takes rows of length {length}, got a tensor of shape {tuple(rows.shape)}")
 
 
 def as_autocast(x: Tensor) -> Tensor:

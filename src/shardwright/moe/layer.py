@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.errors import ConfigError, ParallelError
+from shardwright.errors import ParallelError
 from shardwright.moe.communicator import ExpertCommunicator
 from shardwright.moe.cut_tokens import as_part_of, computes_locally, cut_by_tokens, placed_on, rows_of
 from shardwright.moe.experts import GroupedExperts, SharedExpert
-from shardwright.moe.grouped_linear import as_autocast
+from shardwright.moe.grouped_linear import as_autocast, refuse_no_rows
 from shardwright.moe.permute import count_groups, sort_by_group, spread_tokens, unpermute_rows
 from shardwright.moe.router import TopKRouter
 from shardwright.tensor.plain.boundary import rank_local
@@ -85,14 +85,11 @@ class MoELayer(nn.Module):
         """Return the mixture, in the shape of x:  [..., dim] -> [..., dim].
 
         Raises:
-            ConfigError: the last dim of x is not `dim`.
+            ConfigError: x is no tensor, or its last dim is not `dim`.
 
         Cost: with a communicator, all-to-alls of (top_k * T) rows there and back, and one of the counts.
         """
-        if x.shape[-1] != self.dim:
-            raise ConfigError(
-                f"tokens have length {x.shape[-1]}, but this MoELayer was made for dim={self.dim}"
-            )
+        refuse_no_rows("MoELayer", x, self.dim)
         if isinstance(x, TorchDTensor) and self.communicator is not None:
             return self._of_cut(x, self.communicator.ranks)
         tokens = x.reshape(-1, self.dim)

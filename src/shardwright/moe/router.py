@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.errors import ConfigError, refuse_other_kind
-from shardwright.moe.grouped_linear import refuse_no_sizes, refuse_other_dtype
+from shardwright.moe.grouped_linear import refuse_no_rows, refuse_no_sizes, refuse_other_dtype
 
 
 class Routing(NamedTuple):
@@ -56,6 +56,7 @@ class TopKRouter(nn.Module):
 
     def forward(self, tokens: Tensor) -> Routing:
         """Return weights (in the dtype of the scores) and choices (int64):  [T, dim] -> [T, top_k] each."""
+        refuse_no_rows("TopKRouter", tokens, self.dim)
         refuse_other_dtype(tokens, self.weight)
         logits = functional.linear(tokens, self.weight)
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names
-from shardwright.errors import ParallelError, refuse_other_kind
+from shardwright.errors import ParallelError, refuse_other_kind, words_of
 from shardwright.parallel.expert import spread_over
 from shardwright.parallel.meshes import is_other_view, named_axes, refuse_twice
 from shardwright.parallel.same_model import refuse_other_models
@@ -20,7 +20,7 @@ from shardwright.placement.base import Partition, Replicate
 from shardwright.placement.zigzag import ZigZag
 from shardwright.tensor.attention.asked import Asked
 from shardwright.tensor.attention.choice import AUTO, WAYS
-from shardwright.tensor.distribute import distribute_tensor
+from shardwright.tensor.distribute import distribute_tensor, refuse_source
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local_use import kept_spec
 from shardwright.tensor.modules.distribute import carry_over
@@ -73,6 +73,7 @@ def parallelize_context(
     _check_words(attention, output)
     _check_placement(placement)
     _check_once(module, axis)
+    refuse_source(mesh, src_data_rank)
     if not isinstance(cut, Mapping | None):
         raise ParallelError(f"parallelize_context: cut={cut!r:.60}; give {{argument: dim of its sequence}}")
     scope = SequenceScope(axis, dict(cut or {}), placement, Asked(attention, stated=True), output)
@@ -118,7 +119,10 @@ def cut_sequence(
     """
     names = named_axes(mesh, "cut_sequence")
     _check_placement(placement, "cut_sequence")
-    refuse_other_kind("cut_sequence: dim", dim, int, ParallelError, fix="the number of the sequence's dim")
+    fix = "the number of the sequence's dim"
+    refuse_other_kind(
+        "cut_sequence: dim", None if isinstance(dim, bool) else dim, int, ParallelError, fix=fix
+    )
     placed = {names[-1]: placement(dim)}
     if isinstance(batch, Mapping):
         return {k: cut_sequence(v, mesh, dim=dim, placement=placement) for k, v in batch.items()}
@@ -126,7 +130,7 @@ def cut_sequence(
         return type(batch)(*(cut_sequence(v, mesh, dim=dim, placement=placement) for v in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(cut_sequence(v, mesh, dim=dim, placement=placement) for v in batch)
-    if not hasattr(batch, "ndim") or batch.ndim <= dim or isinstance(batch, TorchDTensor):
+    if not isinstance(batch, Tensor) or batch.ndim <= dim or isinstance(batch, TorchDTensor):
         return batch
     return distribute_tensor(batch, mesh, placed, src_data_rank=None)
 
@@ -139,10 +143,14 @@ def _one_axis(mesh: DeviceMesh, module: nn.Module) -> str:
 
 
 def _check_placement(placement: object, verb: str = "parallelize_context") -> None:
-    made = placement(1) if callable(placement) else None
+    why = ""
+    try:
+        made = placement(1) if callable(placement) else None
+    except Exception as error:  # noqa: BLE001  whatever a function of the caller's raises
+        made, why = None, f" ({words_of(error)})"
     if not isinstance(made, Partition):
         raise ParallelError(
-            f"{verb}: placement={placement!r} makes no partition of a dim\n"
+            f"{verb}: placement={placement!r:.60} makes no partition of a dim{why}\n"
             "  fix: placement=sw.ZigZag, sw.Shard, or a function of the dim such as "
             "lambda dim: sw.BlockCyclic(dim, 4)"
         )

@@ -82,7 +82,7 @@ def parallelize_fsdp(
     Source: torch's `fully_shard`.
     """
     unit, options = one_unit(module), by_name(fully_shard_args, fully_shard_kwargs)
-    axes = named_axes(mesh, "parallelize_fsdp", unit, options.get("ignored_params") or ())
+    axes = named_axes(mesh, "parallelize_fsdp", unit, options["ignored_params"])
     if len(axes) > 2:
         raise ParallelError(
             f"parallelize_fsdp takes one or two axes, got {axes}; "
@@ -109,7 +109,7 @@ def shard_over(
     shard_mesh = on_axes(mesh, axes[-1:])
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
     elsewhere = [slot for slot in slots if _is_elsewhere(slot, mesh, shard_mesh)]
-    not_asked = spread_over(module, mesh) | set(fully_shard_kwargs.pop("ignored_params", None) or ())
+    not_asked = spread_over(module, mesh) | fully_shard_kwargs.pop("ignored_params")
     left_alone = not_asked.union(slot.get() for slot in elsewhere)
     taken = [slot for slot in slots if slot.get() not in left_alone]
     refuse_other_models(
@@ -227,8 +227,15 @@ def _refuse_what_torch_cannot(slots: Sequence[Slot]) -> None:
 
 
 def _refuse_fewer_ranks(slots: Sequence[Slot], reshard: object, size: int) -> None:
-    """Raise ParallelError for DTensors that torch could not cut over fewer ranks between the passes."""
-    if isinstance(reshard, bool) or not isinstance(reshard, int) or reshard == size:
+    """Raise ParallelError for ranks that torch could not cut over between the passes, and for DTensors."""
+    if isinstance(reshard, bool) or not isinstance(reshard, int):
+        return
+    if reshard < 1 or size % reshard:
+        raise ParallelError(
+            f"parallelize_fsdp: reshard_after_forward={reshard} does not divide the {size} ranks\n"
+            "  fix: True, False, None, or a number of ranks that divides them"
+        )
+    if reshard == size:
         return
     for slot in slots:
         parameter = slot.get()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from shardwright.errors import ParallelError, refuse_other_kind
+from shardwright.errors import ParallelError, as_several, refuse_other_kind
 
 
 def by_name(given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,6 +27,7 @@ def by_name(given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"parallelize_fsdp got {sorted(twice)} by position and by name")
     found = {**dict(zip(after, given, strict=False)), **named}
     _refuse_unknown(found, after)
+    found["ignored_params"] = _parameters(found.get("ignored_params"))
     for name in ("mp_policy", "offload_policy"):
         wanted = type(known[name].default)  # torch takes others, and ignores them or fails in a forward
         if not isinstance(found.get(name, known[name].default), wanted):
@@ -53,9 +54,14 @@ def _refuse_unknown(given: Mapping[str, Any], known: Sequence[str]) -> None:
             f"parallelize_fsdp: shard_placement_fn={ask!r:.60} is no function of a parameter\n"
             "  fix: lambda parameter: Shard(1), or None where dim 0 is to be cut"
         )
-    ignored = given.get("ignored_params") or ()
-    if not isinstance(ignored, Iterable) or not all(isinstance(p, nn.Parameter) for p in ignored):
-        raise ParallelError(
-            f"parallelize_fsdp: ignored_params={ignored!r:.60} are no parameters\n"
-            "  fix: the parameters themselves, {module.weight}, not their names"
-        )
+
+
+def _parameters(given: Any) -> set[nn.Parameter]:
+    """What is to be ignored, read once: `module.parameters()` is empty when it is asked again."""
+    ignored = () if given is None else given
+    fix = "the parameters themselves, {module.weight}, not their names"
+    if not isinstance(ignored, Tensor):
+        ignored = as_several("parallelize_fsdp: ignored_params", ignored, ParallelError, fix=fix)
+    if isinstance(ignored, Tensor) or not all(isinstance(p, nn.Parameter) for p in ignored):
+        raise ParallelError(f"parallelize_fsdp: ignored_params={given!r:.60} are no parameters\n  fix: {fix}")
+    return set(ignored)

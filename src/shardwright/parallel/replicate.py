@@ -10,6 +10,7 @@ from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.place import place_parameters
 from shardwright.parallel.same_model import refuse_other_models
 from shardwright.placement.base import Replicate
+from shardwright.tensor.distribute import refuse_source
 
 
 def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> nn.Module:
@@ -29,6 +30,7 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, src_data_rank:
         synchroniser's all-reduce).
     """
     axes = named_axes(mesh, "parallelize_replicate", module)
+    refuse_source(mesh, src_data_rank)
     experts = spread_over(module, mesh)
     said = {"src_data_rank": src_data_rank}
     refuse_other_models("parallelize_replicate", module, mesh, options=said, left_alone=experts)

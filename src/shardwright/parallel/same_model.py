@@ -134,8 +134,8 @@ def told_alike(value: Any) -> str:
         return f"[{', '.join(map(told_alike, value))}]"
     if isinstance(value, partial):
         return f"{told_alike(value.func)}{told_alike(value.args)}{told_alike(value.keywords)}"
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "__qualname__"):  # a generator has no module
+        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     if is_dataclass(value) and not isinstance(value, type):
         return (
             f"{told_alike(type(value))}{told_alike({f.name: getattr(value, f.name) for f in fields(value)})}"

@@ -103,6 +103,9 @@ def _as_mapping(plan: ParallelStyle | str | Mapping[str, Any]) -> Mapping[str, A
         return None if plan == AUTO else {"": plan}
     if not isinstance(plan, Mapping):
         raise ParallelError(f"parallelize_tensor: a plan is a mapping or a word, got {plan!r:.60}")
+    for pattern in plan:
+        fix = 'the name of a module or parameter, a star for one name: "layers.*.up"'
+        refuse_other_kind("parallelize_tensor: the pattern", pattern, str, ParallelError, fix=fix)
     return plan
 
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from shardwright.errors import ParallelError
+from shardwright.errors import ParallelError, as_several, refuse_other_kind
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.place import place_parameters
 from shardwright.placement.base import Pending, Placement
@@ -34,7 +34,7 @@ class ToLocalParallel(ParallelStyle):
         self.grad_placement = grad_placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        axes = named_axes(device_mesh, "ToLocalParallel")
+        axes = named_axes(device_mesh, "ToLocalParallel", module)
         values = _per_axis(self.param_placement, axes, "param_placement")
         grads = _per_axis(self.grad_placement, axes, "grad_placement")
         for axis, value, grad in zip(axes, values, grads, strict=True):
@@ -47,9 +47,13 @@ class ToLocalParallel(ParallelStyle):
 def _per_axis(given: Given, axes: tuple[str, ...], name: str) -> tuple[Placement, ...]:
     if isinstance(given, TorchPlacement):
         return (as_placement(given),) * len(axes)
-    if len(given) != len(axes):
-        raise ParallelError(f"ToLocalParallel: {len(given)} entries of {name} for a mesh with axes {axes}")
-    return tuple(as_placement(p) for p in given)
+    fix = "one placement for each axis, such as [Replicate()], or one for all"
+    several = as_several(f"ToLocalParallel: {name}", given, ParallelError, fix=fix)
+    if len(several) != len(axes):
+        raise ParallelError(f"ToLocalParallel: {len(several)} entries of {name} for a mesh with axes {axes}")
+    for each in several:
+        refuse_other_kind(f"ToLocalParallel: {name}", each, TorchPlacement, ParallelError, fix=fix)
+    return tuple(as_placement(p) for p in several)
 
 
 def _check(axis: str, value: Placement, grad: Placement) -> None:

@@ -88,10 +88,13 @@ def distribute_tensor(
     return wrap(local.detach(), spec_of(layout, mesh), requires_grad=tensor.requires_grad)
 
 
-def refuse_source(mesh: DeviceMesh, rank: int | None) -> None:
+def refuse_source(mesh: DeviceMesh, rank: object) -> None:
     """Raises: LayoutError: no rank of each axis has this index, whose values should count."""
-    if rank is not None and rank not in range(n := min(mesh.shape)):
-        raise LayoutError(f"src_data_rank is {rank!r}: on each axis there are the ranks 0 to {n - 1}")
+    if rank is None:
+        return
+    n = min(mesh.shape)
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < n:
+        raise LayoutError(f"src_data_rank is {rank!r:.60}: on each axis there are the ranks 0 to {n - 1}")
 
 
 def own_part(full: torch.Tensor, layout: Layout, coords: tuple[int, ...]) -> torch.Tensor:

@@ -73,9 +73,9 @@ def read_places(model: nn.Module, cuts: Sequence[str], given: Stages) -> Places:
 
 
 def _check_names(model: nn.Module, cuts: Sequence[str]) -> None:
-    listed = not isinstance(cuts, str) and hasattr(cuts, "__len__")
+    listed = not isinstance(cuts, str) and isinstance(cuts, Sequence)
     if not listed or not all(isinstance(cut, str) for cut in cuts):
-        raise ParallelError(f"{VERB}: cuts={cuts!r}; give a list of names of modules")
+        raise ParallelError(f"{VERB}: cuts={cuts!r:.60}; give a list of names of modules")
     known = {name for name, _ in model.named_modules(remove_duplicate=False) if name}
     for cut in cuts:
         if cut not in known:

@@ -165,8 +165,10 @@ class StageModule(nn.Module):
             # Whole on each rank: where one alone has it (`Owner`), a backward of nothing fails on the others.
             ours = as_ours(term)
             term = ours.redistribute(ours.device_mesh, [Replicate()] * ours.device_mesh.ndim).to_local()
-        if not isinstance(term, torch.Tensor) or term.numel() != 1:
-            raise ParallelError(f"pipeline: the loss has to be a scalar, a sum over tokens, got {term!r:.60}")
+        if not isinstance(term, torch.Tensor) or term.numel() != 1 or term.is_complex():
+            raise ParallelError(
+                f"pipeline: the loss has to be a real scalar, a sum over tokens, got {term!r:.60}"
+            )
         return term
 
     def _term(self, loss: Loss, out: Any, target: Any) -> Tensor:
