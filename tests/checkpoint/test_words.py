@@ -111,16 +111,17 @@ def test_a_value_of_ranks_that_names_none(tmp_path: Path, forged: Any) -> None:
         load(tmp_path / "c")
 
 
-def test_a_folder_that_goes_while_it_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", ["_write", "_commit"])
+def test_a_folder_that_goes_while_it_is_written(tmp_path: Path, step: str) -> None:
     """One process was told that ranks do not share a disk."""
-    write = Job._write
+    real = getattr(Job, step)
 
-    def gone(job: Job) -> Any:
+    def gone(*args: Any) -> Any:
         shutil.rmtree(tmp_path / "c")
-        return write(job)
+        return real(*args)
 
     with (
-        mock.patch.object(Job, "_write", gone),
+        mock.patch.object(Job, step, gone),
         pytest.raises(CheckpointError, match="c was removed or emptied while it was written"),
     ):
         save(tmp_path / "c", v=1)

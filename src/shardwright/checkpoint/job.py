@@ -107,12 +107,9 @@ class Job:
         if self.failure is not None:
             raise self.failure
         store = store_of(self.path)
-        if not store.has(f"saving-{self.id}.json"):
-            if rank() == 0:
-                raise CheckpointError(
-                    f"{self.path} was removed or emptied while it was written (saving-{self.id}.json is "
-                    "gone): look for what cleans up there, and save again"
-                )
+        if self.saving is not None:
+            self.saving.check()
+        elif not store.has(f"saving-{self.id}.json"):
             apart = "" if self.path == self.of_first else f" as {self.of_first} (a time in the path?)"
             raise CheckpointError(
                 f"rank {rank()} does not see {self.path}, which rank 0 made{apart}: the ranks do not share "

@@ -69,6 +69,14 @@ class Saving:
             self.abandon()
             raise
 
+    def check(self) -> None:
+        """Raises CheckpointError where somebody has taken away what `begin` wrote."""
+        if not self._store.has(f"saving-{self.id}.json"):
+            raise CheckpointError(
+                f"{self.path} was removed or emptied while it was written (saving-{self.id}.json is gone): "
+                "look for what cleans up there, and save again"
+            )
+
     def commit(self, text: bytes, files: Sequence[Written]) -> None:
         """Make the save the checkpoint: confirm its files, write its manifest, give that its name.
 
@@ -77,6 +85,7 @@ class Saving:
         store, hold = self._store, self._hold
         if hold is None:
             raise CheckpointError(f"the save to {self.path} has ended")
+        self.check()
         for file in files:
             _confirm(store, file)
         store.write(f"manifest-{self.id}.new", text)
