@@ -104,6 +104,11 @@ def _outside(name, data, source):
         OUTSIDE[name](child, mesh, over_all)
     with pytest.raises(ParallelError) as caught:
         GradientSynchronizer(model if source == "module" else model.named_parameters())
+    model(_batch()[mesh.get_local_rank("dp")][None]).backward()
+    before = [p.detach().to_local().clone() for p in model.parameters()]
+    with pytest.raises(ParallelError, match="which read the same rows as this one"):
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
     return str(caught.value)
 
 
@@ -223,16 +228,23 @@ class _Routed(_Net):
 def _routed(inside, source):
     at = context(data_parallel_shard=2, context_parallel_shard=2, expert_parallel=2)
     model, one, regular = _Routed(inside), _Routed(inside), at.mesh_for("regular")
-    parallelize_expert_parallel(model, at.mesh_for("expert")["ep_replicate", "ep_shard"])
-    parallelize_context(model.part, regular["cp_shard"], output="whole")
+    experts = at.mesh_for("expert")["ep_replicate", "ep_shard"]
+    if source == "context first":
+        parallelize_context(model.part, regular["cp_shard"], output="whole")
+    parallelize_expert_parallel(model, experts)
+    if source != "context first":
+        parallelize_context(model.part, regular["cp_shard"], output="whole")
     parallelize_replicate(model, regular["dp_shard"])
+    if source == "in another dtype":
+        model, one = model.double(), one.double()
     if not inside:
         with pytest.raises(ParallelError, match=r"after.0.router.weight.* that is cut where part"):
-            GradientSynchronizer(model)
+            GradientSynchronizer(model if source == "module" else model.named_parameters())
         return []
     synchronizer = GradientSynchronizer(model if source == "module" else model.parameters())
-    one(_batch()).backward()
-    model(_batch()[regular.get_local_rank("dp_shard")][None]).backward()
+    batch = _batch().to(one.before.weight.dtype)
+    one(batch).backward()
+    model(batch[regular.get_local_rank("dp_shard")][None]).backward()
     synchronizer.synchronize()
     pairs = zip(model.named_parameters(), one.parameters(), strict=True)
     return [
@@ -240,6 +252,7 @@ def _routed(inside, source):
     ]
 
 
-@pytest.mark.parametrize(("inside", "source"), [(True, "module"), (True, "parameters"), (False, "module")])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("source", ["module", "parameters", "context first", "in another dtype"])
 def test_experts_count_these_ranks_as_data_inside_of_the_cut_part_only(ranks, inside, source):
     assert ranks(4, _routed, inside, source) == [[]] * 4

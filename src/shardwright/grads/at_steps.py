@@ -7,6 +7,7 @@ would add gradients of different parameters.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
+from shardwright.grads.coverage import refuse_uncovered
 from shardwright.grads.pending import finish_gradients
 from shardwright.tensor.dtensor import read_gradient
 from shardwright.tensor.explicit_mode import here
@@ -23,6 +25,7 @@ from shardwright.tensor.explicit_mode import here
 _FINISHED = (
     "_finished_gradient"  # on a parameter, from a synchronisation to the next step: which, how written
 )
+_COVERED = "_covered_parameters"  # on an optimizer: those, and where they lie, that were let pass
 _watching: list[Any] = []
 
 
@@ -46,23 +49,34 @@ def finish_unasked(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """What `GradientSynchronizer` does, for the parameters of an optimizer that it has left out.
 
     Not inside `explicit()`, where what would be sent is refused one by one.
-    Raises: ParallelError: as `GradientSynchronizer.synchronize`.
+    Raises: ParallelError: as `GradientSynchronizer`, and its `synchronize`.
     Cost: as that; nothing after a synchronisation.
     """
     if torch.compiler.is_compiling() or here.explicit:
         return
-    found: list[Any] = []
+    held = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, TorchDTensor)]
+    named = {f"parameter {i} of {type(optimizer).__name__}": p for i, p in enumerate(held)}
+    _check_coverage(optimizer, named)
+    pending: dict[str, TorchDTensor] = {}
     left = False
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            use = getattr(getattr(parameter, "_spec", None), "use", None)
-            # One that was frozen since its backward has a gradient all the same, perhaps on this rank alone.
-            if use is not None and use.summed and (parameter.is_floating_point() or parameter.is_complex()):
-                found.append(parameter)
-                left |= not _is_finished(parameter)
+    for name, parameter in named.items():
+        use = getattr(parameter._spec, "use", None)
+        # One that was frozen since its backward has a gradient all the same, perhaps on this rank alone.
+        if use is not None and use.summed and (parameter.is_floating_point() or parameter.is_complex()):
+            pending[name] = parameter
+            left |= not _is_finished(parameter)
     if left:
-        named = {f"parameter {i} of {type(optimizer).__name__}": p for i, p in enumerate(found)}
-        finish_gradients(named, DEFAULT_BUCKET_BYTES, agreed=False)
+        finish_gradients(pending, DEFAULT_BUCKET_BYTES, agreed=False)
+
+
+def _check_coverage(optimizer: Optimizer, named: dict[str, TorchDTensor]) -> None:
+    """Raise ParallelError where a gradient counts too seldom or too often; once, until one moves."""
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    placed: list[object] = [part for p in trained.values() for part in (p, p._spec)]
+    covered = vars(optimizer).get(_COVERED, [])
+    if len(placed) != len(covered) or not all(map(operator.is_, placed, covered)):
+        refuse_uncovered(trained, None)
+        vars(optimizer)[_COVERED] = placed
 
 
 def _is_finished(parameter: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
@@ -55,14 +55,7 @@ def refuse_uncovered(parameters: Mapping[str, TorchDTensor], module: nn.Module |
     """
     over: Mapping[object, CutOver] = {} if module is None else cut_over(module)  # type: ignore[assignment]
     found = {name: _reads(p, over.get(p, {}).values()) for name, p in parameters.items()}
-    shared = frozenset(rank for reads in found.values() for rank in reads.share)
-    if module is None:  # what says of experts whether the sequence is cut around them
-        experts = {name for name, parameter in parameters.items() if _is_spread(parameter)}
-        spread = {parameters[name].device_mesh for name in experts}  # on which their router lies too
-        found |= {
-            n: replace(r, share=shared) for n, r in found.items() if parameters[n].device_mesh in spread
-        }
-    _refuse_counted_twice(found, shared)
+    _refuse_counted_twice(found, frozenset(rank for reads in found.values() for rank in reads.share))
     apart = set(found.values())
     missed = {reads: [other for other in apart if not reads.covers(other)] for reads in apart}
     names = [name for name, reads in found.items() if missed[reads]]
@@ -93,20 +86,12 @@ def _refuse_counted_twice(found: Mapping[str, _Reads], shared: _Ranks) -> None:
 def _reads(parameter: TorchDTensor, said: Iterable[_Ranks]) -> _Reads:
     """said: ranks that cut the activations of its program, from the module that registers it."""
     mesh, use, unit = parameter.device_mesh, as_ours(parameter)._spec.use, managing_unit(parameter)
-    summed, local = (use.summed, use.axes) if use is not None else ((), ())
+    summed = use.summed if use is not None else ()
     if unit is not None:
         summed = (*unit.pending, getattr(parameter, "_fully_sharded", ""))
         said = (*said, *said_of(unit.owner, unit.name).values())
-    between = [axis for axis in summed if unit is None and axis not in local]
-    share = _along(mesh, between).union(*said)
+    share = frozenset((dist.get_rank(), *(use.shared if use is not None else ()))).union(*said)
     return _Reads(_along(mesh, axis_names(mesh)), _along(mesh, summed), share)
-
-
-def _is_spread(parameter: TorchDTensor) -> bool:
-    """Is it cut where it computes as its local tensor, as experts are?"""
-    spec = as_ours(parameter)._spec
-    pairs = zip(spec.layout.axes, spec.layout.placements, strict=True)
-    return spec.use is not None and any(axis in spec.use.axes and p.is_partition for axis, p in pairs)
 
 
 def _along(mesh: DeviceMesh, wanted: Collection[str]) -> _Ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from shardwright.placement.base import Placement
 from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.modules.distribute import carry_over
-from shardwright.tensor.modules.more_axes import cut_over, on_more_axes
+from shardwright.tensor.modules.more_axes import cut_over, on_more_axes, shared_by
 from shardwright.tensor.modules.ties import ties_kept
 from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import as_ours, wrap
@@ -52,7 +53,8 @@ def place_parameters(
     def make(path: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if skip(parameter):
             return None
-        return placed_parameter(path, parameter, mesh, placements, use, src_data_rank, cut[parameter])
+        here = replace(use, shared=shared_by(cut[parameter]))
+        return placed_parameter(path, parameter, mesh, placements, here, src_data_rank, cut[parameter])
 
     with ties_kept(module, "a strategy"):
         return replace_parameters(module, make)

@@ -34,10 +34,13 @@ class LocalUse:
     summed: axes on which the ranks compute different terms of the gradient, which must still be added up
         where the parameter is replicated. On those of `axes` they are terms of the loss; on others they come
         of one program whose activations are cut there (a sequence).
+    shared: ranks, this one among them, that compute with other tokens of the rows that this one reads: they
+        may lie on axes of another mesh than the parameter's (an expert's).
     """
 
     axes: tuple[str, ...]
     summed: tuple[str, ...]
+    shared: tuple[int, ...] = ()
 
 
 class Extra(tuple[ShardOrderEntry, ...]):  # noqa: SLOT001 - a tuple cannot have slots of its own

@@ -38,9 +38,10 @@ def comes_in_terms(owner: nn.Module, name: str, mesh: DeviceMesh) -> None:
     parameter: object = owner._parameters[name]
     if isinstance(parameter, DTensor) and (use := parameter._spec.use) is not None:
         spec, known_axes = parameter._spec, (*use.axes, *use.summed)
-        if new := [axis for axis in ranks if axis in spec.layout.axes and axis not in known_axes]:
-            summed = _in_order(spec.mesh, (*use.summed, *new))
-            parameter._spec = spec_of(spec.layout, spec.mesh, LocalUse(use.axes, summed))
+        new = [axis for axis in ranks if axis in spec.layout.axes and axis not in known_axes]
+        summed = _in_order(spec.mesh, (*use.summed, *new))
+        shared = _together(use.shared, shared_by(ranks))
+        parameter._spec = spec_of(spec.layout, spec.mesh, LocalUse(use.axes, summed, shared))
 
 
 def said_of(owner: nn.Module, name: str) -> CutOver:
@@ -55,6 +56,11 @@ def cut_over(module: nn.Module) -> dict[nn.Parameter, CutOver]:
     for slot in slots_of(module):
         found[slot.get()] = {**found.get(slot.get(), {}), **said_of(slot.owner, slot.name)}
     return found
+
+
+def shared_by(cut: CutOver) -> tuple[int, ...]:
+    """The ranks along the axes that cut its activations, in order."""
+    return tuple(sorted(frozenset[int]().union(*cut.values())))
 
 
 def use_of(parameter: DTensor, cut: Iterable[str]) -> LocalUse:
@@ -105,9 +111,15 @@ def on_more_axes(
     )
     earlier = use_of(before, cut)
     joined = LocalUse(
-        _in_order(both, (*earlier.axes, *use.axes)), _in_order(both, (*earlier.summed, *use.summed))
+        _in_order(both, (*earlier.axes, *use.axes)),
+        _in_order(both, (*earlier.summed, *use.summed)),
+        _together(earlier.shared, use.shared),
     )
     return wrap(inner._local_tensor, spec_of(layout, both, joined))
+
+
+def _together(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted({*left, *right}))
 
 
 def _in_order(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[str, ...]:
