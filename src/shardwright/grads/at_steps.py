@@ -55,28 +55,31 @@ def finish_unasked(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if torch.compiler.is_compiling() or here.explicit:
         return
     held = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, TorchDTensor)]
-    named = {f"parameter {i} of {type(optimizer).__name__}": p for i, p in enumerate(held)}
-    _check_coverage(optimizer, named)
-    pending: dict[str, TorchDTensor] = {}
+    _check_coverage(optimizer, held)
+    pending: list[TorchDTensor] = []
     left = False
-    for name, parameter in named.items():
+    for parameter in held:
         use = getattr(parameter._spec, "use", None)
         # One that was frozen since its backward has a gradient all the same, perhaps on this rank alone.
         if use is not None and use.summed and (parameter.is_floating_point() or parameter.is_complex()):
-            pending[name] = parameter
+            pending.append(parameter)
             left |= not _is_finished(parameter)
     if left:
-        finish_gradients(pending, DEFAULT_BUCKET_BYTES, agreed=False)
+        finish_gradients(_named(optimizer, pending), DEFAULT_BUCKET_BYTES, agreed=False)
 
 
-def _check_coverage(optimizer: Optimizer, named: dict[str, TorchDTensor]) -> None:
+def _check_coverage(optimizer: Optimizer, held: list[TorchDTensor]) -> None:
     """Raise ParallelError where a gradient counts too seldom or too often; once, until one moves."""
-    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    placed: list[object] = [part for p in trained.values() for part in (p, p._spec)]
+    trained = [parameter for parameter in held if parameter.requires_grad]
+    placed: list[object] = [part for p in trained for part in (p, p._spec)]
     covered = vars(optimizer).get(_COVERED, [])
     if len(placed) != len(covered) or not all(map(operator.is_, placed, covered)):
-        refuse_uncovered(trained, None)
+        refuse_uncovered(_named(optimizer, trained), None)
         vars(optimizer)[_COVERED] = placed
+
+
+def _named(optimizer: Optimizer, parameters: list[TorchDTensor]) -> dict[str, TorchDTensor]:
+    return {f"parameter {i} of {type(optimizer).__name__}": p for i, p in enumerate(parameters)}
 
 
 def _is_finished(parameter: Any) -> bool:

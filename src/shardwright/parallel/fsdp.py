@@ -19,6 +19,7 @@ from shardwright.compat.fully_shard import FsdpParameter, Inside, follow_dtype, 
 from shardwright.compat.fully_shard_shown import show_sharded_between
 from shardwright.compat.fully_shard_views import begin_before_bases
 from shardwright.errors import ParallelError
+from shardwright.grads.at_steps import watch_steps
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import ranks_of
 from shardwright.layout.of_tensor import layout_of
@@ -131,6 +132,7 @@ def shard_over(
     ask = fully_shard_kwargs.pop("shard_placement_fn", None)
     _refuse_named([slot for slot in elsewhere if slot.get() not in not_asked], ask)
     answers = _answers(taken, ask, shard_mesh)
+    watch_steps()
     with ties_kept(module, "parallelize_fsdp"):
         if rest := axes[:-1]:
             whole = (Replicate(),) * len(rest)
