@@ -75,6 +75,11 @@ BAD = {
     "axis cp": (DP, {"": ["fsdp", "context"]}, "context_parallel_shard is 1 in this context"),
     "no row for tp": (TP, {"": "fsdp"}, "tensor_parallel is 2, and no row uses it"),
     "fsdp for hsdp": ({"data_parallel_replicate": 2, "data_parallel_shard": 2}, {"": "fsdp"}, "fix: 'hsdp'"),
+    "fsdp beside copies": (
+        {"context_parallel_replicate": 4},
+        {"": ["context", "fsdp"]},
+        "over ranks that share a sequence 'hsdp' replicates, and 'fsdp' cuts where they are context_",
+    ),
     "fsdp over nobody": ({"data_parallel_replicate": 2}, {"": "fsdp"}, "fix: 'hsdp'"),
     "contradiction": (
         DP,

@@ -99,7 +99,7 @@ class Axes:
             return []  # every strategy is what one device does
         found = [
             f"{name!r} has no axis to cut over: {_DEGREE[name]} is 1 in this context\n    fix: build the "
-            f"context with {_DEGREE[name]} above 1, or leave the row out"
+            f"context with {_DEGREE[name]} above 1, or leave the row out{self._instead(name)}"
             for name in _DEGREE
             if name in strategies and self.mesh(name).size() == 1 and not (name == FSDP and self.replicas)
         ]
@@ -128,6 +128,16 @@ class Axes:
                 '    fix: "" = "expert", or expert_parallel=1'
             )
         return found
+
+    def _instead(self, name: str) -> str:
+        """What cuts where there are context ranks alone, which are no axis of 'fsdp' beside 'context'."""
+        ranks = self.degrees.context_parallel_replicate
+        if name != FSDP or ranks == 1:
+            return ""
+        return (
+            f"; over ranks that share a sequence 'hsdp' replicates, and 'fsdp' cuts where they are "
+            f"context_parallel_shard, not context_parallel_replicate={ranks}"
+        )
 
 
 def stage_of(context: DistributedContext) -> DeviceMesh:
