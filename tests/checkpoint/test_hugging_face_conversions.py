@@ -13,9 +13,9 @@ import torch.distributed as dist
 import transformers as t
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.core_model_loading import Chunk, Interleave, WeightConverter
+from transformers.core_model_loading import Chunk, Interleave, PermuteForRope, WeightConverter
 
-from shardwright import Shard, distribute_module
+from shardwright import Ragged, Shard, distribute_module
 from shardwright.checkpoint import load_hf, save_hf
 from shardwright.errors import CheckpointError
 from shardwright.parallel import parallelize_fsdp
@@ -197,10 +197,62 @@ def test_a_tensor_of_the_files_is_joined_of_tensors_of_the_model(tmp_path: Path)
     assert torch.equal(found["model.layers.0.mlp.gate_up.weight"], whole)
 
 
+def rotary(seed: int, *ops: Any) -> nn.Module:
+    """A model whose files hold queries, keys and values in one, the first two in pairs for rotary halves."""
+    torch.manual_seed(seed)
+    model = t.LlamaForCausalLM(t.LlamaConfig(**TEXT | {"hidden_size": 32, "num_key_value_heads": 4}))
+    names = [f"self_attn.{name}_proj.weight" for name in "qkv"]
+    model._weight_conversions = [WeightConverter(["self_attn.qkv.weight"], names, [*ops])]
+    return model
+
+
+REORDERED: dict[str, Callable[[int], nn.Module]] = {
+    "rows in turn": lambda seed: joining(seed, Interleave()),
+    "rows in turn, the other way": lambda seed: joining(seed, Interleave(inverse=True)),
+    "columns in turn": lambda seed: joining(seed, Interleave(dim=1)),
+    "rotary halves": lambda seed: rotary(seed, Chunk(), PermuteForRope(permute_layer_names=["q_", "k_"])),
+}
+
+
+def reordered(folder: Path, which: str) -> None:
+    """Each rank has some columns, or some rows that begin in the middle of a pair."""
+    wanted = REORDERED[which](0)
+    if dist.get_rank() == 0:
+        wanted.save_pretrained(folder / "in")
+    dist.barrier()
+    for dim in (0, 1):
+        model = REORDERED[which](1)
+        cut = {name: {"tp": Ragged((1, 2), (dim,))} for name, p in model.named_parameters() if p.ndim > 1}
+        distribute_module(model, rank_mesh((2,), ("tp",)), cut)
+        assert load_hf(model, folder / "in", maps="auto").unused == ()
+        for name, one in model.state_dict().items():
+            whole = one.full_tensor() if hasattr(one, "full_tensor") else one
+            assert torch.equal(whole, wanted.state_dict()[name]), name
+    save_hf(model, folder / "out", maps="auto")
+
+
+@pytest.mark.parametrize("which", only(["rows in turn", "rotary halves"], REORDERED))
+def test_what_the_files_reorder_is_read_and_written(ranks: Ranks, tmp_path: Path, which: str) -> None:
+    ranks(2, reordered, tmp_path, which)
+    first, second = (load_file(tmp_path / there / "model.safetensors") for there in ("in", "out"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    own = REORDERED[which](0).state_dict()
+    assert any("qkv" in name or "gate_up" in name for name in first.keys() - own.keys())
+
+
+class Turned(Interleave):
+    def convert(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: one.flip(0) for name, one in super().convert(*args, **kwargs).items()}
+
+    @property
+    def reverse_op(self) -> Any:
+        return self
+
+
 def test_what_boxes_do_not_make_is_refused(tmp_path: Path) -> None:
-    """Rows of one in turn with rows of the other."""
     with pytest.raises(CheckpointError, match=r"mlp\.gate_up\.weight of the files is not made of boxes"):
-        save_hf(joining(0, Interleave()), tmp_path / "c", maps="auto")
+        save_hf(joining(0, Turned()), tmp_path / "c", maps="auto")
 
 
 @pytest.mark.parametrize("wrong", ["Auto", "hf"])

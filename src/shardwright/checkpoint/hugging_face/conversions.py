@@ -2,7 +2,8 @@
 
 Its newer models have other tensors than their files: experts in one tensor, other names. `transformers` says
 so in conversions, which it reverts where it saves. They are reverted here on tensors without memory, of which
-each remembers where in the model's it begins and with which strides: that is what a map says.
+each remembers where in the model's it begins and with which strides: that is what a map says. What is joined
+there, or reordered by a reshape that copies, is noted part by part.
 
 Files may be of an older release, or of the model with or without a head, and call the same tensors otherwise.
 What such a name means is asked of the conversions too, in their own direction.
@@ -13,6 +14,8 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -30,9 +33,10 @@ Maps = Sequence[Map] | Map | Literal["auto"]
 
 
 _Meaning = tuple[str, str | None, int]
-# A tensor of the model ("": of none), where a box of it begins in one of the files, and the view that it is.
-_Part = tuple[str, Shape, torch.Tensor]
-_Joined = tuple[torch.Tensor, list[tuple[Shape, torch.Tensor]]]  # with where each begins in it
+# A tensor of the model ("": of none), where a box of it begins in one of the files, how far apart there its
+# neighbours are, and the view that it is.
+_Part = tuple[str, Shape, Shape, torch.Tensor]
+_Joined = tuple[torch.Tensor, list[tuple[Shape, Shape, torch.Tensor]]]  # begins and steps in it
 
 
 def maps_of(model: nn.Module, given: Maps, held: Collection[str] = ()) -> tuple[Map, ...]:
@@ -61,7 +65,7 @@ def conversions(model: nn.Module, held: Collection[str]) -> Map:
     except Exception as error:
         raise CheckpointError(f'maps="auto": its conversions failed: {words_of(error)}') from error
     for source, (whole, parts) in written.items():
-        for name, start, view in parts:
+        for name, start, steps, view in parts:
             link = _link(called.get(source, source), view, shapes[name]) if name else None
             if link is None:
                 raise CheckpointError(
@@ -69,7 +73,8 @@ def conversions(model: nn.Module, held: Collection[str]) -> Map:
                     "transformers reorders what is in it; give maps= of your own, or load with "
                     "from_pretrained before you place it"
                 )
-            links[name].append(link if len(parts) == 1 else link._replace(within=(start, whole)))
+            step = steps if max(steps, default=1) > 1 else None
+            links[name].append(link if len(parts) == 1 else link._replace(within=(start, whole), step=step))
 
     def converted(name: str, shape: Shape) -> list[Link] | None:  # noqa: ARG001 - that of the model
         return links.get(name)
@@ -118,19 +123,20 @@ def _parts(
     whole, parts = joined.get(memory, (view, []))
     box = _link("", view, tuple(whole.shape)) if parts else None
     if box is None:
-        yield of_memory.get(memory, ""), (0,) * view.dim(), view
+        yield of_memory.get(memory, ""), (0,) * view.dim(), (1,) * view.dim(), view
         return
-    for start, part in parts:
-        low = [max(a, b) for a, b in zip(box.offset, start, strict=True)]
-        ends = zip(box.offset, box.size, start, part.shape, strict=True)
-        high = [min(a + n, b + m) for a, n, b, m in ends]
+    for start, steps, part in parts:
+        sides = list(zip(box.offset, box.size, start, steps, part.shape, strict=True))
+        low = [max(0, -(-(a - b) // k)) for a, _, b, k, _ in sides]
+        high = [min(m, -(-(a + n - b) // k)) for a, n, b, k, m in sides]
         if all(a < b for a, b in zip(low, high, strict=True)):
-            cut = part[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))]
+            cut = part[tuple(slice(a, b) for a, b in zip(low, high, strict=True))]
             gone = [dim for dim in range(cut.dim()) if dim not in box.dims]
             cut = cut.permute([*box.dims, *gone]).squeeze(tuple(range(len(box.dims), cut.dim())))
-            for name, at, inner in _parts(cut, of_memory, joined):
-                moved = (low[d] - box.offset[d] + a for d, a in zip(box.dims, at, strict=True))
-                yield name, tuple(moved), inner
+            for name, at, own, inner in _parts(cut, of_memory, joined):
+                spread = {d: (low[d] + a) * steps[d] for d, a in zip(box.dims, at, strict=True)}
+                moved = tuple(start[d] + n - box.offset[d] for d, n in spread.items())
+                yield name, moved, tuple(steps[d] * k for d, k in zip(box.dims, own, strict=True)), inner
 
 
 def _memory(x: torch.Tensor) -> int:
@@ -185,18 +191,53 @@ class _Noted(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))
         if func in _JOINS and made.is_contiguous():
             self._note(made, func is torch.stack, *args, **(kwargs or {}))
+        if func in _RESHAPES and _memory(made) != _memory(args[0]):
+            self._note_copy(made, args[0])
         return made
 
     def _note(self, made: torch.Tensor, stacked: bool, tensors: Sequence[torch.Tensor], dim: int = 0) -> None:
         parts, at, dim = [], 0, dim % made.dim()
         for one in tensors:
             part = one.unsqueeze(dim) if stacked else one
-            parts.append(((*(0,) * dim, at, *(0,) * (made.dim() - dim - 1)), part))
+            parts.append(((*(0,) * dim, at, *(0,) * (made.dim() - dim - 1)), (1,) * made.dim(), part))
             at += part.shape[dim]
         self.joined[_memory(made)] = made, parts
 
+    def _note_copy(self, made: torch.Tensor, x: torch.Tensor) -> None:
+        """A reshape that merged dims: what are neighbours in `x` are a step apart in `made`."""
+        groups = _merged(tuple(x.shape), tuple(made.shape))
+        kept = [min(group, key=lambda dim: (x.shape[dim] == 1, x.stride(dim))) for group in groups]
+        unit = {dim: prod(x.shape[d] for d in group if d > dim) for group in groups for dim in group}
+        over = [dim for dim in unit if dim not in kept]
+        if not groups or prod(x.shape[dim] for dim in over) > _MOST_PARTS:
+            return
+        parts = []
+        for index in product(*(range(x.shape[dim]) for dim in over)):
+            at = dict(zip(over, index, strict=True))
+            part = x[tuple(at.get(dim, slice(None)) for dim in range(x.dim()))]
+            start = tuple(sum(at.get(dim, 0) * unit[dim] for dim in group) for group in groups)
+            parts.append((start, tuple(unit[dim] for dim in kept), part))
+        self.joined[_memory(made)] = made, parts
+
+
+def _merged(shape: Shape, into: Shape) -> list[list[int]]:
+    """For each dim, those that were merged to it; none: the shape was made in another way."""
+    groups: list[list[int]] = []
+    at = 0
+    for n in into:
+        stop = at + 1
+        while stop < len(shape) and prod(shape[at:stop]) < n:
+            stop += 1
+        if prod(shape[at:stop]) != n or at == len(shape):
+            return []
+        groups.append(list(range(at, stop)))
+        at = stop
+    return groups if at == len(shape) else []
+
 
 _COPIES = frozenset({torch.Tensor.contiguous, torch.Tensor.clone, torch.clone})
+_RESHAPES = frozenset({torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten})
+_MOST_PARTS = 4096  # of a copy; what is in more is refused
 _JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, torch.stack})
 
 

@@ -18,7 +18,7 @@ from shardwright.checkpoint.agree import Call, rank, warn_without_group, world
 from shardwright.checkpoint.collect import digest
 from shardwright.checkpoint.hugging_face.conversions import Maps, maps_of
 from shardwright.checkpoint.hugging_face.index import INDEX, SINGLE
-from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of
+from shardwright.checkpoint.hugging_face.maps import Link, Map, cut_by, in_steps, links_of
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import describe, is_copied
 from shardwright.checkpoint.storage import disk
@@ -239,7 +239,8 @@ class _Export:
         part = part.permute([*link.dims, *gone]).reshape(link.shape)
         if link.within is not None:
             joined, parts = self.joined.setdefault(out.name, (_room_for(out), []))
-            joined[tuple(slice(o, o + s) for o, s in zip(link.start, link.shape, strict=True))] = part
+            sides = zip(link.start, link.shape, link.steps, strict=True)
+            joined[tuple(slice(o, o + s * step, step) for o, s, step in sides)] = part
             parts.append(out)
             if not _is_all(parts):
                 return
@@ -333,6 +334,13 @@ def _is_all(parts: Sequence[_Out]) -> bool:
     return held == torch.Size(parts[0].link.whole).numel()
 
 
+def _why_not_once(links: Sequence[Link]) -> str:
+    """Why these parts are not each element of their source exactly once; empty if they are."""
+    step = tuple(max(steps) for steps in zip(*(link.steps for link in links), strict=True))
+    boxes = tuple(box for link in links if (box := in_steps(link, step)))
+    return why_not_once(cut_by(links[0].whole, step), boxes)
+
+
 def _refuse_one_name(tensors: Mapping[str, _Tensor], holders: Mapping[str, tuple[int, ...]]) -> None:
     """Raises CheckpointError where the maps give two tensors of the model one name in the files.
 
@@ -350,9 +358,8 @@ def _refuse_one_name(tensors: Mapping[str, _Tensor], holders: Mapping[str, tuple
             )
         if first.link.within is not None:
             alike = {(out.link.whole, out.dtype, holders[one]) for one, out in parts}
-            boxes = tuple((out.link.start, out.link.shape) for _, out in parts)
             reason = "" if len(alike) == 1 else "they are of several types, or on other ranks (stages)"
-            reason = reason or why_not_once(first.link.whole, boxes)
+            reason = reason or _why_not_once([out.link for _, out in parts])
             if reason:
                 made = ", ".join(dict.fromkeys(one for one, _ in parts))
                 raise CheckpointError(f"{source!r} of the files cannot be joined of {made}: {reason}")

@@ -13,7 +13,7 @@ from torch import nn
 from shardwright.checkpoint.agree import Call
 from shardwright.checkpoint.hugging_face.conversions import Maps, maps_of
 from shardwright.checkpoint.hugging_face.index import INDEX, read_index
-from shardwright.checkpoint.hugging_face.maps import Link, Map, links_of
+from shardwright.checkpoint.hugging_face.maps import Link, Map, Shape, cut_by, in_steps, links_of
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import local_of, note_written, refuse_unwritable, views
 from shardwright.checkpoint.shared_memory import memory_of, refuse_overlaps
@@ -279,10 +279,10 @@ class _Loading:
         gone = [dim for dim in range(cut.dim()) if dim not in link.dims]
         cut = cut.permute([*link.dims, *gone]).view([high[d] - low[d] for d in link.dims])
         number, place = self.places[link.source]
-        offset = tuple(at + low[d] - link.offset[d] for at, d in zip(link.start, link.dims, strict=True))
-        whole = SavedPart(file=number, at=place.at, offset=(0,) * len(place.shape), size=place.shape, sums="")
-        saved = SavedTensor(dtype=place.dtype, shape=place.shape, parts=(whole,))
-        return list(wants(link.source, saved, [(Box(offset, tuple(cut.shape)), cut)]))
+        shape, (offset, size) = _in_source(link, low, high)
+        whole = SavedPart(file=number, at=place.at, offset=(0,) * len(shape), size=shape, sums="")
+        saved = SavedTensor(dtype=place.dtype, shape=shape, parts=(whole,))
+        return list(wants(link.source, saved, [(Box(offset, size), cut.view(size))]))
 
     def change(self) -> None:
         """Put what was read into place."""
@@ -296,6 +296,19 @@ class _Loading:
                 one = self.tensors[name]
                 local_of(self.made.get(id(one), one)).copy_(staged)
         note_written(one for name in self.staged for one in self.twins[name])
+
+
+def _in_source(link: Link, low: Sequence[int], high: Sequence[int]) -> tuple[Shape, tuple[Shape, Shape]]:
+    """A shape of a link's source, and the box of it that a part of the link's box in the model is."""
+    starts = zip(link.start, link.steps, link.dims, strict=True)
+    start = tuple(at + (low[d] - link.offset[d]) * step for at, step, d in starts)
+    sizes = tuple(b - a for a, b in zip(low, high, strict=True))
+    if link.step is None:
+        return link.whole, (start, tuple(sizes[d] for d in link.dims))
+    part = link._replace(offset=tuple(low), size=sizes, within=(start, link.whole))
+    box = in_steps(part, link.step)
+    assert box is not None  # noqa: S101  it is cut by its own steps
+    return cut_by(link.whole, link.step), box
 
 
 def _refuse_other_links(told: Sequence[Mapping[str, list[Link]]]) -> None:

@@ -23,6 +23,8 @@ class Link(NamedTuple):
 
     Args: offset, size: the box. dims: for each dim of the source, the dim of the tensor that it is.
         within: where the box begins in the source, and the shape of that; None: it is all of the source.
+        step: how far apart neighbours in the box are in the source, for each of its dims, which that divides;
+            None: they are neighbours there too.
     """
 
     source: str
@@ -30,6 +32,7 @@ class Link(NamedTuple):
     size: Shape
     dims: tuple[int, ...]
     within: tuple[Shape, Shape] | None = None
+    step: Shape | None = None
 
     @property
     def shape(self) -> Shape:
@@ -45,6 +48,11 @@ class Link(NamedTuple):
     def whole(self) -> Shape:
         """The shape of the source."""
         return self.shape if self.within is None else self.within[1]
+
+    @property
+    def steps(self) -> Shape:
+        """The step along each dim of the source."""
+        return (1,) * len(self.dims) if self.step is None else self.step
 
 
 Map = Callable[[str, Shape], Sequence[Link] | None]
@@ -217,8 +225,10 @@ def links_of(name: str, shape: Shape, maps: Sequence[Map]) -> list[Link]:
 
 
 def _leaves(link: Link) -> bool:
-    sides = zip(link.start, link.shape, link.whole, strict=True)
-    return any(at < 0 or at + n > most for at, n, most in sides)
+    sides = zip(link.start, link.shape, link.whole, link.steps, strict=True)
+    return any(
+        k < 1 or most % k or at < 0 or at + n + max(n - 1, 0) * (k - 1) > most for at, n, most, k in sides
+    )
 
 
 def _through(link: Link, one: Map) -> list[Link]:
@@ -235,6 +245,8 @@ def _through(link: Link, one: Map) -> list[Link]:
 
 def _composed(link: Link, sub: Link) -> Link | None:
     """The part of a link's tensor that a link of its source is; None: that is of another part."""
+    if link.step is not None:
+        raise CheckpointError(f"a map after one that reorders {link.source}: give one map that does both")
     low, high = list(sub.offset), [a + n for a, n in zip(sub.offset, sub.size, strict=True)]
     if link.within is not None:  # of a whole source nothing is cut off, so that a box beyond it is found
         low = [max(a, b) for a, b in zip(link.start, low, strict=True)]
@@ -244,7 +256,28 @@ def _composed(link: Link, sub: Link) -> Link | None:
     offset, size = list(link.offset), list(link.size)
     for dim, start, a, b in zip(link.dims, link.start, low, high, strict=True):
         offset[dim], size[dim] = offset[dim] + a - start, b - a
-    moved = tuple(low[dim] - sub.offset[dim] + at for dim, at in zip(sub.dims, sub.start, strict=True))
+    starts = zip(sub.dims, sub.start, sub.steps, strict=True)
+    moved = tuple((low[dim] - sub.offset[dim]) * step + at for dim, at, step in starts)
     dims = tuple(link.dims[dim] for dim in sub.dims)
-    made = Link(sub.source, tuple(offset), tuple(size), dims, (moved, sub.whole))
+    made = Link(sub.source, tuple(offset), tuple(size), dims, (moved, sub.whole), sub.step)
     return made if made.shape != made.whole else made._replace(within=None)
+
+
+def in_steps(link: Link, step: Shape) -> tuple[Shape, Shape] | None:
+    """A link's box of its source, whose dims are each cut in two by a step:  [n] -> [n / step, step].
+
+    None: there it is no box.
+    """
+    offset: list[int] = []
+    size: list[int] = []
+    for at, n, own, k in zip(link.start, link.shape, link.steps, step, strict=True):
+        if own != k and (own != 1 or at % k or n % k):
+            return None
+        offset += (at // k, at % k)
+        size += (n, 1) if own == k else (n // k, k)
+    return tuple(offset), tuple(size)
+
+
+def cut_by(shape: Shape, step: Shape) -> Shape:
+    """A shape of which each dim is cut in two, as `in_steps` says."""
+    return tuple(part for n, k in zip(shape, step, strict=True) for part in (n // k, k))
