@@ -1,6 +1,8 @@
 """Lists, dicts and attributes among the arguments and results of an erased function are as without it."""
 
 import collections
+import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +21,19 @@ def _numbered(by):
     number = _Number(1.0)
     number.by = by
     return number
+
+
+class _Named(NamedTuple):
+    a: int
+    b: int
+
+
+class _Pair(_Named):
+    """One with attributes."""
+
+
+def _hung(by, held):
+    return _with(_Pair(*held) if isinstance(held, tuple) else collections.OrderedDict(held), by=by)
 
 
 def _with(x, **attributes):
@@ -111,6 +126,9 @@ ALIKE = {
     "attributes of numbers": (lambda x, by: x * by.by, _numbered(1.0), _numbered(2.0)),
     "classes of numbers": (lambda x, by: x * (1 + (type(by) is float)), _numbered(1.0), 1.0),
     "keys": (lambda x, by: x * (1 + any(isinstance(key, int) for key in by)), {1: 0}, {1.0: 0}),
+    "signs of keys": (lambda x, by: x * math.copysign(1.0, max(by)), {0.0: 0}, {-0.0: 0}),
+    "attributes of dicts": (lambda x, by: x * by.by, _hung(1.0, {}), _hung(2.0, {})),
+    "attributes of tuples": (lambda x, by: x * by.by, _hung(1.0, (0, 1)), _hung(2.0, (0, 1))),
     "sizes": (lambda x, by: x * (1 + isinstance(by, torch.Size)), (3,), torch.Size([3])),
     "private attributes": (
         lambda x, by: x * by._by, _with(torch.ones(1), _by=1.0), _with(torch.ones(1), _by=2.0),
@@ -130,6 +148,20 @@ def test_arguments_that_look_alike_are_told_apart(name):
         found, wanted = fast(x, by), program(x, by)
         assert torch.equal(found, wanted)
         assert torch.equal(found.signbit(), wanted.signbit())
+
+
+@pytest.mark.parametrize("kind", ["OrderedDict", "Counter", "UserDict", "ChainMap"])
+def test_what_a_call_hangs_on_a_dict_of_the_standard_library_is_there(kind):
+    held = getattr(collections, kind)({"a": 1})
+
+    def hangs(x):
+        held.told = x * 2
+        return x + 1
+
+    fast = sw.erase(hangs)
+    for turn in range(5):
+        x = torch.ones(3) + turn
+        torch.testing.assert_close((fast(x), held.told), (x + 1, x * 2))
 
 
 def test_a_dict_that_is_changed_in_place_where_a_tensor_holds_it_is_read_again():

@@ -12,6 +12,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.grads import clip_grad_norm_
+from shardwright.parallel import parallelize_tensor
 from shardwright.testing.meshes import rank_mesh
 from tests.tiers import one_in
 
@@ -126,6 +127,23 @@ STEPS = list(product(OPTIMIZERS, [(1, "batch"), (2, "batch"), (2, "tensor")]))
 def test_steps_leave_the_parameters_of_one_device(ranks, name, case):
     world, placing = case
     ranks(world, _steps, name, placing)
+
+
+def _clipped():
+    """Ranks tell each other which gradients they have; a replay compares that."""
+    mesh = rank_mesh((2,), ("tp",))
+    model = parallelize_tensor(
+        nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)), mesh, {"0": "colwise", "1": "rowwise"}
+    )
+    step = make_step(model, OPTIMIZERS["sgd"](model.parameters()), clip_grad_norm_)
+    fast = sw.erase(step)
+    for x in batches(3, (4, 8)):
+        fast(sw.distribute_tensor(x, mesh, {"tp": sw.Replicate()}))
+    assert " expect(" in str(fast)
+
+
+def test_what_ranks_tell_each_other_stands_in_the_printed_program(ranks):
+    ranks(2, _clipped)
 
 
 BLOCKS = {"spmd": sw.spmd, "device": lambda _: torch.device("cpu")}

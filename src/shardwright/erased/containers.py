@@ -6,7 +6,7 @@ is put into the lists that were given.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -59,14 +59,18 @@ class Containers:
                 _fill(theirs, mine, back)
 
 
-def is_size(x: Any) -> bool:
-    """Is it one of `x.shape`, which torch's flattening takes apart and puts together as a plain tuple?"""
-    return isinstance(x, torch.Size)
+def is_whole(x: Any) -> bool:
+    """Would torch's flattening put it together as less than it was?
+
+    A size (`x.shape`) as a plain tuple; an ordered dict, or a tuple with names, without its attributes.
+    """
+    may_have = isinstance(x, tuple) or type(x) is OrderedDict
+    return isinstance(x, torch.Size) or (may_have and bool(getattr(x, "__dict__", None)))
 
 
 def taken_apart(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure; a size is a leaf."""
-    return tree_flatten(tree, is_leaf=is_size)
+    """Leaves and structure."""
+    return tree_flatten(tree, is_leaf=is_whole)
 
 
 def with_leaves(tree: Any, leaves: list[Any]) -> Any:
@@ -81,7 +85,7 @@ def nodes_of(tree: Any) -> list[Any]:
 
     def look(x: Any) -> bool:
         found.append(x)
-        return is_size(x)
+        return is_whole(x)
 
     tree_flatten(tree, is_leaf=look)
     return found

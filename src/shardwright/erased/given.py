@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import tree_flatten
-from shardwright.erased.containers import is_size, nodes_of
+from shardwright.erased.containers import is_whole, nodes_of
 from shardwright.erased.owners import is_the_users
 from shardwright.erased.walk import SCALARS, local_of
 from shardwright.tensor.dtensor import DTensor
@@ -27,13 +27,13 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], A
 
 
 def _flatten_containers(tree: Any) -> tuple[list[Any], Any]:
-    """The structure with the classes of keys: `1`, `1.0` and `True` are one key to a dict."""
-    keys: list[type] = []
+    """The structure with the classes of keys, and signs: `1`, `1.0` and `True` are one key to a dict."""
+    keys: list[Any] = []
 
     def look(x: Any) -> bool:
         if isinstance(x, dict):
-            keys.extend(map(type, x))
-        return is_size(x)
+            keys.extend((type(key), repr(key) if isinstance(key, float) else "") for key in x)
+        return is_whole(x)
 
     leaves, structure = tree_flatten(tree, is_leaf=look)
     return leaves, (structure, *keys)

@@ -22,7 +22,7 @@ from shardwright.compat import (
     view_again,
 )
 from shardwright.compat.fully_shard import gathered_by_units
-from shardwright.erased.containers import Containers, is_size, taken_apart, with_leaves
+from shardwright.erased.containers import Containers, is_whole, taken_apart, with_leaves
 from shardwright.erased.refuse import Refusal
 from shardwright.tensor.autograd import apply, keep_pending
 from shardwright.tensor.dtensor import DTensor
@@ -138,7 +138,7 @@ class Cut:
 
         given = got = args, kwargs
         if torch.is_grad_enabled():
-            made = tree_map_only(torch.Tensor, end_of, given, is_leaf=is_size)
+            made = tree_map_only(torch.Tensor, end_of, given, is_leaf=is_whole)
             got = made if ends else given  # the very lists, where nothing stands for what they hold
         containers = Containers.of(given, got)
         tensors = [x for x in containers.leaves if isinstance(x, torch.Tensor)]

@@ -70,7 +70,9 @@ def _line(line: Line, names: _Names, tape: Tape) -> str:
     if line.number:
         return f"  {line.number} = {_value(line.args[0], names)}.item()"
     call: Any = line.call
-    name = call._schema.name.removeprefix("aten::").removeprefix(f"{FUNCTIONAL}::")
+    is_op = isinstance(call, torch._ops.OpOverload)  # else a function of Python, as marks of a profiler are
+    name = (call._schema.name if is_op else call.__name__).removeprefix("aten::")
+    name = name.removeprefix(f"{FUNCTIONAL}::")
     args = [_value(value, names) for value in line.args]
     args += [f"{key}={_value(value, names)}" for key, value in line.kwargs.items()]
     outs = [names.of(out) for out in line.outs if out is not None]

@@ -421,7 +421,8 @@ class World:
                 self._todo += [(path, x) for x in gc.get_referents(value) if not isinstance(x, _RUNNING)]
             return
         self._todo.append((path, vars(value).get("__wrapped__")))
-        if library in STANDARD - _OF_THE_PROCESS and (is_weak_map(value) or not isinstance(value, Mapping)):
+        if library in STANDARD - _OF_THE_PROCESS:
+            self.facts.append(Fact(path, "length", vars(value), None, len(vars(value))))
             self._attributes(path, value, list(vars(value)))
             return
         # Not the tensors of meshes, say: they are what a mesh is made of, and may be read.
