@@ -106,10 +106,10 @@ WAYS = {
 }
 
 
-def _refused(write, way, x, other):
+def _refused(write, way, *given):
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # of ops that torch calls new
-            write(*way(x, other))
+            write(*way(*given))
     except RuntimeError as error:
         return "unsupported operation" in str(error) or repr(error)
     return False
@@ -130,6 +130,35 @@ def _as_on_one_device(part):
                 assert got == wanted, f"{name}, {how}, {cut}: {got} for {wanted}"
                 if not wanted:
                     close(ours[0], plain[0], f"{name}, {how}, {cut}")
+
+
+# Taken, although elements are one place: by a number each of them gets, or each that is added to it.
+REPEATED = {
+    "index_fill_": lambda x, i, m: x.index_fill_(0, i, 5.0),
+    "index_fill_, none": lambda x, i, m: x.index_fill_(1, i[:0], 5.0),
+    "masked_fill_": lambda x, i, m: x.masked_fill_(m, 5.0),
+    "rows": lambda x, i, m: x.__setitem__(i, 5.0),
+    "added": lambda x, i, m: x.index_put_((i,), torch.ones_like(x[0, 0]), accumulate=True),
+    "a row": lambda x, i, m: x.__setitem__(1, 5.0),  # refused
+}
+
+
+def _repeated_as_on_one_device():
+    index, mask = torch.tensor([1, 2]), torch.arange(12).view(4, 3) % 4 == 1
+    whole = place(index, (sw.Replicate(),)), place(mask, (sw.Replicate(),))
+    for first in (torch.arange(1.0, 5.0).view(4, 1), torch.arange(1.0, 4.0).view(1, 3)):
+        for name, write in REPEATED.items():
+            plain = first.clone()
+            wanted = _refused(write, lambda x, *given: (x.expand(4, 3), *given), plain, index, mask)
+            for cut in (sw.Shard(0), sw.Shard(1), sw.Partial("sum")):
+                ours = place(first, (cut,))
+                got = _refused(write, lambda x, *given: (x.expand(4, 3), *given), ours, *whole)
+                assert got == wanted, f"{name}, {cut}: {got} for {wanted}"
+                close(ours, plain, f"{name}, {cut}")
+
+
+def test_writes_into_repeated_elements_do_what_they_do_on_one_device(ranks):
+    ranks(2, _repeated_as_on_one_device)
 
 
 # What does not go into the written tensor; without data, torch takes many of them.

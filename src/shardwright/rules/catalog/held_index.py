@@ -93,10 +93,11 @@ def scattered(op: Op, held: HeldBy, x: Tensor, dim: int, index: Tensor, *rest: A
     """`scatter*`, `index_add`, `index_copy`, `index_fill`: what is another rank's goes to the extra slot."""
     at = _slotted(held["d"], index, from_end=op._schema.name.startswith("aten::index_fill"))
 
-    def write(wider: Tensor) -> Tensor:
-        return _functional(op)(wider, dim, at, *rest, **kwargs)  # type: ignore[no-any-return]
-
     out = kwargs.pop("out", None)
+
+    def write(wider: Tensor) -> Tensor:
+        return _on_slots(op, out)(wider, dim, at, *rest, **kwargs)  # type: ignore[no-any-return]
+
     return _through_slots(op, x, [dim % x.dim()], write, out)
 
 
@@ -117,10 +118,11 @@ def put(
         if index is not None:
             local[dim] = _slotted(held[f"d{dim}"], index)
 
-    def write(wider: Tensor) -> Tensor:
-        return _functional(op)(wider, local, values, *rest, **kwargs)  # type: ignore[no-any-return]
-
     out = kwargs.pop("out", None)
+
+    def write(wider: Tensor) -> Tensor:
+        return _on_slots(op, out)(wider, local, values, *rest, **kwargs)  # type: ignore[no-any-return]
+
     return _through_slots(op, x, dims, write, out)
 
 
@@ -132,16 +134,34 @@ def _slotted(held: Held, index: Tensor, *, from_end: bool = True) -> Tensor:
 def _through_slots(
     op: Op, x: Tensor, dims: Sequence[int], write: Callable[[Tensor], Tensor], out: Tensor | None
 ) -> Tensor:
-    wider = x
+    """Expanded dims stay expanded, so that the kernel does there what it does on one device."""
+    in_place = op._schema.is_mutable and out is None
+    sides = enumerate(zip(x.shape, x.stride(), strict=True)) if in_place else ()
+    repeated = [dim for dim, (size, stride) in sides if size > 1 and not stride and dim not in dims]
+    held = _once(x, repeated)
+    wider = held
     for dim in dims:
         shape = list(wider.shape)
         shape[dim] = 1
         wider = torch.cat([wider, wider.new_zeros(shape)], dim)
-    written = write(wider)
+    written = write(wider.expand([n if d in repeated else -1 for d, n in enumerate(x.shape)]))
     for dim in dims:
         written = written.narrow(dim, 0, x.shape[dim])
-    target = x if op._schema.is_mutable and out is None else out
-    return written.contiguous() if target is None else target.copy_(written)
+    if in_place:
+        held.copy_(_once(written, repeated))
+        return x
+    return written.contiguous() if out is None else out.copy_(written)
+
+
+def _once(x: Tensor, repeated: Sequence[int]) -> Tensor:
+    for dim in repeated:
+        x = x.narrow(dim, 0, 1)
+    return x
+
+
+def _on_slots(op: Op, out: Tensor | None) -> Op:
+    """What writes the wider tensor, which nobody else has: the op itself, or what `out=` is a form of."""
+    return op if out is None else _functional(op)
 
 
 def _functional(op: Op) -> Op:

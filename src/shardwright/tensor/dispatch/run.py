@@ -29,9 +29,7 @@ from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.wrap import as_replicated, common_use, wrap
 from shardwright.views.local import noted_as
 
-# What one device takes in expanded tensors: all elements of one place get the same.
 _local_of = attrgetter("_local_tensor")
-_TAKES_EXPANDED = frozenset({"aten::fill_", "aten::zero_", "aten::threshold_"})
 
 
 def run(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> Any:
@@ -39,6 +37,8 @@ def run(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tensors: list[
     locals_ = list(map(_local_of, tensors))
     if prepared.moves or prepared.brought_back:
         _move(prepared, func, args, kwargs, tensors, locals_)
+        for back in prepared.brought_back:
+            locals_[back.operand] = _repeating(tensors[back.operand], locals_[back.operand])
         if func._schema.name in LAYS:
             locals_ = list(map(LAYS[func._schema.name], locals_, tensors))
     if prepared.mutated and len(locals_) > 1:
@@ -165,16 +165,25 @@ def _bring_back(func: Op, written: DTensor, held: Layout, local: torch.Tensor) -
     """The call left what it wrote in another layout: the tensor that was given gets the values."""
     changed = wrap(local, spec_of(held, written.device_mesh))
     back = move_unasked(func.name(), changed, written._spec.layout, "written in place")
-    _fill(written._local_tensor, back, func)
+    repeated = _repeated(written)
+    _once(written._local_tensor, repeated).copy_(_once(back, repeated))
 
 
-def _fill(local: torch.Tensor, values: torch.Tensor, func: Op) -> None:
-    """The local tensor gets the values; elements that are one place get theirs once."""
-    if func._schema.name in _TAKES_EXPANDED:
-        for dim, stride in enumerate(local.stride()):
-            if not stride:
-                local, values = (x.narrow(dim, 0, min(1, x.shape[dim])) for x in (local, values))
-    local.copy_(values)
+def _repeated(x: DTensor) -> list[int]:
+    """The dims along which its elements are one place."""
+    return [dim for dim, (size, s) in enumerate(zip(x.shape, x.stride(), strict=True)) if size > 1 and not s]
+
+
+def _once(local: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:
+    for dim in repeated:
+        local = local.narrow(dim, 0, min(1, local.shape[dim]))
+    return local
+
+
+def _repeating(written: DTensor, local: torch.Tensor) -> torch.Tensor:
+    """What moved, with elements in one place where the written ones are: the kernel writes all of them."""
+    repeated = _repeated(written)
+    return _once(local, repeated).expand(local.shape) if repeated else local
 
 
 def _local_call(

@@ -46,6 +46,7 @@ _COPY_SELF = frozenset({
 _READ_BEFORE = frozenset({"ldexp"})
 # Pointwise ones that ask nothing: every element of one place gets the same.
 _TAKES_EXPANDED = frozenset({"masked_fill", "threshold"})
+_FILLS_FROM = torch.ops.aten.fill_.Tensor  # asks that a place is written once; of a number it does not
 
 _FEW = "more than one element of the written-to tensor refers to a single memory location"
 _READ = "some elements of the input tensor and the written-to tensor refer to a single memory location"
@@ -62,7 +63,7 @@ def _questions(func: Op) -> tuple[bool, bool, bool]:
         return True, False, False
     pointwise = is_pointwise(func) and name not in _TAKES_EXPANDED
     partly = (pointwise and name not in _READ_BEFORE) or name in _PARTLY or name in _ALONE
-    return pointwise or name in _ONCE, partly, name in _ALONE
+    return pointwise or name in _ONCE or func is _FILLS_FROM, partly, name in _ALONE
 
 
 def asks_of(func: Op, written: Sequence[DTensor]) -> bool:
