@@ -36,6 +36,18 @@ def _numbers_of_every_type():
             close(got, wanted, f"{number}")
 
 
+def _numbers_that_leave_the_dtype():
+    """torch's functions without data say a wider dtype than kernels give."""
+    mesh = rank_mesh((2,))
+    calls = ((torch.pow, torch.tensor([True, False, True]), True), (torch.clamp, torch.arange(3.0), 1 + 0j))
+    for call, plain, number in calls:
+        x = sw.distribute_tensor(plain, mesh, [sw.Shard(0)])
+        for other in (2, number, 2.5, number):
+            wanted, got = call(plain, other), call(x, other)
+            assert sw.layout_of(got).dtype == got.to_local().dtype == wanted.dtype, (call, other)
+            close(got, wanted, f"{call}, {other}")
+
+
 def _other_widths():
     mesh = rank_mesh((2,))
     plain = torch.arange(8)
@@ -77,6 +89,10 @@ def _once_for_all_layouts():
 
 def test_numbers_of_other_types_give_other_dtypes_whichever_came_first(ranks):
     ranks(2, _numbers_of_every_type)
+
+
+def test_a_number_that_leaves_the_dtype_as_it_is(ranks):
+    ranks(2, _numbers_that_leave_the_dtype)
 
 
 def test_the_default_dtype_is_part_of_the_call(ranks):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import reduce
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial, reduce
 from types import NoneType
 from typing import Any
 
@@ -34,6 +34,8 @@ _LIKE_SELF: dict[str, tuple[torch.dtype | None, ...]] = {
     "aten::multi_margin_loss_backward": (None,),
     "aten::multilabel_margin_loss_backward": (None,),
 }
+# Ops by element whose function for tensors without data may state another dtype than their kernels give.
+_PROMOTE_OTHERWISE = frozenset({"aten::clamp", "aten::clip", "aten::pow", "aten::threshold_backward"})
 # Norms whose CPU kernels keep mean and deviation in the widest type of their operands; torch's functions for
 # tensors without data do not say so.
 _STATISTICS = frozenset({"aten::native_layer_norm", "aten::native_group_norm"})
@@ -168,12 +170,25 @@ def _refuse_what_does_not_fit(
     plain = functional_form(func) if is_pointwise(func) and not out_names(func) else None
     if plain is not None and isinstance(args[0], DTensor):
         layout = args[0]._spec.layout
-        fits(func, plain(*meta_args, **meta_kwargs), layout.shape, layout.dtype)
+        fits(func, _without_data(plain)(*meta_args, **meta_kwargs), layout.shape, layout.dtype)
 
 
 def _without_data(func: Op) -> Callable[..., Any]:
     """What makes the results of an op from operands without data."""
+    if func._schema.name in _PROMOTE_OTHERWISE and not func._schema.is_mutable:
+        return partial(_promoted, func)
     return _OWN.get(func._schema.name, func)
+
+
+def _promoted(func: Op, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The result without data, of the dtype that the kernel gives elements like these."""
+    made: torch.Tensor = func(*args, **kwargs)
+    ones = tree_map_only(
+        torch.Tensor, lambda x: torch.ones([1] * x.dim(), dtype=x.dtype, device="cpu"), (args, kwargs)
+    )
+    with suppress(RuntimeError):  # CPUs have no kernel for such a type
+        return made.to(func(*ones[0], **ones[1]).dtype)
+    return made
 
 
 def _speaks_for_another(args: Args, kwargs: Kwargs) -> bool:
