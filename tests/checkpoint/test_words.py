@@ -16,7 +16,17 @@ import torch
 import xxhash
 from torch import nn
 
-from shardwright.checkpoint import async_save, convert, load, load_hf, read_manifest, save, save_hf, step_path
+from shardwright.checkpoint import (
+    async_save,
+    convert,
+    diff,
+    load,
+    load_hf,
+    read_manifest,
+    save,
+    save_hf,
+    step_path,
+)
 from shardwright.checkpoint.job import Job
 from shardwright.errors import CheckpointError
 
@@ -99,14 +109,39 @@ def test_a_source_that_may_not_be_looked_at(tmp_path: Path, asked: str) -> None:
         convert(tmp_path / "x.pt", tmp_path / "c")
 
 
-@pytest.mark.parametrize("forged", [1.5, None, [1], "0"])
-def test_a_value_of_ranks_that_names_none(tmp_path: Path, forged: Any) -> None:
-    path = save(tmp_path / "c", v=1) / "manifest.json"
+def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest, and give it the right checksum."""
     body = json.loads(path.read_bytes())["manifest"]
-    body["values"]["rng"]["v"] = forged
+    change(body)
     text = json.dumps(body, separators=(",", ":"))
     sum_of = xxhash.xxh3_128_hexdigest(text.encode())
     path.write_text(f'{{"shardwright": "checkpoint", "checksum": "{sum_of}",\n"manifest": {text}}}\n')
+
+
+@pytest.mark.parametrize(
+    "forged", [float("nan"), {"$": "dict"}, {"$": []}, {"$": "dict", "v": [[{}, 1], [1]]}]
+)
+def test_values_that_no_save_wrote_are_told_apart(tmp_path: Path, forged: Any) -> None:
+    """`diff` ended in the errors of the functions that look at them."""
+    one, other = save(tmp_path / "a", v=1), save(tmp_path / "b", v=1)
+    forge(other / "manifest.json", lambda body: body["values"].update(v=forged))
+    assert "v" in [found.path for found in diff(one, other)]
+
+
+def test_a_state_of_generators_with_a_negative_word(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", v=1)
+    forge(
+        path / "manifest.json",
+        lambda body: body["values"]["rng"]["v"]["0"]["numpy"]["v"].__setitem__(1, [-1] * 624),
+    )
+    with pytest.raises(CheckpointError, match="c cannot be used: the state of the generators is none"):
+        load(path)
+
+
+@pytest.mark.parametrize("forged", [1.5, None, [1], "0"])
+def test_a_value_of_ranks_that_names_none(tmp_path: Path, forged: Any) -> None:
+    path = save(tmp_path / "c", v=1) / "manifest.json"
+    forge(path, lambda body: body["values"]["rng"].update(v=forged))
     with pytest.raises(CheckpointError, match="rng is no value that was saved"):
         load(tmp_path / "c")
 

@@ -56,7 +56,7 @@ def check_rng(state: Any) -> None:
             raise TypeError("cuda's is no tensor")
         if type(state.get("undivided")) not in (int, NoneType):
             raise TypeError("the seed of undivided streams is no number")
-    except (TypeError, ValueError, KeyError, IndexError, RuntimeError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"the state of the generators is none ({error})") from None
 
 

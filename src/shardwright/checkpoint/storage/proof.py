@@ -103,7 +103,7 @@ def _prove_tensor(
 ) -> None:
     itemsize = ITEMSIZES.get(tensor.dtype)
     if itemsize is None:
-        raise CheckpointError(f"{key}: elements of type {tensor.dtype!r} are not known here")
+        raise CheckpointError(f"{key}: elements of type {tensor.dtype!r:.60} are not known here")
     if len(tensor.shape) > _MOST_DIMS:
         raise CheckpointError(f"{key}: it has {len(tensor.shape)} dims, at most {_MOST_DIMS} are read")
     reason = why_not_once(tensor.shape, tuple([(part.offset, part.size) for part in tensor.parts]))

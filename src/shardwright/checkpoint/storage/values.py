@@ -135,8 +135,11 @@ def kept_in(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[str, tupl
 
 
 def canonical(value: Any) -> str:
-    """One text for all forms of a value (as JSON) that are equal: dicts in any order."""
-    return json.dumps(_ordered(value), allow_nan=False, sort_keys=True)
+    """One text for all forms of a value (as JSON) that are equal: dicts in any order.
+
+    Of any JSON, since a manifest may hold what no save wrote: numbers that are none, tags of nothing.
+    """
+    return json.dumps(_ordered(value), sort_keys=True)
 
 
 def _ordered(value: Any) -> Any:
@@ -145,7 +148,7 @@ def _ordered(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     found = {key: _ordered(one) for key, one in value.items()}
-    if found.get(_TAG) in _UNORDERED:
+    if isinstance(found.get("v"), list) and found.get(_TAG) in _UNORDERED:
         found["v"] = sorted(found["v"], key=lambda pair: json.dumps(pair, sort_keys=True))
     return found
 
