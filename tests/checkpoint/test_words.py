@@ -138,6 +138,19 @@ def test_a_state_of_generators_with_a_negative_word(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.parametrize("forged", [2.5, "weight", [1]])
+def test_parameters_of_a_group_that_are_no_names(tmp_path: Path, forged: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    path = save(tmp_path / "c", model, optimizer)
+    forge(
+        path / "manifest.json",
+        lambda body: body["optimizers"]["optimizer"]["groups"][0].update(params=forged),
+    )
+    with pytest.raises(CheckpointError, match=r"optimizers.*params are no names"):
+        load(path, model, optimizer)
+
+
 @pytest.mark.parametrize("forged", [1.5, None, [1], "0"])
 def test_a_value_of_ranks_that_names_none(tmp_path: Path, forged: Any) -> None:
     path = save(tmp_path / "c", v=1) / "manifest.json"

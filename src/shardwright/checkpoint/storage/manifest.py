@@ -9,7 +9,7 @@ import sys
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from shardwright.checkpoint.storage import legacy
 from shardwright.checkpoint.storage.place import Place, place_of
@@ -78,6 +78,13 @@ class SavedTensor(_Entry):
         return f"{self.dtype}{list(self.shape)}"
 
 
+def _with_names(group: dict[str, Any]) -> dict[str, Any]:
+    names = group.get("params", [])
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+        raise ValueError("params are no names")
+    return group
+
+
 class SavedOptimizer(_Entry):
     """An optimizer but for its tensors, which are `<its name>/<parameter>/<state>` among the others.
 
@@ -86,7 +93,7 @@ class SavedOptimizer(_Entry):
     """
 
     kind: str
-    groups: tuple[dict[str, Any], ...]
+    groups: tuple[Annotated[dict[str, Any], AfterValidator(_with_names)], ...]
     values: dict[str, dict[str, Any]]
 
 
