@@ -130,3 +130,25 @@ def _two_uses():
 
 def test_a_compiled_function_tells_uses_on_other_axes_apart(ranks):
     ranks(4, _two_uses, timeout=120)
+
+
+BESIDE = {
+    "embedding": torch.nn.functional.embedding,
+    "of a list": lambda x, weight: torch.cat([x[:, None].expand(-1, 3) * 1.0, weight]),
+    "made inside": lambda x, weight: weight + torch.arange(3.0),
+}
+
+
+def _beside():
+    """Rows of each rank's own: their graph took them for the whole, and joined results of both."""
+    mesh = rank_mesh((2,), ("tp",))
+    weight = sw.distribute_tensor(torch.ones(8, 3), mesh, [sw.Shard(0)])
+    rows = torch.arange(4) + dist.get_rank()
+    for function in BESIDE.values():
+        compiled = _compiled(function, "aot_eager")
+        with pytest.raises(RuntimeError, match="beside a DTensor: where does it live"):
+            compiled(rows, weight)
+
+
+def test_a_plain_tensor_beside_a_distributed_one_is_refused_in_a_graph_too(ranks):
+    ranks(2, _beside, timeout=120)

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from shardwright.compat import (
     DisableTorchFunctionSubclass,
+    FakeTensor,
     current_graph_task_id,
     get_unwrapped,
     implicitly_replicated,
@@ -149,6 +150,7 @@ def call(
     """
     kwargs = {} if kwargs is None else kwargs
     if torch.compiler.is_compiling():
+        _judge_in_a_graph(func, args, kwargs)
         with DisableTorchFunctionSubclass():
             own = OF_GRAPHS.get(func)
             return func(*args, **kwargs) if own is None else own(func, args, kwargs)
@@ -178,6 +180,23 @@ def call(
     finally:
         state.functions = depth
     return out if out.__class__ is not torch.Tensor else judged(func, args, kwargs, out)
+
+
+def _judge_in_a_graph(func: Any, args: Args, kwargs: dict[str, Any]) -> None:
+    """Refuse what a call that is not compiled refuses, where Dynamo reads the program's own calls.
+
+    Later, as the graph is taken apart, torch's own helpers are met here too.
+    """
+    alike = state.blocks or state.rank_local or implicitly_replicated()
+    if not alike and any(map(_is_read_by_dynamo, (*args, *kwargs.values()))):
+        _refuse_plain(func, args, kwargs)
+
+
+def _is_read_by_dynamo(value: Any) -> bool:
+    """Is it a plain tensor, or a list with one, of those without data that Dynamo runs a call on?"""
+    if isinstance(value, list | tuple):
+        return any(map(_is_read_by_dynamo, value))
+    return type(value) is FakeTensor
 
 
 def judged(func: Any, args: Args, kwargs: dict[str, Any] | None, out: torch.Tensor) -> Any:
