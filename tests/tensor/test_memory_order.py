@@ -172,6 +172,7 @@ _NEW = {
     "of a tensor": lambda x: x.abs() ** x,
     "in place": lambda x: x.clone().abs_().pow_(2),
     "its reshape": lambda x: (2**x).view(-1),
+    "found among others": lambda x: torch.isin(x, x.flatten()[:3]),
     "padded sequences": lambda x: _padded(x, batch_first=True),
     "padded, steps first": lambda x: _padded(x, batch_first=False),
 }

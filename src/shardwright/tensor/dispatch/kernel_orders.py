@@ -77,7 +77,7 @@ _ON_CPU: dict[str, Order] = {
         (
             "aten::huber_loss_backward", "aten::smooth_l1_loss_backward", "aten::mse_loss_backward",
             "aten::log_sigmoid_forward", "aten::normal", "aten::_log_softmax_backward_data",
-            "aten::glu_backward", "aten::nll_loss2d_forward", "aten::masked_fill",
+            "aten::glu_backward", "aten::nll_loss2d_forward", "aten::masked_fill", "aten::isin",
         ),
         lambda _args, made: _laid(made, torch.contiguous_format),
     ),
