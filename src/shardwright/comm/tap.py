@@ -66,7 +66,7 @@ def listen(listener: Listener) -> None:
     with _lock:
         _listeners = (*_listeners, listener)
         if _remove is None and dist.is_available():
-            _remove = before_each_call("c10d", list(_KINDS), _tell)
+            _remove = before_each_call(list(_KINDS), _tell)
 
 
 def stop_listening(listener: Listener) -> None:

@@ -355,15 +355,15 @@ def _order_names(entries: Any, names: tuple[str, ...]) -> tuple[str, ...] | None
 
 
 def before_each_call(
-    namespace: str, names: Sequence[str], tell: Callable[[str, tuple[Any, ...]], None]
+    names: Sequence[str], tell: Callable[[str, tuple[Any, ...]], None]
 ) -> Callable[[], None]:
-    """Call `tell(name, args)` before operators run, whoever calls them, from Python or C++, in any thread.
+    """Call `tell(name, args)` before collectives run, whoever calls them, from Python or C++, in any thread.
 
     Below every dispatch mode and subclass: what is told of really runs. Returns: what undoes it.
     """
-    library = torch.library.Library(namespace, "IMPL")
+    library = torch.library.Library("c10d", "IMPL")
     for name in names:
-        op = getattr(getattr(torch.ops, namespace), name).default
+        op = getattr(torch.ops.c10d, name).default
         library.impl(name, _telling(name, op, tell), "BackendSelect", with_keyset=True)
     return library._destroy
 

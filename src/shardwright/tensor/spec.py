@@ -279,7 +279,7 @@ def spec_of(layout: Layout, mesh: DeviceMesh, use: LocalUse | None = None) -> Sp
     return spec_kind(kind, mesh, use).spec(layout.shape, layout)
 
 
-def spec_kind(kind: Kind, mesh: DeviceMesh, use: LocalUse | None = None) -> SpecKind:
+def spec_kind(kind: Kind, mesh: DeviceMesh, use: LocalUse | None) -> SpecKind:
     """The one object of a kind of layouts on a mesh."""
     key = kind, id(mesh), use  # what is found holds its mesh, so that no other one has this id
     known = _kinds.get(key)

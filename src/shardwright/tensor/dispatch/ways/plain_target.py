@@ -12,6 +12,7 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.placement.partial import Partial
 from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.op import by_name
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import refuse_moves
 from shardwright.tensor.move import announce, move_asked, whole_unasked
@@ -33,11 +34,9 @@ def write_into_plain(func: Op, args: Args, kwargs: Kwargs) -> Any:
             return None
     if recording():
         record_decision(func.name(), "gather: a DTensor is written into a plain tensor")
-    names = [a.name for a in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    given = by_name(func, args, kwargs)
     full = {name: _whole(func, value) for name, value in given.items()}
-    positional = [full[name] for name in names[: len(args)]]
-    out = func(*positional, **{name: full[name] for name in kwargs})
+    out = func(*list(full.values())[: len(args)], **{name: full[name] for name in kwargs})
     owners: dict[int, DTensor] = {}
     for argument in func._schema.arguments:
         if argument.name in given and argument.alias_info is not None and argument.alias_info.is_write:
