@@ -69,10 +69,10 @@ def that_may_have_gradients(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         }
 
 
-def name_list(names: Sequence[str], limit: int = 4) -> str:
-    """Return the first names, and how many more there are."""
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+def name_list(names: Sequence[str]) -> str:
+    """Return the first four names, and how many more there are."""
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 
 def _position_text(position: int, tensor: object) -> str:
