@@ -2,13 +2,14 @@
 
 import copy
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.parallel import parallelize_replicate
+from shardwright.parallel import parallelize_replicate, parallelize_tensor
 from shardwright.testing.meshes import rank_mesh
 from tests.tiers import only
 
@@ -152,3 +153,32 @@ def _beside():
 
 def test_a_plain_tensor_beside_a_distributed_one_is_refused_in_a_graph_too(ranks):
     ranks(2, _beside, timeout=120)
+
+
+def _branch():
+    torch.manual_seed(0)
+    layers = {"norm": torch.nn.LayerNorm(8), "up": torch.nn.Linear(8, 16), "down": torch.nn.Linear(16, 8)}
+    return torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Sequential(OrderedDict(layers)))
+
+
+def _cut_between_blocks():
+    """Tokens that the ranks divide, and such that they do not."""
+    mesh = rank_mesh((2,), ("tp",))
+    plain = _branch()
+    plan = {"1.up": "colwise", "1.down": "rowwise"}
+    model = parallelize_tensor(_branch(), mesh, plan, sequence_parallel=True)
+    compiled = _compiled(model, "aot_eager")
+    for count in (6, 5):
+        tokens = torch.arange(2 * count).reshape(2, count) % 11
+        for module in (plain, model):
+            module.zero_grad()
+        wanted = plain(tokens)
+        wanted.square().sum().backward()
+        out = compiled(sw.distribute_tensor(tokens, mesh, [sw.Replicate()]))
+        torch.testing.assert_close(out.full_tensor(), wanted)
+        out.square().sum().backward()
+        check_full_gradients(model, {name: p.grad for name, p in plain.named_parameters()})
+
+
+def test_a_model_whose_sequence_is_cut_between_blocks_is_one_graph(ranks):
+    ranks(2, _cut_between_blocks, timeout=120)

@@ -89,7 +89,7 @@ def of_embeddings(module: nn.Module) -> Borders:
 def hang(borders: Borders, mesh: DeviceMesh) -> None:
     """Hang the hooks that gather, cut and finish the stream on the modules."""
     (axis,) = axis_names(mesh)
-    for hook in (_before, _after, _finished):  # they read layouts, at which graphs break
+    for hook in (_before, _after, _finished):  # a graph of a hook alone saves nothing
         never_compiled_alone(hook)
     for gathered in {each.shared for each in borders.values()} | {each.beside for each in borders.values()}:
         if gathered is not None:
@@ -171,5 +171,5 @@ def _is_stream(value: Any) -> bool:
 
 
 def _placement(value: DTensor, axis: str) -> Placement:
-    layout = value._spec.layout
-    return layout.placements[layout.axes.index(axis)] if axis in layout.axes else _NOT_CUT
+    axes = axis_names(value.device_mesh)  # not of its layout, at which graphs break
+    return value.placements[axes.index(axis)] if axis in axes else _NOT_CUT
