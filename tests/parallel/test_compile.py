@@ -7,6 +7,7 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.parallel import loss_parallel
 
 import shardwright as sw
 from shardwright.parallel import parallelize_replicate, parallelize_tensor
@@ -153,6 +154,24 @@ def _beside():
 
 def test_a_plain_tensor_beside_a_distributed_one_is_refused_in_a_graph_too(ranks):
     ranks(2, _beside, timeout=120)
+
+
+def _taken_beside():
+    """What eager takes: labels of a loss that says so, and lists whose tensors are met one by one."""
+    mesh = rank_mesh((2,), ("tp",))
+    logits, labels = torch.linspace(-1, 1, 40).reshape(4, 10), torch.tensor([1, 0, 9, 5])
+    cut = sw.distribute_tensor(logits, mesh, [sw.Shard(1)])
+    with loss_parallel():
+        loss = _compiled(torch.nn.functional.cross_entropy, "aot_eager")(cut, labels)
+    torch.testing.assert_close(loss.full_tensor(), torch.nn.functional.cross_entropy(logits, labels))
+    several = [cut, torch.ones(3) + dist.get_rank()]
+    made = _compiled(torch._foreach_add, "aot_eager")(several, 1.0)
+    torch.testing.assert_close(made[0].full_tensor(), logits + 1)
+    torch.testing.assert_close(made[1], several[1] + 1)
+
+
+def test_plain_tensors_that_say_how_they_are_meant_are_taken_in_a_graph(ranks):
+    ranks(2, _taken_beside, timeout=120)
 
 
 def _branch():

@@ -187,8 +187,10 @@ def _judge_in_a_graph(func: Any, args: Args, kwargs: dict[str, Any]) -> None:
 
     Later, as the graph is taken apart, torch's own helpers are met here too.
     """
-    alike = state.blocks or state.rank_local or implicitly_replicated()
-    if not alike and any(map(_is_read_by_dynamo, (*args, *kwargs.values()))):
+    if state.blocks or state.rank_local or not any(map(_is_read_by_dynamo, (*args, *kwargs.values()))):
+        return
+    alike = implicitly_replicated() or _is_parallel_loss(func, args, kwargs)
+    if not alike and positions_apart(func, args, kwargs) is None:
         _refuse_plain(func, args, kwargs)
 
 
