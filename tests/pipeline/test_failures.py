@@ -230,7 +230,7 @@ WRONG_LOSSES = {
 def test_a_loss_that_is_no_scalar_is_told_to_all(ranks, loss):
     """The last stage had failed alone, after the schedule, and the others waited for it."""
     for texts in ranks(2, _with_loss, loss, timeout=30):
-        assert all("the loss has to be a scalar" in text for text in texts)
+        assert all("the loss has to be a real scalar" in text for text in texts)
 
 
 def _with_data(data):
