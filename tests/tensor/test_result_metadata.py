@@ -95,6 +95,26 @@ def test_a_number_that_leaves_the_dtype_as_it_is(ranks):
     ranks(2, _numbers_that_leave_the_dtype)
 
 
+def _operands_of_other_dtypes():
+    mesh = rank_mesh((2,))
+    x, wide, dropped = (
+        torch.ones(5),
+        torch.ones(5, dtype=torch.float64),
+        torch.ops.aten.native_dropout_backward,
+    )
+    for call, *plain in ((torch.addr, torch.ones(5, 4), wide, torch.ones(4)), (dropped, x, wide, 2.0)):
+        given = (
+            sw.distribute_tensor(v, mesh, [sw.Shard(0)]) if isinstance(v, torch.Tensor) else v for v in plain
+        )
+        wanted, got = call(*plain), call(*given)
+        assert sw.layout_of(got).dtype == got.to_local().dtype == wanted.dtype, call
+        close(got, wanted, str(call))
+
+
+def test_operands_of_other_dtypes_promote_as_kernels_do(ranks):
+    ranks(2, _operands_of_other_dtypes)
+
+
 def test_the_default_dtype_is_part_of_the_call(ranks):
     ranks(2, _other_widths)
 

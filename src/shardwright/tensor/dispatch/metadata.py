@@ -35,7 +35,16 @@ _LIKE_SELF: dict[str, tuple[torch.dtype | None, ...]] = {
     "aten::multilabel_margin_loss_backward": (None,),
 }
 # Ops by element whose function for tensors without data may state another dtype than their kernels give.
-_PROMOTE_OTHERWISE = frozenset({"aten::clamp", "aten::clip", "aten::pow", "aten::threshold_backward"})
+_PROMOTE_OTHERWISE = frozenset(
+    {
+        "aten::addr",
+        "aten::clamp",
+        "aten::clip",
+        "aten::native_dropout_backward",
+        "aten::pow",
+        "aten::threshold_backward",
+    }
+)
 # Norms whose CPU kernels keep mean and deviation in the widest type of their operands; torch's functions for
 # tensors without data do not say so.
 _STATISTICS = frozenset({"aten::native_layer_norm", "aten::native_group_norm"})
