@@ -56,6 +56,12 @@ def made(family: str, seed: int) -> nn.Module:
     return model
 
 
+def are_equal(model: nn.Module, wanted: nn.Module) -> None:
+    for name, one in model.state_dict().items():
+        whole = one.full_tensor() if hasattr(one, "full_tensor") else one
+        assert torch.equal(whole, wanted.state_dict()[name]), name
+
+
 def there_and_back(folder: Path, family: str) -> None:
     warnings.simplefilter("ignore")
     wanted, model = made(family, 0), made(family, 1)
@@ -65,9 +71,7 @@ def there_and_back(folder: Path, family: str) -> None:
     cut = {name: {"tp": Shard(p.ndim - 1)} for name, p in model.named_parameters() if p.ndim > 1}
     distribute_module(model, rank_mesh((2,), ("tp",)), cut)
     assert load_hf(model, folder / "in", maps="auto").unused == ()
-    for name, one in model.state_dict().items():
-        whole = one.full_tensor() if hasattr(one, "full_tensor") else one
-        assert torch.equal(whole, wanted.state_dict()[name]), name
+    are_equal(model, wanted)
     save_hf(model, folder / "out", maps="auto")
 
 
@@ -225,9 +229,7 @@ def reordered(folder: Path, which: str) -> None:
         cut = {name: {"tp": Ragged((1, 2), (dim,))} for name, p in model.named_parameters() if p.ndim > 1}
         distribute_module(model, rank_mesh((2,), ("tp",)), cut)
         assert load_hf(model, folder / "in", maps="auto").unused == ()
-        for name, one in model.state_dict().items():
-            whole = one.full_tensor() if hasattr(one, "full_tensor") else one
-            assert torch.equal(whole, wanted.state_dict()[name]), name
+        are_equal(model, wanted)
     save_hf(model, folder / "out", maps="auto")
 
 
