@@ -270,3 +270,36 @@ def _interrupted():
 
 def test_a_step_that_raises_leaves_the_number(ranks):
     ranks(2, _interrupted)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_schedules_in_a_chain_are_stepped(inside):
+    """The chain has no count of its own."""
+    weights, losses = [], []
+    for erase in (sw.erase, lambda function: function):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = optim.SGD([weight], lr=0.1, momentum=0.5)
+        parts = [
+            optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2),
+            optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
+        ]
+        schedule = optim.lr_scheduler.ChainedScheduler(parts)
+
+        def step(weight=weight, optimizer=optimizer, schedule=schedule):
+            optimizer.zero_grad()
+            loss = weight.square().sum()
+            loss.backward()
+            optimizer.step()
+            if inside:
+                schedule.step()
+            return loss.detach()
+
+        fast, found = erase(step), []
+        for _ in range(ROUNDS):
+            found.append(fast())
+            if not inside:
+                schedule.step()
+        losses.append(found)
+        weights.append(weight)
+    torch.testing.assert_close(*weights)
+    torch.testing.assert_close(*losses)

@@ -1,5 +1,8 @@
 """What no operator shows of a call (errors, attributes, memory, hooks, threads) is as without `erase`."""
 
+import decimal
+import logging
+import sys
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -70,6 +73,29 @@ def _in_a_thread(held, x):
     thread.start()
     thread.join()
     return x + held
+
+
+LEFT = {  # what a call leaves otherwise: how it is read, and written
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled, (True, False)),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, (torch.float32, torch.float64)),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads, (1, 2)),
+    "name of the thread": (
+        lambda: threading.current_thread().name,
+        lambda name: setattr(threading.current_thread(), "name", name),
+        ("1", "2"),
+    ),
+    "decimal context": (
+        lambda: decimal.getcontext().prec,
+        lambda n: setattr(decimal.getcontext(), "prec", n),
+        (7, 9),
+    ),
+    "level of the root logger": (
+        lambda: logging.getLogger().level,
+        lambda n: logging.getLogger().setLevel(n),
+        (30, 40),
+    ),
+    "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit, (3000, 4000)),
+}
 
 
 def _result(function, *args):
@@ -196,6 +222,25 @@ def test_threads_and_files_are_no_part_of_a_recording(tmp_path):
         fast(torch.full((2,), float(call)), "x")
         assert torch.load(tmp_path / "x")[0] == call
     assert "it writes a file" in str(fast.report())
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_stands_around_a_call_is_left_as_the_call_leaves_it(name):
+    read, write, (one, other) = LEFT[name]
+
+    def switches(x):
+        write(other if read() == one else one)
+        return x + 1
+
+    fast, before = sw.erase(switches), read()
+    try:
+        write(one)
+        for call in range(4):
+            fast(torch.ones(2))
+            assert read() == (one if call % 2 else other)
+    finally:
+        write(before)
+    assert f"{name}: the call changes it" in str(fast.report())
 
 
 def _unlike_ranks(traced):

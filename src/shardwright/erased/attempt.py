@@ -11,7 +11,7 @@ import torch
 from shardwright.comm.record import source_line
 from shardwright.comm.traced import in_groups
 from shardwright.compat import DisableTorchFunctionSubclass, is_batch_of_gradients
-from shardwright.erased import given, holds
+from shardwright.erased import given, holds, surroundings
 from shardwright.erased.containers import CHANGED, nodes_of, taken_apart, with_leaves
 from shardwright.erased.effects import Before, Effects, gradients_after, written_of
 from shardwright.erased.entry import Backward, Entry, Leaf, overlap
@@ -32,7 +32,6 @@ from shardwright.erased.record import Recording
 from shardwright.erased.refuse import Refusal
 from shardwright.erased.results import Result
 from shardwright.erased.sources import Given, Gradient, Held, Tangent
-from shardwright.erased.surroundings import autocast_devices
 from shardwright.erased.walk import HOOKS, SCALARS, World, local_of
 from shardwright.erased.watch import Watch, profiled
 from shardwright.tensor import finished_forms
@@ -67,7 +66,7 @@ class Attempt:
             self.recording.give_up_if = self._is_in_vain
         self.before: list[Before] = []
         self.where = source_line()
-        self.autocast = autocast_devices()
+        self.autocast, self.standing = surroundings.autocast_devices(), surroundings.standing()
 
     # -- before ---------------------------------------------------------------------------------------
 
@@ -132,7 +131,7 @@ class Attempt:
         refusals = [*self._refusals(), *refusals, *of_written]
         if self.cut.pass_on():
             refusals.append(Refusal("an argument", "a backward inside goes on into its graph"))
-        refusals += [Refusal(text, _CHANGES) for text in holds.changed(self.world.facts)]
+        refusals += [Refusal(text, _CHANGES) for text in [*self._left(), *holds.changed(self.world.facts)]]
         stepped = self.watch.ran_backward and any(was.brought() for was in self.before)
         hanging = [
             i for i, x in enumerate(flat) if has_graph(x) and not any(x is leaf for leaf in self.leaves)
@@ -151,6 +150,10 @@ class Attempt:
         else:
             self.finish.plain()
         return self._given_back(out, flat)
+
+    def _left(self) -> list[str]:
+        """What stands around the call, and was changed by it."""
+        return [name for name, now in surroundings.standing().items() if now != self.standing[name]]
 
     def _of_containers(self, out: Any) -> list[Refusal]:
         """Refusals of a list that comes back as the very one that the program, or the caller, has."""

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import decimal
+import gc
+import logging
+import sys
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +65,22 @@ FLAGS: dict[str, Callable[[], Any]] = {
     "loss parallel": in_loss_parallel,
     "default device": lambda: default_devices() if function_modes_on() else (),
 }
+
+# Of a thread and of the interpreter: what is not asked at each call, but may not be changed by one.
+_OF_THE_INTERPRETER: dict[str, Callable[[], Any]] = {
+    "number of threads": torch.get_num_threads,
+    "name of the thread": lambda: threading.current_thread().name,
+    "decimal context": lambda: (decimal.getcontext().prec, decimal.getcontext().rounding),
+    "level of the root logger": lambda: logging.getLogger().level,
+    "filters of warnings": lambda: tuple(warnings.filters),
+    "recursion limit": sys.getrecursionlimit,
+    "collector of garbage": gc.isenabled,
+}
+
+
+def standing() -> dict[str, Any]:
+    """All that a call has to leave as it was, by name: a replay changes none of it."""
+    return {name: ask() for name, ask in {**FLAGS, **_OF_THE_INTERPRETER}.items()}
 
 
 def flags() -> tuple[Any, ...]:

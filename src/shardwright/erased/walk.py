@@ -97,7 +97,7 @@ class World:
     sees_gradients: bool = False
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
-    schedulers: list[tuple[str, LRScheduler, int]] = field(default_factory=list)
+    schedulers: list[tuple[str, LRScheduler, int | None]] = field(default_factory=list)
     exits: set[int] = field(default_factory=set)
     generators: list[tuple[str, Any, bytes]] = field(default_factory=lambda: [_NUMPYS])
     caches: list[tuple[str, Any, list[Any]]] = field(default_factory=list)
@@ -183,7 +183,7 @@ class World:
     def asked_of_schedulers(self) -> list[Refusal]:
         """Refusals where the program steps a scheduler, or may ask it for what changes between its calls."""
         stepped = "a scheduler, which the call steps; a replay would not"
-        found = [Refusal(path, stepped) for path, each, count in self.schedulers if each.last_epoch != count]
+        found = [Refusal(path, stepped) for path, each, count in self.schedulers if _count_of(each) != count]
         if self.schedulers and not self.named.isdisjoint(_TOLD_BY_SCHEDULERS):
             found.append(Refusal(self.schedulers[0][0], "a scheduler, which may be asked for its rate"))
         return found
@@ -397,7 +397,7 @@ class World:
             why = "what it holds is another thing in each thread, or C's: nobody watches it"
             self.refusals.append(Refusal(f"{path} ({cls.__name__})", why))
         if isinstance(value, LRScheduler):
-            self.schedulers.append((path, value, value.last_epoch))
+            self.schedulers.append((path, value, _count_of(value)))
         elif is_of_a_library(module_of(cls)):
             self._of_a_library(path, value, module_of(cls).partition(".")[0])
             return
@@ -452,6 +452,11 @@ _VISITORS: tuple[tuple[Any, Callable[[World, str, Any], None]], ...] = (
 
 
 _CONTAINERS = (Mapping, Sequence, set, frozenset, np.ndarray, functools.partial, torch.optim.Optimizer)
+
+
+def _count_of(scheduler: LRScheduler) -> int | None:
+    """How often it was stepped; None of one that is several others (`ChainedScheduler`)."""
+    return getattr(scheduler, "last_epoch", None)
 
 
 def _slots_of(cls: type) -> list[str]:
