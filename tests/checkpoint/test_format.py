@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,17 @@ def test_its_files_are_safetensors_and_say_the_same(ranks: Ranks, tmp_path: Path
                 ends = zip(at, tensor.shape, strict=False)
                 box = tuple(slice(o, o + s) for o, s in ends) if at else ()
                 assert np.array_equal(found[of][box], tensor.numpy()), key
+
+
+def test_large_pages_of_files_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, lengths = os.writev, list[int]()
+    monkeypatch.setattr(os, "writev", lambda *given: lengths.append(write(*given)) or lengths[-1])
+    x = torch.arange(float(5 << 18)).view(-1, 64)
+    save(tmp_path / "c", x=x)
+    page = 2 << 20
+    (header,) = (file["header"] for file in manifest_of(tmp_path / "c")["files"])
+    assert [one for one in lengths if one > 1 << 16] == [page - header, page, x.nbytes - 2 * page + header]
+    assert np.array_equal(read_all(tmp_path / "c")["x"], x.numpy())
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -192,5 +192,9 @@ def test_a_copy_of_memory_is_a_copy_wherever_it_begins_and_ends(way: str) -> Non
             target = bytearray(400)
             copy(memoryview(target)[start : start + size], memoryview(source)[7 : 7 + size])
             assert bytes(target) == bytes(start) + source[7 : 7 + size] + bytes(400 - start - size)
+    for start, size in ((0, 1 << 16), (13, 100_003)):
+        target, long = bytearray(size + 20), source * 200
+        copy(memoryview(target)[start : start + size], memoryview(long)[7 : 7 + size])
+        assert bytes(target) == bytes(start) + long[7 : 7 + size] + bytes(20 - start)
     with pytest.raises(ValueError, match=r"do not fit|different structures"):
         copy(memoryview(bytearray(3)), memoryview(b"four"))

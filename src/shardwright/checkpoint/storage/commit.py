@@ -204,11 +204,8 @@ def tidy(
     for name in content.names:
         if removals and REMOVING.fullmatch(name):
             _remove_listed(store, name)
-    gone = list(leftovers(store, content, mine, alone=alone))
-    for name in dict.fromkeys(gone):
+    for name in dict.fromkeys([*leftovers(store, content, mine, alone=alone)]):
         store.remove(name)
-    if gone:
-        store.sync()
 
 
 def remove(path: Place, *, interrupted: bool = False) -> None:

@@ -12,9 +12,9 @@
 #include <string.h>
 
 #ifdef __SSE2__
-#include <emmintrin.h>
+#include <immintrin.h>
 
-enum { LINE = 64, PAGE = 4096, PAGES = 4 };
+enum { LINE = 64, PAGE = 4096, PAGES = 8 };
 
 static void line(char *target, const char *source) {
     __m128i a = _mm_loadu_si128((const __m128i *)source);
@@ -36,14 +36,32 @@ static void pages(char *target, const char *source) {
     }
 }
 
+#if defined(__GNUC__) && defined(__x86_64__)
+/* The same with a line in one store, a tenth faster. Chosen where it runs: the build knows no such processor. */
+__attribute__((target("avx512f"))) static void wide_pages(char *target, const char *source) {
+    for (size_t at = 0; at < PAGE; at += LINE) {
+        for (size_t page = 0; page < PAGES * PAGE; page += PAGE) {
+            _mm512_stream_si512((void *)(target + page + at), _mm512_loadu_si512(source + page + at));
+        }
+    }
+}
+
+static int is_wide(void) { return __builtin_cpu_supports("avx512f"); }
+#else
+static void wide_pages(char *target, const char *source) { pages(target, source); }
+
+static int is_wide(void) { return 0; }
+#endif
+
 static void stream(char *target, const char *source, size_t size) {
+    void (*copied)(char *, const char *) = is_wide() ? wide_pages : pages;
     size_t head = (size_t)(-(uintptr_t)target) & (LINE - 1);
     head = head < size ? head : size;
     memcpy(target, source, head);
     target += head, source += head, size -= head;
     size_t step = PAGES * PAGE;
     for (; size >= step; target += step, source += step, size -= step) {
-        pages(target, source);
+        copied(target, source);
     }
     for (; size >= LINE; target += LINE, source += LINE, size -= LINE) {
         line(target, source);

@@ -17,7 +17,8 @@ from shardwright.checkpoint.storage.sums import Sums, sum_of, sums_of
 from shardwright.comm.dtype import as_bytes
 from shardwright.errors import CheckpointError
 
-_STEP = 1 << 20  # stays in the processor's cache between checksum and write
+_STEP = 2 << 20  # stays in the processor's cache between checksum and write; a large page
+_COPIED = 8 << 20
 _SMALL = 1 << 16
 _BLOCK = 1 << 20  # of neighbours that are written at once
 _FILE_MOST = 8 << 30
@@ -93,7 +94,8 @@ def write_file(store: Store, name: str, entries: Sequence[Entry], metadata: dict
     """Write one file and wait until it is where it stays.
 
     Raises: CheckpointError: the disk refuses; the file and the reason are named.
-    Cost: memory for one step (1 MiB) beside tensors that lie on the CPU in one piece, else for a few.
+    Cost: memory for small tensors (1 MiB), and for copies of 8 MiB of those that do not lie on the CPU in one
+    piece.
     """
     header = header_of(entries, metadata)
     try:
@@ -126,7 +128,7 @@ def _write_entries(
         at = _write_small(file, small, at, boxes)
         small, waiting = [], 0
         if nbytes > _SMALL:
-            boxes.append((entry.key, entry.cell, at, _stream(file, entry.view)))
+            boxes.append((entry.key, entry.cell, at, _stream(file, entry.view, at)))
             at += nbytes
     return boxes, _write_small(file, small, at, boxes)
 
@@ -151,18 +153,23 @@ def _bytes_of_all(views: Sequence[torch.Tensor]) -> memoryview:
     return torch.cat(flat).numpy().data if flat else memoryview(b"")
 
 
-def _stream(file: NewFile, view: torch.Tensor) -> str:
-    """Write a large box in steps, and checksum each while it is in the cache."""
+def _stream(file: NewFile, view: torch.Tensor, at: int) -> str:
+    """Write a large box from byte `at` of the file on in steps, and checksum each while it is in the cache.
+
+    A step ends where a large page of the file does. What is written at once the system can cache as one
+    page, and a load that maps it then has one entry of the page table to make in place of 512.
+    """
     sums = Sums()
     for block in blocks(view):
-        for at in range(0, len(block), _STEP):
-            step = block[at : at + _STEP]
+        while block:
+            step = block[: _STEP - at % _STEP]
             sums.feed(step)
             file.write([step])
+            block, at = block[len(step) :], at + len(step)  # noqa: PLW2901  what is left
     return sums.text
 
 
-def blocks(view: torch.Tensor, most: int = 8 * _STEP) -> Iterator[memoryview]:
+def blocks(view: torch.Tensor, most: int = _COPIED) -> Iterator[memoryview]:
     """The bytes of a tensor, row-major: in one piece where they lie so, else in copies of about `most`."""
     if (view.is_contiguous() and view.device.type == "cpu") or view.nbytes <= most or view.dim() == 0:
         yield bytes_of(view)
