@@ -145,6 +145,29 @@ class Numbers(nn.Module):
         return self.then(y * number) + self.table(index)
 
 
+class Stops(Base):
+    """A later stage detaches what the parts before it returned: always all of it, or one stream."""
+
+    class Detaches(Part):
+        def forward(self, x):
+            return super().forward(x.detach())
+
+    def __init__(self):
+        super().__init__()
+        self.layers[3] = self.Detaches()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class StopsOneStream(Stops):
+    def forward(self, x):
+        beside, x = self.layers[0](x), self.layers[1](x)
+        return self.layers[2](x) + self.layers[3](beside)
+
+
 class Recurrent(Base):
     """A layer that lists its parameters beside, where sharded units replace them."""
 
@@ -172,6 +195,9 @@ CASES = {
     "dicts whole": (Dicts, ["pairs.1"]),
     "norms": (Norms, ["second"]),
     "numbers": (Numbers, ["then"]),
+    "detached": (Stops, ["layers.2"]),
+    "a detached stream": (StopsOneStream, ["layers.2"]),
+    "detached by the last stage": (Stops, ["layers.3"]),
     "hooked after the cut": (Base, ["layers.2"]),
     "recurrent, sharded": (Recurrent, ["layers.1", "layers.2", "layers.3"]),
 }

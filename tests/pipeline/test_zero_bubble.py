@@ -54,7 +54,20 @@ class Twice(Base):
         return x
 
 
+class Detached(Base):
+    """The last stage asks the others for no gradient."""
+
+    class Detaches(Part):
+        def forward(self, x):
+            return super().forward(x.detach())
+
+    def __init__(self):
+        super().__init__()
+        self.layers[3] = self.Detaches()
+
+
 MODELS = {
+    "detached": (Detached, {}),
     "own stream": (OwnStream, {}),
     "several places": (SeveralPlaces, {"scale": (0, 1, 2, 3)}),
     "twice": (Twice, {}),

@@ -1,8 +1,12 @@
-"""What crosses from one stage to the next: local tensors, and the layouts that they have there."""
+"""What crosses from one stage to the next: local tensors, and the layouts that they have there.
+
+What can have a gradient travels flat, with one element more: in its gradient it says whether there is one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.comm.dtype import as_bytes
 from shardwright.compat import axis_names
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Placement
@@ -85,16 +90,16 @@ class Leaf:
 
     def example(self, find: FindMesh) -> Tensor:
         """A tensor without memory that says what travels."""
-        return torch.empty(
-            self.local_shape(find), dtype=self.dtype, device="meta", requires_grad=self.flows_back
-        )
+        shape = self.local_shape(find)
+        sent = (math.prod(shape) + 1,) if self.flows_back else shape
+        return torch.empty(sent, dtype=self.dtype, device="meta", requires_grad=self.flows_back)
 
     def zeros(self, find: FindMesh, device: torch.device) -> Tensor:
         """What would arrive of a tensor like it, of zeros; the number where it is one."""
         if self.number is not None:
             return torch.tensor(self.number, dtype=self.dtype, device=device)
         graph = self.flows_back and torch.is_grad_enabled()
-        sent = torch.zeros(self.local_shape(find), dtype=self.dtype, device=device, requires_grad=graph)
+        sent = torch.zeros_like(self.example(find), device=device, requires_grad=graph)
         return arriving(sent, self, find)
 
 
@@ -112,16 +117,43 @@ def in_memory(x: Tensor, leaf: Leaf) -> Tensor:
     return x.permute(leaf.permuted).clone(memory_format=torch.contiguous_format).permute(back)
 
 
-class _Own(torch.autograd.Function):
-    """A tensor of its own with this value, that has a gradient even if the value has none."""
+def _flat(x: Tensor, flag: int) -> Tensor:
+    """A copy that travels.  [...] -> [n + 1]"""
+    sent = x.new_full((x.numel() + 1,), flag)
+    sent[:-1].view(x.shape).copy_(x)
+    return sent
+
+
+class _Sent(torch.autograd.Function):
+    """What travels of a value; it has a gradient even if the value has none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:  # noqa: ARG004  the anchor makes the graph
-        return x.clone(memory_format=torch.contiguous_format)
+        ctx.shape = x.shape
+        return _flat(x, 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004  torch's signature
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[:-1].view(ctx.shape), None
+
+
+class _Received(torch.autograd.Function):
+    """The value of what travelled, in memory of its own; its gradient says that there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, shape: tuple[int, ...], leaf: Leaf) -> Tensor:  # noqa: ARG004
+        return in_memory(sent[:-1].view(shape), leaf)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ARG004  torch's signature
+        return _flat(grad, 1), None, None
+
+
+def asked(gradients: Sequence[Tensor | None]) -> list[bool]:
+    """Which of the gradients that came are some, not zeros in their places; the host waits for it."""
+    flags = [as_bytes(g[-1:]).any() for g in gradients if g is not None]
+    told = iter(torch.stack(flags).tolist() if flags else ())
+    return [g is not None and next(told) for g in gradients]
 
 
 def leaving(x: Tensor, leaf: Leaf, find: FindMesh, anchor: Tensor) -> Tensor:
@@ -133,8 +165,8 @@ def leaving(x: Tensor, leaf: Leaf, find: FindMesh, anchor: Tensor) -> Tensor:
         x = _local(as_ours(x), leaf.layout(find))
     if not leaf.flows_back:
         return x.detach().contiguous()
-    own: Tensor = _Own.apply(x, anchor)  # type: ignore[no-untyped-call]
-    return own
+    sent: Tensor = _Sent.apply(x, anchor)  # type: ignore[no-untyped-call]
+    return sent
 
 
 def _local(x: DTensor, layout: Layout) -> Tensor:
@@ -147,7 +179,10 @@ def _local(x: DTensor, layout: Layout) -> Tensor:
 
 def arriving(local: Tensor, leaf: Leaf, find: FindMesh) -> Tensor:
     """The tensor that was sent, from what travelled; writes into it do not reach the buffer."""
-    own = in_memory(local, leaf)
+    if leaf.flows_back:
+        own: Tensor = _Received.apply(local, leaf.local_shape(find), leaf)  # type: ignore[no-untyped-call]
+    else:
+        own = in_memory(local, leaf)
     if not leaf.axes:
         return own
     layout, mesh = leaf.layout(find), find(leaf.axes)

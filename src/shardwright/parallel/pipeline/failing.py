@@ -49,9 +49,18 @@ def nothing(examples: Sequence[Tensor], arrived: Sequence[Tensor], anchor: Tenso
     )
 
 
-def gradients(came: Sequence[Tensor], made: Sequence[Tensor | None] = ()) -> tuple[Tensor | None, ...]:
-    """The gradients of what arrived: those that a backward made, and zeros, which torch 2.13 sends itself."""
-    return tuple(
+def gradients(
+    came: Sequence[Tensor], made: Sequence[Tensor | None], *, served: bool
+) -> tuple[Tensor | None, ...]:
+    """The gradients of what arrived: those that a backward made, and zeros, which torch 2.13 sends itself.
+
+    Args: served: a stage that has failed asks for a backward all the same: peers of the earlier ones run it.
+    """
+    sent = [
         torch.zeros_like(x) if gradient is None and (x.requires_grad or WAITS_FOR_ALL_GRADIENTS) else gradient
         for gradient, x in zip(made or [None] * len(came), came, strict=True)
-    )
+    ]
+    for x, gradient in zip(came, sent, strict=True):
+        if served and x.requires_grad and gradient is not None:
+            gradient[-1] = 1
+    return tuple(sent)

@@ -55,6 +55,10 @@ class Units:
         """The forward that has just ended went through all units of this stage."""
         self._expected[stage] = self._entered
 
+    def are_in(self, stage: int) -> bool:
+        """Does the forward of this stage go through any?"""
+        return bool(self._expected.get(stage))
+
     def done(self) -> None:
         """Nobody will ask for what the last forward left."""
         self._left = []

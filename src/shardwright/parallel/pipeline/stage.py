@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import SENDS_ALL_GRADIENTS, tree_leaves
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.batch import Batch, copied
-from shardwright.parallel.pipeline.border import FindMesh, arriving, leaving
+from shardwright.parallel.pipeline.border import FindMesh, arriving, asked, leaving
 from shardwright.parallel.pipeline.failing import Failures, gradients, nothing
 from shardwright.parallel.pipeline.forward.borders import Borders
 from shardwright.parallel.pipeline.forward.hollow import Value, is_hollow
@@ -256,15 +256,32 @@ class Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """As torch's; where it fails, zeros go back, and the error is told at the end of the step."""
+        module: Any = self.submod
         came = self.fwd_cache[bwd_chunk_id][1] if self.has_backward else ()
         try:
+            self._leave_out(bwd_chunk_id)
             whole = full_backward or not self._comes_apart(bwd_chunk_id, loss)
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
         except BaseException as error:  # noqa: BLE001  the other stages wait for gradients
             self._failed(error)
             self.bwd_cache[bwd_chunk_id] = ()
         if self.has_backward:
-            self.bwd_cache[bwd_chunk_id] = gradients(came, self.bwd_cache[bwd_chunk_id])
+            served = module.failures.error is not None
+            self.bwd_cache[bwd_chunk_id] = gradients(came, self.bwd_cache[bwd_chunk_id], served=served)
+
+    def _leave_out(self, number: int) -> None:
+        """What left and nobody asks a gradient of begins no backward, as on one device.
+
+        Sharded units run theirs, with zeros: their data ranks gather together.
+        """
+        module: Any = self.submod
+        if self.is_last or not self.has_backward or module.units.are_in(self.stage_index):
+            return
+        left, came = self.fwd_cache[number]
+        grads = zip(left, self._retrieve_recv_grads(number), strict=True)
+        flags = asked([grad if x.requires_grad else None for x, grad in grads])
+        kept = tuple(x if flag else x.detach() for x, flag in zip(left, flags, strict=True))
+        self.fwd_cache[number] = kept, came
 
     def _comes_apart(self, number: int, loss: Any) -> bool:
         """Does torch's backward in two halves find every gradient? Of the first stage it is one, and does."""
