@@ -137,6 +137,7 @@ def _no_gradient_reaches_what_no_grad_viewed():
                 with torch.no_grad():
                     view = x.narrow(0, 1, 3)
                 made = call(view) + call(x[:3])
+                assert torch.autograd.grad(made.sum(), view, retain_graph=True, allow_unused=True) == (None,)
                 made.sum().backward()
                 found.append((made.detach(), x.grad))
             for got, wanted in zip(found[1], found[0], strict=True):
